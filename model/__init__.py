@@ -1,0 +1,18 @@
+"""GPT-2 on PyTorch. It is given its attention function, so it runs with any backend.
+
+`import model` does not import torch: the names below that need it are loaded on first use. Generation is
+`model.generate.generate`, not repeated here because the module has that name.
+"""
+
+from importlib import import_module
+
+from .config import GPTConfig
+
+_HOME = {"GPT": "gpt", "from_huggingface": "huggingface", "to_huggingface": "huggingface"}
+__all__ = ["GPTConfig", *_HOME]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

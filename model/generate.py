@@ -1,0 +1,74 @@
+"""Sampling from a GPT, one token at a time, with a key-value cache."""
+
+import torch
+from torch import Tensor
+
+from .gpt import GPT, KVCache
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    tokens: Tensor,
+    n: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator,
+    end_token: int | None = None,
+) -> Tensor:
+    """Continue tokens (int64, (B, T), T >= 1) by up to n more; returns (B, T + up to n), prompt included.
+
+    temperature: divides the logits; 0 takes the most likely token. top_k: sample among that many (None: all).
+    generator: the only source of randomness; probabilities are moved to its device to draw.
+    end_token: a sequence that has drawn it is filled up with it, and generation stops when all have.
+
+    The model sees at most seq_len tokens. Of a longer prompt it reads the last seq_len; when the window is full,
+    its older half is dropped and the rest read again, since learned positions cannot slide.
+    """
+    if tokens.size(1) < 1:
+        raise ValueError("the prompt is empty: give at least one token, <|endoftext|> to start from nothing")
+    if temperature < 0.0:
+        raise ValueError(f"temperature={temperature}: it must be 0 (most likely token) or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: it must be at least 1, or None for all tokens")
+    was_training = model.training
+    model.eval()
+    try:
+        return _generate(model, tokens, n, temperature, top_k, generator, end_token)
+    finally:
+        model.train(was_training)
+
+
+def _generate(model, tokens, n, temperature, top_k, generator, end_token) -> Tensor:
+    seq_len = model.config.seq_len
+    batch, prompt_len = tokens.shape
+    out = torch.cat([tokens, tokens.new_zeros(batch, n)], dim=1)
+    ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+    cache = KVCache(model.config.n_layer, min(seq_len, prompt_len + n))
+    start = max(0, prompt_len - seq_len)  # first token the cache has not read
+    for end in range(prompt_len, prompt_len + n):
+        if cache.length + end - start > seq_len:
+            start, cache.length = end - max(1, seq_len // 2), 0
+        hidden = model.hidden(out[:, start:end], cache=cache)
+        start = end
+        token = _sample(model.logits(hidden[:, -1]), temperature, top_k, generator)  # (B,)
+        if end_token is not None:
+            token = token.masked_fill(ended, end_token)
+            ended |= token == end_token
+        out[:, end] = token
+        if end_token is not None and ended.all():
+            return out[:, : end + 1]
+    return out
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """logits (B, vocab_size) -> token ids (B,)."""
+    if temperature == 0.0:
+        return logits.argmax(dim=-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.size(-1):
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = torch.softmax(logits, dim=-1).to(generator.device)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1).to(logits.device)

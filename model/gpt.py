@@ -1,0 +1,215 @@
+"""GPT-2 as published: learned positions, pre-LayerNorm, biases, tanh GELU, tied embeddings.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Parameter names are those of the
+released checkpoints. Axes: B batch, T tokens, C = n_embd, H heads, D = head_dim, V = padded vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import GPTConfig
+
+AttentionFn = Callable[
+    ..., Tensor
+]  # (q, k, v, *, causal, scale, dropout_p, dropout_seed) -> out; all (B, H, T, D)
+LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Nothing: GPT.init_weights draws every weight, and torch's global generator stays untouched."""
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing, as in Linear."""
+
+
+class KVCache:
+    """Keys and values of the tokens read so far, with room for max_len tokens (allocated at the first)."""
+
+    def __init__(self, n_layer: int, max_len: int):
+        self.max_len = max_len
+        self.length = 0  # tokens held; GPT advances it once all layers have appended theirs
+        self.k: list[Tensor | None] = [None] * n_layer
+        self.v: list[Tensor | None] = [None] * n_layer
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v (B, H, new, D) of one layer; return those of all tokens, (B, H, length + new, D)."""
+        if self.k[layer] is None:
+            shape = (*k.shape[:2], self.max_len, k.size(3))
+            self.k[layer], self.v[layer] = k.new_empty(shape), v.new_empty(shape)
+        end = self.length + k.size(2)
+        self.k[layer][:, :, self.length : end] = k
+        self.v[layer][:, :, self.length : end] = v
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn):
+        super().__init__()
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
+        self.attention = attention
+        self.layer = layer
+        self.n_layer, self.n_head, self.head_dim = config.n_layer, config.n_head, config.head_dim
+        self.dropout = config.dropout
+        self.scale = 1.0 / math.sqrt(config.head_dim)
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scale /= layer + 1
+
+    def forward(self, x: Tensor, dropout_seed: Tensor | None, cache: KVCache | None) -> Tensor:
+        B, T, C = x.shape
+        # unbind, not split: its backward writes dq, dk and dv straight into one (B, T, 3, H, D) buffer
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # three views (B, H, T, D)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        options = {}
+        if self.training and self.dropout > 0.0:
+            # consecutive seeds of the caller must not meet in neighbouring layers
+            options = {"dropout_p": self.dropout, "dropout_seed": dropout_seed * self.n_layer + self.layer}
+        out = self.attention(q, k, v, causal=True, scale=self.scale, **options)  # (B, H, T, D)
+        out = self.c_proj(out.transpose(1, 2).reshape(B, T, C))
+        return F.dropout(out, self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config, layer, attention)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, dropout_seed: Tensor | None, cache: KVCache | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), dropout_seed, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Mean NLL in nats, 0-d float32, of targets (N,) under softmax(hidden (N, C) @ weight (V, C).T).
+
+    Targets of -1 do not count (no target at all: 0). Rows of weight from vocab_size on are padding: they have
+    probability 0 and get no gradient.
+    """
+    logits = F.linear(hidden, weight)[:, :vocab_size].float()
+    total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum().clamp(min=1)
+
+
+class GPT(nn.Module):
+    """GPT-2 with the attention (and the loss) it is given.
+
+    attention: (q, k, v, *, causal, scale[, dropout_p, dropout_seed]) -> out, all (B, H, T, D); q, k and v are
+        views of one packed buffer. With more keys than queries, causal means that the last query sees all keys.
+        The dropout arguments are only passed when they apply.
+    loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
+    generator: draws the initial weights (see init_weights); None is one seeded with 0. Built under
+        `torch.device("meta")` the model draws none.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        attention: AttentionFn,
+        *,
+        loss: LossFn = cross_entropy,
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.loss = loss
+        self.wte = Embedding(config.padded_vocab_size, config.n_embd)  # also the output projection
+        self.wpe = Embedding(config.seq_len, config.n_embd)
+        self.h = nn.ModuleList(Block(config, layer, attention) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        if not self.wte.weight.is_meta:
+            self.init_weights(generator or torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw all weights: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 n_layer)), biases 0, gains 1.
+
+        They are drawn on the generator's device and copied over: a generator gives the same model on any device.
+        """
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                std = residual_std if name.endswith("c_proj.weight") else 0.02
+                draw = torch.empty(parameter.shape, device=generator.device)
+                parameter.copy_(draw.normal_(0.0, std, generator=generator))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        self.wte.weight[self.config.vocab_size :] = 0.0
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, dropout_seed: Tensor | None = None
+    ) -> Tensor:
+        """tokens, targets: int64 (B, T). Returns the logits (B, T, vocab_size), or with targets the mean NLL over
+        targets != -1 (nats, 0-d float32).
+
+        dropout_seed: 0-d int64 tensor, another one each call; training with dropout > 0 needs it. It decides the
+        attention's masks; the other dropouts draw from torch's default generator.
+        """
+        hidden = self.hidden(tokens, dropout_seed=dropout_seed)
+        if targets is None:
+            return self.logits(hidden)
+        return self.loss(hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size)
+
+    def hidden(
+        self, tokens: Tensor, *, dropout_seed: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Final hidden states (B, T, C). With a cache, tokens continue those it holds and are added to it."""
+        start = 0 if cache is None else cache.length
+        end = start + tokens.size(1)
+        if end > self.config.seq_len:
+            raise ValueError(
+                f"{end} tokens, but seq_len={self.config.seq_len}: pass fewer, or train with a larger seq_len"
+            )
+        if dropout_seed is None and self.training and self.config.dropout > 0.0:
+            raise ValueError(
+                f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
+            )
+        x = self.wte(tokens) + self.wpe.weight[start:end]  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.h:
+            x = block(x, dropout_seed, cache)
+        if cache is not None:
+            cache.length = end
+        return self.ln_f(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> (..., vocab_size): the padding of the vocabulary is cut off."""
+        return F.linear(hidden, self.wte.weight)[..., : self.config.vocab_size]
+
+    def num_parameters(self, *, position_embeddings: bool = True) -> int:
+        """Parameters as published: tied weights once, without the padding of the vocabulary."""
+        count = sum(parameter.numel() for parameter in self.parameters())
+        count -= (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        return count if position_embeddings else count - self.wpe.weight.numel()
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward FLOPs per token: 6 N + 12 n_layer n_embd seq_len.
+
+        N is the parameters without position embeddings; attention counts as full, causal or not
+        (Chowdhery et al. 2022, PaLM, appendix B). Recomputation is not counted.
+        """
+        n = self.num_parameters(position_embeddings=False)
+        return 6 * n + 12 * self.config.n_layer * self.config.n_embd * seq_len
