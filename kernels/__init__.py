@@ -1,0 +1,31 @@
+"""Attention algorithms behind one signature, picked by name.
+
+    name, attention = resolve_attention("auto", device=device, dtype=torch.bfloat16, head_dim=64)
+    out = attention(q, k, v, causal=True)
+
+The signature is documented at `kernels.naive.naive_attention`, which does all of it the slow and obvious way.
+"""
+
+from . import flash, library, naive  # each registers its backends
+from .registry import (
+    ATTENTION,
+    AttentionError,
+    AttentionFn,
+    AttentionRequest,
+    get_attention,
+    register_attention,
+    resolve_attention,
+)
+
+__all__ = [
+    "ATTENTION",
+    "AttentionError",
+    "AttentionFn",
+    "AttentionRequest",
+    "flash",
+    "get_attention",
+    "library",
+    "naive",
+    "register_attention",
+    "resolve_attention",
+]

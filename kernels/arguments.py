@@ -1,0 +1,104 @@
+"""The checks every backend makes of its arguments: a mistake is one clear line wherever it is made."""
+
+import math
+
+import torch
+
+from .registry import AttentionError
+
+BLOCK_MASK_SIZE = 128
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q (batch, heads, q_len, head_dim) must go with k and v (batch, kv_heads, kv_len, head_dim)."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            shape = tuple(tensor.shape)
+            raise AttentionError(f"{name} must be (batch, heads, length, head_dim), got shape {shape}")
+        if tensor.dtype != q.dtype:
+            raise AttentionError(f"q, k and v must share a dtype, got {q.dtype} and {name} {tensor.dtype}")
+        if tensor.device != q.device:
+            raise AttentionError(f"q, k and v must share a device, got {q.device} and {name} {tensor.device}")
+    if k.shape != v.shape:
+        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise AttentionError(
+            f"q and k must share batch and head_dim, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise AttentionError(f"kv_heads must divide heads, got {k.shape[1]} kv_heads and {q.shape[1]} heads")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale: None means 1/sqrt(head_dim). It must be positive."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if scale <= 0:
+        raise AttentionError(f"scale must be positive, got {scale}")
+    return scale
+
+
+def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> None:
+    """dropout_p must be in [0, 1), and have a seed when it is not 0."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise AttentionError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    if dropout_p > 0.0 and dropout_seed is None:
+        raise AttentionError(
+            "dropout_p > 0 needs dropout_seed (an int or a 0-d int64 tensor): no global generator is used"
+        )
+
+
+def check_features(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    window: tuple[int, int] | None,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    kv_lengths: torch.Tensor | None,
+    block_mask: torch.Tensor | None,
+) -> None:
+    """The optional arguments of `naive_attention` must fit q, k and each other."""
+    batch, heads, q_len, _ = q.shape
+    kv_len = k.shape[2]
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        raise AttentionError(f"window must be (left, right), each a count of keys or -1, got {window}")
+    if softcap < 0:
+        raise AttentionError(f"softcap must be positive, or 0 for none, got {softcap}")
+    for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if tensor is not None:
+            _check_tensor(name, tensor, q.device)
+            if tensor.shape != (heads,) or not tensor.is_floating_point():
+                got = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise AttentionError(f"{name} must be floating point ({heads},), one a head, got {got}")
+    if kv_lengths is not None:
+        _check_tensor("kv_lengths", kv_lengths, q.device, torch.int32)
+        if kv_lengths.shape != (batch,):
+            raise AttentionError(f"kv_lengths must be ({batch},), got {tuple(kv_lengths.shape)}")
+        if cu_seqlens is not None:
+            raise AttentionError("kv_lengths and cu_seqlens exclude each other: make padding a document")
+    if cu_seqlens is not None:
+        _check_tensor("cu_seqlens", cu_seqlens, q.device, torch.int32)
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+            raise AttentionError(f"cu_seqlens must be (documents + 1,), got {tuple(cu_seqlens.shape)}")
+        if q_len != kv_len:
+            raise AttentionError(f"cu_seqlens needs q_len == kv_len, got {q_len} and {kv_len}")
+    if block_mask is not None:
+        _check_tensor("block_mask", block_mask, q.device, torch.bool)
+        shape, tiles = tuple(block_mask.shape), (-(-q_len // BLOCK_MASK_SIZE), -(-kv_len // BLOCK_MASK_SIZE))
+        if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != tiles:
+            raise AttentionError(
+                f"block_mask must be (batch or 1, heads or 1, {tiles[0]}, {tiles[1]}), a bool for each "
+                f"{BLOCK_MASK_SIZE} x {BLOCK_MASK_SIZE} tile, got {shape}"
+            )
+
+
+def _check_tensor(
+    name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    if tensor.device != device:
+        raise AttentionError(f"{name} must be on {device} as q is, got {tensor.device}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise AttentionError(f"{name} must be {dtype}, got {tensor.dtype}")

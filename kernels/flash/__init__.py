@@ -1,0 +1,39 @@
+"""Our own Triton attention, registered as `flash`; triton is imported when it is loaded, not before."""
+
+import importlib.util
+import os
+
+import torch
+
+from ..registry import AttentionFn, AttentionRequest, register_attention
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
+SUPPORTED: set[str] = set()
+
+
+def refuses(request: AttentionRequest) -> str | None:
+    """Why our kernels cannot serve `request`, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "it needs triton, which is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.device.type != "cuda" and not interpreted:
+        return (
+            f"it needs a CUDA device, not {request.device.type} (TRITON_INTERPRET=1 runs it in Triton's "
+            "interpreter, slowly)"
+        )
+    if request.dtype not in DTYPES:
+        return f"it takes float16, bfloat16 and float32, not {request.dtype}"
+    if interpreted and request.dtype is torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly (use float32 or float16)"
+    if not HEAD_DIM_MIN <= request.head_dim <= HEAD_DIM_MAX:
+        return f"it takes head_dim {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, not {request.head_dim}"
+    return request.unsupported(SUPPORTED)
+
+
+@register_attention("flash", refuses=refuses, lazy=True)
+def load() -> AttentionFn:
+    """The attention function; imports triton."""
+    from .api import flash_attention
+
+    return flash_attention

@@ -1,0 +1,211 @@
+"""Attention that PyTorch brings, behind the house's signature: the peers our kernels are measured against.
+
+`sdpa` lets torch.nn.functional.scaled_dot_product_attention choose; `sdpa_flash`, `sdpa_cudnn`,
+`sdpa_efficient` and `sdpa_math` force one of its backends; `flex` is torch.nn.attention.flex_attention.
+
+SDPA's `is_causal` is aligned top-left, ours bottom-right: at unequal lengths a mask is passed instead.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .arguments import check_dropout, check_inputs, check_scale
+from .registry import AttentionError, AttentionFn, AttentionRequest, register_attention, used_features
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    backend: SDPBackend | None,
+) -> torch.Tensor:
+    q_len, kv_len = q.shape[2], k.shape[2]
+    mask = None
+    if causal and q_len != kv_len and q_len > 1:  # a single query, as in decoding, sees every key
+        if backend is SDPBackend.FLASH_ATTENTION and q.device.type == "cuda":
+            raise AttentionError(
+                "attention=sdpa_flash takes no mask, so causal needs q_len == kv_len; sdpa can"
+            )
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - q_len)
+    options = {
+        "attn_mask": mask,
+        "dropout_p": dropout_p,
+        "is_causal": causal and q_len == kv_len,
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
+    if backend is None:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def _sdpa_with_dropout(
+    *arguments: object, dropout_seed: int | torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """SDPA draws from the global generator, so it is given one of its own for the length of the call.
+
+    A seed on the device costs a synchronisation.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(dropout_seed))
+        return _sdpa(*arguments)
+
+
+def _make_sdpa(name: str, backend: SDPBackend | None) -> AttentionFn:
+    # A graph break under torch.compile. Wrapped here because the wrapper imports all of torch._dynamo.
+    with_dropout = torch.compiler.disable(_sdpa_with_dropout)
+
+    def attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | torch.Tensor | None = None,
+        **features: object,
+    ) -> torch.Tensor:
+        _refuse_features(name, features)
+        check_inputs(q, k, v)
+        check_dropout(dropout_p, dropout_seed)
+        arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, backend)
+        if dropout_p == 0.0:
+            return _sdpa(*arguments)
+        return with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
+
+    attention.__name__ = name
+    attention.__doc__ = (
+        f"torch's scaled_dot_product_attention ({backend or 'its own choice of backend'}); arguments, result "
+        "and errors as `naive_attention`, the others refused; the dropout mask is torch's own."
+    )
+    return attention
+
+
+def _refuse_features(name: str, features: dict[str, object]) -> None:
+    used = used_features(features)
+    if used:
+        raise AttentionError(f"attention={name} does not do {sorted(used)[0]}; attention=naive does")
+
+
+def _refuses_any(request: AttentionRequest) -> str | None:
+    return request.unsupported({"dropout_p"})
+
+
+def _refuses_flash(request: AttentionRequest) -> str | None:
+    if request.device.type == "cuda":
+        if request.dtype not in HALF:
+            return f"it takes float16 and bfloat16, not {request.dtype}"
+        if request.head_dim > 256:
+            return f"it takes head_dim up to 256, not {request.head_dim}"
+    elif "dropout_p" in request.features:
+        return f"it has no dropout on {request.device.type}"
+    return request.unsupported({"dropout_p"})
+
+
+def _refuses_efficient(request: AttentionRequest) -> str | None:
+    return _needs_cuda(request) or request.unsupported({"dropout_p"})
+
+
+def _refuses_cudnn(request: AttentionRequest) -> str | None:
+    if request.dtype not in HALF:
+        return f"it takes float16 and bfloat16, not {request.dtype}"
+    if request.head_dim % 8 or request.head_dim > 128:
+        return f"it takes head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
+    return _needs_cuda(request) or request.unsupported({"dropout_p"})
+
+
+def _needs_cuda(request: AttentionRequest) -> str | None:
+    return None if request.device.type == "cuda" else f"it needs a CUDA device, not {request.device.type}"
+
+
+for _name, _backend, _refuses in (
+    ("sdpa", None, _refuses_any),
+    ("sdpa_flash", SDPBackend.FLASH_ATTENTION, _refuses_flash),
+    ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, _refuses_cudnn),
+    ("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, _refuses_efficient),
+    ("sdpa_math", SDPBackend.MATH, _refuses_any),
+):
+    register_attention(_name, refuses=_refuses, lazy=True)(functools.partial(_make_sdpa, _name, _backend))
+
+
+def _refuses_flex(request: AttentionRequest) -> str | None:
+    return _needs_cuda(request) or request.unsupported({"window", "softcap", "alibi_slopes", "return_lse"})
+
+
+@register_attention("flex", refuses=_refuses_flex, lazy=True)
+def load_flex() -> AttentionFn:
+    """FlexAttention compiled: uncompiled it would materialise the scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return functools.partial(flex, flex_attention=torch.compile(flex_attention, dynamic=False))
+
+
+def flex(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    flex_attention: Callable[..., torch.Tensor],
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_lse: bool = False,
+    **features: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """torch's FlexAttention; arguments, result and errors as `naive_attention`, the others refused."""
+    features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
+    _refuse_features("flex", features)
+    check_inputs(q, k, v)
+    q_len, kv_len = q.shape[2], k.shape[2]
+    offset = kv_len - q_len
+
+    def score_mod(score, batch, head, row, column):
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if alibi_slopes is not None:
+            score = score - alibi_slopes[head] * (row + offset - column).abs()
+        return score
+
+    left, right = window or (-1, -1)
+    mask = _flex_mask(q_len, kv_len, causal, left, right, q.device) if causal or window else None
+    out = flex_attention(
+        q,
+        k,
+        v,
+        score_mod=score_mod if softcap or alibi_slopes is not None else None,
+        block_mask=mask,
+        scale=check_scale(scale, q.shape[-1]),
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=return_lse,
+    )
+    return out
+
+
+@functools.lru_cache(maxsize=64)
+def _flex_mask(q_len: int, kv_len: int, causal: bool, left: int, right: int, device: torch.device) -> object:
+    """FlexAttention's BlockMask of a causal window; building one costs more than using it, so it is kept."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(batch, head, row, column):
+        distance = column - (row + kv_len - q_len)
+        seen = distance <= (0 if causal else kv_len)
+        if left >= 0:
+            seen = seen & (distance >= -left)
+        if right >= 0:
+            seen = seen & (distance <= right)
+        return seen
+
+    return create_block_mask(visible, None, None, q_len, kv_len, device=device)

@@ -1,0 +1,154 @@
+"""Standard attention, every pass explicit: the papers' baseline, and the oracle of every other backend.
+
+Each line that computes reads and writes a (batch, heads, q_len, kv_len) matrix in memory, as Algorithm 0 of
+FlashAttention (Dao et al. 2022) does; nothing here is fused unless torch.compile fuses it.
+"""
+
+import torch
+
+from .arguments import BLOCK_MASK_SIZE, check_dropout, check_features, check_inputs, check_scale
+from .philox import dropout_mask
+from .registry import AttentionRequest, register_attention
+
+
+def _refuses(request: AttentionRequest) -> str | None:
+    return None
+
+
+@register_attention("naive", refuses=_refuses)
+def naive_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    block_mask: torch.Tensor | None = None,
+    return_lse: bool = False,
+    precise_delta: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * scale) v, with everything the house's seam knows.
+
+    Query i is aligned bottom-right: its position among the keys is i + kv_len - q_len. A query that may see
+    no key gives 0 (and an lse of -inf).
+
+    Args:
+        q: (batch, heads, q_len, head_dim).
+        k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, and consecutive query heads share
+            one.
+        causal: a query sees no key after its own position.
+        scale: of the logits; None means 1/sqrt(head_dim).
+        dropout_p: share of the probabilities set to 0, the others divided by 1 - dropout_p.
+        dropout_seed: int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
+            `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or moved.
+        window: (left, right): a query sees at most so many keys before and after its own position; -1 for no
+            limit.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); 0 for none.
+        alibi_slopes: (heads,): subtract slope * |query position - key position| (Press et al. 2022), after
+            softcap.
+        sinks: (heads,): a learnable logit a head that takes part in the softmax and has no value (gpt-oss).
+        cu_seqlens: int32 (documents + 1,): ascending offsets of packed documents in the batch * length
+            tokens, first 0, last batch * length. A token sees only its own document and its own row.
+        kv_lengths: int32 (batch,): keys from there on are padding, seen by nobody. Alignment still uses
+            kv_len.
+        block_mask: bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): tiles that may be
+            seen (FlashAttention section 3.3), on top of every other mask.
+        return_lse: also return the log-sum-exp.
+        precise_delta: asks for a backward without the rounding of the output; this one never had it.
+
+    Returns:
+        out like q; with return_lse also the natural log-sum-exp of the scaled logits (sink included), float32
+        or wider, (batch, heads, q_len).
+
+    Raises:
+        AttentionError: an argument has the wrong shape, dtype or device.
+    """
+    check_inputs(q, k, v)
+    check_dropout(dropout_p, dropout_seed)
+    check_features(
+        q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        cu_seqlens=cu_seqlens, kv_lengths=kv_lengths, block_mask=block_mask,
+    )  # fmt: skip
+    batch, heads, q_len, head_dim = q.shape
+    kv_len = k.shape[2]
+    if k.shape[1] != heads:
+        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+
+    scores = q @ k.transpose(-2, -1) * check_scale(scale, head_dim)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(scores)[:, None, None] * _distance(q_len, kv_len, q.device).abs()
+    visible = _visible(batch, q_len, kv_len, q.device, causal, window, cu_seqlens, kv_lengths, block_mask)
+    blind = None  # queries that see nothing; where there can be none the passes for them are saved
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is None and not (causal and q_len <= kv_len and window is kv_lengths is block_mask is None):
+            blind = ~visible.any(-1, keepdim=True)
+            scores = scores.masked_fill(blind, 0.0)
+    if sinks is not None:
+        column = sinks.to(scores)[None, :, None, None].expand(batch, heads, q_len, 1)
+        scores = torch.cat([scores, column], dim=-1)
+
+    probabilities = torch.softmax(scores, dim=-1)[..., :kv_len]
+    if blind is not None:
+        probabilities = probabilities.masked_fill(blind, 0.0)
+    if dropout_p:
+        keep = dropout_mask(dropout_seed, dropout_p, batch, heads, q_len, kv_len, q.device)
+        probabilities = probabilities * keep / (1.0 - dropout_p)
+    out = probabilities.to(v.dtype) @ v
+    if not return_lse:
+        return out
+    lse = torch.logsumexp(scores.to(torch.promote_types(scores.dtype, torch.float32)), dim=-1)
+    return out, lse if blind is None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
+
+
+def _distance(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """Key position minus query position, aligned bottom-right: int64 (q_len, kv_len)."""
+    rows = torch.arange(q_len, device=device)[:, None] + (kv_len - q_len)
+    return torch.arange(kv_len, device=device) - rows
+
+
+def _visible(
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens: torch.Tensor | None,
+    kv_lengths: torch.Tensor | None,
+    block_mask: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Which query may see which key: bool, broadcasts to (batch, heads, q_len, kv_len); None when all may."""
+    distance = _distance(q_len, kv_len, device)
+    masks = []
+    if causal:
+        masks.append(distance <= 0)
+    if window is not None:
+        left, right = window
+        if left >= 0:
+            masks.append(distance >= -left)
+        if right >= 0:
+            masks.append(distance <= right)
+    if cu_seqlens is not None:
+        tokens = torch.arange(batch * q_len, device=device, dtype=torch.int32)
+        document = torch.searchsorted(cu_seqlens, tokens, right=True).view(batch, 1, q_len)
+        masks.append(document.unsqueeze(-1) == document.unsqueeze(-2))
+    if kv_lengths is not None:
+        masks.append(torch.arange(kv_len, device=device) < kv_lengths.view(batch, 1, 1, 1))
+    if block_mask is not None:
+        tiles = block_mask.repeat_interleave(BLOCK_MASK_SIZE, -2).repeat_interleave(BLOCK_MASK_SIZE, -1)
+        masks.append(tiles[..., :q_len, :kv_len])
+    visible = masks[0] if masks else None
+    for mask in masks[1:]:
+        visible = visible & mask
+    return visible

@@ -1,0 +1,143 @@
+"""Which attention backends exist, what each can do, and how a run gets the one it asked for.
+
+A backend is one function with the signature of `kernels.naive.naive_attention` and one function that says,
+from an `AttentionRequest`, why it cannot serve it (or None). Nothing outside this package knows a backend by
+name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+AttentionFn = Callable[..., Any]
+
+# The optional arguments of an AttentionFn that a backend may lack, with the value that means "not used".
+FEATURES: dict[str, object] = {
+    "dropout_p": 0.0,
+    "window": None,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "cu_seqlens": None,
+    "kv_lengths": None,
+    "block_mask": None,
+    "return_lse": False,
+    "precise_delta": False,
+}
+
+# `auto` takes the first of these that can serve the request; a refusal names it as the nearest backend that
+# can.
+PREFERENCE = ("flash", "sdpa", "flex", "naive")
+
+
+class AttentionError(ValueError):
+    """An attention that was asked for cannot be had; the message is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What a run will ask of its attention.
+
+    Attributes:
+        device: where q, k and v live.
+        dtype: their type.
+        head_dim: their last size.
+        features: names of the optional arguments that will be used (keys of `FEATURES`).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    features: frozenset[str] = frozenset()
+
+    def unsupported(self, supported: set[str]) -> str | None:
+        """A reason to refuse: the first used feature outside `supported`, or None."""
+        missing = sorted(self.features - supported)
+        return f"it does not do {missing[0]}" if missing else None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A registered attention: `load()` gives the function, `refuses(request)` the reason why not, or None."""
+
+    load: Callable[[], AttentionFn]
+    refuses: Callable[[AttentionRequest], str | None]
+
+
+ATTENTION: dict[str, Backend] = {}
+
+
+def register_attention(
+    name: str, *, refuses: Callable[[AttentionRequest], str | None], lazy: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: add the attention function under `name`.
+
+    Args:
+        name: what a user writes after `attention=`.
+        refuses: gets an `AttentionRequest`; returns None, or why it cannot be served ("it needs ...").
+        lazy: the decorated function takes no arguments and returns the attention function, for backends whose
+            imports are heavy.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        load = function if lazy else lambda: function
+        ATTENTION[name] = Backend(load, refuses)
+        return function
+
+    return register
+
+
+def _backend(name: str) -> Backend:
+    if name not in ATTENTION:
+        raise AttentionError(f"attention={name} is unknown; known are auto, {', '.join(sorted(ATTENTION))}")
+    return ATTENTION[name]
+
+
+def get_attention(name: str) -> AttentionFn:
+    """The attention function registered as `name`; AttentionError lists the known names."""
+    return _backend(name).load()
+
+
+def used_features(features: Mapping[str, object]) -> frozenset[str]:
+    """Names of the optional arguments whose value differs from "not used"."""
+    unknown = sorted(set(features) - set(FEATURES))
+    if unknown:
+        raise AttentionError(f"unknown attention argument {unknown[0]}; known are {', '.join(FEATURES)}")
+    return frozenset(
+        name
+        for name, value in features.items()
+        if value is not None and (isinstance(value, torch.Tensor) or value != FEATURES[name])
+    )
+
+
+def resolve_attention(
+    name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, **features: object
+) -> tuple[str, AttentionFn]:
+    """The attention function that a run gets when it asks for `name`, checked before its first step.
+
+    Args:
+        name: a key of `ATTENTION`, or "auto": flash on CUDA where it can, else torch's SDPA, else what can.
+        device, dtype, head_dim: of the q, k and v that will be passed.
+        features: the optional arguments that will be passed, e.g. dropout_p=0.1.
+
+    Returns:
+        (name of the backend that runs, its function). Only "auto" changes the name.
+
+    Raises:
+        AttentionError: one line that says what cannot be done, why, and the nearest backend that can.
+    """
+    request = AttentionRequest(torch.device(device), dtype, head_dim, used_features(features))
+    # On a CPU flash means Triton's interpreter: right, and thousands of times too slow to be recommended.
+    candidates = [each for each in PREFERENCE if each != "flash" or request.device.type == "cuda"]
+    able = [each for each in candidates if ATTENTION[each].refuses(request) is None]
+    if name == "auto":
+        if not able:
+            raise AttentionError(f"attention=auto: no backend can do {', '.join(sorted(request.features))}")
+        return able[0], get_attention(able[0])
+    reason = _backend(name).refuses(request)
+    if reason is not None:
+        nearest = f"; use attention={able[0]}" if able else ""
+        raise AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
+    return name, get_attention(name)
