@@ -1,0 +1,16 @@
+"""Text -> tokens -> batches.
+
+    corpora.py, hub.py   where text comes from
+    tokenizer.py         tiktoken encodings by name or by file
+    prepare.py           corpus -> token shards and a manifest, in parallel, resumable
+    loader.py            token shards -> batches, by step number
+    inspect.py           `python -m data.inspect PATH`: what is in a corpus, and is it whole
+
+Importing this package imports nothing heavy.
+"""
+
+__all__ = ["DataError"]
+
+
+class DataError(ValueError):
+    """Something the user can put right; the one-line message names it and the remedy."""

@@ -1,0 +1,191 @@
+"""Where text comes from. Each corpus names itself, describes itself for the manifest and lists its parts.
+
+A corpus has
+    name            short, for the directory and the manifest
+    arguments       what make_corpus() takes to make it again
+    limit_documents the first so many documents only, or None
+    fetch(progress) downloads what is not on this machine yet
+    state()         a string that changes when the text does (a commit; names, sizes and times of files)
+    parts(step)     the text, in order, in parts of about `step` bytes (see readers.py)
+    expected(...)   the published counts that a preparation must arrive at, or None
+"""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import DataError
+from .progress import Progress
+from .readers import Part, TextPart, json_lines_parts, parquet_parts, text_parts
+
+SOURCES = ("python_source", "text_files", "openwebtext", "hub")
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+
+def make_corpus(
+    source: str,
+    *,
+    roots: Sequence[str] | str = (),
+    files: Sequence[str] | str = (),
+    column: str = "text",
+    separator: str = "",
+    repo: str = "",
+    config: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    streaming: bool = False,
+    limit_documents: int | None = None,
+):
+    """Return the corpus called `source` (python_source, text_files, openwebtext, hub); nothing is read yet.
+
+    Arguments that do not belong to the source are ignored. Raises DataError for values no corpus can have.
+    """
+    roots = [roots] if isinstance(roots, str) else list(roots)
+    files = [files] if isinstance(files, str) else list(files)
+    if limit_documents is not None and limit_documents < 2:
+        raise DataError(
+            f"limit_documents={limit_documents}: at least 2, one to train on and one to validate on"
+        )
+    if source == "python_source":
+        return PythonSource(tuple(roots), limit_documents)
+    if source == "text_files":
+        if not files:
+            raise DataError("text_files needs files: data.files='*.txt' (globs or folders, one or a list)")
+        return TextFiles(tuple(files), column, separator, limit_documents)
+    if source in ("openwebtext", "hub"):
+        from .hub import HubDataset, openwebtext
+
+        if source == "openwebtext":
+            return openwebtext(tuple(files), revision, limit_documents)
+        if not repo:
+            raise DataError("hub needs a dataset: data.repo=owner/name")
+        return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
+    raise DataError(f"no data source {source!r}: choose one of {', '.join(SOURCES)}")
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """What corpora of files on this machine have in common."""
+
+    def fetch(self, progress: Progress) -> None:
+        """Nothing to do: the files are here."""
+
+    def paths(self) -> list[Path]:
+        raise NotImplementedError
+
+    def state(self) -> str:
+        digest = hashlib.sha256()
+        for path in self.paths():
+            stat = path.stat()
+            digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
+        """Nothing is published of them."""
+
+
+@dataclass(frozen=True)
+class PythonSource(LocalFiles):
+    """Every .py file below `roots`, one document each, in path order. No roots: this Python's standard library."""
+
+    roots: tuple[str, ...] = ()
+    limit_documents: int | None = None
+
+    @property
+    def name(self) -> str:
+        return limited("python_source", self.limit_documents)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"source": "python_source", **asdict(self)}
+
+    def paths(self) -> list[Path]:
+        roots = self.roots or (sysconfig.get_paths()["stdlib"],)
+        found = [path for root in roots for path in _walk(root, (".py",))]
+        if not found:
+            raise DataError(
+                f"no .py file with text below {', '.join(roots)}: name other folders, data.roots=[...]"
+            )
+        return found
+
+    def parts(self, step: int) -> list[Part]:
+        return [TextPart(str(path), 0, path.stat().st_size) for path in self.paths()]
+
+
+@dataclass(frozen=True)
+class TextFiles(LocalFiles):
+    """Local .txt, .jsonl (also .gz, .zst) and .parquet files, in the order of the patterns, sorted within each.
+
+    A .txt file is one document, or several with `separator` between them; a line or a row of the others is one.
+    Lines and row groups are read directly rather than through `datasets`, which would copy them to Arrow files or
+    stream each file in one process; what else `datasets` can load is had with source `hub`.
+    """
+
+    files: tuple[str, ...]
+    column: str = "text"
+    separator: str = ""
+    limit_documents: int | None = None
+
+    @property
+    def name(self) -> str:
+        return limited("text_files", self.limit_documents)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "source": "text_files",
+            **asdict(replace(self, files=tuple(map(os.path.abspath, self.files)))),
+        }
+
+    def paths(self) -> list[Path]:
+        found: dict[Path, None] = {}  # a set that keeps the order
+        for pattern in self.files:
+            if os.path.isdir(pattern):
+                paths = _walk(pattern, SUFFIXES)
+            else:
+                matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+                paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
+            if not paths:
+                raise DataError(f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}")
+            found.update(dict.fromkeys(paths))
+        for path in found:
+            if not path.name.endswith(SUFFIXES):
+                raise DataError(
+                    f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files"
+                )
+        with_text = [path for path in found if path.stat().st_size]
+        if not with_text:
+            raise DataError(f"the files that match data.files={','.join(self.files)} are all empty")
+        return with_text
+
+    def parts(self, step: int) -> list[Part]:
+        parts: list[Part] = []
+        for path in self.paths():
+            if path.suffix == ".txt":
+                parts += text_parts(path, step, self.separator)
+            elif path.suffix == ".parquet":
+                parts += parquet_parts(path, step, self.column)
+            else:
+                parts += json_lines_parts(path, step, self.column)
+        return parts
+
+
+def limited(name: str, limit_documents: int | None) -> str:
+    return name if limit_documents is None else f"{name}-first-{limit_documents}"
+
+
+def _walk(root: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files below `root` that have one of the suffixes and are not empty, in path order."""
+    if not os.path.isdir(root):
+        raise DataError(f"{root} is not a folder that can be read")
+    found = []
+    for folder, folders, names in os.walk(root):
+        # what is installed beside the standard library is not part of it
+        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    return sorted(path.absolute() for path in found if path.is_file() and path.stat().st_size)

@@ -1,0 +1,87 @@
+"""Files that are whole or not there: written beside, flushed to disk, renamed."""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from . import DataError
+from .progress import Progress
+
+
+@contextmanager
+def written_whole(path: Path, scratch: Path) -> Iterator[BinaryIO]:
+    """Open a file in the folder `scratch` that becomes `path` when the block ends without an error.
+
+    Whoever sees `path` sees all of it, also after a kill or a power cut. Raises DataError when the disk is full
+    or the folder may not be written.
+    """
+    beside = scratch / f"{path.name}.{os.getpid()}.tmp"
+    try:
+        with open(beside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise unwritable(path, error) from None
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(path, error) from None
+
+
+def unwritable(path: Path, error: OSError) -> DataError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DataError(
+            f"no room to write {path} ({error.strerror}): free some or choose another disk with data.cache_dir; "
+            "what is finished stays, and the same command goes on from there"
+        )
+    return DataError(
+        f"cannot write {path} ({error.strerror}): choose a folder you may write, data.cache_dir=..."
+    )
+
+
+def require_room(wanted: dict[Path, int], name: str, what: str, progress: Progress) -> None:
+    """State how many bytes will be written to each folder; raise DataError when a disk has less.
+
+    Folders on one disk count together.
+    """
+    disks: dict[int, list[Path]] = {}
+    for folder in wanted:
+        disks.setdefault(_existing(folder).stat().st_dev, []).append(folder)
+    for folders in disks.values():
+        total = sum(wanted[folder] for folder in folders)
+        free = free_bytes(folders[0])
+        places = " and ".join(f"{wanted[folder] / 1e9:.3g} GB to {folder}" for folder in folders)
+        text = f"{name}: about {places} ({what}), {free / 1e9:.3g} GB free"
+        if total > free:
+            raise DataError(
+                f"not enough room for {text}: free some, or choose another disk with data.cache_dir"
+            )
+        progress.say(text)
+
+
+def free_bytes(path: Path) -> int:
+    """Return the room on the disk that holds `path` or would."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,253 @@
+"""Prepared corpora as batches: memory-mapped shards, and batch n computed from n.
+
+No state and no scan: a batch is a pure function of (corpus, seed, n), so resuming is starting at another n, and the
+sequences of a step do not depend on how many ranks share it.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import DataError
+from .files import sha256_of
+from .manifest import read_manifest
+from .permutation import Permutation
+from .tokenizer import load_tokenizer, tokenizer_hash
+
+# Up to this size a corpus is hashed whenever it is opened (0.2 s); above, file sizes are compared.
+_HASHED_BYTES = 256 << 20
+IGNORED = -1  # the target where there is nothing to predict
+
+
+class Corpus:
+    """A prepared corpus on disk: its manifest, and its splits as tokens."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self.name = self.manifest.name
+        self.n_vocab: int = self.manifest.tokenizer["n_vocab"]
+        self.eot_token: int = self.manifest.tokenizer["eot_token"]
+        self.train = TokenSplit(self, "train")
+        self.val = TokenSplit(self, "val")
+
+    def tokenizer(self, name: str | None = None):
+        """Return the tiktoken encoding the corpus was made with, found under `name` if it has moved.
+
+        Raises DataError when that is another one, because its ids would mean other text.
+        """
+        name = name or self.manifest.tokenizer["name"]
+        encoding = load_tokenizer(name)
+        if tokenizer_hash(encoding) != self.manifest.tokenizer["sha256"]:
+            made_with = self.manifest.tokenizer["name"]
+            raise DataError(
+                f"{self.directory} was made with tokenizer {made_with}, {name} is another: "
+                f"use data.tokenizer={made_with}, or prepare the corpus again with {name}"
+            )
+        return encoding
+
+    def damage(self, shard: dict[str, Any], *, hashed: bool) -> str | None:
+        """Return what is wrong with a shard, None if nothing: its size, and its sha256 if `hashed`."""
+        path = self.directory / shard["file"]
+        wanted = shard["tokens"] * np.dtype(self.manifest.dtype).itemsize
+        size = path.stat().st_size if path.exists() else None
+        if size != wanted:
+            return "is missing" if size is None else f"has {size:,} bytes, the manifest says {wanted:,}"
+        if hashed and sha256_of(path) != shard["sha256"]:
+            return "does not have the sha256 in the manifest"
+        return None
+
+    def damaged(self, shard_file: str, reason: str) -> DataError:
+        return DataError(
+            f"{self.directory / shard_file} {reason}: rebuild just this shard with "
+            f"python -m {__package__}.inspect {self.directory} --repair {shard_file}"
+        )
+
+
+def open_corpus(directory: str | Path) -> Corpus:
+    """Return the finished corpus in a folder. Raises DataError if it is not there, or not whole."""
+    corpus = Corpus(Path(directory).absolute())
+    small = sum(corpus.manifest.tokens.values()) * np.dtype(corpus.manifest.dtype).itemsize <= _HASHED_BYTES
+    for shard in corpus.manifest.shards:
+        if reason := corpus.damage(shard, hashed=small):
+            raise corpus.damaged(shard["file"], reason)
+    return corpus
+
+
+class TokenSplit:
+    """The tokens of a split as one long sequence over its memory-mapped shards."""
+
+    def __init__(self, corpus: Corpus, split: str):
+        self.corpus = corpus
+        self.shards = [shard for shard in corpus.manifest.shards if shard["split"] == split]
+        self.documents: int = corpus.manifest.documents[split]
+        self.tokens: int = corpus.manifest.tokens[split]
+        self.utf8_bytes: int = corpus.manifest.utf8_bytes[split]
+        self.name = split
+        self._edges = np.cumsum([0, *(shard["tokens"] for shard in self.shards)])
+
+    @cached_property
+    def _maps(self) -> list[np.ndarray]:
+        dtype = np.dtype(self.corpus.manifest.dtype)
+        return [np.memmap(self.corpus.directory / shard["file"], dtype, mode="r") for shard in self.shards]
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Return tokens [start, start + length) as int64; less at the end of the split."""
+        stop = min(start + length, self.tokens)
+        tokens = np.empty(max(0, stop - start), np.int64)
+        filled = 0
+        while filled < len(tokens):
+            shard = int(np.searchsorted(self._edges, start + filled, side="right")) - 1
+            offset = start + filled - int(self._edges[shard])
+            piece = self._maps[shard][offset : offset + len(tokens) - filled]
+            tokens[filled : filled + len(piece)] = piece
+            # large corpora are not hashed when opened; an id beyond the table would stop a GPU without a reason
+            if piece.max() >= self.corpus.n_vocab:
+                raise self.corpus.damaged(
+                    self.shards[shard]["file"],
+                    f"holds token {piece.max()}, the vocabulary has {self.corpus.n_vocab}",
+                )
+            filled += len(piece)
+        return tokens
+
+
+class Batches:
+    """Training batches: windows of seq_len + 1 tokens at stride seq_len, each once an epoch in a new order.
+
+    sequences_per_batch counts the sequences of all ranks together. Epoch e uses the permutation keyed by (seed, e);
+    a batch may take the last sequences of one epoch and the first of the next.
+    Raises DataError when the split is shorter than one sequence.
+    """
+
+    def __init__(self, split: TokenSplit, seq_len: int, sequences_per_batch: int, seed: int):
+        if split.tokens <= seq_len:
+            raise DataError(
+                f"the {split.name} split of {split.corpus.name} has {split.tokens} tokens, one sequence takes "
+                f"{seq_len + 1}: give more text, or a model.seq_len of at most {max(1, split.tokens - 1)}"
+            )
+        self.split, self.seq_len, self.sequences_per_batch, self.seed = (
+            split,
+            seq_len,
+            sequences_per_batch,
+            seed,
+        )
+        self.windows = (split.tokens - 1) // seq_len
+
+    def epoch(self, n: int) -> float:
+        """Return the epochs done before batch n."""
+        return n * self.sequences_per_batch / self.windows
+
+    def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
+        starts = self._windows(n, rank, world_size) * self.seq_len
+        tokens = np.stack([self.split.read(int(start), self.seq_len + 1) for start in starts])
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def _windows(self, n: int, rank: int, world_size: int) -> np.ndarray:
+        sequences = n * self.sequences_per_batch + _share(self.sequences_per_batch, rank, world_size)
+        epochs, positions = np.divmod(sequences, self.windows)
+        windows = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            inside = epochs == epoch
+            windows[inside] = Permutation(self.windows, self.seed, int(epoch))(positions[inside])
+        return windows
+
+
+class EvaluationBatches:
+    """Batches that ask for every token of the split after the first exactly once, in order.
+
+    Targets are -1 where a window ends early, and in the whole rows that fill up the last batch, so that every rank
+    gets the same number of batches of one shape. Raises DataError when there is no token to predict.
+    """
+
+    def __init__(self, split: TokenSplit, seq_len: int, sequences_per_batch: int):
+        if split.tokens < 2:
+            raise DataError(
+                f"the {split.name} split of {split.corpus.name} has no token to predict: give more text"
+            )
+        self.split, self.seq_len, self.sequences_per_batch = split, seq_len, sequences_per_batch
+        self.windows = -(-(split.tokens - 1) // seq_len)
+
+    def __len__(self) -> int:
+        return -(-self.windows // self.sequences_per_batch)
+
+    def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
+        windows = n * self.sequences_per_batch + _share(self.sequences_per_batch, rank, world_size)
+        inputs = np.zeros((len(windows), self.seq_len), np.int64)
+        targets = np.full((len(windows), self.seq_len), IGNORED, np.int64)
+        for row, window in enumerate(windows):
+            tokens = self.split.read(int(window) * self.seq_len, self.seq_len + 1)
+            if len(tokens) > 1:
+                inputs[row, : len(tokens) - 1] = tokens[:-1]
+                targets[row, : len(tokens) - 1] = tokens[1:]
+        return inputs, targets
+
+
+def _share(sequences: int, rank: int, world_size: int) -> np.ndarray:
+    """Return the positions in a batch that belong to a rank."""
+    if sequences % world_size:
+        nearest = max(1, round(sequences / world_size)) * world_size
+        raise DataError(
+            f"{sequences} sequences a batch cannot be shared by {world_size} ranks: {nearest} can"
+        )
+    each = sequences // world_size
+    return np.arange(rank * each, (rank + 1) * each)
+
+
+def prefetch(
+    batches: Batches | EvaluationBatches,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+    depth: int = 2,
+) -> Iterator[tuple[Any, Any]]:
+    """Yield batches start, start + 1, ... (before `stop`) as int64 torch tensors on the CPU, made by a thread.
+
+    pin_memory: in page-locked memory, for copies that do not block. depth: batches made ahead. Closing the
+    generator ends the thread.
+    """
+    import torch
+
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    closed = threading.Event()
+
+    def put(item: Any) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        n = start
+        try:
+            while not closed.is_set() and n != stop:
+                pair = [
+                    torch.from_numpy(np.ascontiguousarray(array))
+                    for array in batches.batch(n, rank, world_size)
+                ]
+                put(tuple(tensor.pin_memory() if pin_memory else tensor for tensor in pair))
+                n += 1
+            put(None)
+        except Exception as error:
+            put(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        closed.set()
+        thread.join()

@@ -1,0 +1,75 @@
+"""The manifest of a prepared corpus: what it was made from, what is in it, and the hash of every shard.
+
+It is written last. A folder without one is unfinished work, whatever else lies in it.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import DataError
+from .files import written_whole
+
+VERSION = 1
+FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Counts are per split ("train", "val"); `utf8_bytes` leaves the end-of-text tokens out."""
+
+    name: str
+    source: dict[str, Any]  # the arguments of make_corpus
+    state: str  # which state of the source: a commit, or a hash of file names, sizes and times
+    tokenizer: dict[str, Any]  # name, sha256, n_vocab, eot_token
+    dtype: str
+    shard_bytes: int  # of text; what cuts the corpus into shards
+    val_fraction: float
+    split_seed: int
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    utf8_bytes: dict[str, int]
+    shards: list[
+        dict[str, Any]
+    ]  # file, split, documents, tokens, utf8_bytes, sha256; first_document where train
+    version: int = VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def write(self, directory: Path, scratch: Path) -> None:
+        with written_whole(directory / FILE, scratch) as file:
+            file.write((json.dumps(self.to_dict(), indent=1) + "\n").encode())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises DataError when there is none, or not one that this code can read."""
+    path = directory / FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(
+            f"{directory} holds no finished corpus (no {FILE}): prepare it again; it goes on from what is done"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise DataError(f"{path} is damaged: delete {directory} and prepare it again") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != VERSION:
+        raise DataError(
+            f"{path} has version {version}, this code reads version {VERSION}: "
+            f"delete {directory} and prepare it again, or use the code that wrote it"
+        )
+    try:
+        return Manifest(**content)
+    except TypeError:
+        raise DataError(f"{path} is damaged: delete {directory} and prepare it again") from None
+
+
+def fingerprint(**settings: Any) -> str:
+    """Return what names a corpus folder: a hash of all that decides its tokens."""
+    text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

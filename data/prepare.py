@@ -1,0 +1,241 @@
+"""Make a corpus ready: documents -> tokens -> shards and a manifest, in parallel, resumable after any kill.
+
+The folder is named after a hash of everything that decides the tokens, so another limit, tokenizer or state of
+the source is another folder, and what is found in a folder is always part of the same result.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from . import DataError
+from .files import make_folder, require_room, unwritable
+from .loader import Corpus, open_corpus
+from .manifest import FILE, Manifest, fingerprint
+from .progress import Progress, Silence
+from .readers import Part
+from .shards import (
+    Workshop,
+    dtype_for,
+    group,
+    measure,
+    read_record,
+    split_order,
+    split_unit,
+    tokenise_unit,
+    write_val_shard,
+)
+from .tokenizer import load_tokenizer, tokenizer_hash
+from .workers import cpu_count, run_jobs
+
+# Small enough that a kill costs seconds and two workers end together, large enough that OpenWebText is 2,400 files.
+SHARD_BYTES = 16 << 20
+# nanoGPT's and flash-attention's seed for OpenWebText; every corpus is split by the same rule
+SPLIT_SEED = 2357
+
+
+def prepare(
+    source,
+    tokenizer: str,
+    cache_root: str | Path,
+    *,
+    val_fraction: float = 0.01,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Corpus:
+    """Return the prepared corpus of `source` (see make_corpus), made now unless it is there already.
+
+    tokenizer: see load_tokenizer. cache_root: the folder that the corpus folder is made in. val_fraction: part of
+    the documents held out, at least one. workers: tokenising processes, None for one per core; they change
+    nothing in the result. progress: what hears how far it is; None: nobody.
+
+    May be called by several processes at once: one works, the others wait for it. Raises DataError for whatever
+    the user can put right.
+    """
+    progress = progress or Silence()
+    if not 0 < val_fraction < 1:
+        raise DataError(
+            f"val_fraction={val_fraction}: the part held out lies between 0 and 1, data.val_fraction=0.01"
+        )
+    if workers is not None and workers < 1:
+        raise DataError(f"workers={workers}: at least one process, or null for one per core")
+    if tokenizer.endswith(".tiktoken"):
+        tokenizer = str(Path(tokenizer).absolute())
+    encoding = load_tokenizer(tokenizer)
+    state = source.state()
+    settings = {
+        "source": source.arguments,
+        "state": state,
+        "shard_bytes": SHARD_BYTES,
+        "val_fraction": val_fraction,
+        "split_seed": SPLIT_SEED,
+    }
+    name = fingerprint(tokenizer=tokenizer_hash(encoding), **settings)
+    directory = Path(cache_root).absolute() / f"{source.name}-{name}"
+    if (directory / FILE).exists():
+        return open_corpus(directory)
+
+    workshop = Workshop(directory, tokenizer, dtype_for(encoding))
+    make_folder(workshop.partial)
+    with _lock(directory, progress):
+        if not (directory / FILE).exists():  # another process may have finished it meanwhile
+            make_folder(workshop.partial)
+            facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
+            manifest = Manifest(
+                name=source.name,
+                tokenizer={
+                    "name": tokenizer,
+                    "sha256": tokenizer_hash(encoding),
+                    "n_vocab": encoding.n_vocab,
+                    "eot_token": encoding.eot_token,
+                },
+                dtype=workshop.dtype,
+                **settings,
+                **facts,
+            )
+            _check_expected(source, manifest, val_fraction)
+            manifest.write(directory, workshop.partial)
+        shutil.rmtree(workshop.partial, ignore_errors=True)
+    return open_corpus(directory)
+
+
+def _make(
+    source, workshop: Workshop, val_fraction: float, workers: int, progress: Progress
+) -> dict[str, Any]:
+    """Write all shards; return the counts and shards of the manifest."""
+    source.fetch(progress)
+    units = group(source.parts(SHARD_BYTES), SHARD_BYTES)
+    if not units:
+        raise DataError(f"{source.name} holds no text")
+    _check_room(source, units, workshop, progress)
+    counts = _tokenise(units, workshop, source.limit_documents, workers, progress)
+
+    documents = sum(counts)
+    if source.limit_documents is not None:
+        documents = min(documents, source.limit_documents)
+    if documents < 2:
+        raise DataError(
+            f"{source.name} is a single document, so training or validation would have none: give more files, or "
+            "say what separates the documents in a .txt file, data.separator='\\n\\n' for paragraphs"
+        )
+    order = split_order(documents, val_fraction, SPLIT_SEED)
+    if len(order) == documents:
+        raise DataError(
+            f"val_fraction={val_fraction} of {documents} documents leaves none to train on: take less"
+        )
+    records = _split(units, counts, workshop, documents, order, workers, progress)
+    shards = [record["shard"] for record in records if "shard" in record]
+    shards.append(write_val_shard(workshop, records, order))
+    if sum(shard["tokens"] for shard in shards) == documents:
+        raise DataError(f"the {documents} documents of {source.name} are all empty")
+    facts: dict[str, Any] = {"shards": shards}
+    for key in ("documents", "tokens", "utf8_bytes"):
+        facts[key] = {split: sum(s[key] for s in shards if s["split"] == split) for split in ("train", "val")}
+    return facts
+
+
+def _tokenise(
+    units: list[list[Part]], workshop: Workshop, limit: int | None, workers: int, progress: Progress
+) -> list[int]:
+    """Stage every unit that is not; return the documents of each, up to the unit that reaches the limit."""
+    staged = [read_record(workshop.staged_record(unit)) for unit in range(len(units))]
+    todo = [unit for unit, record in enumerate(staged) if record is None]
+    jobs = ((workshop, unit, units[unit], limit) for unit in todo)
+    with closing(run_jobs(tokenise_unit, jobs, min(workers, len(todo)))) as results:
+        report = _reporter("tokenising", units, todo, progress)
+        counts: list[int] = []
+        for unit, record in enumerate(staged):
+            counts.append(next(results) if record is None else record["documents"])
+            if record is None:
+                report(unit)
+            if limit is not None and sum(counts) >= limit:
+                break
+    return counts
+
+
+def _split(
+    units: list[list[Part]],
+    counts: list[int],
+    workshop: Workshop,
+    documents: int,
+    order: np.ndarray,
+    workers: int,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Split every unit that is not; return the records of all."""
+    records = [read_record(workshop.split_record(unit)) for unit in range(len(counts))]
+    todo = [unit for unit, record in enumerate(records) if record is None]
+    firsts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    val_documents = np.sort(order)
+    jobs = []
+    for unit in todo:
+        # the last document can begin in this unit and end in the next
+        low, high = np.searchsorted(val_documents, [firsts[unit], firsts[unit + 1] + 1])
+        jobs.append((workshop, unit, firsts[unit], documents, val_documents[low:high]))
+    with closing(run_jobs(split_unit, jobs, min(workers, len(todo)))) as results:
+        report = _reporter("splitting", units[: len(counts)], todo, progress)
+        for unit, record in zip(todo, results, strict=True):
+            records[unit] = record
+            report(unit)
+    return records
+
+
+def _reporter(
+    stage: str, units: list[list[Part]], todo: list[int], progress: Progress
+) -> Callable[[int], None]:
+    """Return what to call with each finished unit; progress counts bytes of text."""
+    sizes = [sum(part.text_bytes for part in unit) for unit in units]
+    done = sum(sizes) - sum(sizes[unit] for unit in todo)
+    progress.advance(stage, done, sum(sizes))
+
+    def report(unit: int) -> None:
+        nonlocal done
+        done += sizes[unit]
+        progress.advance(stage, done, sum(sizes))
+
+    return report
+
+
+def _check_room(source, units: list[list[Part]], workshop: Workshop, progress: Progress) -> None:
+    """Say how much the tokens will take, and refuse now rather than hours from now if that does not fit."""
+    text_bytes = sum(part.text_bytes for unit in units for part in unit)
+    per_byte, bytes_per_document = measure(units[0], workshop)
+    if source.limit_documents is not None:
+        text_bytes = min(text_bytes, int(source.limit_documents * bytes_per_document))
+    written = sum(file.stat().st_size for file in workshop.directory.rglob("*") if file.is_file())
+    size = int(text_bytes * per_byte * np.dtype(workshop.dtype).itemsize * 1.05)
+    require_room({workshop.directory: max(0, size - written)}, source.name, "tokens", progress)
+
+
+def _check_expected(source, manifest: Manifest, val_fraction: float) -> None:
+    """Compare with the published counts of the corpus, where it has some."""
+    expected = source.expected(manifest.tokenizer["sha256"], val_fraction)
+    counts = {"documents": sum(manifest.documents.values()), **manifest.tokens}
+    if expected and counts != expected:
+        raise DataError(
+            f"{source.name} came to {counts}, published are {expected}: a source file is not the one pinned; "
+            f"delete {source.name}'s files from the Hub cache and the corpus folder, and prepare it again"
+        )
+
+
+@contextmanager
+def _lock(directory: Path, progress: Progress) -> Iterator[None]:
+    """Let one process at a time make a corpus. The system lets go of the lock when its holder dies."""
+    lock = FileLock(directory / ".lock")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            progress.say(f"another process is preparing {directory}: waiting for it")
+            lock.acquire()
+    except OSError as error:
+        raise unwritable(directory, error) from None
+    try:
+        yield
+    finally:
+        lock.release()

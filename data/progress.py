@@ -1,0 +1,49 @@
+"""How a long preparation tells the caller where it is. The library prints nothing by itself."""
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """What prepare() calls; give it any object with these two methods."""
+
+    def say(self, text: str) -> None:
+        """One line worth reading, such as the disk room that is about to be used."""
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """`done` of `total` bytes of `stage` (downloading, tokenising, splitting) are finished."""
+
+
+class Silence:
+    """Progress that shows nothing."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        pass
+
+
+class ConsoleProgress:
+    """Printed lines and one tqdm bar per stage, with its ETA, on standard error."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar = None
+
+    def say(self, text: str) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(text)
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        from tqdm import tqdm
+
+        if stage != self._stage:
+            self._stage = stage
+            # initial: what an earlier, interrupted preparation had done must not count in the speed
+            self._bar = tqdm(
+                desc=stage, total=total, initial=done, unit="B", unit_scale=True, dynamic_ncols=True
+            )
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()

@@ -1,0 +1,299 @@
+"""From parts to token shards, in two steps that any process can do for any unit and redo after a kill.
+
+A unit is a run of parts of about `shard_bytes` of text. Step one tokenises it, documents in order with an
+end-of-text token after each, into a staged file. Once all units are staged the number of documents is known, so
+the split is; step two takes the validation documents out of each unit and what stays is its training shard.
+Then the validation documents of all units are put in the order of the split.
+"""
+
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from . import DataError
+from .files import written_whole
+from .readers import Part
+from .tokenizer import load_tokenizer
+
+_READ_AHEAD_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where one corpus is made, and with which tokenizer. Small and picklable: every job carries it."""
+
+    directory: Path
+    tokenizer: str
+    dtype: str
+
+    @property
+    def partial(self) -> Path:
+        return self.directory / "partial"
+
+    def staged(self, unit: int) -> Path:
+        """The tokens of a unit before the split; whole once its record is there."""
+        return self.partial / f"{unit:05d}.tokens"
+
+    def staged_record(self, unit: int) -> Path:
+        return self.partial / f"{unit:05d}.tokens.json"
+
+    def val_part(self, unit: int) -> Path:
+        """The validation documents of a unit, in document order."""
+        return self.partial / f"{unit:05d}.val"
+
+    def split_record(self, unit: int) -> Path:
+        """Written when a unit's shard and val_part are whole."""
+        return self.partial / f"{unit:05d}.split.json"
+
+    def shard(self, split: str, unit: int) -> Path:
+        return self.directory / f"{split}-{unit:05d}.bin"
+
+
+def dtype_for(encoding: tiktoken.Encoding) -> str:
+    """uint16 while every token id fits, uint32 beyond; little-endian on any machine."""
+    return "<u2" if encoding.n_vocab <= 1 << 16 else "<u4"
+
+
+def group(parts: Iterable[Part], shard_bytes: int) -> list[list[Part]]:
+    """Cut the sequence of parts into units of at least `shard_bytes` of text, but for the last."""
+    units: list[list[Part]] = []
+    room = 0
+    for part in parts:
+        if room <= 0:
+            units.append([])
+            room = shard_bytes
+        units[-1].append(part)
+        room -= part.text_bytes
+    return units
+
+
+def tokenise_unit(workshop: Workshop, unit: int, parts: list[Part], limit: int | None) -> int:
+    """Write the staged file of a unit, at most `limit` documents of it; return the number of documents."""
+    documents = 0
+    with written_whole(workshop.staged(unit), workshop.partial) as file:
+        for tokens, ends in encode(parts, load_tokenizer(workshop.tokenizer), workshop.dtype, limit):
+            documents += ends
+            file.write(tokens)
+    _write_record(workshop.staged_record(unit), {"documents": documents})
+    return documents
+
+
+def encode(
+    parts: list[Part], encoding: tiktoken.Encoding, dtype: str, limit: int | None = None
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the tokens of the parts, block by block, with the number of documents that end in the block."""
+    documents = 0
+    end_of_text = np.array([encoding.eot_token], np.uint32)
+    for block in _read_ahead(parts):
+        tokens = []
+        before = documents
+        for text, ends in block:
+            tokens.append(_encode_text(encoding, text))
+            if ends:
+                tokens.append(end_of_text)
+                documents += 1
+                if documents == limit:
+                    break
+        yield np.concatenate(tokens).astype(dtype), documents - before
+        if documents == limit:
+            return
+
+
+def measure(parts: list[Part], workshop: Workshop) -> tuple[float, float]:
+    """Return tokens per byte and bytes per document, measured on the first block of text."""
+    with closing(encode(parts, load_tokenizer(workshop.tokenizer), workshop.dtype)) as blocks:
+        tokens, documents = next(blocks, (np.empty(0, np.int64), 0))
+    utf8_bytes = max(1, int(_byte_lengths(workshop.tokenizer)[tokens].sum()))
+    return len(tokens) / utf8_bytes, utf8_bytes / max(1, documents)
+
+
+def _encode_text(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+    try:
+        # the tokens of encode_ordinary() without the Python list
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can escape and UTF-8 cannot hold
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return encoding.encode_to_numpy(text, disallowed_special=())
+
+
+def _read_ahead(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
+    """Yield blocks of pieces; a thread reads the next ones while the caller tokenises, which frees the GIL."""
+    blocks: queue.Queue = queue.Queue(maxsize=2)
+    stop = threading.Event()
+
+    def put(item) -> None:
+        while not stop.is_set():
+            try:
+                return blocks.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            for block in _blocks(parts):
+                put(block)
+                if stop.is_set():
+                    return
+            put(None)
+        except Exception as error:
+            put(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        while (item := blocks.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        reader.join()
+
+
+def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
+    block, characters = [], 0
+    for part in parts:
+        try:
+            for piece in part.pieces():
+                block.append(piece)
+                characters += len(piece[0])
+                if characters >= _READ_AHEAD_CHARACTERS:
+                    yield block
+                    block, characters = [], 0
+        except OSError as error:
+            raise DataError(f"cannot read {getattr(part, 'path', part)}: {error.strerror or error}") from None
+    if block:
+        yield block
+
+
+def split_order(documents: int, val_fraction: float, seed: int) -> np.ndarray:
+    """Return the validation documents, in the order of the validation split.
+
+    The rule of datasets.Dataset.train_test_split(test_size=val_fraction, seed=seed), and so nanoGPT's split of
+    OpenWebText: the first ceil(n * val_fraction) entries of numpy's default_rng(seed).permutation(n).
+    """
+    count = int(np.ceil(documents * val_fraction))
+    return np.random.default_rng(seed).permutation(documents)[:count]
+
+
+def split_unit(
+    workshop: Workshop, unit: int, first_document: int, documents: int, val_documents: np.ndarray
+) -> dict[str, Any]:
+    """Turn the staged file of a unit into its training shard and its validation part; return its record.
+
+    first_document: number of the document the unit starts in; documents: how many the corpus has;
+    val_documents: the validation documents in this unit, sorted.
+    """
+    staged = _map(workshop.staged(unit), workshop.dtype)
+    edges = np.concatenate([[0], _end_of_text_positions(staged, workshop.tokenizer) + 1])
+    if edges[-1] != len(staged):  # the unit ends within a document
+        edges = np.append(edges, len(staged))
+    # documents past a limit were only tokenised because units run in parallel
+    edges = edges[: documents - first_document + 1]
+    numbers = first_document + np.arange(len(edges) - 1)
+    val = np.flatnonzero(np.isin(numbers, val_documents))
+
+    record: dict[str, Any] = {
+        "val_documents": numbers[val].tolist(),
+        "val_lengths": np.diff(edges)[val].tolist(),
+    }
+    if len(val):
+        with written_whole(workshop.val_part(unit), workshop.partial) as file:
+            for index in val:
+                file.write(staged[edges[index] : edges[index + 1]])
+    if len(val) < len(numbers):
+        # the training documents are what lies between the validation documents
+        starts, stops = [0, *edges[val + 1]], [*edges[val], edges[-1]]
+        train = (staged[start:stop] for start, stop in zip(starts, stops, strict=True))
+        record["shard"] = {**write_shard(workshop, "train", unit, train), "first_document": first_document}
+    _write_record(workshop.split_record(unit), record)
+    workshop.staged(unit).unlink()
+    return record
+
+
+def write_val_shard(workshop: Workshop, records: list[dict[str, Any]], order: np.ndarray) -> dict[str, Any]:
+    """Gather the validation documents of all units in the order of the split; return the shard's facts."""
+    pieces: dict[int, list[np.ndarray]] = {}  # a document can go on in the next unit
+    for unit, record in enumerate(records):
+        if not record["val_documents"]:
+            continue
+        part = _map(workshop.val_part(unit), workshop.dtype)
+        edges = np.concatenate([[0], np.cumsum(record["val_lengths"])])
+        for document, (start, stop) in zip(record["val_documents"], pairwise(edges), strict=True):
+            pieces.setdefault(document, []).append(part[start:stop])
+    return write_shard(workshop, "val", 0, (piece for document in order for piece in pieces[int(document)]))
+
+
+def write_shard(workshop: Workshop, split: str, unit: int, arrays: Iterable[np.ndarray]) -> dict[str, Any]:
+    """Write a shard and return what the manifest says of it."""
+    encoding = load_tokenizer(workshop.tokenizer)
+    byte_lengths = _byte_lengths(workshop.tokenizer)
+    path = workshop.shard(split, unit)
+    digest = hashlib.sha256()
+    tokens = documents = utf8_bytes = 0
+    with written_whole(path, workshop.partial) as file:
+        for array in arrays:
+            for block in _in_blocks(array):
+                file.write(block)
+                digest.update(block)
+                tokens += len(block)
+                documents += int(np.count_nonzero(block == encoding.eot_token))
+                utf8_bytes += int(byte_lengths[block].sum())
+    return {
+        "file": path.name,
+        "split": split,
+        "documents": documents,
+        "tokens": tokens,
+        "utf8_bytes": utf8_bytes,
+        "sha256": digest.hexdigest(),
+    }
+
+
+@lru_cache(maxsize=1)
+def _byte_lengths(tokenizer: str) -> np.ndarray:
+    """How many bytes of text each token stands for; 0 for the special ones."""
+    encoding = load_tokenizer(tokenizer)
+    lengths = np.zeros(encoding.n_vocab, np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    # an empty file cannot be mapped
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _in_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Views of at most a million tokens: a unit can be larger than memory when its file cannot be cut."""
+    for start in range(0, len(array), 1 << 20):
+        yield array[start : start + (1 << 20)]
+
+
+def _end_of_text_positions(tokens: np.ndarray, tokenizer: str) -> np.ndarray:
+    end_of_text = load_tokenizer(tokenizer).eot_token
+    found, start = [np.empty(0, np.int64)], 0
+    for block in _in_blocks(tokens):
+        found.append(np.flatnonzero(block == end_of_text) + start)
+        start += len(block)
+    return np.concatenate(found)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_bytes()) if path.exists() else None
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    with written_whole(path, path.parent) as file:
+        file.write(json.dumps(record).encode())

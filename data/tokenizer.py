@@ -1,0 +1,125 @@
+"""Tokenizers are tiktoken encodings: one of tiktoken's own by name, `bytes`, or a local `.tiktoken` rank file."""
+
+import base64
+import binascii
+import hashlib
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import tiktoken
+
+from . import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+_HOST = "https://openaipublic.blob.core.windows.net"
+_GPT2_FILES = (f"{_HOST}/gpt-2/encodings/main/vocab.bpe", f"{_HOST}/gpt-2/encodings/main/encoder.json")
+# The rank file of an encoding is named after it, but for these.
+_SAME_RANKS = {"gpt2": "r50k_base", "p50k_edit": "p50k_base", "o200k_harmony": "o200k_base"}
+_ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
+_GPT2_PATTERN = "r50k_pat_str"
+_SECONDS = 5
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(name: str) -> tiktoken.Encoding:
+    """Return the encoding called `name`.
+
+    `bytes`: the 256 byte values, and <|endoftext|> = 256. A path ending in `.tiktoken`: the ranks in that file
+    with GPT-2's split pattern, and <|endoftext|> after the last rank. Anything else: tiktoken's encoding of that
+    name, whose vocabulary tiktoken keeps in TIKTOKEN_CACHE_DIR and downloads at first use.
+
+    Raises DataError when there is no such encoding, or its vocabulary is neither on disk nor within reach.
+    """
+    if name == "bytes":
+        ranks = {bytes([value]): value for value in range(256)}
+        return tiktoken.Encoding(
+            "bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
+        )
+    if name.endswith(".tiktoken"):
+        return _load_rank_file(Path(name))
+    if name not in tiktoken.list_encoding_names():
+        known = ", ".join(sorted(["bytes", *tiktoken.list_encoding_names()]))
+        raise DataError(f"no tokenizer {name!r}: choose one of {known}, or the path of a .tiktoken rank file")
+    if name == "gpt2" and _cached(_rank_url("gpt2")):
+        name = "r50k_base"  # the same ranks and pattern, from one file instead of two
+    elif name in _ENCODINGS:
+        _require_vocabulary(name)
+    return tiktoken.get_encoding(name)
+
+
+def tokenizer_hash(encoding: tiktoken.Encoding) -> str:
+    """Return the sha256 of all that decides the tokens: ranks, split pattern and special tokens, not the name."""
+    digest = hashlib.sha256(encoding._pat_str.encode())
+    for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+        digest.update(b"%d %s\n" % (rank, binascii.hexlify(token)))
+    for token, rank in sorted(encoding._special_tokens.items()):
+        digest.update(f"{rank} {token}\n".encode())
+    return digest.hexdigest()
+
+
+def _load_rank_file(path: Path) -> tiktoken.Encoding:
+    from tiktoken_ext import openai_public
+
+    try:
+        lines = path.read_bytes().splitlines()
+        pairs = (line.split() for line in lines if line)
+        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}") from None
+    except ValueError:
+        raise DataError(
+            f"{path} is no rank file: each line should be a base64 token, a space, a rank"
+        ) from None
+    missing = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing or sorted(ranks.values()) != list(range(len(ranks))):
+        raise DataError(
+            f"{path} is no complete rank file: it needs the 256 single bytes and ranks 0 to n-1; get it again"
+        )
+    return tiktoken.Encoding(
+        path.stem,
+        pat_str=getattr(openai_public, _GPT2_PATTERN),
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+    )
+
+
+def _rank_url(name: str) -> str:
+    return f"{_HOST}/encodings/{_SAME_RANKS.get(name, name)}.tiktoken"
+
+
+def _cache_dir() -> Path:
+    """Where tiktoken looks, by its own rules."""
+    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    return Path(os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default)))
+
+
+def _cached(url: str) -> bool:
+    return (_cache_dir() / _cache_name(url)).is_file()
+
+
+def _cache_name(url: str) -> str:
+    return hashlib.sha1(url.encode()).hexdigest()
+
+
+def _require_vocabulary(name: str) -> None:
+    """Fail within seconds where tiktoken, which sets no timeout, would wait for ever."""
+    import requests
+
+    urls = _GPT2_FILES if name == "gpt2" else (_rank_url(name),)
+    if all(_cached(url) for url in urls):
+        return
+    try:
+        requests.head(urls[0], timeout=_SECONDS).raise_for_status()
+    except requests.RequestException as error:
+        single = _rank_url(name)
+        wanted = f"{Path(single).name} as {_cache_name(single)}"
+        if name == "gpt2":
+            wanted += " (or " + " and ".join(f"{Path(url).name} as {_cache_name(url)}" for url in urls) + ")"
+        raise DataError(
+            f"the vocabulary of {name} is not in {_cache_dir()} and cannot be downloaded "
+            f"({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that holds {wanted}, "
+            f"or name a local rank file, data.tokenizer=/path/to/{name}.tiktoken"
+        ) from None
