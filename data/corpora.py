@@ -4,7 +4,7 @@ A corpus has
     name            short, for the directory and the manifest
     arguments       what make_corpus() takes to make it again
     limit_documents the first so many documents only, or None
-    fetch(progress) downloads what is not on this machine yet
+    fetch(...)      downloads what is not on this machine yet, given progress and the folder the tokens will go to
     state()         a string that changes when the text does (a commit; names, sizes and times of files)
     parts(step)     the text, in order, in parts of about `step` bytes (see readers.py)
     expected(...)   the published counts that a preparation must arrive at, or None
@@ -43,7 +43,8 @@ def make_corpus(
 ):
     """Return the corpus called `source` (python_source, text_files, openwebtext, hub); nothing is read yet.
 
-    Arguments that do not belong to the source are ignored. Raises DataError for values no corpus can have.
+    Arguments that do not belong to the source are ignored. In `separator`, \\n and \\t may be written as two
+    characters, as a command line passes them. Raises DataError for values no corpus can have.
     """
     roots = [roots] if isinstance(roots, str) else list(roots)
     files = [files] if isinstance(files, str) else list(files)
@@ -56,12 +57,13 @@ def make_corpus(
     if source == "text_files":
         if not files:
             raise DataError("text_files needs files: data.files='*.txt' (globs or folders, one or a list)")
+        separator = separator.replace("\\n", "\n").replace("\\t", "\t")
         return TextFiles(tuple(files), column, separator, limit_documents)
     if source in ("openwebtext", "hub"):
-        from .hub import HubDataset, openwebtext
+        from .hub import HubDataset, OpenWebText
 
         if source == "openwebtext":
-            return openwebtext(tuple(files), revision, limit_documents)
+            return OpenWebText(tuple(files), limit_documents)
         if not repo:
             raise DataError("hub needs a dataset: data.repo=owner/name")
         return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
@@ -72,7 +74,7 @@ def make_corpus(
 class LocalFiles:
     """What corpora of files on this machine have in common."""
 
-    def fetch(self, progress: Progress) -> None:
+    def fetch(self, progress: Progress, directory: Path) -> None:
         """Nothing to do: the files are here."""
 
     def paths(self) -> list[Path]:
@@ -123,7 +125,7 @@ class TextFiles(LocalFiles):
 
     A .txt file is one document, or several with `separator` between them; a line or a row of the others is one.
     Lines and row groups are read directly rather than through `datasets`, which would copy them to Arrow files or
-    stream each file in one process; what else `datasets` can load is had with source `hub`.
+    stream each file in one process.
     """
 
     files: tuple[str, ...]

@@ -42,15 +42,14 @@ def make_folder(path: Path) -> None:
         raise unwritable(path, error) from None
 
 
-def unwritable(path: Path, error: OSError) -> DataError:
+def unwritable(path: Path, error: OSError, setting: str = "data.cache_dir") -> DataError:
+    """Return the error for a folder that `setting` can move elsewhere."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DataError(
-            f"no room to write {path} ({error.strerror}): free some or choose another disk with data.cache_dir; "
+            f"no room to write {path} ({error.strerror}): free some or choose another disk with {setting}; "
             "what is finished stays, and the same command goes on from there"
         )
-    return DataError(
-        f"cannot write {path} ({error.strerror}): choose a folder you may write, data.cache_dir=..."
-    )
+    return DataError(f"cannot write {path} ({error.strerror}): choose a folder you may write with {setting}")
 
 
 def require_room(wanted: dict[Path, int], name: str, what: str, progress: Progress) -> None:

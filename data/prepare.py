@@ -5,7 +5,7 @@ the source is another folder, and what is found in a folder is always part of th
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def _make(
     source, workshop: Workshop, val_fraction: float, workers: int, progress: Progress
 ) -> dict[str, Any]:
     """Write all shards; return the counts and shards of the manifest."""
-    source.fetch(progress)
+    source.fetch(progress, workshop.directory)
     units = group(source.parts(SHARD_BYTES), SHARD_BYTES)
     if not units:
         raise DataError(f"{source.name} holds no text")
@@ -147,13 +147,14 @@ def _tokenise(
     todo = [unit for unit, record in enumerate(staged) if record is None]
     jobs = ((workshop, unit, units[unit], limit) for unit in todo)
     with closing(run_jobs(tokenise_unit, jobs, min(workers, len(todo)))) as results:
-        report = _reporter("tokenising", units, todo, progress)
+        report = _Report("tokenising", units, todo, progress)
         counts: list[int] = []
         for unit, record in enumerate(staged):
             counts.append(next(results) if record is None else record["documents"])
             if record is None:
-                report(unit)
+                report.finished(unit)
             if limit is not None and sum(counts) >= limit:
+                report.finish()
                 break
     return counts
 
@@ -178,27 +179,33 @@ def _split(
         low, high = np.searchsorted(val_documents, [firsts[unit], firsts[unit + 1] + 1])
         jobs.append((workshop, unit, firsts[unit], documents, val_documents[low:high]))
     with closing(run_jobs(split_unit, jobs, min(workers, len(todo)))) as results:
-        report = _reporter("splitting", units[: len(counts)], todo, progress)
+        report = _Report("splitting", units[: len(counts)], todo, progress)
         for unit, record in zip(todo, results, strict=True):
             records[unit] = record
-            report(unit)
+            report.finished(unit)
     return records
 
 
-def _reporter(
-    stage: str, units: list[list[Part]], todo: list[int], progress: Progress
-) -> Callable[[int], None]:
-    """Return what to call with each finished unit; progress counts bytes of text."""
-    sizes = [sum(part.text_bytes for part in unit) for unit in units]
-    done = sum(sizes) - sum(sizes[unit] for unit in todo)
-    progress.advance(stage, done, sum(sizes))
+class _Report:
+    """Tells progress of finished units, in bytes of text."""
 
-    def report(unit: int) -> None:
-        nonlocal done
-        done += sizes[unit]
-        progress.advance(stage, done, sum(sizes))
+    def __init__(self, stage: str, units: list[list[Part]], todo: list[int], progress: Progress):
+        self._stage, self._progress = stage, progress
+        self._sizes = [sum(part.text_bytes for part in unit) for unit in units]
+        self._total = sum(self._sizes)
+        self._done = self._total - sum(self._sizes[unit] for unit in todo)
+        self._show()
 
-    return report
+    def finished(self, unit: int) -> None:
+        self._done += self._sizes[unit]
+        self._show()
+
+    def finish(self) -> None:
+        self._done = self._total
+        self._show()
+
+    def _show(self) -> None:
+        self._progress.advance(self._stage, self._done, self._total)
 
 
 def _check_room(source, units: list[list[Part]], workshop: Workshop, progress: Progress) -> None:

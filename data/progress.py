@@ -39,6 +39,7 @@ class ConsoleProgress:
         from tqdm import tqdm
 
         if stage != self._stage:
+            self.close()
             self._stage = stage
             # initial: what an earlier, interrupted preparation had done must not count in the speed
             self._bar = tqdm(
@@ -46,4 +47,8 @@ class ConsoleProgress:
             )
         self._bar.update(done - self._bar.n)
         if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
             self._bar.close()

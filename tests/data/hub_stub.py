@@ -1,0 +1,164 @@
+"""A local HTTP server that answers as the Hub does, for the real `datasets` and `huggingface_hub` clients.
+
+    with HubStub() as hub:
+        hub.add("owner/name", {"README.md": b"...", "data/a.parquet": b"..."})
+        ... a subprocess with HF_ENDPOINT=hub.url and HF_HOME=an empty folder ...
+
+Misbehaviour is asked for by path: `cut` closes the connection in the middle of the next so many answers, `spoilt`
+serves other bytes of the same length, `down` closes every connection unanswered.
+"""
+
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Files = dict[str, bytes]
+
+
+class HubStub:
+    def __init__(self):
+        self.repos: dict[str, dict[str, Files]] = {}  # repository -> commit -> path -> content
+        self.cut: dict[str, int] = {}
+        self.spoilt: set[str] = set()
+        self.down = False
+        self.log: list[tuple[str, str, str]] = []  # method, path, range
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def add(self, repo: str, files: Files, commit: str | None = None) -> str:
+        """Add a commit, which becomes `main`; return its hash."""
+        commit = (
+            commit
+            or hashlib.sha1(b"".join(path.encode() + files[path] for path in sorted(files))).hexdigest()
+        )
+        self.repos.setdefault(repo, {})[commit] = files
+        return commit
+
+    def fetched(self) -> list[str]:
+        """The parquet files that were asked for, each once, in order."""
+        paths = [
+            path.split("/", 6)[-1] for method, path, _ in self.log if method == "GET" and ".parquet" in path
+        ]
+        return list(dict.fromkeys(paths))
+
+    def __enter__(self):
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: HubStub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self._answer()
+
+    def do_HEAD(self):
+        self._answer()
+
+    def _answer(self):
+        hub, path = self.hub, self.path.split("?")[0]
+        hub.log.append((self.command, path, self.headers.get("Range", "")))
+        if hub.down:
+            self.close_connection = True
+            return
+        if match := re.fullmatch(r"/datasets/(.+?)/resolve/([^/]+)/(.+)", path):
+            repo, revision, name = match.groups()
+            self._file(repo, revision, name.replace("%2F", "/"))
+        elif match := re.fullmatch(r"/api/datasets/(.+?)(?:/(revision|tree)/([^/]+)(?:/(.+))?)?", path):
+            repo, kind, revision, folder = match.groups()
+            self._describe(repo, kind, revision or "main", folder or "")
+        else:
+            self._missing("EntryNotFound")
+
+    def _commit(self, repo: str, revision: str) -> str | None:
+        commits = self.hub.repos.get(repo)
+        if commits is None:
+            self._missing("RepoNotFound")
+            return None
+        commit = list(commits)[-1] if revision == "main" else revision
+        if commit not in commits:
+            self._missing("RevisionNotFound")
+            return None
+        return commit
+
+    def _describe(self, repo: str, kind: str, revision: str, folder: str):
+        if not (commit := self._commit(repo, revision)):
+            return
+        files = self.hub.repos[repo][commit]
+        if kind == "tree":
+            inside = [path for path in files if path.startswith(folder + "/" if folder else "")]
+            rest = {path: path[len(folder) + 1 if folder else 0 :] for path in inside}
+            rows = [
+                {
+                    "type": "file",
+                    "path": path,
+                    "size": len(files[path]),
+                    "oid": hashlib.sha1(files[path]).hexdigest(),
+                }
+                for path in inside
+                if "/" not in rest[path]
+            ]
+            folders = {
+                path[: -len(rest[path])] + rest[path].split("/")[0] for path in inside if "/" in rest[path]
+            }
+            rows += [
+                {"type": "directory", "path": path, "size": 0, "oid": "0" * 40} for path in sorted(folders)
+            ]
+            if not rows:
+                return self._missing("EntryNotFound")
+            return self._json(rows)
+        siblings = [{"rfilename": path} for path in files]
+        self._json(
+            {"id": repo, "sha": commit, "private": False, "tags": [], "downloads": 0, "siblings": siblings}
+        )
+
+    def _file(self, repo: str, revision: str, name: str):
+        if not (commit := self._commit(repo, revision)):
+            return
+        content = self.hub.repos[repo][commit].get(name)
+        if content is None:
+            return self._missing("EntryNotFound")
+        headers = {
+            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "X-Repo-Commit": commit,
+            "Accept-Ranges": "bytes",
+        }
+        if name in self.hub.spoilt:
+            middle = len(content) // 2
+            content = content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
+        status, total = 200, len(content)
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, stop = int(match[1]), int(match[2] or total - 1) + 1
+            content, status = content[start:stop], 206
+            headers["Content-Range"] = f"bytes {start}-{start + len(content) - 1}/{total}"
+        if self.command == "GET" and self.hub.cut.get(name, 0) > 0:
+            self.hub.cut[name] -= 1
+            self._send(status, headers, content, sent=len(content) // 2)
+            self.close_connection = True
+            return
+        self._send(status, headers, content)
+
+    def _json(self, value):
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+    def _missing(self, code: str):
+        self._send(404, {"X-Error-Code": code, "X-Error-Message": code}, b"{}")
+
+    def _send(self, status: int, headers: dict[str, str], content: bytes, sent: int | None = None):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[:sent])
+
+    def log_message(self, *_):
+        pass
