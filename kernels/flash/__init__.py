@@ -12,23 +12,27 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 SUPPORTED: set[str] = set()
 
 
+def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, interpreted: bool) -> str | None:
+    """Why our kernels cannot work on such tensors, or None. `interpreted`: Triton runs in its interpreter."""
+    if device.type != "cuda" and not interpreted:
+        return f"it needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 interprets it, slowly)"
+    if dtype not in DTYPES:
+        return f"it takes float16, bfloat16 and float32, not {dtype}"
+    if interpreted and dtype is torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly (use float32 or float16)"
+    if not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
+        return f"it takes head_dim {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, not {head_dim}"
+    return None
+
+
 def refuses(request: AttentionRequest) -> str | None:
     """Why our kernels cannot serve `request`, or None."""
     if importlib.util.find_spec("triton") is None:
         return "it needs triton, which is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if request.device.type != "cuda" and not interpreted:
-        return (
-            f"it needs a CUDA device, not {request.device.type} (TRITON_INTERPRET=1 runs it in Triton's "
-            "interpreter, slowly)"
-        )
-    if request.dtype not in DTYPES:
-        return f"it takes float16, bfloat16 and float32, not {request.dtype}"
-    if interpreted and request.dtype is torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 wrongly (use float32 or float16)"
-    if not HEAD_DIM_MIN <= request.head_dim <= HEAD_DIM_MAX:
-        return f"it takes head_dim {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, not {request.head_dim}"
-    return request.unsupported(SUPPORTED)
+    return refuses_inputs(
+        request.device, request.dtype, request.head_dim, interpreted
+    ) or request.unsupported(SUPPORTED)
 
 
 @register_attention("flash", refuses=refuses, lazy=True)

@@ -1,0 +1,50 @@
+"""Loads and stores of a tile of rows: (rows, HEAD_DIM) in memory, (rows, BLOCK_D) in registers, the rest zeros."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(
+    base,
+    first,
+    length,
+    stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows [first, first + ROWS) of a (length, HEAD_DIM) matrix; zeros beyond `length` if MASKED."""
+    # The tile's start in 64 bits, once; offsets inside a tile fit 32.
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    pointers = base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    if MASKED and HEAD_DIM != BLOCK_D:
+        return tl.load(
+            pointers, mask=(first + rows < length)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+        )
+    if MASKED:
+        return tl.load(pointers, mask=(first + rows < length)[:, None], other=0.0)
+    if HEAD_DIM != BLOCK_D:
+        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(
+    base, values, first, length, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+):
+    """Write (ROWS, BLOCK_D) values to rows [first, first + ROWS) below `length`, in the type of `base`."""
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    pointers = base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    mask = (first + rows < length)[:, None]
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (dims < HEAD_DIM)[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_vector(base, first, length, SIZE: tl.constexpr):
+    """Elements [first, first + SIZE) of a contiguous vector, zeros beyond `length`."""
+    index = first + tl.arange(0, SIZE)
+    return tl.load(base + index, mask=index < length, other=0.0)
