@@ -92,7 +92,7 @@ class TokenSplit:
         self._edges = np.cumsum([0, *(shard["tokens"] for shard in self.shards)])
 
     @cached_property
-    def _maps(self) -> list[np.ndarray]:
+    def maps(self) -> list[np.ndarray]:
         dtype = np.dtype(self.corpus.manifest.dtype)
         return [np.memmap(self.corpus.directory / shard["file"], dtype, mode="r") for shard in self.shards]
 
@@ -104,7 +104,7 @@ class TokenSplit:
         while filled < len(tokens):
             shard = int(np.searchsorted(self._edges, start + filled, side="right")) - 1
             offset = start + filled - int(self._edges[shard])
-            piece = self._maps[shard][offset : offset + len(tokens) - filled]
+            piece = self.maps[shard][offset : offset + len(tokens) - filled]
             tokens[filled : filled + len(piece)] = piece
             # large corpora are not hashed when opened; an id beyond the table would stop a GPU without a reason
             if piece.max() >= self.corpus.n_vocab:

@@ -82,7 +82,7 @@ def prepare(
 
     workshop = Workshop(directory, tokenizer, dtype_for(encoding))
     make_folder(workshop.partial)
-    with _lock(directory, progress):
+    with lock(directory, progress):
         if not (directory / FILE).exists():  # another process may have finished it meanwhile
             make_folder(workshop.partial)
             facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
@@ -231,18 +231,18 @@ def _check_expected(source, manifest: Manifest, val_fraction: float) -> None:
 
 
 @contextmanager
-def _lock(directory: Path, progress: Progress) -> Iterator[None]:
+def lock(directory: Path, progress: Progress) -> Iterator[None]:
     """Let one process at a time make a corpus. The system lets go of the lock when its holder dies."""
-    lock = FileLock(directory / ".lock")
+    held = FileLock(directory / ".lock")
     try:
         try:
-            lock.acquire(timeout=0)
+            held.acquire(timeout=0)
         except Timeout:
             progress.say(f"another process is preparing {directory}: waiting for it")
-            lock.acquire()
+            held.acquire()
     except OSError as error:
         raise unwritable(directory, error) from None
     try:
         yield
     finally:
-        lock.release()
+        held.release()
