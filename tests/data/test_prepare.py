@@ -1,0 +1,345 @@
+"""Corpora of local files become the right tokens, whatever the format and the number of workers (12 s)."""
+
+import base64
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import zstandard
+
+from data import DataError
+from data.corpora import make_corpus
+from data.loader import Corpus, TokenSplit, open_corpus
+from data.prepare import prepare
+from data.shards import split_order
+from data.tokenizer import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("data.prepare.SHARD_BYTES", 1 << 14)
+
+
+class Recorder:
+    """Progress that remembers."""
+
+    def __init__(self):
+        self.said: list[str] = []
+        self.stages: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        self.stages.append(stage)
+
+
+def decoded(split: TokenSplit) -> list[str]:
+    """The documents of a split."""
+    tokens = split.read(0, split.tokens)
+    assert tokens[-1] == split.corpus.eot_token
+    ends = np.flatnonzero(tokens == split.corpus.eot_token)
+    return [split.corpus.tokenizer().decode(part[part != split.corpus.eot_token].tolist())
+            for part in np.split(tokens, ends + 1)[:-1]]  # fmt: skip
+
+
+def shards(corpus: Corpus) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in corpus.directory.glob("*.bin")}
+
+
+def json_lines(documents: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in documents).encode()
+
+
+def test_split_and_val_order_are_those_of_datasets(
+    documents: list[str], parquet: Path, rank_file: str, tmp_path: Path
+):
+    corpus = prepare(
+        make_corpus("text_files", files=str(parquet)), rank_file, tmp_path, val_fraction=0.03, workers=1
+    )
+    split = datasets.Dataset.from_dict({"text": documents}).train_test_split(
+        test_size=0.03, seed=2357, shuffle=True
+    )
+    assert decoded(corpus.val) == split["test"]["text"]
+    assert sorted(decoded(corpus.train)) == sorted(split["train"]["text"])
+    held_out = set(split_order(len(documents), 0.03, 2357).tolist())
+    assert decoded(corpus.train) == [text for index, text in enumerate(documents) if index not in held_out]
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction"), [(2, 0.01), (1999, 0.0005), (2001, 0.0005), (100_000, 0.0005)]
+)
+def test_split_rule_is_train_test_split(count: int, fraction: float):
+    rows = datasets.Dataset.from_dict({"row": list(range(count))})
+    expected = rows.train_test_split(test_size=fraction, seed=2357, shuffle=True)["test"]["row"]
+    assert split_order(count, fraction, 2357).tolist() == list(expected)
+
+
+def test_openwebtext_split_has_the_published_size():
+    order = split_order(8_013_769, 0.0005, 2357)
+    assert len(order) == len(np.unique(order)) == 4007
+
+
+def test_tokens_are_those_of_encode_ordinary(
+    documents: list[str], parquet: Path, rank_file: str, tmp_path: Path
+):
+    corpus = prepare(make_corpus("text_files", files=str(parquet)), rank_file, tmp_path, workers=1)
+    encoding = load_tokenizer(rank_file)
+    order = split_order(len(documents), 0.01, 2357).tolist()
+    expected = [
+        token
+        for index in order
+        for token in [*encoding.encode_ordinary(documents[index]), encoding.eot_token]
+    ]
+    assert corpus.val.read(0, 1 << 30).tolist() == expected
+    counts = corpus.manifest
+    assert sum(counts.documents.values()) == len(documents)
+    assert sum(counts.utf8_bytes.values()) == sum(len(text.encode()) for text in documents)
+    assert counts.tokens["train"] == sum(
+        len(encoding.encode_ordinary(text)) + 1
+        for index, text in enumerate(documents)
+        if index not in set(order)
+    )
+
+
+def test_every_format_and_any_number_of_workers_give_the_same_tokens(documents, parquet, rank_file, tmp_path):
+    lines = json_lines(documents)
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines))
+    results = []
+    for workers, files in enumerate(["a.jsonl", "b.jsonl.gz", "c.jsonl.zst"], 1):
+        source = make_corpus("text_files", files=str(tmp_path / files))
+        results.append(prepare(source, rank_file, tmp_path / files[0], workers=workers))
+    results.append(prepare(make_corpus("text_files", files=str(parquet)), rank_file, tmp_path, workers=1))
+    whole = [
+        [corpus.train.read(0, 1 << 30).tolist(), corpus.val.read(0, 1 << 30).tolist()] for corpus in results
+    ]
+    assert whole[0] == whole[1] == whole[2] == whole[3]
+    again = prepare(
+        make_corpus("text_files", files=str(tmp_path / "a.jsonl")), rank_file, tmp_path / "2", workers=2
+    )
+    assert len(shards(again)) > 3
+    assert shards(again) == shards(results[0])
+
+
+def test_a_long_document_is_cut_without_changing_its_tokens(
+    documents: list[str], rank_file: str, tmp_path: Path
+):
+    long = "".join(documents).replace("\n", " ")
+    (tmp_path / "a.txt").write_text(long)
+    (tmp_path / "b.txt").write_text("short")
+    corpus = prepare(
+        make_corpus("text_files", files=str(tmp_path)), rank_file, tmp_path / "c", val_fraction=0.5, workers=2
+    )
+    assert sorted([decoded(corpus.train), decoded(corpus.val)]) == sorted([[long], ["short"]])
+    encoding = load_tokenizer(rank_file)
+    assert sum(corpus.manifest.tokens.values()) == sum(
+        len(encoding.encode_ordinary(t)) + 1 for t in (long, "short")
+    )
+
+
+def test_a_separator_makes_documents_of_a_text_file(documents: list[str], tmp_path: Path):
+    texts = [text.replace("\n", " ") for text in documents if text]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    for separator in ("\n\n", r"\n\n"):  # as typed on a command line
+        corpus = prepare(
+            make_corpus("text_files", files=str(tmp_path), separator=separator), "bytes", tmp_path, workers=1
+        )
+        order = split_order(len(texts), 0.01, 2357)
+        assert decoded(corpus.val) == [texts[index] for index in order]
+        assert sum(corpus.manifest.documents.values()) == len(texts)
+
+
+def test_a_limit_takes_the_first_documents(documents: list[str], parquet: Path, tmp_path: Path):
+    corpora = [
+        prepare(
+            make_corpus("text_files", files=str(parquet), limit_documents=170),
+            "bytes",
+            tmp_path / str(w),
+            workers=w,
+        )
+        for w in (1, 2)
+    ]
+    for corpus in corpora:
+        assert sorted(decoded(corpus.train) + decoded(corpus.val)) == sorted(documents[:170])
+    assert shards(corpora[0]) == shards(corpora[1])
+    assert corpora[0].name == "text_files-first-170"
+
+
+def test_python_source_is_python_source(tmp_path: Path):
+    for name, text in {
+        "a.py": "x = 1\n",
+        "b/c.py": "y = '東'\n",
+        "site-packages/d.py": "no",
+        "e.txt": "no",
+        "f.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    corpus = prepare(make_corpus("python_source", roots=[str(tmp_path)]), "bytes", tmp_path / "cache")
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["x = 1\n", "y = '東'\n"]
+    assert any(path.name == "argparse.py" for path in make_corpus("python_source").paths())
+
+
+def test_a_finished_corpus_is_used_again_and_an_edit_makes_another(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
+    source = make_corpus("text_files", files=str(tmp_path / "*.txt"), separator="\n\n")
+    first, again = Recorder(), Recorder()
+    corpus = prepare(source, "bytes", tmp_path, progress=first)
+    assert prepare(source, "bytes", tmp_path, progress=again).directory == corpus.directory
+    assert "tokenising" in first.stages
+    assert "GB free" in first.said[0]
+    assert again.stages == again.said == []
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree\n\nfour")
+    assert prepare(source, "bytes", tmp_path).directory != corpus.directory
+
+
+def test_invalid_utf8_and_empty_documents(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "b.txt").write_bytes(b"")
+    (tmp_path / "c.jsonl").write_bytes(
+        b'{"text": ""}\n\n{"text": null}\n{"text": "a\\ud800b"}\n{"text": "\xff"}\n'
+    )
+    corpus = prepare(
+        make_corpus("text_files", files=str(tmp_path)), "bytes", tmp_path / "c", val_fraction=0.2
+    )
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == sorted(
+        ["caf\ufffd", "", "", "a\ufffdb", "\ufffd"]
+    )
+
+
+def test_a_large_vocabulary_is_stored_in_uint32(tmp_path: Path):
+    tokens = [bytes([i]) for i in range(256)] + [bytes([i, j]) for i in range(256) for j in range(256)]
+    ranks = tmp_path / "large.tiktoken"
+    ranks.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    )
+    (tmp_path / "a.txt").write_text("zz\n\nzz zz\n\nÿÿ")
+    source = make_corpus("text_files", files=str(tmp_path / "a.txt"), separator="\n\n")
+    corpus = prepare(source, str(ranks), tmp_path)
+    assert corpus.manifest.dtype == "<u4"
+    assert corpus.eot_token == 65792
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["zz", "zz zz", "ÿÿ"]
+
+
+def refused(source_arguments: dict, cache: Path, **options) -> str:
+    with pytest.raises(DataError) as refusal:
+        prepare(make_corpus(**source_arguments), "bytes", cache, workers=1, **options)
+    assert "\n" not in str(refusal.value)
+    assert not list(cache.glob("*/manifest.json"))
+    return str(refusal.value)
+
+
+BAD_FILES = {
+    "column.jsonl": (b'{"title": "x", "body": "y"}\n', r"no column 'text'.* title, body"),
+    "number.jsonl": (b'{"text": 3}\n', "holds int, not text"),
+    "list.jsonl": (b"[1]\n", "not an object"),
+    "half.jsonl": (b'{"text": "a"}\n{"text": ', "byte 14 is not JSON"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "abcdefgh"}\n' * 1000)[:60], "cannot read .*cut.jsonl.gz"),
+    "cut.parquet": (b"PAR1 and nothing else", "cut.parquet cannot be read as parquet"),
+    "one.txt": (b"a single document", r"data\.separator"),
+    "empty.txt": (b"", "no .* file with text|all empty"),
+    "separators.txt": (b"\n\n\n\n", "single document"),
+    "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
+    "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_refused_by_name(name: str, tmp_path: Path):
+    content, words = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    arguments = {"source": "text_files", "files": str(tmp_path / name)}
+    if name == "separators.txt":
+        arguments["separator"] = "\n\n"
+    message = refused(arguments, tmp_path / "cache")
+    assert re.search(words, message), message
+
+
+def test_bad_parquet_columns_are_refused(parquet: Path, tmp_path: Path):
+    files = {"source": "text_files", "files": str(parquet)}
+    assert "has no column 'content'; it has text, id" in refused({**files, "column": "content"}, tmp_path)
+    assert "column 'id' holds int64, not text" in refused({**files, "column": "id"}, tmp_path)
+
+
+def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
+    files = {"source": "text_files", "files": str(parquet)}
+    assert "between 0 and 1" in refused(files, tmp_path, val_fraction=1.5)
+    assert "leaves none to train on" in refused(files, tmp_path, val_fraction=0.9999)
+    assert "data.files" in refused({"source": "text_files"}, tmp_path)
+    assert "nowhere" in refused({"source": "text_files", "files": "nowhere/*.txt"}, tmp_path)
+    assert "python_source, text_files" in refused({"source": "c4"}, tmp_path)
+    assert "data.repo" in refused({"source": "hub"}, tmp_path)
+    assert "at least 2" in refused({**files, "limit_documents": 1}, tmp_path)
+    assert "not a folder" in refused({"source": "python_source", "roots": ["/nowhere"]}, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(parquet: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    message = refused({"source": "text_files", "files": str(parquet)}, tmp_path / "file")
+    assert str(tmp_path / "file") in message
+    assert "data.cache_dir" in message
+
+
+def test_too_small_a_disk_is_refused_before_it_starts(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("data.files.free_bytes", lambda path: 1000)
+    message = refused({"source": "text_files", "files": str(parquet)}, tmp_path)
+    assert "not enough room" in message
+    assert "1e-06 GB free" in message
+
+
+def test_another_tokenizer_is_refused(parquet: Path, rank_file: str, tmp_path: Path):
+    source = make_corpus("text_files", files=str(parquet))
+    corpus = prepare(source, "bytes", tmp_path, workers=1)
+    with pytest.raises(DataError, match="made with tokenizer bytes"):
+        corpus.tokenizer(rank_file)
+    assert prepare(source, rank_file, tmp_path, workers=1).directory != corpus.directory
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no finished corpus"),
+        (b"{", "damaged"),
+        (b'{"version": 99}', "version 99, this code reads version 1"),
+    ],
+)
+def test_without_a_good_manifest_nothing_is_trusted(content: bytes | None, words: str, tmp_path: Path):
+    (tmp_path / "train-00000.bin").write_bytes(b"\0" * 100)
+    if content is not None:
+        (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["train-00001.bin", "val-00000.bin"])
+@pytest.mark.parametrize("harm", ["truncated", "flipped", "removed"])
+def test_a_damaged_shard_is_named_with_the_command_that_rebuilds_it(
+    file, harm, parquet, rank_file, tmp_path, monkeypatch
+):
+    from data.inspect import main
+
+    corpus = prepare(make_corpus("text_files", files=str(parquet)), rank_file, tmp_path, workers=1)
+    good = shards(corpus)
+    path = corpus.directory / file
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content if harm == "flipped" else content[:-2])
+    if harm == "removed":
+        path.unlink()
+    with pytest.raises(DataError, match=f"{file}.*python -m data.inspect .* --repair {file}") as refusal:
+        open_corpus(corpus.directory)
+    command = str(refusal.value).split("python -m data.inspect ")[1].split()
+    untouched = {name: os.stat(corpus.directory / name).st_mtime_ns for name in good if name != file}
+    assert main(command) == 0
+    assert shards(open_corpus(corpus.directory)) == good
+    assert untouched == {name: os.stat(corpus.directory / name).st_mtime_ns for name in untouched}

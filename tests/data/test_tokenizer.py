@@ -1,0 +1,84 @@
+"""Tokenizers by name and by file (2 s)."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from data import DataError
+from data.tokenizer import load_tokenizer, tokenizer_hash
+
+TEXT = "naïve <|endoftext|> 东京\r\n\x00 don't"
+
+
+def test_bytes_are_the_utf8_bytes():
+    encoding = load_tokenizer("bytes")
+    assert encoding.encode_ordinary(TEXT) == list(TEXT.encode())
+    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
+    assert encoding.decode([*TEXT.encode(), 256]) == TEXT + "<|endoftext|>"
+
+
+def test_a_rank_file_merges_and_ends_with_the_special_token(rank_file: str):
+    encoding = load_tokenizer(rank_file)
+    assert encoding.eot_token == encoding.n_vocab - 1 == len(Path(rank_file).read_text().splitlines())
+    tokens = encoding.encode_ordinary(TEXT + " the tion")
+    assert encoding.decode(tokens) == TEXT + " the tion"
+    assert len(tokens) < len((TEXT + " the tion").encode())
+
+
+def test_the_hash_is_of_the_ranks_not_of_the_name(rank_file: str, tmp_path: Path):
+    copy = shutil.copy(rank_file, tmp_path / "other.tiktoken")
+    assert tokenizer_hash(load_tokenizer(str(copy))) == tokenizer_hash(load_tokenizer(rank_file))
+    assert tokenizer_hash(load_tokenizer(rank_file)) != tokenizer_hash(load_tokenizer("bytes"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"IQ== 0\n", "256 single bytes"), (b"not a rank file", "base64"), (None, "cannot read")],
+)
+def test_a_bad_rank_file_is_refused(content: bytes | None, words: str, tmp_path: Path):
+    path = tmp_path / "bad.tiktoken"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=words) as refusal:
+        load_tokenizer(str(path))
+    assert str(path) in str(refusal.value)
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(DataError, match=r"no tokenizer 'gpt-2'.*bytes.*gpt2.*\.tiktoken"):
+        load_tokenizer("gpt-2")
+
+
+def test_a_vocabulary_out_of_reach_says_which_files_and_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    start = time.perf_counter()
+    with pytest.raises(DataError) as refusal:
+        load_tokenizer("gpt2")
+    assert time.perf_counter() - start < 10
+    message = str(refusal.value)
+    for part in (str(tmp_path), "TIKTOKEN_CACHE_DIR", "vocab.bpe", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+                 "encoder.json", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "r50k_base.tiktoken",
+                 "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4", "data.tokenizer=", "gpt2.tiktoken"):  # fmt: skip
+        assert part in message
+
+
+@pytest.mark.skipif("TILEGPT_GPT2_RANKS" not in os.environ, reason="TILEGPT_GPT2_RANKS=path of gpt2.tiktoken")
+def test_gpt2_is_found_under_the_name_of_its_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from data.hub import _GPT2_HASH
+
+    ranks = os.environ["TILEGPT_GPT2_RANKS"]
+    shutil.copy(ranks, tmp_path / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    load_tokenizer.cache_clear()
+    encoding = load_tokenizer("gpt2")
+    assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
+    assert encoding.encode_ordinary("Hello world") == [15496, 995]
+    assert tokenizer_hash(encoding) == tokenizer_hash(load_tokenizer(ranks)) == _GPT2_HASH
