@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from model.config import GPTConfig
+from model.gpt import GPT
+from training.optimizer import OptimizerConfig, build_optimizer, parameter_groups
+
+
+@pytest.fixture
+def model() -> GPT:
+    return GPT(GPTConfig(vocab_size=100, seq_len=8, n_layer=2, n_head=2, n_embd=16), attention=None)
+
+
+def names(model: GPT, group: dict) -> set[str]:
+    ids = {id(p) for p in group["params"]}
+    return {name for name, p in model.named_parameters() if id(p) in ids}
+
+
+def test_only_matrices_of_the_blocks_decay(model):
+    decayed, kept = parameter_groups(model, 0.1)
+    assert decayed["weight_decay"] == 0.1
+    assert kept["weight_decay"] == 0.0
+    assert names(model, decayed) == {
+        f"h.{i}.{name}.weight"
+        for i in range(2)
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+def test_embeddings_decay_on_request(model):
+    decayed, _ = parameter_groups(model, 0.1, decay_embeddings=True)
+    assert {"wte.weight", "wpe.weight"} < names(model, decayed)
+
+
+def test_step_follows_adamw_by_hand(model):
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.01, betas=(0.9, 0.99), weight_decay=0.5))
+    weight, bias = model.h[0].mlp.c_fc.weight, model.h[0].mlp.c_fc.bias
+    before = weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    optimizer.step()
+    # The first step moves by lr * sign(gradient), after decay.
+    torch.testing.assert_close(weight.detach(), before * (1 - 0.01 * 0.5) - 0.01)
+    torch.testing.assert_close(bias.detach(), torch.full_like(bias, -0.01))
+
+
+@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}])
+def test_impossible_values_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        OptimizerConfig(**bad)

@@ -1,0 +1,36 @@
+import pytest
+
+from training.schedule import Decay, ScheduleConfig, learning_rate
+
+
+def rates(steps: int, **config) -> list[float]:
+    schedule = ScheduleConfig(**config)
+    return [learning_rate(schedule, 1.0, step, steps) for step in range(steps)]
+
+
+def test_warmup_is_linear_from_just_above_zero_and_ends_at_the_peak():
+    warmed = rates(100, warmup_fraction=0.04, decay=Decay.constant)
+    assert warmed[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert set(warmed[4:]) == {1.0}
+
+
+@pytest.mark.parametrize("decay", [Decay.cosine, Decay.linear])
+def test_decay_starts_at_the_peak_and_ends_at_the_final_fraction(decay):
+    decayed = rates(101, warmup_fraction=0, decay=decay, final_fraction=0.1)
+    assert decayed[0] == 1.0
+    assert decayed[50] == pytest.approx(0.55)  # both pass the middle half-way
+    assert decayed[100] == pytest.approx(0.1)
+    assert decayed == sorted(decayed, reverse=True)
+
+
+def test_linear_and_cosine_differ_between():
+    assert (
+        rates(101, warmup_fraction=0, decay=Decay.cosine)[25]
+        > rates(101, warmup_fraction=0, decay=Decay.linear)[25]
+    )
+
+
+@pytest.mark.parametrize("bad", [{"warmup_fraction": -1}, {"final_fraction": 1.5}])
+def test_impossible_values_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        ScheduleConfig(**bad)

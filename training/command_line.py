@@ -1,0 +1,110 @@
+"""Hydra for the entry points: compose, type and check the config, call, and turn a user's mistake into one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .config import Config, from_hydra
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
+    """Call `task(config, run_dir)` with the config that the command line says.
+
+    Args:
+        task: raises ValueError's subclasses of this project for what a user can mend.
+        makes_run: whether the task fills a run directory; otherwise Hydra leaves no files at all.
+    """
+    under_torchrun, rank = "RANK" in os.environ, os.environ.get("RANK", "0")
+    if under_torchrun and {"-m", "--multirun"} & set(sys.argv):
+        sys.exit(
+            "error: -m does not work under torchrun; start one torchrun a setting, with one logger.group."
+        )
+    if rank != "0" or not makes_run:
+        # Rank 0 names the run directory and tells the others, so only it may have Hydra make one.
+        sys.argv.append("hydra.run.dir=.")
+    OmegaConf.register_new_resolver("run_name", _run_name, use_cache=True, replace=True)
+    ConfigStore.instance().store(name="config_schema", node=Config)
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
+
+    def main(cfg: DictConfig) -> None:
+        settings = HydraConfig.get()
+        run_dir = Path(settings.runtime.output_dir)
+        try:
+            config = from_hydra(cfg)
+            if settings.mode is RunMode.MULTIRUN and config.logger.group is None:
+                config.logger.group = run_dir.parent.name
+            task(config, Path(os.path.relpath(run_dir)))
+        except ValueError as error:
+            if not _is_users(error):
+                raise
+            if not any(run_dir.iterdir()):
+                run_dir.rmdir()  # refused before it began
+            sys.exit(f"error: {error}")
+
+    try:
+        hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {_explain(error)}")
+
+
+def _is_users(error: ValueError) -> bool:
+    """Whether a room raised this on purpose: training.ConfigError, data.DataError, kernels.AttentionError."""
+    return type(error).__module__.split(".")[0] in {"training", "data", "kernels"}
+
+
+def _run_name(*parts: str) -> str:
+    """2026-11-20_09-15-02_nano_flash_7f3a: sorts by time, and two starts in one second still differ."""
+    return "_".join([time.strftime("%Y-%m-%d_%H-%M-%S"), *parts, secrets.token_hex(2)])
+
+
+def _explain(error: Exception) -> str:
+    """One line for a composition error, with the nearest name where a name is wrong."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        options = sorted(error.options or [])
+        return f"{group}={option} is not an option; {group} has: {', '.join(options)}"
+    text = str(error)
+    if match := re.match(r"Could not override '(?P<key>[^']+)'", text):
+        near = _nearest(match["key"])
+        hint = f"did you mean {near}?" if near else "`python train.py --cfg job` prints all settings"
+        return f"{match['key']} is not a setting; {hint}"
+    first = text.splitlines()[0].removeprefix("Error merging override ").strip()
+    if error.__cause__ and (reason := str(error.__cause__).splitlines()):
+        return f"{first}: {reason[0]}"
+    return first
+
+
+def _nearest(key: str) -> str | None:
+    """The setting most like `key`: as a whole, or by its last word, since people forget groups."""
+    known = list(_keys(Config))
+    if near := get_close_matches(key, known, n=1, cutoff=0.8):
+        return near[0]
+    by_last_word = {setting.split(".")[-1]: setting for setting in known}
+    near = get_close_matches(key.split(".")[-1], by_last_word, n=1)
+    return by_last_word[near[0]] if near else None
+
+
+def _keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a dataclass tree, the groups included."""
+    for f in fields(schema):
+        yield prefix + f.name
+        if is_dataclass(f.default_factory):
+            yield from _keys(f.default_factory, f"{prefix}{f.name}.")

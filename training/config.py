@@ -1,0 +1,214 @@
+"""The typed configuration of a run: every key, its type, default, meaning and check.
+
+YAML under configs/ holds values and recipes; these dataclasses hold the types and the words. Nothing here imports
+torch, so `python train.py --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from model.config import GPTConfig
+
+from .optimizer import OptimizerConfig
+from .schedule import ScheduleConfig
+
+
+class ConfigError(ValueError):
+    """Something a user asked for that cannot be; one line with the remedy."""
+
+
+class Precision(Enum):
+    auto = "auto"  # bf16 on a GPU that has it, fp32 elsewhere
+    fp32 = "fp32"
+    bf16 = "bf16"  # autocast; weights and optimizer state stay fp32
+    fp16 = "fp16"  # autocast with a gradient scaler
+
+
+class WandbMode(Enum):
+    auto = "auto"  # online when an API key is configured, else offline, never a prompt
+    online = "online"
+    offline = "offline"
+
+
+@dataclass
+class AttentionConfig:
+    """Which attention backend the model is given: a name in `kernels.ATTENTION`, or `auto`."""
+
+    name: str = "auto"
+
+
+@dataclass
+class DataConfig:
+    """Which text, which tokens, and where they are kept."""
+
+    # Where text comes from: python_source, text_files, openwebtext or hub.
+    source: str = "python_source"
+    # bytes, any tiktoken encoding by name (gpt2), or the path of a .tiktoken rank file.
+    tokenizer: str = "bytes"
+    # Prepared tokens go into a folder below this one, named after source, tokenizer and settings.
+    cache_dir: str = "data/cache"
+    # Part of the documents held out for validation, at least one document.
+    val_fraction: float = 0.01
+    # Take the first documents only; what they do not need is not downloaded.
+    limit_documents: int | None = None
+    # Tokenising processes; null: one per CPU core.
+    workers: int | None = None
+    # python_source: folders searched for .py files; empty: the standard library of this Python.
+    roots: list[str] = field(default_factory=list)
+    # text_files: globs or folders of .txt, .jsonl(.gz, .zst) and .parquet, one string or a list.
+    # openwebtext, hub: globs of the repository's files, to take and download only those.
+    files: Any = field(default_factory=list)
+    # The field of .jsonl, .parquet and Hub rows that holds the text.
+    column: str = "text"
+    # text_files: the string between the documents of a .txt file; empty: each file is one document.
+    separator: str = ""
+    # hub: repository, configuration and split, as in datasets.load_dataset(repo, config, split=split).
+    repo: str = ""
+    config: str | None = None
+    split: str = "train"
+    # hub, openwebtext: commit, branch or tag; null: main (hub), the pinned commit (openwebtext).
+    revision: str | None = None
+    # hub: read over the network without a local copy.
+    streaming: bool = False
+
+
+@dataclass
+class TrainerConfig:
+    # Optimizer steps in all.
+    steps: int = 1000
+    # Global batch in tokens: sequences * model.seq_len, over all ranks and accumulation steps together.
+    batch_tokens: int = 4096
+    # Sequences one device takes at once; gradients accumulate until the global batch is reached. null: all at once.
+    micro_batch: int | None = None
+    precision: Precision = Precision.auto
+    # auto (CUDA, else CPU), cpu, cuda, or cuda:1.
+    device: str = "auto"
+    # torch.compile the model. null: on CUDA only (on a CPU it costs more than a short run gains).
+    compile: bool | None = None
+    # Largest global gradient norm; 0 switches clipping off.
+    grad_clip: float = 1.0
+    # Steps between metrics rows. Each one waits for the device, so a large model loses nothing at 10.
+    log_every: int = 10
+    # Steps between evaluations over the whole validation split; 0: at the end only.
+    eval_every: int = 250
+    # Steps between checkpoints; 0: at the end only.
+    save_every: int = 0
+    # Checkpoints to keep, newest first.
+    keep_checkpoints: int = 2
+    # A run directory or one of its checkpoints to go on from.
+    resume: str | None = None
+    # Tokens of generated text at the end of the run, and the text it starts from.
+    sample_tokens: int = 200
+    sample_prompt: str = "\n"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_tokens", "log_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in ("grad_clip", "eval_every", "save_every", "sample_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be 0 or more.")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")
+
+
+@dataclass
+class LoggerConfig:
+    """metrics.csv is always written; wandb is the option."""
+
+    wandb: bool = True
+    mode: WandbMode = WandbMode.auto
+    project: str = "tilegpt"
+    # Runs to be compared share a group; a sweep (-m) sets it to the sweep's name.
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Config:
+    model: GPTConfig = field(default_factory=GPTConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    # Every random stream (initial weights, data order, dropout, sampling) is derived from it by name.
+    seed: int = 1337
+
+    def __post_init__(self) -> None:
+        if self.trainer.batch_tokens % self.model.seq_len:
+            raise ConfigError(
+                f"trainer.batch_tokens={self.trainer.batch_tokens} is no multiple of "
+                f"model.seq_len={self.model.seq_len}; nearest: "
+                f"{_nearest_multiples(self.trainer.batch_tokens, self.model.seq_len)}."
+            )
+
+    def accumulation_steps(self, world_size: int) -> tuple[int, int]:
+        """(micro-steps per optimizer step, sequences per micro-step and rank) that make up the global batch."""
+        seq_len = self.model.seq_len
+        sequences = self.trainer.batch_tokens // seq_len
+        if sequences % world_size:
+            raise ConfigError(
+                f"trainer.batch_tokens={self.trainer.batch_tokens} is {sequences} sequences, which {world_size} "
+                f"ranks cannot share equally; nearest: "
+                f"{_nearest_multiples(self.trainer.batch_tokens, seq_len * world_size)}."
+            )
+        per_rank = sequences // world_size
+        micro_batch = self.trainer.micro_batch or per_rank
+        if per_rank % micro_batch:
+            divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+            near = [
+                max(n for n in divisors if n < micro_batch),
+                *[n for n in divisors if n > micro_batch][:1],
+            ]
+            raise ConfigError(
+                f"trainer.micro_batch={micro_batch} does not divide the {per_rank} sequences a rank has in a batch "
+                f"of {self.trainer.batch_tokens} tokens; nearest: {' or '.join(map(str, near))}."
+            )
+        return per_rank // micro_batch, micro_batch
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def from_hydra(cfg: DictConfig) -> Config:
+    """The typed config of a composed Hydra config; refuses keys that no dataclass has (Hydra lets `+key=1` in)."""
+    _refuse_unknown_keys(cfg, Config, "")
+    if missing := OmegaConf.missing_keys(cfg):
+        key = sorted(missing)[0]
+        raise ConfigError(f"{key} must be given: {key}=...")
+    try:
+        return OmegaConf.to_object(cfg)
+    except ConfigError:
+        raise
+    except ValueError as error:  # from the dataclasses of lower rooms
+        raise ConfigError(str(error)) from None
+
+
+def _refuse_unknown_keys(cfg: DictConfig, schema: type, prefix: str) -> None:
+    known = {f.name: f for f in fields(schema)}
+    for key in cfg:
+        if key not in known:
+            raise ConfigError(
+                f"{prefix}{key} is not a setting; {prefix.rstrip('.') or 'the config'} has: {', '.join(known)}."
+            )
+        if is_dataclass(known[key].default_factory):
+            _refuse_unknown_keys(cfg[key], known[key].default_factory, f"{prefix}{key}.")
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def load_config(path: str | os.PathLike) -> Config:
+    """The config a run wrote to its config.yaml."""
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
