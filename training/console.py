@@ -1,0 +1,69 @@
+"""What a person watching a run sees: a banner, one live line, the end result."""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+
+def table(title: str, rows: list[tuple[str, str]]) -> str:
+    """Aligned `name value` lines below a title; a row with an empty name continues the one above."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def count(number: float) -> str:
+    """12_345_678 -> 12.3 M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+class Progress:
+    """One line that is rewritten: step, loss, tokens/s, time left. Into a file, a line every ten seconds."""
+
+    def __init__(self, start: int, steps: int, shown: bool) -> None:
+        self._shown, self._live = shown, sys.stderr.isatty()
+        self._bar = tqdm(
+            total=steps,
+            initial=start,
+            disable=not shown,
+            dynamic_ncols=self._live,
+            file=sys.stderr if self._live else _Lines(),
+            mininterval=0.1 if self._live else 10,
+            maxinterval=0.1 if self._live else 10,
+            bar_format=f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live}{{postfix}} · {{remaining}} left",
+        )
+
+    def step(self) -> None:
+        self._bar.update()
+
+    def report(self, loss: float, tokens_per_second: float | None) -> None:
+        rate = f" · {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+        self._bar.set_postfix_str(f"loss {loss:.4f}{rate}", refresh=False)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays, above the live one."""
+        if self._shown:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """stderr for a bar that is not watched live: carriage returns become line ends, repeats and blanks go."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n ")
+        if line and line != self._last:
+            print(line, file=sys.stderr)
+            self._last = line
+
+    def flush(self) -> None:
+        sys.stderr.flush()

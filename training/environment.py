@@ -1,0 +1,81 @@
+"""Where a run ran: the facts a reader needs to trust or repeat its numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """Command, versions, device and commit, as environment.json has them."""
+    record: dict[str, object] = {
+        "command": [Path(sys.executable).name, *sys.argv],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "device": str(device),
+        "device_name": device_name(device),
+        "cpu_count": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+        "commit": _commit(),
+    }
+    if device.type == "cuda":
+        record |= {"driver": _driver(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return record
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({_cpu_name()})"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with `+changes` where the working tree differs from it."""
+    commit = _output("git", "rev-parse", "HEAD")
+    return commit and commit + ("+changes" if _output("git", "status", "--porcelain", "-uno") else "")
+
+
+def _driver() -> str | None:
+    versions = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions and versions.splitlines()[0]
+
+
+def write_json(path: Path, record: dict) -> None:
+    """Write beside and rename, so that a reader never sees half a file."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(path)

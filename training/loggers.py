@@ -1,0 +1,122 @@
+"""Where metrics go: metrics.csv always, wandb when it is asked for."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from .config import Config, ConfigError, WandbMode
+
+# One vocabulary for the CSV and wandb. `tokens` is the common axis of runs that differ in batch or length.
+COLUMNS = [
+    "step",
+    "tokens",
+    "seconds",
+    "train/loss",
+    "train/learning_rate",
+    "train/grad_norm",
+    "val/loss",
+    "val/perplexity",
+    "val/bits_per_byte",
+    "perf/step_ms",
+    "perf/tokens_per_second",
+    "perf/mfu",
+    "perf/peak_allocated_gib",
+    "perf/peak_reserved_gib",
+    "perf/peak_resident_gib",
+]
+
+
+class Logger(Protocol):
+    def log(self, metrics: dict[str, float]) -> None:
+        """Take a row: `step`, `tokens`, `seconds` and any of the other COLUMNS."""
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Close; `summary` is empty when the run did not end well."""
+
+
+class CsvLogger:
+    """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", newline="")
+        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
+        self._writer.writeheader()
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self._writer.writerow({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in metrics.items()})
+        self._file.flush()
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self._file.close()
+
+
+class WandbLogger:
+    """One wandb run a training run; online when a key is configured, otherwise offline, and never a prompt."""
+
+    def __init__(self, config: Config, run_dir: Path, facts: dict[str, Any]) -> None:
+        import wandb
+        from omegaconf import OmegaConf
+
+        self.mode = _wandb_mode(config.logger.mode)
+        resolved = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+        options = {
+            "dir": run_dir,
+            "project": config.logger.project,
+            "name": run_dir.name,
+            "group": config.logger.group,
+            "job_type": "train",
+            "tags": [facts["attention"], *config.logger.tags],
+            "config": resolved | {"resolved": facts},
+            "settings": wandb.Settings(init_timeout=20, silent=True),
+        }
+        self._why = "offline"
+        try:
+            self._run = wandb.init(mode=self.mode, **options)
+        except wandb.errors.CommError:
+            # A key but no way out: the run must not die of it.
+            self.mode, self._why = "offline", "offline, since the server did not answer"
+            self._run = wandb.init(mode="offline", **options)
+        self._run.define_metric("tokens")
+        for namespace in ("train/*", "val/*", "perf/*"):
+            self._run.define_metric(namespace, step_metric="tokens")
+        self._run.define_metric("val/loss", step_metric="tokens", summary="min")
+
+    def where(self) -> list[tuple[str, str]]:
+        """How to look at the run, as rows of the banner."""
+        if self.mode == "online":
+            return [("wandb", self._run.url)]
+        folder = os.path.relpath(Path(self._run.dir).parent)
+        return [("wandb", f"{self._why}; look: wandb leet {folder}"), ("", f"upload: wandb sync {folder}")]
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=metrics["step"])
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self._run.summary.update(summary)
+        self._run.finish(exit_code=0 if summary else 1)
+
+
+def _wandb_mode(mode: WandbMode) -> str:
+    """online or offline (or what WANDB_MODE says), decided without a prompt and without the network."""
+    if mode is WandbMode.offline:
+        return "offline"
+    if mode is WandbMode.auto:
+        return os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+    if not _has_wandb_key():
+        raise ConfigError(
+            "logger.mode=online needs a wandb API key: run `wandb login`, set WANDB_API_KEY, or use "
+            "logger.mode=offline."
+        )
+    return "online"
+
+
+def _has_wandb_key() -> bool:
+    """Whether `wandb login` or a variable left a key. wandb.login() would ask the server, 10 s without a network."""
+    import wandb
+    from requests.utils import get_netrc_auth
+
+    settings = wandb.setup().settings
+    return bool(settings.api_key or get_netrc_auth(settings.base_url))

@@ -1,0 +1,80 @@
+"""What a run says of itself: the banner before, the result after."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .console import count
+from .environment import device_name
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+Rows = list[tuple[str, str]]
+
+
+def banner(run: Trainer) -> Rows:
+    """What will really run, resolved."""
+    config, model, ranks = run.config, run.config.model, run.world
+    how = f"{dtype_name(run.dtype)}, {'torch.compile' if run.compiled else 'eager'}"
+    asked = "" if config.attention.name == run.attention_name else f" (asked: {config.attention.name})"
+    tokens = config.trainer.steps * config.trainer.batch_tokens
+    rows = [
+        ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {how}"),
+        ("attention", run.attention_name + asked),
+        (
+            "model",
+            f"{count(run.model.num_parameters())} parameters: {model.n_layer} layers, {model.n_head} heads, "
+            f"{model.n_embd} wide, vocabulary {model.vocab_size:,}",
+        ),
+        (
+            "data",
+            f"{run.corpus.name}, {config.data.tokenizer}: {count(run.corpus.train.tokens)} training and "
+            f"{count(run.corpus.val.tokens)} validation tokens",
+        ),
+        (
+            "batch",
+            f"{config.trainer.batch_tokens:,} tokens a step: {run.micro_batch} sequences of {model.seq_len}"
+            + (f" x {run.accumulation} accumulated" if run.accumulation > 1 else "")
+            + (f" x {ranks.size} ranks" if ranks.size > 1 else ""),
+        ),
+        (
+            "length",
+            f"{config.trainer.steps:,} steps, {count(tokens)} tokens, "
+            f"{tokens / run.corpus.train.tokens:.2g} epochs",
+        ),
+    ]
+    if run.start:
+        rows.append(("resumed", f"{config.trainer.resume}, at step {run.start:,}"))
+    return rows
+
+
+def result(summary: dict[str, Any], run_dir: Path) -> Rows:
+    """Quality, speed, memory, and where it all is."""
+    speed = "not measured: the run is shorter than the warm-up"
+    if "perf/step_ms" in summary:
+        speed = f"{summary['perf/tokens_per_second']:,.0f} tokens/s, {summary['perf/step_ms']:.1f} ms a step"
+    if "perf/mfu" in summary:
+        speed += f", MFU {summary['perf/mfu']:.1%}"
+    peaks = {"allocated": "perf/peak_allocated_gib", "reserved": "perf/peak_reserved_gib"}
+    if "perf/peak_resident_gib" in summary:
+        peaks = {"resident": "perf/peak_resident_gib"}
+    return [
+        (
+            "validation",
+            f"loss {summary['val/loss']:.4f}, perplexity {summary['val/perplexity']:.2f}, "
+            f"bits per byte {summary['val/bits_per_byte']:.3f} (whole split, {summary['val/tokens']:,} tokens)",
+        ),
+        ("speed", speed),
+        ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
+        ("time", f"{summary['seconds']:.0f} s"),
+        ("metrics", str(run_dir / "metrics.csv")),
+        ("sample more", f'python sample.py {shlex.quote(str(run_dir))} "def "'),
+        ("run", str(run_dir)),
+    ]
+
+
+def dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
