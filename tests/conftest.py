@@ -1,6 +1,10 @@
-"""What every test shares: no network, and Triton's interpreter where there is no GPU."""
+"""What every test shares: no network, Triton's interpreter where there is no GPU, and the real command line."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 # Read when a library is first imported, so before anything else.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,9 +17,54 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+ROOT = Path(__file__).parents[1]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A little English-like text of 60 documents, one a paragraph."""
+    words = "the quick brown fox jumps over a lazy dog while seven wizards box quite happily".split()  # noqa: SIM905
+    paragraphs = [" ".join(words[(i * j) % len(words)] for j in range(1, 60)) for i in range(1, 61)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(paragraphs))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(text_file: Path) -> list[str]:
+    """Overrides for a run of seconds: a model of one layer on `text_file`."""
+    return [
+        *("model.seq_len=32", "model.n_layer=1", "model.n_head=2", "model.n_embd=32"),
+        *("data=text_files", f"data.files={text_file}", r"data.separator='\n\n'", "data.val_fraction=0.1"),
+        *(f"data.cache_dir={text_file.parent / 'cache'}", "data.workers=1"),
+        *("trainer.batch_tokens=256", "trainer.steps=12", "trainer.log_every=1"),
+        *("trainer.eval_every=0", "trainer.sample_tokens=10", "logger=none"),
+    ]
+
+
+CommandLine = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def command_line(tmp_path: Path) -> CommandLine:
+    """Run `python SCRIPT args...` in an empty directory, as a user would; `env` adds variables."""
+
+    def run(script: str, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+        environment = {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "WANDB_API_KEY"}}
+        return subprocess.run(
+            [sys.executable, str(ROOT / script), *args],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=tmp_path,
+            env=environment | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        )
+
+    return run

@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from training import checkpoint
+from training.config import ConfigError
+
+
+def save(run, step, keep=2):
+    return checkpoint.save(run, step, {"w": torch.full((4,), float(step))}, {"identity": {}}, keep)
+
+
+def test_the_newest_checkpoint_is_found_and_read_back(tmp_path):
+    for step in (5, 10, 100):
+        save(tmp_path, step)
+    found = checkpoint.find(tmp_path)
+    assert found == checkpoint.find(found)
+    assert checkpoint.load_training(found, "cpu")["step"] == 100
+    assert checkpoint.load_weights(found, "cpu")["w"].tolist() == [100.0] * 4
+
+
+def test_old_checkpoints_go(tmp_path):
+    for step in (5, 10, 100, 1000):
+        save(tmp_path, step, keep=2)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000100", "step-00001000"]
+
+
+def test_a_half_written_checkpoint_is_never_taken_and_is_written_over(tmp_path):
+    save(tmp_path, 5)
+    partial = tmp_path / "checkpoints" / "step-00000010.partial"
+    partial.mkdir()
+    (partial / "weights.pt").write_bytes(b"half")
+    assert checkpoint.find(tmp_path).name == "step-00000005"
+    save(tmp_path, 10)
+    assert checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")["w"][0] == 10
+    assert not partial.exists()
+
+
+def test_a_failing_write_leaves_no_checkpoint(tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(ConfigError, match="No space left"):
+        save(tmp_path, 5)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    weights = save(tmp_path, 5) / "weights.pt"
+    weights.write_bytes(weights.read_bytes()[:200])
+    with pytest.raises(ConfigError, match=r"weights\.pt cannot be read"):
+        checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
+
+
+def test_pickled_code_is_not_run(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return print, ("ran",)
+
+    weights = save(tmp_path, 5) / "weights.pt"
+    torch.save({"w": Payload()}, weights)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
+
+
+@pytest.mark.parametrize(("place", "said"), [("nowhere", "does not exist"), (".", "holds no checkpoint")])
+def test_a_path_without_a_checkpoint_is_refused(tmp_path, place, said):
+    with pytest.raises(ConfigError, match=said):
+        checkpoint.find(tmp_path / place)

@@ -1,0 +1,84 @@
+"""Switching attention changes attention and nothing else."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import GPTConfig
+from training.config import AttentionConfig, Config, DataConfig, LoggerConfig, TrainerConfig
+from training.distributed import World
+from training.trainer import Trainer, train
+
+STEPS = 4
+
+
+def config(text_file: Path, attention: str, dropout: float = 0.0) -> Config:
+    return Config(
+        model=GPTConfig(seq_len=32, n_layer=2, n_head=2, n_embd=32, dropout=dropout),
+        attention=AttentionConfig(attention),
+        data=DataConfig(
+            source="text_files",
+            files=str(text_file),
+            separator="\n\n",
+            cache_dir=str(text_file.parent / "cache"),
+            val_fraction=0.1,
+            workers=1,
+        ),
+        trainer=TrainerConfig(
+            steps=STEPS, batch_tokens=64, log_every=1, eval_every=2, device="cpu", sample_tokens=0
+        ),
+        logger=LoggerConfig(wandb=False),
+    )
+
+
+def trained(config: Config, folder: Path) -> tuple[list[float], torch.Tensor]:
+    """Training losses, and the state of torch's generator afterwards."""
+    torch.manual_seed(0)
+    train(config, folder)
+    with (folder / "metrics.csv").open() as file:
+        losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    return losses, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("other", ["sdpa", "flash"])
+def test_same_weights_and_batches(text_file, tmp_path, other):
+    naive = Trainer(config(text_file, "naive"), tmp_path, World(torch.device("cpu")))
+    switched = Trainer(config(text_file, other), tmp_path, World(torch.device("cpu")))
+    for name, weight in naive.model.state_dict().items():
+        assert torch.equal(weight, switched.model.state_dict()[name]), name
+    for n in range(STEPS):
+        for ours, theirs in zip(naive.batches.batch(n), switched.batches.batch(n), strict=True):
+            assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("other", ["sdpa", "flash"])
+def test_same_losses_and_no_random_number_drawn(text_file, tmp_path, other):
+    """fp32, so the first losses agree to 1e-5 relative."""
+    losses, state = trained(config(text_file, "naive"), tmp_path / "naive")
+    switched, switched_state = trained(config(text_file, other), tmp_path / other)
+    assert len(losses) == STEPS
+    assert switched == pytest.approx(losses, rel=1e-5)
+    assert torch.equal(state, switched_state)
+
+
+def test_attention_dropout_shifts_no_other_stream(text_file, tmp_path):
+    _, state = trained(config(text_file, "naive", dropout=0.2), tmp_path / "naive")
+    _, switched = trained(config(text_file, "sdpa", dropout=0.2), tmp_path / "sdpa")
+    assert torch.equal(state, switched)
+
+
+def test_evaluation_does_not_move_training(text_file, tmp_path):
+    often = config(text_file, "sdpa", dropout=0.2)
+    never = replace(often, trainer=replace(often.trainer, eval_every=0))
+    assert trained(often, tmp_path / "often")[0] == trained(never, tmp_path / "never")[0]
+
+
+def test_the_seed_moves_weights_and_batches(text_file, tmp_path):
+    first = Trainer(config(text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
+    other = Trainer(replace(config(text_file, "sdpa"), seed=1), tmp_path, World(torch.device("cpu")))
+    assert not torch.equal(first.model.wte.weight, other.model.wte.weight)
+    assert not np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])

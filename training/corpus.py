@@ -1,0 +1,28 @@
+"""From `config.data` to tokens on disk: the one call train.py and prepare.py share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from data.corpora import make_corpus
+from data.loader import Corpus
+from data.prepare import prepare
+from data.progress import ConsoleProgress
+
+from .config import DataConfig
+
+# What `prepare` takes; every other field of DataConfig describes the source.
+_PREPARATION = ("tokenizer", "cache_dir", "val_fraction", "workers")
+
+
+def prepare_corpus(config: DataConfig, *, quiet: bool = False) -> Corpus:
+    """The prepared corpus of `config`: reused when it is there, made when it is not. Raises data.DataError."""
+    source = {name: value for name, value in asdict(config).items() if name not in _PREPARATION}
+    return prepare(
+        make_corpus(**source),
+        config.tokenizer,
+        config.cache_dir,
+        val_fraction=config.val_fraction,
+        workers=config.workers,
+        progress=None if quiet else ConsoleProgress(),
+    )

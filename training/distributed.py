@@ -1,0 +1,88 @@
+"""One process or many: who am I, which device is mine, and the few collectives training needs.
+
+Launched by torchrun, a run is data-parallel: every rank holds the model and takes its share of each batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .config import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise sum of `values` over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given, so that a clock read next tells the truth."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def launched_by_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `trainer.device` names; under torchrun each rank takes the GPU of its local rank."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"trainer.device={name} is no device; use auto, cpu, cuda or cuda:N.") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"trainer.device={name}: torch sees no CUDA device; use trainer.device=cpu.")
+        index = int(os.environ["LOCAL_RANK"]) if launched_by_torchrun() else device.index or 0
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"trainer.device=cuda:{index}: there are {torch.cuda.device_count()} CUDA devices."
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise ConfigError(f"trainer.device={name} is not supported; use auto, cpu or cuda.")
+    return device
+
+
+@contextmanager
+def world(device_name: str) -> Iterator[World]:
+    """The process group of a torchrun launch (nccl between GPUs, gloo between CPUs), or the single process."""
+    device = resolve_device(device_name)
+    if not launched_by_torchrun():
+        yield World(device)
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(device, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,340 @@
+"""One training run, top to bottom: build, loop, evaluate, save, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from data.loader import Batches, Corpus, EvaluationBatches, prefetch
+from kernels import resolve_attention
+from model.config import GPTConfig
+from model.gpt import GPT
+
+from . import checkpoint
+from .config import Config, ConfigError, Precision, to_yaml
+from .console import Progress, table
+from .corpus import prepare_corpus
+from .distributed import World, world
+from .environment import environment, write_json
+from .evaluation import Evaluation, evaluate
+from .interrupt import Interrupt
+from .loggers import CsvLogger, Logger, WandbLogger
+from .metrics import Throughput, memory, performance
+from .optimizer import build_optimizer
+from .report import banner, dtype_name, result
+from .sampling import sample_text
+from .schedule import learning_rate
+from .seeds import stream_seed
+
+
+def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
+    """Train as `config` says, leave a complete run in `run_dir`, and return what its summary.json holds.
+
+    Raises ConfigError, data.DataError or kernels.AttentionError, each one line, for what a user can mend.
+    """
+    with world(config.trainer.device) as ranks:
+        return Trainer(config, Path(ranks.share(str(run_dir))), ranks).run()
+
+
+def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype:
+    """The dtype of activations and matrix products."""
+    if precision is Precision.auto:
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = Precision.bf16 if has_bf16 else Precision.fp32
+    return {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}[
+        precision
+    ]
+
+
+class Trainer:
+    def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
+        self.run_dir, self.world = run_dir, ranks
+        self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
+        self.dtype = resolve_precision(config.trainer.precision, ranks.device)
+        # First what can be refused at once, then what takes time.
+        self.attention_name, attention = resolve_attention(
+            config.attention.name,
+            device=ranks.device,
+            dtype=self.dtype,
+            head_dim=config.model.head_dim,
+            **({"dropout_p": config.model.dropout} if config.model.dropout else {}),
+        )
+        self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
+        model_config = _with_vocabulary(config.model, self.corpus, config.data.tokenizer)
+        self.config = config = dataclasses.replace(config, model=model_config)
+        sequences = config.trainer.batch_tokens // model_config.seq_len
+        data_seed = stream_seed(config.seed, "data")
+        self.batches = Batches(self.corpus.train, model_config.seq_len, sequences, data_seed)
+        self.validation = EvaluationBatches(
+            self.corpus.val, model_config.seq_len, self.micro_batch * ranks.size
+        )
+
+        # Drawn on the CPU from its own stream: the same weights on any device, with any attention.
+        generator = torch.Generator().manual_seed(stream_seed(config.seed, "init"))
+        self.model = GPT(model_config, attention, generator=generator).to(ranks.device)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
+        self.start = self._resume(config.trainer.resume) if config.trainer.resume else 0
+
+        compiled = config.trainer.compile
+        self.compiled = ranks.device.type == "cuda" if compiled is None else compiled
+        self.forward = torch.compile(self.model) if self.compiled else self.model
+        self.parallel = self.forward
+        if ranks.size > 1:
+            self.parallel = DistributedDataParallel(self.forward)
+        self.throughput = Throughput(ranks)
+
+    # ---- the run ---------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        config = self.config.trainer
+        loggers = self._open_run()
+        progress = Progress(self.start, config.steps, shown=self.world.is_main)
+        interrupt = Interrupt(self.world)
+        began = time.perf_counter()
+        summary: dict[str, Any] = {}
+
+        def log(metrics: dict[str, float]) -> None:
+            seconds = time.perf_counter() - began
+            row = {"step": done, "tokens": done * config.batch_tokens, "seconds": seconds, **metrics}
+            for logger in loggers:
+                logger.log(row)
+
+        try:
+            with (
+                interrupt.listening(),
+                closing(self._load(self.batches, self.start, config.steps)) as batches,
+            ):
+                for step, (inputs, targets) in enumerate(batches, self.start):
+                    loss, grad_norm = self.train_step(step, inputs, targets)
+                    self.throughput.step()
+                    progress.step()
+                    done = step + 1
+                    last = done == config.steps
+                    # Only here does the host wait for the device.
+                    if _due(done, config.log_every) or done == 1 or last:
+                        metrics = self._training_metrics(done, loss, grad_norm)
+                        log(metrics)
+                        progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
+                        last = last or interrupt.agreed()
+                    # Saved before the evaluation, so that nothing an evaluation breaks is lost.
+                    if _due(done, config.save_every) or last:
+                        self._save(done)
+                    if interrupt.signal:
+                        break
+                    if _due(done, config.eval_every) or last:
+                        evaluation = self._evaluate()
+                        log(evaluation.metrics())
+                        progress.say(f"step {done:,}: validation {evaluation}")
+            progress.close()
+            if not interrupt.signal:
+                summary = self._summary(evaluation, time.perf_counter() - began)
+        finally:
+            progress.close()
+            for logger in loggers:
+                logger.finish(summary)
+        if self.world.is_main:
+            self._close_run(summary, done)
+        if interrupt.signal:
+            raise SystemExit(128 + interrupt.signal)
+        return summary
+
+    def train_step(
+        self, step: int, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step on this rank's part of the batch, int64 (sequences, seq_len) on the device.
+
+        Returns this rank's mean loss and the gradient norm, both still on the device.
+        """
+        rate = learning_rate(self.config.schedule, self.config.optimizer.lr, step, self.config.trainer.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        micro_batches = zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True)
+        total = torch.zeros((), device=self.world.device)
+        for micro, (x, y) in enumerate(micro_batches):
+            # Ranks exchange gradients once a step, with the last micro-batch.
+            exchange = self.world.size == 1 or micro == self.accumulation - 1
+            with nullcontext() if exchange else self.parallel.no_sync():
+                with self._autocast():
+                    loss = self.parallel(x, y, dropout_seed=self._dropout_seed(step, micro))
+                self.scaler.scale(loss / self.accumulation).backward()
+            total += loss.detach() / self.accumulation
+        self.scaler.unscale_(self.optimizer)
+        limit = self.config.trainer.grad_clip or math.inf
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, grad_norm
+
+    def _load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
+        """This rank's part of batches `start` to `stop`, read ahead by a thread and copied while the GPU works."""
+        on_gpu = self.world.device.type == "cuda"
+        ranks = {"rank": self.world.rank, "world_size": self.world.size}
+        with closing(prefetch(batches, start, stop, pin_memory=on_gpu, **ranks)) as loaded:
+            for pair in loaded:
+                yield tuple(tensor.to(self.world.device, non_blocking=True) for tensor in pair)
+
+    def _autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+
+    def _dropout_seed(self, step: int, micro: int) -> torch.Tensor | None:
+        """Put the dropout stream where this micro-step begins, so that a resumed run draws the same masks."""
+        if not self.config.model.dropout:
+            return None
+        seed = stream_seed(self.config.seed, "dropout", step, micro, self.world.rank)
+        torch.manual_seed(seed)
+        return torch.tensor(seed, device=self.world.device)
+
+    # ---- what it measures ------------------------------------------------------------------------
+
+    def _training_metrics(self, done: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> dict[str, float]:
+        mean = self.world.sum(loss.clone()).item() / self.world.size
+        if not math.isfinite(mean):
+            raise ConfigError(
+                f"the loss is {mean} at step {done}: lower optimizer.lr, raise schedule.warmup_fraction, or try "
+                f"trainer.precision=fp32; checkpoints so far are in {self.run_dir / checkpoint.FOLDER}."
+            )
+        return {
+            "train/loss": mean,
+            "train/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "train/grad_norm": grad_norm.item(),
+            **self._speed(self.throughput.mark()),
+            **memory(self.world.device),
+        }
+
+    def _speed(self, seconds_per_step: float | None) -> dict[str, float]:
+        flops = self.model.flops_per_token(self.config.model.seq_len)
+        return performance(seconds_per_step, self.config.trainer.batch_tokens, flops, self.world)
+
+    def _evaluate(self) -> Evaluation:
+        with closing(self._load(self.validation, 0, len(self.validation))) as batches:
+            evaluation = evaluate(
+                self.forward, batches, self.corpus.val.utf8_bytes, self.world, self._autocast
+            )
+        self.throughput.resume()
+        return evaluation
+
+    def _facts(self) -> dict[str, Any]:
+        """What was resolved from the config."""
+        return {
+            "attention": self.attention_name,
+            "dtype": dtype_name(self.dtype),
+            "compiled": self.compiled,
+            "parameters": self.model.num_parameters(),
+            "flops_per_token": self.model.flops_per_token(self.config.model.seq_len),
+            "world_size": self.world.size,
+            "corpus": self.corpus.directory.name,
+        }
+
+    def _summary(self, evaluation: Evaluation, seconds: float) -> dict[str, Any]:
+        config = self.config.trainer
+        return {
+            **self._facts(),
+            "steps": config.steps,
+            "tokens": config.steps * config.batch_tokens,
+            "seconds": seconds,
+            **evaluation.metrics(),
+            "val/tokens": evaluation.tokens,
+            "val/text_bytes": evaluation.text_bytes,
+            **self._speed(self.throughput.seconds_per_step),
+            **memory(self.world.device),
+        }
+
+    # ---- what it leaves behind -------------------------------------------------------------------
+
+    def _open_run(self) -> list[Logger]:
+        """Write what is known beforehand, print the banner, and return the loggers (none but on rank 0)."""
+        if not self.world.is_main:
+            return []
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(to_yaml(self.config))
+        write_json(self.run_dir / "environment.json", environment(self.world.device))
+        loggers: list[Logger] = [CsvLogger(self.run_dir / "metrics.csv")]
+        rows = banner(self)
+        if self.config.logger.wandb:
+            wandb_logger = WandbLogger(self.config, self.run_dir, self._facts())
+            loggers.append(wandb_logger)
+            rows += wandb_logger.where()
+        print(table("tilegpt", [*rows, ("run", str(self.run_dir))]), flush=True)
+        return loggers
+
+    def _close_run(self, summary: dict[str, Any], done: int) -> None:
+        """Print how it ended; a finished run gets its summary.json and a sample."""
+        if not summary:
+            command = shlex.join(["python", *sys.argv, f"trainer.resume={self.run_dir}"])
+            print(f"stopped at step {done:,} and saved; go on with: {command}", flush=True)
+            return
+        write_json(self.run_dir / "summary.json", summary)
+        config = self.config.trainer
+        if config.sample_tokens:
+            generator = torch.Generator().manual_seed(stream_seed(self.config.seed, "sampling"))
+            text = sample_text(
+                self.model, self.corpus.tokenizer(), config.sample_prompt, config.sample_tokens, generator
+            )
+            (self.run_dir / "sample.txt").write_text(text)
+            print(f"\nsample\n{text}")
+        print("\n" + table("done", result(summary, self.run_dir)), flush=True)
+
+    def _save(self, done: int) -> None:
+        if self.world.is_main:
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "identity": self._identity(),
+            }
+            checkpoint.save(
+                self.run_dir, done, self.model.state_dict(), state, self.config.trainer.keep_checkpoints
+            )
+        self.throughput.resume()
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a resumed run to go on with the batches the first would have seen."""
+        return {
+            "model": dataclasses.asdict(self.config.model),
+            "corpus": self.corpus.directory.name,
+            "seed": self.config.seed,
+            "trainer.batch_tokens": self.config.trainer.batch_tokens,
+        }
+
+    def _resume(self, path: str) -> int:
+        """Load a checkpoint into model, optimizer and scaler; returns the step to go on with."""
+        found = checkpoint.find(path)
+        state = checkpoint.load_training(found, self.world.device)
+        for name, now in self._identity().items():
+            if (saved := state["identity"][name]) != now:
+                raise ConfigError(
+                    f"trainer.resume={path}: it was trained with {name}={saved}, this run has {now}."
+                )
+        if state["step"] >= self.config.trainer.steps:
+            raise ConfigError(
+                f"trainer.resume={path} is at step {state['step']}; set trainer.steps above that."
+            )
+        self.model.load_state_dict(checkpoint.load_weights(found, self.world.device))
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        return state["step"]
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _with_vocabulary(config: GPTConfig, corpus: Corpus, tokenizer: str) -> GPTConfig:
+    """The model's config with the tokenizer's vocabulary."""
+    if config.vocab_size not in (GPTConfig.vocab_size, corpus.n_vocab):
+        raise ConfigError(
+            f"model.vocab_size={config.vocab_size}, but the tokenizer {tokenizer} has {corpus.n_vocab} tokens; "
+            "leave model.vocab_size out."
+        )
+    return dataclasses.replace(config, vocab_size=corpus.n_vocab)
