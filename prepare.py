@@ -1,0 +1,21 @@
+"""Make a corpus ready ahead of a run: `python prepare.py data=openwebtext`, with the data settings of train.py."""
+
+from pathlib import Path
+
+from training.command_line import launch
+from training.config import Config
+
+
+def main(config: Config, _run_dir: Path) -> None:
+    from training.corpus import prepare_corpus
+
+    corpus = prepare_corpus(config.data)
+    for name, split in (("training", corpus.train), ("validation", corpus.val)):
+        print(
+            f"{name:<11} {split.documents:>12,} documents {split.tokens:>15,} tokens {split.utf8_bytes:>16,} bytes"
+        )
+    print(f"corpus      {corpus.directory}")
+
+
+if __name__ == "__main__":
+    launch(main, makes_run=False)

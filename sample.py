@@ -1,0 +1,44 @@
+"""Text from a trained run: `python sample.py RUN "prompt"`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", help="a run directory, or one of its checkpoints")
+    parser.add_argument("prompt", nargs="?", default="", help="what to continue; empty: a new document")
+    parser.add_argument("-n", "--tokens", type=int, default=200, help="tokens to add at most (200)")
+    parser.add_argument(
+        "-t", "--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)"
+    )
+    parser.add_argument("-k", "--top-k", type=int, default=50, help="sample among that many tokens (50)")
+    parser.add_argument("--samples", type=int, default=1, help="how many texts (1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attention", default="auto", help="attention backend (auto)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    args = parser.parse_args()
+
+    import torch
+
+    from training.restore import load_run
+    from training.sampling import sample_text
+
+    try:
+        model, tokenizer = load_run(Path(args.run), args.device, args.attention)
+        generator = torch.Generator().manual_seed(args.seed)
+        for number in range(args.samples):
+            if number:
+                print("-" * 80)
+            print(
+                sample_text(
+                    model, tokenizer, args.prompt, args.tokens, generator, args.temperature, args.top_k
+                )
+            )
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

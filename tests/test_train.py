@@ -1,0 +1,240 @@
+"""The real command line, as a user types it."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def only_run(folder: Path) -> Path:
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def losses(run: Path) -> list[float]:
+    return [float(row["train/loss"]) for row in rows(run) if row["train/loss"]]
+
+
+def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_path):
+    done = command_line("train.py", *tiny, "trainer.steps=40", "optimizer.lr=1e-2", "logger=wandb")
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    first, *_, last = losses(run)
+    assert last < first - 1.0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["attention"] == "sdpa"
+    assert summary["val/loss"] < first
+    assert {path.name for path in run.iterdir()} >= {
+        *(
+            "config.yaml",
+            "environment.json",
+            "metrics.csv",
+            "summary.json",
+            "sample.txt",
+            "checkpoints",
+            "wandb",
+        ),
+    }
+    for said in (
+        "attention",
+        "(asked: auto)",
+        "parameters",
+        "tokens a step",
+        "step 40/40",
+        "tokens/s",
+        "left",
+    ):
+        assert said in done.stdout + done.stderr
+    for said in (
+        "perplexity",
+        "bits per byte",
+        "sample",
+        "wandb leet",
+        "wandb sync",
+        str(run.relative_to(tmp_path)),
+    ):
+        assert said in done.stdout
+
+
+def test_the_offline_wandb_run_holds_the_metrics(command_line, tiny, tmp_path):
+    assert command_line("train.py", *tiny, "logger=wandb").returncode == 0
+    (offline,) = (only_run(tmp_path) / "wandb").glob("offline-run-*")
+    read = subprocess.run(
+        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", offline],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert read.returncode == 0, read.stderr
+    for metric in ("train/loss", "val/perplexity", "perf/tokens_per_second"):
+        assert metric in read.stdout
+
+
+def test_a_sweep_leaves_runs_that_can_be_compared(command_line, tiny, tmp_path):
+    done = command_line("train.py", "-m", "attention=naive,sdpa", *tiny)
+    assert done.returncode == 0, done.stderr
+    runs = sorted(path for path in only_run(tmp_path).iterdir() if path.is_dir())
+    assert [json.loads((run / "summary.json").read_text())["attention"] for run in runs] == ["naive", "sdpa"]
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-5)
+    groups = {
+        line for run in runs for line in (run / "config.yaml").read_text().splitlines() if "group:" in line
+    }
+    assert len(groups) == 1
+    assert "null" not in groups.pop()
+
+
+def test_sampling_from_a_run(command_line, tiny, tmp_path):
+    assert command_line("train.py", *tiny).returncode == 0
+    run = str(only_run(tmp_path))
+    first = command_line("sample.py", run, "the quick", "--tokens", "20")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("the quick")
+    assert command_line("sample.py", run, "the quick", "--tokens", "20").stdout == first.stdout
+    assert command_line("sample.py", run, "the quick", "--tokens", "20", "--seed", "1").stdout != first.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["attention=flsh"], "attention has: auto, flash"),
+        (["trainer.lrr=1"], "did you mean optimizer.lr?"),
+        (["modle=nano"], "did you mean model?"),
+        (["trainer.steps=many"], "could not be converted to Integer"),
+        (["trainer.precision=fp8"], "expected one of [auto, fp32, bf16, fp16]"),
+        (["+unknown=1"], "unknown is not a setting"),
+        (["trainer.batch_tokens=4000"], "3840 or 4096"),
+        (["model.n_head=3"], "n_head=2 or 4"),
+        (["attention=naive,sdpa"], "attention=naive,sdpa"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(command_line, tmp_path, overrides, said):
+    done = command_line("train.py", *overrides)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+    assert not any(path.is_dir() for path in tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["attention=flash"], "TRITON_INTERPRET=1"),
+        (["data.files=nowhere/*.txt"], "nowhere/*.txt"),
+        (["model.seq_len=65536", "trainer.batch_tokens=65536"], "a model.seq_len of at most"),
+        (["model.vocab_size=100"], "leave model.vocab_size out"),
+        (["trainer.resume=nowhere"], "nowhere does not exist"),
+        (["trainer.device=cuda:7"], "cuda:7"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_first_step(command_line, tiny, tmp_path, overrides, said):
+    done = command_line("train.py", *tiny, *overrides)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert said in done.stderr.splitlines()[-1]
+    assert not any((tmp_path / "runs").iterdir())
+
+
+def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
+    short = ["trainer.steps=3", "model.seq_len=16", "trainer.batch_tokens=32"]
+    done = command_line("train.py", *tiny, *short, "attention=flash", env={"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads((only_run(tmp_path) / "summary.json").read_text())["attention"] == "flash"
+
+
+def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny):
+    done = command_line("train.py", *tiny, "logger=wandb", "logger.mode=online")
+    assert done.returncode == 1
+    assert "wandb login" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"]])
+def test_help_answers_at_once(command_line, flags):
+    began = time.perf_counter()
+    done = command_line("train.py", *flags)
+    assert done.returncode == 0
+    assert time.perf_counter() - began < 3
+    assert "attention" in done.stdout
+
+
+def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, tiny, tmp_path):
+    """SIGTERM in the middle: a checkpoint, a resume line; the resumed run's losses are the undisturbed run's."""
+    long = [*tiny, "trainer.steps=150", "model.dropout=0.1"]
+    assert command_line("train.py", *long, "hydra.run.dir=whole").returncode == 0
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *long, "hydra.run.dir=cut"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "cut" / "metrics.csv"
+    while not metrics.exists() or metrics.read_text().count("\n") < 20:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "trainer.resume=cut" in out
+    resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut")
+    assert resumed.returncode == 0, resumed.stderr
+    before, after, whole = (losses(tmp_path / name) for name in ("cut", "resumed", "whole"))
+    assert len(before) < 150
+    assert before + after == whole
+
+
+def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, tiny, tmp_path):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            ROOT / "train.py",
+            *tiny,
+            "trainer.steps=100000",
+            "trainer.save_every=1",
+            "hydra.run.dir=cut",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while len(list((tmp_path / "cut").glob("checkpoints/step-*"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    done = command_line("sample.py", "cut", "the", "--tokens", "5")
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_ranks_train_as_one_does(command_line, tiny, tmp_path):
+    """Real gloo ranks: same losses, same evaluation, one run directory."""
+    assert command_line("train.py", *tiny, "hydra.run.dir=one").returncode == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    two = subprocess.run(
+        [*torchrun, str(ROOT / "train.py"), *tiny, "hydra.run.dir=two"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert two.returncode == 0, two.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    evaluated = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two")]
+    assert evaluated[1]["val/loss"] == pytest.approx(evaluated[0]["val/loss"], rel=1e-5)
+    assert evaluated[1]["val/tokens"] == evaluated[0]["val/tokens"]
+    assert evaluated[1]["world_size"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]

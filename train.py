@@ -1,0 +1,16 @@
+"""Train GPT-2: `python train.py [group=option] [key=value]`; `--help` lists the groups."""
+
+from pathlib import Path
+
+from training.command_line import launch
+from training.config import Config
+
+
+def main(config: Config, run_dir: Path) -> None:
+    from training.trainer import train  # loads torch, which --help and --cfg do without
+
+    train(config, run_dir)
+
+
+if __name__ == "__main__":
+    launch(main, makes_run=True)
