@@ -23,8 +23,8 @@ def generate(
     generator: the only source of randomness; probabilities are moved to its device to draw.
     end_token: a sequence that has drawn it is filled up with it, and generation stops when all have.
 
-    The model sees at most seq_len tokens. Of a longer prompt it reads the last seq_len; when the window is full,
-    its older half is dropped and the rest read again, since learned positions cannot slide.
+    The model sees at most seq_len tokens. Of a longer prompt it reads the last seq_len; when the window is
+    full, its older half is dropped and the rest read again, since learned positions cannot slide.
     """
     if tokens.size(1) < 1:
         raise ValueError("the prompt is empty: give at least one token, <|endoftext|> to start from nothing")

@@ -109,8 +109,12 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: i
     Targets of -1 do not count (no target at all: 0). Rows of weight from vocab_size on are padding: they have
     probability 0 and get no gradient.
     """
-    logits = F.linear(hidden, weight)[:, :vocab_size].float()
-    total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    logits = F.linear(hidden, weight)
+    with (
+        torch.no_grad()
+    ):  # exact: the gradient there is softmax(-inf) = 0. A slice would copy all logits twice
+        logits[:, vocab_size:] = float("-inf")
+    total = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="sum")
     return total / (targets != -1).sum().clamp(min=1)
 
 
@@ -118,7 +122,7 @@ class GPT(nn.Module):
     """GPT-2 with the attention (and the loss) it is given.
 
     attention: (q, k, v, *, causal, scale[, dropout_p, dropout_seed]) -> out, all (B, H, T, D); q, k and v are
-        views of one packed buffer. With more keys than queries, causal means that the last query sees all keys.
+        views of one packed buffer. With more keys than queries, causal lets the last query see all keys.
         The dropout arguments are only passed when they apply.
     loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
     generator: draws the initial weights (see init_weights); None is one seeded with 0. Built under
@@ -147,7 +151,7 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw all weights: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 n_layer)), biases 0, gains 1.
 
-        They are drawn on the generator's device and copied over: a generator gives the same model on any device.
+        They are drawn on the generator's device and copied, so it gives the same weights on any device.
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
@@ -162,11 +166,11 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, dropout_seed: Tensor | None = None
     ) -> Tensor:
-        """tokens, targets: int64 (B, T). Returns the logits (B, T, vocab_size), or with targets the mean NLL over
-        targets != -1 (nats, 0-d float32).
+        """tokens, targets: int64 (B, T). Returns the logits (B, T, vocab_size), or with targets the mean NLL
+        over targets != -1 (nats, 0-d float32).
 
-        dropout_seed: 0-d int64 tensor, another one each call; training with dropout > 0 needs it. It decides the
-        attention's masks; the other dropouts draw from torch's default generator.
+        dropout_seed: 0-d int64 tensor, another one each call; training with dropout > 0 needs it. It decides
+        the attention's masks; the other dropouts draw from torch's default generator.
         """
         hidden = self.hidden(tokens, dropout_seed=dropout_seed)
         if targets is None:
