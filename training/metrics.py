@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 import time
@@ -100,6 +101,14 @@ def performance(
     if peak := peak_flops(world.device):
         metrics["perf/mfu"] = tokens_per_second * flops_per_token / (peak * world.size)
     return metrics
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Free what an earlier run of this process (a sweep's) left, so that the peak is this run's."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory(device: torch.device) -> dict[str, float]:

@@ -29,7 +29,7 @@ from .environment import environment, write_json
 from .evaluation import Evaluation, evaluate
 from .interrupt import Interrupt
 from .loggers import CsvLogger, Logger, WandbLogger
-from .metrics import Throughput, memory, performance
+from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer
 from .report import banner, dtype_name, result
 from .sampling import sample_text
@@ -59,6 +59,7 @@ def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype
 class Trainer:
     def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
         self.run_dir, self.world = run_dir, ranks
+        reset_peak_memory(ranks.device)
         self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
         self.dtype = resolve_precision(config.trainer.precision, ranks.device)
         # First what can be refused at once, then what takes time.

@@ -1,0 +1,81 @@
+"""Whole runs on a GPU: every backend, compiled, in each precision."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import AttentionError, resolve_attention
+from model.config import GPTConfig
+from training.config import AttentionConfig, Config, DataConfig, LoggerConfig, Precision, TrainerConfig
+from training.trainer import train
+
+pytestmark = pytest.mark.gpu
+
+
+def config(text_file: Path, attention: str, precision: Precision = Precision.bf16) -> Config:
+    return Config(
+        model=GPTConfig(seq_len=1024, n_layer=4, n_head=12, n_embd=768),
+        attention=AttentionConfig(attention),
+        data=DataConfig(
+            source="text_files",
+            files=str(text_file),
+            separator="\n\n",
+            cache_dir=str(text_file.parent / "cache"),
+            val_fraction=0.1,
+        ),
+        trainer=TrainerConfig(
+            steps=20, batch_tokens=8192, precision=precision, log_every=5, eval_every=0, sample_tokens=0
+        ),
+        logger=LoggerConfig(wandb=False),
+    )
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
+def test_backends_train_alike_in_bf16_under_compile(text_file, tmp_path, attention):
+    """bf16 keeps 8 bits, so after 20 steps the losses agree to a percent or so, not to the last digit."""
+    reference = train(config(text_file, "sdpa_math", Precision.fp32), tmp_path / "reference")
+    summary = train(config(text_file, attention), tmp_path / attention)
+    assert summary["attention"] == attention
+    assert summary["compiled"] is True
+    assert summary["dtype"] == "bfloat16"
+    assert summary["val/loss"] == pytest.approx(reference["val/loss"], rel=0.02)
+    assert summary["perf/peak_allocated_gib"] <= summary["perf/peak_reserved_gib"]
+    assert json.loads((tmp_path / attention / "environment.json").read_text())["driver"]
+
+
+def test_auto_is_flash(text_file, tmp_path):
+    assert train(config(text_file, "auto"), tmp_path)["attention"] == "flash"
+
+
+def test_fp16_scales_its_gradients(text_file, tmp_path):
+    full = train(config(text_file, "flash", Precision.fp32), tmp_path / "fp32")
+    half = train(config(text_file, "flash", Precision.fp16), tmp_path / "fp16")
+    assert half["val/loss"] == pytest.approx(full["val/loss"], rel=0.02)
+
+
+def test_flash_needs_less_memory_than_naive(text_file, tmp_path):
+    peaks = {}
+    for attention in ("naive", "flash"):
+        torch.cuda.empty_cache()
+        peaks[attention] = train(config(text_file, attention), tmp_path / attention)[
+            "perf/peak_allocated_gib"
+        ]
+    assert peaks["flash"] < peaks["naive"]
+
+
+def test_a_resumed_run_goes_on_where_it_was(text_file, tmp_path):
+    """Not bit for bit as on a CPU: the compiled backward of an embedding adds with atomics."""
+    whole = config(text_file, "flash")
+    whole = replace(whole, trainer=replace(whole.trainer, save_every=10))
+    reference = train(whole, tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000010"
+    resumed = replace(whole, trainer=replace(whole.trainer, resume=str(checkpoint)))
+    assert train(resumed, tmp_path / "resumed")["val/loss"] == pytest.approx(reference["val/loss"], rel=1e-3)
+
+
+def test_an_attention_that_cannot_is_refused():
+    with pytest.raises(AttentionError, match="sdpa_cudnn"):
+        resolve_attention("sdpa_cudnn", device=torch.device("cuda"), dtype=torch.float32, head_dim=64)
