@@ -1,0 +1,138 @@
+"""GPT-2 checkpoints from and to Hugging Face transformers, which is imported only when a function here runs.
+
+Two layouts differ. transformers keeps its projections as Conv1D, weights (in, out) where Linear has (out, in), and
+it does not pad the vocabulary. Names are the same but for the prefix `transformer.` and the tied `lm_head.weight`.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .config import GPTConfig
+from .gpt import GPT, AttentionFn
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
+
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+# what GPT computes and a transformers config may ask otherwise
+_REQUIRED = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "tie_word_embeddings": (True,),
+    "add_cross_attention": (False,),
+}
+
+
+def from_huggingface(
+    source: "str | os.PathLike | GPT2LMHeadModel", attention: AttentionFn, *, dropout: float = 0.0
+) -> GPT:
+    """A GPT, float32 on the CPU, with the weights of source: a local checkpoint directory or a GPT2LMHeadModel.
+
+    dropout: for training on; the three values of the transformers config are not taken over. Nothing is
+    downloaded. Raises ValueError when source is no GPT-2 as published, naming what differs.
+    """
+    if isinstance(source, str | os.PathLike):
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(
+                f"{source} is no transformers checkpoint: a directory with a config.json is wanted"
+            )
+        with _transformers_imports():
+            from transformers import GPT2LMHeadModel
+
+            source = GPT2LMHeadModel.from_pretrained(source, local_files_only=True)
+    theirs = source.config
+    for name, accepted in _REQUIRED.items():
+        if getattr(theirs, name) not in accepted:
+            wanted = " or ".join(map(repr, accepted))
+            raise ValueError(
+                f"{name}={getattr(theirs, name)!r} in the checkpoint, but GPT-2 here has {wanted}"
+            )
+    if theirs.n_inner not in (None, 4 * theirs.n_embd):
+        raise ValueError(f"n_inner={theirs.n_inner} in the checkpoint, but the MLP here has 4 n_embd")
+    config = GPTConfig(
+        vocab_size=theirs.vocab_size,
+        seq_len=theirs.n_positions,
+        n_layer=theirs.n_layer,
+        n_head=theirs.n_head,
+        n_embd=theirs.n_embd,
+        dropout=dropout,
+        scale_attn_by_inverse_layer_idx=theirs.scale_attn_by_inverse_layer_idx,
+    )
+    with torch.device("meta"):
+        model = GPT(config, attention)
+    model.load_state_dict(_from_their_names(source.state_dict(), config), assign=True)
+    return model
+
+
+def to_huggingface(model: GPT) -> "GPT2LMHeadModel":
+    """A GPT2LMHeadModel, float32 on the CPU, that computes what model does; its save_pretrained writes it out."""
+    config = model.config
+    with _transformers_imports():
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        theirs = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=config.vocab_size,
+                n_positions=config.seq_len,
+                n_layer=config.n_layer,
+                n_head=config.n_head,
+                n_embd=config.n_embd,
+                resid_pdrop=config.dropout,
+                embd_pdrop=config.dropout,
+                attn_pdrop=config.dropout,
+                scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
+                # GPT-2's own id, where the vocabulary has it
+                bos_token_id=50256 if config.vocab_size == 50257 else None,
+                eos_token_id=50256 if config.vocab_size == 50257 else None,
+            )
+        )
+    theirs.load_state_dict(_to_their_names(model.state_dict(), config))
+    return theirs
+
+
+def _from_their_names(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    state = {}
+    for name, weight in theirs.items():
+        if not name.startswith("transformer."):
+            continue  # lm_head.weight, the same tensor as wte.weight
+        name = name.removeprefix("transformer.")
+        weight = weight.detach().float().cpu()
+        state[name] = weight.t().contiguous() if name.endswith(_CONV1D) else weight.clone()
+    padding = state["wte.weight"].new_zeros(config.padded_vocab_size - config.vocab_size, config.n_embd)
+    state["wte.weight"] = torch.cat([state["wte.weight"], padding])
+    return state
+
+
+def _to_their_names(ours: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    ours = ours | {"wte.weight": ours["wte.weight"][: config.vocab_size]}
+    state = {
+        f"transformer.{name}": weight.t() if name.endswith(_CONV1D) else weight
+        for name, weight in ours.items()
+    }
+    return state | {"lm_head.weight": ours["wte.weight"]}
+
+
+@contextmanager
+def _transformers_imports() -> Iterator[None]:
+    """Hide any package `kernels` while transformers loads its modules.
+
+    In a checkout the name means this project's kernels; transformers would take it for the Hub's package of that
+    name, where that one is installed, and fail on what it lacks.
+    """
+    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "kernels"}
+    for name in hidden:
+        del sys.modules[name]
+    sys.modules["kernels"] = None
+    try:
+        yield
+    finally:
+        del sys.modules["kernels"]
+        sys.modules.update(hidden)
