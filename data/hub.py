@@ -307,7 +307,7 @@ def _remove(path: Path) -> None:
 
 
 def _refused(what: str, error: BaseException) -> DataError:
-    while error.__cause__:
+    if type(error).__name__ == "DatasetGenerationError" and error.__cause__:  # itself it says nothing
         error = error.__cause__
     message = " ".join(str(error).split())
     return DataError(f"{what} cannot be read: {type(error).__name__}: {message}")

@@ -77,13 +77,13 @@ def prepare(
     }
     name = fingerprint(tokenizer=tokenizer_hash(encoding), **settings)
     directory = Path(cache_root).absolute() / f"{source.name}-{name}"
-    if (directory / FILE).exists():
+    workshop = Workshop(directory, tokenizer, dtype_for(encoding))
+    if (directory / FILE).exists() and not workshop.partial.exists():
         return open_corpus(directory)
 
-    workshop = Workshop(directory, tokenizer, dtype_for(encoding))
     make_folder(workshop.partial)
     with lock(directory, progress):
-        if not (directory / FILE).exists():  # another process may have finished it meanwhile
+        if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
             make_folder(workshop.partial)
             facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
             manifest = Manifest(

@@ -1,0 +1,224 @@
+"""The real `datasets` and `huggingface_hub` clients against a local Hub, in subprocesses (20 s)."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hub_stub import HubStub
+
+from data.hub import OPENWEBTEXT, OPENWEBTEXT_COMMIT, OPENWEBTEXT_FILES
+
+ROOT = Path(__file__).parents[2]
+ROWS = 5
+CARD = b"""---
+configs:
+- config_name: plain_text
+  data_files:
+  - split: train
+    path: plain_text/train-*
+---
+"""
+SCRIPT = """
+import json, sys
+from data import DataError
+from data.corpora import make_corpus
+from data.prepare import prepare
+
+class Progress:
+    def say(self, text):
+        print(text)
+
+    def advance(self, stage, done, total):
+        assert 0 <= done <= total
+
+try:
+    source = make_corpus(**json.loads(sys.argv[1]))
+    corpus = prepare(source, "bytes", sys.argv[2], val_fraction=0.1, workers=1, progress=Progress())
+    tokens = [corpus.train.read(0, 1 << 30), corpus.val.read(0, 1 << 30)]
+    text = "".join(corpus.tokenizer().decode(part.tolist()) for part in tokens)
+    documents = [document for document in text.split("<|endoftext|>") if document]
+    print(json.dumps({"name": corpus.name, "documents": sorted(documents), "state": corpus.manifest.state}))
+except DataError as error:
+    sys.exit(str(error))
+"""
+
+
+def document(file: int, row: int) -> str:
+    return f"document {file:02d} {row:02d} " + "of some length " * 20
+
+
+def documents(files: range) -> list[str]:
+    return [document(file, row) for file in files for row in range(ROWS)]
+
+
+def parquet(file: int, column: str = "text") -> bytes:
+    buffer = io.BytesIO()
+    table = pyarrow.table({column: [document(file, row) for row in range(ROWS)]})
+    pyarrow.parquet.write_table(table, buffer, row_group_size=2)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def hub():
+    """OpenWebText in 80 tiny files, and owner/name with an older and a newer commit."""
+    with HubStub() as stub:
+        stub.add(
+            OPENWEBTEXT, {name: parquet(i) for i, name in enumerate(OPENWEBTEXT_FILES)}, OPENWEBTEXT_COMMIT
+        )
+        stub.add("owner/name", {"README.md": CARD, "plain_text/train-0.parquet": parquet(0)})
+        files = {f"plain_text/train-{i}.parquet": parquet(i) for i in range(3)}
+        stub.add("owner/name", {"README.md": CARD, **files})
+        yield stub
+
+
+def attempt(hub: HubStub, home: Path, environment: dict[str, str] | None = None, **arguments):
+    """Prepare in a subprocess whose Hub is `hub` and whose caches are below `home`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(arguments), str(home / "corpora")],
+        env={**clean, "HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), **(environment or {})},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+
+
+def prepared(*args, **arguments) -> dict:
+    done = attempt(*args, **arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def refused(*args, **arguments) -> str:
+    done = attempt(*args, **arguments)
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_openwebtext_whole_with_a_cut_connection(hub: HubStub, tmp_path: Path):
+    hub.cut[OPENWEBTEXT_FILES[3]] = 1
+    done = attempt(hub, tmp_path, source="openwebtext")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["name"], result["state"]) == ("openwebtext", OPENWEBTEXT_COMMIT)
+    assert result["documents"] == documents(range(80))
+    assert "24.2 GB" in done.stdout  # what the real files and tokens take is said first
+    assert "18.1 GB" in done.stdout
+    assert sorted(hub.fetched()) == list(OPENWEBTEXT_FILES)
+    assert sum(OPENWEBTEXT_FILES[3] in path for method, path, _ in hub.log if method == "GET") == 2
+    hub.down = True  # all is cached, so nothing is asked
+    assert prepared(hub, tmp_path, source="openwebtext", limit_documents=7)["name"] == "openwebtext-first-7"
+
+
+def test_a_part_of_openwebtext_downloads_only_that(hub: HubStub, tmp_path: Path):
+    result = prepared(hub, tmp_path, source="openwebtext", limit_documents=7)
+    assert result["documents"] == documents(range(2))[:7]
+    assert hub.fetched() == list(OPENWEBTEXT_FILES[:2])
+    hub.log.clear()
+    result = prepared(hub, tmp_path, source="openwebtext", files=["plain_text/train-0001[0-2]-*"])
+    assert result["name"] == "openwebtext-3-files"
+    assert result["documents"] == documents(range(10, 13))
+    assert sorted(hub.fetched()) == list(OPENWEBTEXT_FILES[10:13])
+    assert "matches none" in refused(hub, tmp_path, source="openwebtext", files=["train-99.parquet"])
+
+
+def test_a_damaged_download_is_named_removed_and_fetched_again(hub: HubStub, tmp_path: Path):
+    hub.spoilt.add(OPENWEBTEXT_FILES[1])
+    message = refused(hub, tmp_path, source="openwebtext", limit_documents=7)
+    assert OPENWEBTEXT_FILES[1] in message
+    assert "sha256" in message
+    hub.spoilt.clear()
+    hub.log.clear()
+    assert len(prepared(hub, tmp_path, source="openwebtext", limit_documents=7)["documents"]) == 7
+    assert hub.fetched() == [OPENWEBTEXT_FILES[1]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_any_dataset_at_main_at_a_commit_and_in_part(hub: HubStub, tmp_path: Path, streaming: bool):
+    common = {"source": "hub", "repo": "owner/name", "streaming": streaming}
+    old, new = hub.repos["owner/name"]
+    result = prepared(hub, tmp_path, **common)
+    assert (result["state"], result["documents"]) == (new, documents(range(3)))
+    hub.log.clear()
+    result = prepared(hub, tmp_path / "other", **common, files=["plain_text/train-2.parquet"])
+    assert result["documents"] == documents(range(2, 3))
+    assert hub.fetched() == ["plain_text/train-2.parquet"]
+    if not streaming:
+        result = prepared(hub, tmp_path, **common, revision=old)
+        assert (result["state"], result["documents"]) == (old, documents(range(1)))
+
+
+def test_streaming_with_a_limit_and_a_cut_connection(hub: HubStub, tmp_path: Path):
+    hub.cut["plain_text/train-0.parquet"] = 1
+    result = prepared(hub, tmp_path, source="hub", repo="owner/name", streaming=True, limit_documents=4)
+    assert result["documents"] == documents(range(1))[:4]
+    assert "plain_text/train-2.parquet" not in hub.fetched()
+
+
+def test_a_damaged_file_of_a_dataset(hub: HubStub, tmp_path: Path):
+    hub.cut["plain_text/train-0.parquet"] = 1
+    hub.spoilt.add("plain_text/train-1.parquet")
+    assert "owner/name/train-1.parquet arrived damaged" in refused(
+        hub, tmp_path, source="hub", repo="owner/name"
+    )
+    hub.spoilt.clear()
+    hub.log.clear()
+    assert prepared(hub, tmp_path, source="hub", repo="owner/name")["documents"] == documents(range(3))
+    assert hub.fetched() == ["plain_text/train-1.parquet"]
+
+
+def test_offline_with_and_without_a_cache(hub: HubStub, tmp_path: Path):
+    dataset = {"source": "hub", "repo": "owner/name"}
+    online = prepared(hub, tmp_path, **dataset)
+    hub.down = True
+    hub.log.clear()
+    offline = {"HF_HUB_OFFLINE": "1"}
+    cached = prepared(hub, tmp_path, offline, **dataset, limit_documents=7)
+    assert cached["documents"] == documents(range(3))[:7]
+    assert cached["state"] == online["state"]
+    for arguments in (dataset, {"source": "openwebtext"}):
+        message = refused(hub, tmp_path / "empty", offline, **arguments)
+        assert "HF_HUB_OFFLINE is set" in message
+        assert "HF_HOME" in message
+    assert not [path for _, path, _ in hub.log if path.startswith(("/datasets", "/api/datasets"))]
+
+
+@pytest.mark.parametrize("arguments", [{"source": "hub", "repo": "owner/name"}, {"source": "openwebtext"}])
+def test_a_dead_network_fails_in_seconds_with_the_remedy(hub: HubStub, tmp_path: Path, arguments: dict):
+    hub.down = True
+    start = time.perf_counter()
+    message = refused(hub, tmp_path, **arguments)
+    assert time.perf_counter() - start < 10
+    assert hub.url in message
+    assert "HF_ENDPOINT" in message
+    assert "HF_HUB_OFFLINE=1" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"column": "content"}, "no column 'content'; it has text"),
+        ({"split": "test"}, "['train']"),
+        ({"config": "other"}, "Available: ['plain_text']"),
+        ({"repo": "owner/nothing"}, "Repository Not Found"),
+        ({"revision": "v9"}, "v9"),
+    ],
+)
+def test_what_is_not_there_is_said(hub: HubStub, tmp_path: Path, arguments: dict, words: str):
+    assert words in refused(hub, tmp_path, **{"source": "hub", "repo": "owner/name", **arguments})
+
+
+def test_a_loading_script_is_refused_by_name(hub: HubStub, tmp_path: Path):
+    hub.add("owner/script", {"README.md": b"# old", "script.py": b"raise SystemExit"})
+    message = refused(hub, tmp_path, source="hub", repo="owner/script")
+    assert "owner/script" in message
+    assert "scripts are no longer supported" in message

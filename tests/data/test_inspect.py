@@ -1,0 +1,77 @@
+"""`python -m data.inspect` on a corpus and on a run (3 s)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.corpora import make_corpus
+from data.loader import Corpus
+from data.prepare import prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def corpus(parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    monkeypatch.setattr("data.prepare.SHARD_BYTES", 1 << 16)
+    return prepare(make_corpus("text_files", files=str(parquet)), "bytes", tmp_path / "cache", workers=1)
+
+
+def inspect(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "data.inspect", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_a_corpus_and_the_run_that_names_it(corpus: Corpus, documents: list[str], tmp_path: Path):
+    shown = inspect(corpus.directory, "--documents", 2)
+    assert shown.returncode == 0, shown.stderr
+    for split in (corpus.train, corpus.val):
+        assert f"{split.documents:,}" in shown.stdout
+        assert f"{split.tokens:,}" in shown.stdout
+    histogram = shown.stdout.split("tokens per document, train\n")[1].split("\n\n")[0]
+    assert (
+        sum(int(line.replace(",", "").split("#")[0].split()[-1]) for line in histogram.splitlines())
+        == corpus.train.documents
+    )
+    assert shown.stdout.count("validation document") == 2
+    assert corpus.tokenizer().decode(corpus.val.read(0, 100).tolist())[:50] in shown.stdout
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "corpus").write_text(f"{corpus.directory}\n")
+    assert inspect(run, "--documents", 2).stdout == shown.stdout
+
+
+def test_damage_is_found_told_and_repaired(corpus: Corpus):
+    for shard in ("train-00001.bin", "val-00000.bin"):
+        path = corpus.directory / shard
+        content = bytearray(path.read_bytes())
+        content[0] ^= 1
+        path.write_bytes(content)
+    found = inspect(corpus.directory)
+    assert found.returncode == 1
+    assert found.stdout.count("--repair") == 2
+    repaired = inspect(corpus.directory, "--repair")
+    assert repaired.returncode == 0, repaired.stderr
+    assert "train-00001.bin made again" in repaired.stdout
+    assert inspect(corpus.directory).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["."], ["{corpus}", "--repair", "train-99999.bin"]])
+def test_what_is_no_corpus_or_shard_is_said_in_one_line(corpus: Corpus, arguments: list[str]):
+    refused = inspect(*(argument.format(corpus=corpus.directory) for argument in arguments))
+    assert refused.returncode == 1
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+def test_a_changed_source_cannot_repair(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
+    corpus = prepare(
+        make_corpus("text_files", files=str(tmp_path / "a.txt"), separator="\n\n"), "bytes", tmp_path
+    )
+    (corpus.directory / "train-00000.bin").unlink()
+    (tmp_path / "a.txt").write_text("changed")
+    refused = inspect(corpus.directory, "--repair")
+    assert refused.returncode == 1
+    assert "has changed since" in refused.stderr

@@ -1,0 +1,204 @@
+"""Preparation killed with SIGKILL, run twice at once, out of room: the result is whole or not trusted (25 s)."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# prepare(); optionally SIGKILL itself at the n-th report of a stage, or limit the size of the files it may write.
+SCRIPT = """
+import json, os, resource, signal, sys, time
+import data.prepare
+from data import DataError
+from data.corpora import make_corpus
+
+settings = json.loads(sys.argv[1])
+data.prepare.SHARD_BYTES = 1 << 14
+
+class Progress:
+    def __init__(self):
+        self.reports = {}
+
+    def say(self, text):
+        print(text, flush=True)
+
+    def advance(self, stage, done, total):
+        self.reports[stage] = self.reports.get(stage, 0) + 1
+        print(stage, flush=True)
+        time.sleep(settings.get("delay", 0))
+        if [stage, self.reports[stage]] == settings.get("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if "file_bytes" in settings:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (settings["file_bytes"], settings["file_bytes"]))
+if "user" in settings:
+    os.setuid(settings["user"])
+try:
+    source = make_corpus("text_files", files=settings["files"])
+    corpus = data.prepare.prepare(
+        source, "bytes", settings["cache"], val_fraction=0.05, workers=settings["workers"], progress=Progress()
+    )
+    print(corpus.directory)
+except DataError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    cache = tmp_path_factory.mktemp("undisturbed")
+    assert run(parquet, cache).returncode == 0
+    return content(cache)
+
+
+def start(parquet: Path, cache: Path, workers: int = 1, **settings) -> subprocess.Popen:
+    arguments = json.dumps({"files": str(parquet), "cache": str(cache), "workers": workers, **settings})
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def run(parquet: Path, cache: Path, workers: int = 1, **settings) -> subprocess.CompletedProcess:
+    process = start(parquet, cache, workers, **settings)
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def content(cache: Path) -> dict[str, bytes]:
+    """The whole corpus folder, which must hold nothing but the manifest and the shards."""
+    (folder,) = cache.iterdir()
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+def manifests(cache: Path) -> list[Path]:
+    return list(cache.glob("*/manifest.json"))
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("stage", "report", "workers"),
+    [("tokenising", 1, 1), ("tokenising", 9, 1), ("tokenising", 9, 2), ("splitting", 1, 1), ("splitting", 9, 1),
+     ("splitting", 21, 2)],
+)  # fmt: skip
+def test_killed_at_any_stage_it_goes_on_to_the_same_bytes(
+    stage, report, workers, parquet, tmp_path, undisturbed
+):
+    killed = run(parquet, tmp_path, workers, kill=[stage, report])
+    assert killed.returncode == -signal.SIGKILL
+    assert not manifests(tmp_path)
+    resumed = run(parquet, tmp_path, workers=1)
+    assert resumed.returncode == 0, resumed.stderr
+    if stage == "tokenising":  # one report at the start and one for each unit that is done
+        units = sum(name.startswith("train") for name in undisturbed)
+        assert resumed.stdout.split().count(stage) <= 1 + units - (report - 1)
+    assert content(tmp_path) == undisturbed
+
+
+def test_killed_at_random_moments_until_it_is_done(
+    parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+):
+    moments = random.Random(0)
+    kills = 0
+    while True:
+        process = start(parquet, tmp_path, delay=0.02)
+        try:
+            process.communicate(timeout=moments.uniform(0.3, 0.8))
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills += 1
+    assert kills > 1
+    assert process.returncode == 0
+    assert content(tmp_path) == undisturbed
+
+
+def test_workers_end_with_a_killed_parent(parquet: Path, tmp_path: Path):
+    process = start(parquet, tmp_path, workers=2, delay=0.2)
+    while process.stdout.readline().strip() != "tokenising":
+        pass
+    while len(workers := children(process)) < 2:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_killed_worker_is_an_error_and_not_a_hang(
+    parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+):
+    process = start(parquet, tmp_path, workers=2, delay=0.2)
+    for _ in range(3):
+        while process.stdout.readline().strip() != "tokenising":
+            pass
+    for pid in children(process):
+        os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "data.workers=1" in err
+    assert not manifests(tmp_path)
+    assert run(parquet, tmp_path).returncode == 0
+    assert content(tmp_path) == undisturbed
+
+
+def test_of_two_at_once_one_works_and_one_waits(parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]):
+    first = start(parquet, tmp_path, delay=0.05)
+    while first.stdout.readline().strip() != "tokenising":
+        pass
+    second = run(parquet, tmp_path)
+    first.communicate(timeout=30)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "waiting" in second.stdout
+    assert "tokenising" not in second.stdout
+    assert content(tmp_path) == undisturbed
+
+
+def test_out_of_room_in_the_middle(parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]):
+    full = run(parquet, tmp_path, file_bytes=20_000)
+    assert full.returncode == 1
+    assert len(full.stderr.strip().splitlines()) == 1
+    assert "no room to write" in full.stderr
+    assert "data.cache_dir" in full.stderr
+    assert not manifests(tmp_path)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert run(parquet, tmp_path).returncode == 0
+    assert content(tmp_path) == undisturbed
+
+
+def test_no_permission(parquet: Path):
+    # root may write anywhere, so its child becomes nobody, in a folder that is open to other users
+    user = {"user": 65534} if os.getuid() == 0 else {}
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(shutil.copytree(parquet, Path(folder, "parquet")))
+        cache = Path(folder, "cache")
+        cache.mkdir()
+        for path in (Path(folder), files, cache):
+            path.chmod(0o555)
+        refused = run(files, cache, **user)
+        Path(folder).chmod(0o755)
+    assert refused.returncode == 1
+    assert len(refused.stderr.strip().splitlines()) == 1
+    for words in ("cannot write", str(cache), "Permission denied", "data.cache_dir"):
+        assert words in refused.stderr

@@ -1,0 +1,174 @@
+"""Batches: a pure function of n, every sequence once an epoch, every validation token once (5 s)."""
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import DataError
+from data.corpora import make_corpus
+from data.loader import Batches, Corpus, EvaluationBatches, prefetch
+from data.permutation import Permutation
+from data.prepare import prepare
+
+SEQ_LEN, PER_BATCH = 16, 8
+
+
+@pytest.fixture(scope="module")
+def corpus(parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.prepare.SHARD_BYTES", 1 << 16)
+        return prepare(
+            make_corpus("text_files", files=str(parquet)),
+            "bytes",
+            tmp_path_factory.mktemp("cache"),
+            workers=1,
+        )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 17, 64, 1000, 65537])
+def test_a_permutation_takes_every_value_once(n: int):
+    assert np.array_equal(np.sort(Permutation(n, seed=1, epoch=0)(np.arange(n))), np.arange(n))
+
+
+def test_permutations_differ_by_seed_and_epoch_and_spread_evenly():
+    index = np.arange(10_000)
+    first = Permutation(10_000, seed=0, epoch=0)(index)
+    for other in (Permutation(10_000, 0, 1), Permutation(10_000, 1, 0)):
+        assert np.mean(other(index) == first) < 0.01
+    # neighbours do not stay neighbours, and any stretch of positions covers the range evenly
+    assert np.mean(np.abs(np.diff(first)) <= 10) < 0.01
+    assert abs(np.corrcoef(index, first)[0, 1]) < 0.05
+    counts = np.bincount(first[:2000] // 1000, minlength=10)
+    assert counts.min() > 150
+    assert counts.max() < 250
+
+
+def test_a_split_reads_as_one_sequence_over_its_shards(corpus: Corpus):
+    assert len(corpus.train.shards) > 3
+    whole = np.concatenate([np.fromfile(corpus.directory / s["file"], "<u2") for s in corpus.train.shards])
+    assert np.array_equal(corpus.train.read(0, 1 << 30), whole)
+    edge = corpus.train.shards[0]["tokens"]
+    assert np.array_equal(corpus.train.read(edge - 5, 10), whole[edge - 5 : edge + 5])
+    assert len(corpus.train.read(corpus.train.tokens - 3, 10)) == 3
+
+
+def test_targets_are_the_inputs_one_later_and_windows_are_whole(corpus: Corpus):
+    batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0)
+    inputs, targets = batches.batch(3)
+    assert inputs.shape == targets.shape == (PER_BATCH, SEQ_LEN)
+    assert inputs.dtype == targets.dtype == np.int64
+    assert np.array_equal(inputs[:, 1:], targets[:, :-1])
+    whole = corpus.train.read(0, 1 << 30)
+    windows = {tuple(whole[i * SEQ_LEN : i * SEQ_LEN + SEQ_LEN]) for i in range(batches.windows)}
+    assert all(tuple(row) in windows for row in inputs)
+
+
+def test_every_sequence_comes_once_an_epoch(corpus: Corpus):
+    batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0)
+    count = 2 * batches.windows // PER_BATCH + 1
+    stream = np.concatenate([batches._windows(n, 0, 1) for n in range(count)])
+    first, second = stream[: batches.windows], stream[batches.windows : 2 * batches.windows]
+    assert batches.windows % PER_BATCH  # a batch straddles the epochs
+    assert np.array_equal(np.sort(first), np.arange(batches.windows))
+    assert np.array_equal(np.sort(second), np.arange(batches.windows))
+    assert np.mean(first == second) < 0.05
+    assert batches.epoch(count) > 2
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_ranks_share_the_stream_of_one(corpus: Corpus, world_size: int):
+    batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=5)
+    for n in (0, 7, 10_000):
+        alone = batches.batch(n)
+        shares = [batches.batch(n, rank, world_size) for rank in range(world_size)]
+        for index in range(2):
+            assert np.array_equal(np.concatenate([share[index] for share in shares]), alone[index])
+
+
+def test_a_batch_depends_on_n_and_seed_alone_and_is_found_at_once(corpus: Corpus):
+    batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0)
+    inputs, _ = batches.batch(4)
+    batches.batch(100)
+    assert np.array_equal(
+        inputs, Batches(Corpus(corpus.directory).train, SEQ_LEN, PER_BATCH, seed=0).batch(4)[0]
+    )
+    assert not np.array_equal(inputs, Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=1).batch(4)[0])
+    start = time.perf_counter()
+    batches.batch(10**9)
+    assert time.perf_counter() - start < 0.1
+
+
+def test_ranks_that_do_not_divide_a_batch_are_refused(corpus: Corpus):
+    with pytest.raises(DataError, match="8 sequences a batch cannot be shared by 3 ranks: 9 can"):
+        Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0).batch(0, 0, 3)
+
+
+def test_a_corpus_shorter_than_a_sequence_is_refused(corpus: Corpus):
+    tokens = corpus.val.tokens
+    assert Batches(corpus.val, tokens - 1, 1, seed=0).batch(5)[0].shape == (1, tokens - 1)
+    with pytest.raises(
+        DataError, match=f"has {tokens} tokens, one sequence takes {tokens + 1}.*model.seq_len"
+    ):
+        Batches(corpus.val, tokens, 1, seed=0)
+
+
+@pytest.mark.parametrize(("world_size", "seq_len"), [(1, 16), (2, 16), (4, 100), (4, 100_000)])
+def test_evaluation_asks_for_every_token_once(corpus: Corpus, world_size: int, seq_len: int):
+    batches = EvaluationBatches(corpus.val, seq_len, PER_BATCH)
+    whole = corpus.val.read(0, 1 << 30)
+    asked = []
+    for n, rank in itertools.product(range(len(batches)), range(world_size)):
+        inputs, targets = batches.batch(n, rank, world_size)
+        assert inputs.shape == targets.shape == (PER_BATCH // world_size, seq_len)
+        seen = targets != -1
+        asked.append(targets[seen])
+        both = seen[:, 1:]
+        assert np.array_equal(inputs[:, 1:][both], targets[:, :-1][both])
+    assert np.array_equal(np.concatenate(asked), whole[1:])
+
+
+def test_prefetch_gives_the_same_batches_as_tensors_and_ends_its_thread(corpus: Corpus):
+    batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0)
+    threads = threading.active_count()
+    with closing(prefetch(batches, start=3, rank=1, world_size=2)) as stream:
+        for n in range(3, 8):
+            inputs, targets = next(stream)
+            assert inputs.dtype == torch.int64
+            expected = batches.batch(n, 1, 2)
+            assert np.array_equal(inputs.numpy(), expected[0])
+            assert np.array_equal(targets.numpy(), expected[1])
+    assert threading.active_count() == threads
+    evaluation = EvaluationBatches(corpus.val, SEQ_LEN, PER_BATCH)
+    assert len(list(prefetch(evaluation, stop=len(evaluation)))) == len(evaluation)
+
+
+def test_prefetch_passes_errors_on(corpus: Corpus):
+    batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0)
+    with pytest.raises(DataError, match="cannot be shared"):
+        next(prefetch(batches, world_size=3))
+
+
+def test_a_token_outside_the_vocabulary_is_refused_with_its_shard(corpus: Corpus, tmp_path: Path):
+    damaged = Corpus(corpus.directory)
+    damaged.n_vocab = 100
+    with pytest.raises(
+        DataError, match=r"train-0000\d.bin holds token \d+, the vocabulary has 100.*--repair"
+    ):
+        Batches(damaged.train, 1000, PER_BATCH, seed=0).batch(0)
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, data.corpora; print(sorted({'torch', 'datasets', 'tiktoken', 'numpy'} & set(sys.modules)))"
+    root = Path(__file__).parents[2]
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout
+        == "[]\n"
+    )
