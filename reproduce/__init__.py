@@ -1,0 +1,1 @@
+"""The papers' figures and tables as runs: `python -m reproduce` lists them, and reads and writes results/."""

@@ -1,0 +1,177 @@
+"""`python -m reproduce`: list, run and report the experiments, or compare runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .experiment import EXPERIMENTS, Options, OutOfTime, ReproduceError, find_experiment, parse_settings
+
+# Subcommands that are no experiments; each module has main(argv).
+TOOLS = {
+    "report": "one page, Markdown and HTML, from results/: the papers' figures beside ours",
+    "compare": "RUNS...: training runs side by side, a table and a page with plots",
+    "milestones": "RUN: a run's curve against the paper's, pass or fail at each milestone",
+    "workspace": "ENTITY/PROJECT: the same view as a wandb workspace",
+}
+RESULTS, TINY_RESULTS = "results", "runs/tiny"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if not argv:
+            print(listing())
+            return 0
+        if argv[0] in TOOLS:
+            return importlib.import_module(f"{__package__}.{argv[0]}").main(argv[1:]) or 0
+        arguments = _parser().parse_intermixed_args(argv)
+        if arguments.name == "all":
+            return _run_all(arguments)
+        return _run_one(arguments)
+    except ValueError as error:  # ReproduceError, AttentionError, ConfigError, DataError
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def listing() -> str:
+    """The experiments and the other subcommands."""
+    lines = [f"{'experiment':12}{'claims':21}{'needs':7}{'H200':>7}  what"]
+    for each in EXPERIMENTS.values():
+        claims = " ".join(each.claims)
+        lines.append(f"{each.name:12}{claims:21}{each.needs:7}{each.minutes:>4g}min  {each.title}")
+    lines += ["", "python -m reproduce NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]"]
+    lines += [
+        "python -m reproduce all --budget 10m      as many as fit, in this order; goes on where it stopped"
+    ]
+    lines += [f"python -m reproduce {name:22}{what}" for name, what in TOOLS.items()]
+    lines += ["", "Minutes are estimates for one H200. --tiny runs on any machine, for its own sake."]
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m reproduce", description=listing(), add_help=True)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("name", help="an experiment, or all")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--tiny", action="store_true", help="seconds on a CPU; the figures mean nothing")
+    parser.add_argument(
+        "--device", default="auto", help="cuda, cpu, cuda:1; default: cuda where there is one"
+    )
+    parser.add_argument(
+        "--budget", type=_seconds, metavar="10m", help="stop after so long; run again to go on"
+    )
+    parser.add_argument("--again", action="store_true", help="measure again what results/ already has")
+    parser.add_argument("--results", type=Path, help=f"default: {RESULTS}; with --tiny {TINY_RESULTS}")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is no duration; write 90s, 10m or 1h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
+
+
+def _run_one(arguments: argparse.Namespace) -> int:
+    experiment = find_experiment(arguments.name)
+    deadline = time.monotonic() + arguments.budget if arguments.budget else None
+
+    # Triton reads this when it is imported: where there is no GPU our kernels run in its interpreter.
+    import torch
+
+    if arguments.device == "auto":
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ReproduceError("there is no CUDA device here; --device cpu")
+    if device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        if experiment.needs == "cuda" and not arguments.tiny:
+            raise ReproduceError(
+                f"{experiment.name} needs a CUDA device; --tiny runs its small form here, for its own sake"
+            )
+
+    from .results import Store
+
+    module = experiment.module
+    defaults = module.TINY if arguments.tiny else module.Settings()
+    settings = parse_settings(defaults, arguments.overrides)
+    directory = arguments.results or Path(TINY_RESULTS if arguments.tiny else RESULTS)
+    store = Store(
+        directory,
+        experiment,
+        device=device,
+        settings=settings,
+        tiny=arguments.tiny,
+        deadline=deadline,
+        again=arguments.again,
+    )
+    if store.finished:
+        print(f"{experiment.name}: done already by the same code, {store.complete} (--again repeats it)")
+        return 0
+    try:
+        module.run(Options(device, arguments.tiny, settings, store.sample))
+        store.finish()
+    except OutOfTime:
+        print(
+            f"{experiment.name}: out of time; {store.partial} holds what there is, the same command goes on"
+        )
+    print(module.table(store.document))
+    _draw(module, store)
+    print(
+        f"{experiment.name}: {store.document['state']} in {store.document['seconds']:.0f} s, {store.folder}"
+    )
+    return 1 if store.failures else 0
+
+
+def _draw(module: object, store: object) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no picture: matplotlib is not installed (the report draws it where it is)")
+        return
+    module.draw(store.document, store.picture)
+
+
+def _run_all(arguments: argparse.Namespace) -> int:
+    """Each in a process of its own, so that one that breaks the device costs itself only."""
+    if arguments.overrides:
+        raise ReproduceError(f"{arguments.overrides[0]}: settings belong to one experiment; name it")
+    end = time.monotonic() + arguments.budget if arguments.budget else None
+    status = 0
+    # First each has its own time; what is left goes to those that did not finish, in the same order.
+    for shares in (True, False):
+        for experiment in EXPERIMENTS.values():
+            if not shares and end is None:
+                continue
+            left = end - time.monotonic() if end else None
+            if left is not None and left < 5:
+                print(f"{experiment.name}: not started, the budget is spent")
+                continue
+            share = min(left, 60 * experiment.minutes) if shares and left else left
+            status |= _start(experiment.name, arguments, share, again=arguments.again and shares)
+    return status
+
+
+def _start(name: str, arguments: argparse.Namespace, seconds: float | None, again: bool) -> int:
+    command = [sys.executable, "-m", "reproduce", name, "--device", arguments.device]
+    command += ["--tiny"] * arguments.tiny + ["--again"] * again
+    command += ["--budget", f"{seconds:.0f}s"] if seconds else []
+    command += ["--results", str(arguments.results)] if arguments.results else []
+    print(f"\n== {name}", flush=True)
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

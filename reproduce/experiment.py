@@ -1,0 +1,188 @@
+"""What an experiment is, which there are, and how one is run so that a killed run goes on where it stopped.
+
+An experiment is an entry of `EXPERIMENTS` and the module `reproduce/<name>.py`, which has
+
+    Settings    a frozen dataclass: what `key=value` on the command line may change, with the defaults
+    TINY        the Settings of `--tiny`: seconds on a CPU, every line of the experiment executed
+    run(options)                 measures: every figure goes through `options.sample`
+    table(results) -> str        what is printed when it is done
+    draw(results, path)          one picture of the results; path ends in .svg or .png
+    judge(results) -> list[Verdict]
+
+`results` is the document in results/<device>/<name>.json (see `results.py`). This module imports no torch: the
+list answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    import torch
+
+Results = dict[str, Any]
+Sample = dict[str, Any]
+
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
+STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
+
+
+class ReproduceError(ValueError):
+    """Something a user asked for that cannot be; one line with the remedy."""
+
+
+class OutOfTime(Exception):
+    """The time an experiment was given is over; what it has is kept."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One claim of a paper held against our results.
+
+    Attributes:
+        claim: "C1" to "C33".
+        what: the quantity, in a few words.
+        paper: the paper's figure, with its unit.
+        ours: our figure, with its unit; empty when there is none.
+        ratio: ours over the paper's, where both are numbers.
+        status: one of STATUSES.
+        why: what the status rests on, or what is missing.
+        basis: where our figure is from: "NVIDIA H200", "counted on CPU", "extrapolated".
+    """
+
+    claim: str
+    what: str
+    paper: str
+    ours: str = ""
+    ratio: float | None = None
+    status: str = NOT_MEASURED
+    why: str = ""
+    basis: str = ""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An entry of the list; the module of the same name does the work.
+
+    Attributes:
+        name: as on the command line.
+        title: one line for the list and the report.
+        claims: which claims it bears on, as numbered in `claims.py`.
+        needs: "cpu" if its figures mean something anywhere, "cuda" if only its --tiny form runs without a GPU.
+        minutes: what `all` gives it on one H200; an estimate until results/ has a run of it.
+    """
+
+    name: str
+    title: str
+    claims: tuple[str, ...]
+    needs: str
+    minutes: float
+
+    @property
+    def module(self) -> ModuleType:
+        return importlib.import_module(f"{__package__}.{self.name}")
+
+
+# In order of worth: `all` runs them in this order.
+EXPERIMENTS: dict[str, Experiment] = {
+    each.name: each
+    for each in (
+        Experiment(
+            "attention",
+            "time and peak memory of attention against length, every backend",
+            ("C7", "C8", "C17", "C20", "C24"),
+            "cuda",
+            3.0,
+        ),
+        Experiment(
+            "traffic",
+            "FLOPs and memory traffic, standard against flash, and the tile size",
+            ("C3", "C6", "C29"),
+            "cpu",
+            1.0,
+        ),
+        Experiment(
+            "training",
+            "tokens/s and memory of GPT-2 training, attention swapped alone and the whole stack",
+            ("C11", "C13", "C23"),
+            "cuda",
+            3.0,
+        ),
+        Experiment("numerics", "errors against float64, with outliers", ("C1", "C2"), "cpu", 0.5),
+        Experiment(
+            "sparse", "block-sparse attention against the share of blocks", ("C5", "C10"), "cuda", 1.0
+        ),
+        Experiment(
+            "perplexity",
+            "loss curves of every backend, and of longer contexts at equal tokens",
+            ("C12", "C14"),
+            "cuda",
+            10.0,
+        ),
+    )
+}
+
+
+def find_experiment(name: str) -> Experiment:
+    if name not in EXPERIMENTS:
+        raise ReproduceError(f"no experiment is called {name}; there are {', '.join(EXPERIMENTS)}")
+    return EXPERIMENTS[name]
+
+
+@dataclass
+class Options:
+    """What an experiment is run with.
+
+    Attributes:
+        device: where to run.
+        tiny: the form of the test suite: its figures mean nothing.
+        settings: the module's Settings, command line applied.
+        sample: `sample(measure, **where)` gives the sample at the coordinates `where`: from an earlier run of the
+            same code and settings that was killed, or else from `measure() -> dict`, and saved before it returns.
+            The sample is {**where, **measured}. A refused backend gives {**where, "refused": reason}, an
+            out-of-memory or another error {**where, "failed": reason}; the run goes on. Raises OutOfTime when the
+            experiment's time is over, which `run` lets through.
+        say: prints a line of progress.
+    """
+
+    device: torch.device
+    tiny: bool
+    settings: Any
+    sample: Callable[..., Sample]
+    say: Callable[[str], None] = field(default=print)
+
+
+def parse_settings(defaults: Any, overrides: list[str]) -> Any:
+    """`defaults` (a Settings) with `key=value` overrides applied, each by the field's type.
+
+    A tuple is written a,b,c; a bool true or false. Raises ReproduceError naming the known keys or the type.
+    """
+    types = get_type_hints(type(defaults))
+    changes = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ReproduceError(f"{override} is not key=value")
+        if key not in types:
+            known = ", ".join(each.name for each in fields(defaults))
+            raise ReproduceError(f"{key} is not a setting here; there are {known}")
+        changes[key] = _parse(key, text, types[key])
+    return replace(defaults, **changes)
+
+
+def _parse(key: str, text: str, kind: Any) -> Any:
+    if get_origin(kind) is tuple:
+        return tuple(_parse(key, each, get_args(kind)[0]) for each in text.split(",") if each)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ReproduceError(f"{key}={text}: it must be true or false")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise ReproduceError(f"{key}={text}: it must be {kind.__name__}") from None

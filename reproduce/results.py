@@ -1,0 +1,175 @@
+"""Results on disk: one JSON document an experiment and device, complete or partial, never merged with another's.
+
+    results/<device>/<name>.json             a complete run
+    results/<device>/<name>.partial.json     a run that was interrupted or ran out of time; the next run goes on
+    results/<device>/<name>.svg              its picture
+
+A document says what made it: command, environment, settings and a hash of the code. A run goes on from a partial
+document, and is not repeated after a complete one, only if those are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .experiment import Experiment, OutOfTime, Results, Sample
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 1  # of the document; a file of another version is left alone and not read
+ROOT = Path(__file__).parents[1]
+# The rooms whose code a figure depends on; the experiment's own file joins them.
+ROOMS = ("kernels", "model")
+
+
+def slug(device_name: str) -> str:
+    """A device's folder: "NVIDIA H200" -> nvidia-h200; every CPU is "cpu", as its figures are counts."""
+    return (
+        "cpu" if device_name.startswith("CPU") else re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    )
+
+
+def code_hash(name: str) -> str:
+    """Of the source files that experiment `name` depends on, so that uncommitted changes count too."""
+    digest = hashlib.sha256()
+    files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    for path in [*files, ROOT / "reproduce" / "timing.py", ROOT / "reproduce" / f"{name}.py"]:
+        if path.exists():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Store:
+    """The document of a run in progress, written again after every sample."""
+
+    def __init__(
+        self,
+        directory: Path,
+        experiment: Experiment,
+        *,
+        device: torch.device,
+        settings: Any,
+        tiny: bool,
+        deadline: float | None = None,
+        again: bool = False,
+    ) -> None:
+        """`deadline`: on the clock of `time.monotonic`; `again`: start from nothing, whatever is there."""
+        from training.environment import device_name, environment
+
+        self.folder = directory / slug(device_name(device))
+        self.complete = self.folder / f"{experiment.name}.json"
+        self.partial = self.folder / f"{experiment.name}.partial.json"
+        self.picture = self.folder / f"{experiment.name}.svg"
+        self.deadline, self.began = deadline, time.monotonic()
+        record = environment(device)
+        self.document: Results = {
+            "version": VERSION,
+            "experiment": experiment.name,
+            "state": "partial",
+            "tiny": tiny,
+            "device": record["device_name"],
+            "command": record["command"],
+            "commit": record["commit"],
+            "code": code_hash(experiment.name),
+            "settings": json.loads(json.dumps(asdict(settings))),
+            "environment": record,
+            "date": time.strftime("%Y-%m-%d"),
+            "seconds": 0.0,
+            "samples": [],
+        }
+        self.earlier_seconds = 0.0
+        earlier = None if again else self._same(read(self.partial))
+        self.finished = None if again else self._same(read(self.complete))
+        if earlier:
+            self.document["samples"] = [s for s in earlier["samples"] if not s.get("failed")]
+            self.earlier_seconds = earlier["seconds"]
+
+    def _same(self, other: Results | None) -> Results | None:
+        keys = ("code", "settings", "device", "tiny")
+        versions = ("torch", "triton")
+        if other is None or any(other[key] != self.document[key] for key in keys):
+            return None
+        same = all(other["environment"][key] == self.document["environment"][key] for key in versions)
+        return other if same else None
+
+    def sample(self, measure: Callable[[], Sample], **where: Any) -> Sample:
+        """See `Options.sample`."""
+        import torch
+
+        from kernels import AttentionError
+
+        where = json.loads(json.dumps(where))
+        for known in self.document["samples"]:
+            if where.items() <= known.items():
+                return known
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise OutOfTime
+        try:
+            measured = measure()
+        except AttentionError as error:
+            measured = {"refused": str(error)}
+        except torch.OutOfMemoryError:
+            measured = {"out_of_memory": True}
+        except (OutOfTime, KeyboardInterrupt):
+            raise
+        # A kernel that one GPU's compiler refuses must not cost the samples after it. It is printed, stored, makes
+        # the exit status 1, and is tried again by the next run.
+        except Exception as error:
+            measured = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
+            print(f"  failed: {where}: {measured['failed']}")
+        known = {**where, **measured}
+        self.document["samples"].append(known)
+        self.write(self.partial)
+        return known
+
+    @property
+    def failures(self) -> list[Sample]:
+        return [s for s in self.document["samples"] if s.get("failed")]
+
+    def finish(self) -> None:
+        """The run is complete: its document takes its name."""
+        self.document["state"] = "complete"
+        self.write(self.complete)
+        self.partial.unlink(missing_ok=True)
+
+    def write(self, path: Path) -> None:
+        from training.environment import write_json
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)
+        write_json(path, self.document)
+
+
+def read(path: Path) -> Results | None:
+    """The document at `path`; None if there is none of this version, said in a line if it is another's."""
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, json.JSONDecodeError) as error:
+        print(f"{path} cannot be read and is left out: {error}")
+        return None
+    found = document.get("version") if isinstance(document, dict) else None
+    if found != VERSION:
+        print(f"{path} is of version {found}, not {VERSION}, and is left out; run the experiment again")
+        return None
+    return document
+
+
+def read_all(directory: Path) -> Iterator[Results]:
+    """Every document below `directory`, by device and name; a partial one only where no complete one is."""
+    for path in sorted(directory.glob("*/*.json")):
+        name = path.name.removesuffix(".json").removesuffix(".partial")
+        if path.name.endswith(".partial.json") and path.with_name(f"{name}.json").exists():
+            continue
+        document = read(path)
+        if document is not None and document["experiment"] == name and not document["tiny"]:
+            yield document
