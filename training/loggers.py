@@ -56,7 +56,9 @@ class CsvLogger:
 class WandbLogger:
     """One wandb run a training run; online when a key is configured, otherwise offline, and never a prompt."""
 
-    def __init__(self, config: Config, run_dir: Path, facts: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, facts: dict[str, Any], environment: dict[str, Any]
+    ) -> None:
         import wandb
         from omegaconf import OmegaConf
 
@@ -69,7 +71,7 @@ class WandbLogger:
             "group": config.logger.group,
             "job_type": "train",
             "tags": [facts["attention"], *config.logger.tags],
-            "config": resolved | {"resolved": facts},
+            "config": resolved | {"resolved": facts, "environment": environment},
             "settings": wandb.Settings(init_timeout=20, silent=True),
         }
         self._why = "offline"
@@ -95,6 +97,8 @@ class WandbLogger:
         self._run.log(metrics, step=metrics["step"])
 
     def finish(self, summary: dict[str, Any]) -> None:
+        # The open row is written first: written after the summary, its last window would replace the run's means.
+        self._run.log({}, commit=True)
         self._run.summary.update(summary)
         self._run.finish(exit_code=0 if summary else 1)
 

@@ -260,11 +260,12 @@ class Trainer:
             return []
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(to_yaml(self.config))
-        write_json(self.run_dir / "environment.json", environment(self.world.device))
+        where = environment(self.world.device)
+        write_json(self.run_dir / "environment.json", where)
         loggers: list[Logger] = [CsvLogger(self.run_dir / "metrics.csv")]
         rows = banner(self)
         if self.config.logger.wandb:
-            wandb_logger = WandbLogger(self.config, self.run_dir, self._facts())
+            wandb_logger = WandbLogger(self.config, self.run_dir, self._facts(), where)
             loggers.append(wandb_logger)
             rows += wandb_logger.where()
         print(table("tilegpt", [*rows, ("run", str(self.run_dir))]), flush=True)
