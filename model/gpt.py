@@ -13,10 +13,8 @@ from torch.nn import functional as F
 
 from .config import GPTConfig
 
-AttentionFn = Callable[
-    ..., Tensor
-]  # (q, k, v, *, causal, scale, dropout_p, dropout_seed) -> out; all (B, H, T, D)
-LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+AttentionFn = Callable[..., Tensor]  # what GPT asks of it stands in GPT's docstring
+LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as cross_entropy below
 
 
 class Linear(nn.Linear):
@@ -112,7 +110,7 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: i
     logits = F.linear(hidden, weight)
     with (
         torch.no_grad()
-    ):  # exact: the gradient there is softmax(-inf) = 0. A slice would copy all logits twice
+    ):  # exact: softmax's gradient is 0 there. A slice would copy all logits, forward and back
         logits[:, vocab_size:] = float("-inf")
     total = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="sum")
     return total / (targets != -1).sum().clamp(min=1)
@@ -166,8 +164,8 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, dropout_seed: Tensor | None = None
     ) -> Tensor:
-        """tokens, targets: int64 (B, T). Returns the logits (B, T, vocab_size), or with targets the mean NLL
-        over targets != -1 (nats, 0-d float32).
+        """tokens, targets: int64 (B, T), ids below vocab_size (not checked: that would wait for the device).
+        Returns the logits (B, T, vocab_size), or with targets the mean NLL over targets != -1 (nats, 0-d float32).
 
         dropout_seed: 0-d int64 tensor, another one each call; training with dropout > 0 needs it. It decides
         the attention's masks; the other dropouts draw from torch's default generator.

@@ -1,0 +1,201 @@
+"""One CPU training step of this model beside nanoGPT's, in one process: python -m model.benchmark --nanogpt PATH
+
+PATH is a nanoGPT `model.py`. A step is forward, backward and AdamW in float32, eager; both models attend through
+torch's scaled_dot_product_attention. Three comparisons per shape, each a ratio of step times, ours over theirs:
+
+    same function       nanoGPT with tanh GELU, our weights and our vocabulary; loss and gradients are checked first
+    as published        nanoGPT as it is: exact-erf GELU, and GPT-2's vocabulary padded to 50304 inside the softmax
+    its own optimizer   the same, stepped by its own configure_optimizers (on a CPU: AdamW, not fused)
+
+Ours always takes tanh GELU and torch's fused AdamW, and so does nanoGPT in the first two. Steps alternate, so a
+busy machine slows both; the ratio is the median over pairs, with its quartiles. Every sample goes into the JSON.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import GPTConfig
+from .gpt import GPT
+
+SHAPES = {  # name: (config, sequences per step)
+    "nano": (GPTConfig(vocab_size=257, seq_len=256, n_layer=4, n_head=4, n_embd=128), 16),
+    "gpt2_small": (GPTConfig(seq_len=256), 2),
+}
+LR = 1e-4
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def load_nanogpt(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_nanogpt(nanogpt: ModuleType, ours: GPT, vocab_size: int, *, tanh: bool) -> nn.Module:
+    """nanoGPT's model in our shape with our weights (names agree but for `transformer.`)."""
+    config = ours.config
+    theirs = nanogpt.GPT(
+        nanogpt.GPTConfig(
+            block_size=config.seq_len,
+            vocab_size=vocab_size,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_embd=config.n_embd,
+        )
+    )
+    with torch.no_grad():
+        for name, weight in ours.named_parameters():
+            theirs.get_parameter(f"transformer.{name}").copy_(
+                weight[:vocab_size] if name == "wte.weight" else weight
+            )
+    if tanh:
+        for block in theirs.transformer.h:
+            block.mlp.gelu = nn.GELU(approximate="tanh")
+    return theirs
+
+
+def check_agreement(ours: GPT, theirs: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, float]:
+    """Loss and gradients of the two, before timing. Raises AssertionError when they differ."""
+    our_loss, their_loss = ours(tokens, targets), theirs(tokens, targets)[1]
+    our_loss.backward()
+    their_loss.backward()
+    torch.testing.assert_close(our_loss, their_loss, rtol=1e-5, atol=0)
+    worst = 0.0
+    for name, weight in ours.named_parameters():
+        grad = theirs.get_parameter(f"transformer.{name}").grad
+        difference = (weight.grad[: len(grad)] - grad).norm() / grad.norm()
+        worst = max(worst, difference.item())
+    assert worst < 1e-4, f"gradients differ by {worst:.1e}"
+    ours.zero_grad()
+    theirs.zero_grad()
+    return {
+        "loss": our_loss.item(),
+        "nanogpt_loss": their_loss.item(),
+        "worst_relative_gradient_difference": worst,
+    }
+
+
+def stepper(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+    """A function that takes one step and returns its seconds."""
+
+    def step() -> float:
+        start = time.perf_counter()
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - start
+
+    return step
+
+
+def compare(nanogpt: ModuleType, name: str, repeats: int) -> dict:
+    """All three comparisons of one shape, their steps taken in turn."""
+    config, batch = SHAPES[name]
+    stream = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(config.vocab_size, (2, batch, config.seq_len), generator=stream)
+    ours = GPT(config, sdpa)
+    own_vocab = 50304 if config.vocab_size == 50257 else config.vocab_size
+    with contextlib.redirect_stdout(sys.stderr):  # nanoGPT prints as it is built
+        same = build_nanogpt(nanogpt, ours, config.vocab_size, tanh=True)
+        published = build_nanogpt(nanogpt, ours, own_vocab, tanh=False)
+        own = build_nanogpt(nanogpt, ours, own_vocab, tanh=False)
+        own_optimizer = own.configure_optimizers(0.0, LR, (0.9, 0.999), "cpu")
+    agreement = check_agreement(ours, same, tokens, targets)
+
+    def fused(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+
+    steps = {
+        "ours": stepper(lambda: ours(tokens, targets), fused(ours)),
+        "same function": stepper(lambda: same(tokens, targets)[1], fused(same)),
+        "as published": stepper(lambda: published(tokens, targets)[1], fused(published)),
+        "its own optimizer": stepper(lambda: own(tokens, targets)[1], own_optimizer),
+    }
+    seconds = {key: [] for key in steps}
+    order = list(steps)
+    for repeat in range(repeats + 2):
+        for key in order:
+            sample = steps[key]()
+            if repeat >= 2:  # the first two warm up allocator and optimizer state
+                seconds[key].append(sample)
+        order.append(order.pop(0))  # nobody is always first
+    ratios = {key: summary(seconds["ours"], seconds[key]) for key in steps if key != "ours"}
+    return {
+        "shape": vars(config) | {"batch": batch},
+        "agreement": agreement,
+        "ratios": ratios,
+        "seconds": seconds,
+    }
+
+
+def summary(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
+    return {"median": middle, "quartile_1": low, "quartile_3": high}
+
+
+def environment() -> dict:
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m model.benchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("--nanogpt", type=Path, required=True, help="path of nanoGPT's model.py")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--repeats", type=int, default=30, help="steps of each model per shape")
+    parser.add_argument("--out", type=Path, default=Path("results/cpu/nanogpt_step.json"))
+    arguments = parser.parse_args()
+    nanogpt = load_nanogpt(arguments.nanogpt)
+    command = f"python -m model.benchmark --nanogpt model.py --shapes {' '.join(arguments.shapes)}"
+    report = {
+        "command": f"{command} --repeats {arguments.repeats}",
+        "environment": environment(),
+        "shapes": {},
+    }
+    print(f"{'shape':<12}{'nanoGPT':<20}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}   quartiles")
+    for name in arguments.shapes:
+        result = report["shapes"][name] = compare(nanogpt, name, arguments.repeats)
+        ours = 1e3 * statistics.median(result["seconds"]["ours"])
+        for key, ratio in result["ratios"].items():
+            theirs = 1e3 * statistics.median(result["seconds"][key])
+            spread = f"{ratio['quartile_1']:.3f} to {ratio['quartile_3']:.3f}"
+            print(
+                f"{name:<12}{key:<20}{ours:>9.1f}{theirs:>11.1f}{ratio['median']:>8.3f}   {spread}",
+                flush=True,
+            )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
