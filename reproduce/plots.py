@@ -1,0 +1,73 @@
+"""One look for every picture: light grid, no frame, a colour a backend that is the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, told apart by most eyes.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+FIXED = {"flash": "#0072B2", "standard": "#D55E00", "naive": "#E69F00", "sdpa": "#009E73", "paper": "#000000"}
+STYLE = {
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7,
+    "axes.edgecolor": "#888888",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "svg.hashsalt": "tilegpt",  # the same picture is the same file
+}
+
+
+def colour(name: str, others: tuple[str, ...] = ()) -> str:
+    """The colour of a series; those without a fixed one take theirs by their place among `others`."""
+    if name in FIXED:
+        return FIXED[name]
+    free = [each for each in COLOURS if each not in FIXED.values()] or list(COLOURS)
+    names = sorted(each for each in {*others, name} if each not in FIXED)
+    return free[names.index(name) % len(free)]
+
+
+@contextmanager
+def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str = "") -> Iterator[list[Axes]]:
+    """Axes in a grid of `columns`; saved to `path` (.svg or .png) when the block ends."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(columns, panels)
+    rows = -(-panels // columns)
+    with mpl.rc_context(STYLE):
+        fig, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.5 * rows), squeeze=False)
+        for spare in axes.flat[panels:]:
+            spare.axis("off")
+        if title:
+            fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        yield list(axes.flat[:panels])
+        fig.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fig.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(fig)
+
+
+def length_axis(axis: Axes, lengths: list[int]) -> None:
+    """A log2 axis of sequence lengths, written 512, 1k, 2k."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [str(n) if n < 1024 else f"{n // 1024}k" for n in lengths])
+    axis.minorticks_off()
+    axis.set_xlabel("sequence length")

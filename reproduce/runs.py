@@ -1,0 +1,287 @@
+"""Training runs read back from their files, and what makes two of them differ.
+
+A run is a directory that `train.py` wrote, or a wandb offline folder, read through `wandb leet inspect`.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .experiment import ReproduceError
+
+# Settings that can change neither loss nor speed nor memory.
+_BOOKKEEPING = (
+    "logger.*",
+    "data.cache_dir",
+    "data.workers",
+    "trainer.(eval_every|save_every|keep_checkpoints|sample_tokens|sample_prompt)",
+)
+# What a run resolved, and the settings it resolved them from: where the facts are known, they count.
+_FACTS = ("dtype", "compiled", "world_size", "corpus")
+_RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device")
+_LEET_TIMEOUT = 120
+
+
+@dataclass
+class Run:
+    """One training run.
+
+    Attributes:
+        path: the run directory or wandb folder.
+        config: settings by dotted name, as in config.yaml.
+        environment: as in environment.json; empty where it is not known.
+        rows: metrics.csv by column name, cells that were not measured left out.
+        summary: as in summary.json; empty for a run that did not finish.
+        facts: attention, dtype, compiled, world_size, corpus: what was resolved, where it is known.
+        label: a name that tells the run from the others; see `name_runs`.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[dict[str, float]]
+    summary: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def attention(self) -> str:
+        """The backend that ran; what was asked for where the run never said."""
+        return self.facts.get("attention") or str(self.config.get("attention.name", "?"))
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary)
+
+    @property
+    def step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    def last(self, column: str) -> float | None:
+        """The end result in `column`: of the summary, or of the newest row that has it."""
+        if column in self.summary:
+            return self.summary[column]
+        return next((row[column] for row in reversed(self.rows) if column in row), None)
+
+    def speed(self, column: str) -> float | None:
+        """A perf/ figure of the whole run: the summary's mean, or the median of an unfinished run's windows."""
+        if column in self.summary:
+            return self.summary[column]
+        values = [row[column] for row in self.rows if column in row]
+        return statistics.median(values) if values else None
+
+    def curve(self, column: str, against: str = "tokens") -> tuple[list[float], list[float]]:
+        """(x, y) of the rows that have `column`."""
+        points = [(row[against], row[column]) for row in self.rows if column in row and against in row]
+        return [x for x, _ in points], [y for _, y in points]
+
+    @property
+    def peak_memory(self) -> tuple[str, float] | None:
+        """(allocated or resident, GiB): of the CUDA allocator, or of the process on a CPU."""
+        for kind in ("allocated", "resident"):
+            if (peak := self.last(f"perf/peak_{kind}_gib")) is not None:
+                return kind, peak
+        return None
+
+    def time_split(self) -> dict[str, float] | None:
+        """Seconds by what they went to, or None where the rows do not tell.
+
+        `start-up` is the first step beyond an ordinary one (compilation); `evaluation` includes checkpoints. Both
+        are known because a step that evaluates has a row before and one after.
+        """
+        step_ms = self.speed("perf/step_ms")
+        if step_ms is None or self.rows[0]["step"] != 1 or "seconds" not in self.rows[-1]:
+            return None
+        evaluation = 0.0
+        for before, row in zip([{}, *self.rows], self.rows, strict=False):
+            if "val/loss" in row:
+                if before.get("step") != row["step"]:
+                    return None
+                evaluation += row["seconds"] - before["seconds"]
+        startup = max(0.0, self.rows[0]["seconds"] - step_ms / 1e3)
+        return {
+            "steps": self.rows[-1]["seconds"] - startup - evaluation,
+            "evaluation": evaluation,
+            "start-up": startup,
+        }
+
+
+def find_runs(arguments: list[str]) -> list[Run]:
+    """The runs that `arguments` name: run directories, sweeps, folders of runs, wandb folders, or globs of them.
+
+    Raises ReproduceError for an argument with no run in it.
+    """
+    paths: dict[Path, None] = {}  # a set that keeps the order
+    for argument in arguments:
+        matches = sorted(glob.glob(argument, recursive=True), key=_natural) or [argument]
+        found = [path for match in matches for path in _run_paths(Path(match), depth=3)]
+        if not found:
+            raise ReproduceError(
+                f"{argument}: no run there; a run directory has config.yaml and metrics.csv, a wandb folder a "
+                ".wandb file"
+            )
+        paths.update(dict.fromkeys(path.resolve() for path in found))
+    runs = [_read_wandb(path) if _wandb_file(path) else _read_directory(path) for path in paths]
+    name_runs(runs)
+    return runs
+
+
+def _run_paths(path: Path, depth: int) -> list[Path]:
+    if not path.is_dir():
+        return []
+    if (path / "config.yaml").is_file() or (path / "metrics.csv").is_file() or _wandb_file(path):
+        return [path]
+    if not depth:
+        return []
+    inside = sorted((each for each in path.iterdir() if each.is_dir() and not each.is_symlink()), key=_natural)
+    return [run for each in inside for run in _run_paths(each, depth - 1)]
+
+
+def _natural(path: Path | str) -> list[Any]:
+    """Sorts 2_nano before 10_nano."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
+
+
+def _wandb_file(path: Path) -> Path | None:
+    return next(path.glob("*.wandb"), None)
+
+
+def _read_directory(path: Path) -> Run:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
+    except FileNotFoundError:
+        config = {}
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ReproduceError(
+            f"{path / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}"
+        ) from None
+    summary = _read_json(path / "summary.json")
+    return Run(
+        path, flatten(config), _read_json(path / "environment.json"), _read_rows(path), summary, facts=summary
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ReproduceError(f"{path} cannot be read: {error}") from None
+
+
+def _read_rows(path: Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv; a killed run's last line may be cut short, and then does not count."""
+    file = path / "metrics.csv"
+    if not file.is_file():
+        return []
+    rows = []
+    with file.open(newline="") as lines:
+        for cells in csv.DictReader(lines):
+            if None not in cells.values():
+                rows.append({name: float(cell) for name, cell in cells.items() if cell})
+    return rows
+
+
+def _read_wandb(path: Path) -> Run:
+    """A wandb folder without its run directory; wandb's own tool reads the file format."""
+    wandb = Path(sys.executable).with_name("wandb")
+    try:
+        told = subprocess.run(
+            [wandb, "leet", "inspect", "--json", path], capture_output=True, text=True, timeout=_LEET_TIMEOUT
+        )
+    except FileNotFoundError:
+        raise ReproduceError(f"{path} is a wandb folder, and wandb is not installed to read it") from None
+    if told.returncode:
+        reason = (told.stderr or told.stdout).strip().splitlines()[-1:]
+        raise ReproduceError(f"{path} cannot be read by wandb leet inspect: {''.join(reason)}")
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    rows: list[dict[str, float]] = []
+    finished = False
+    for record in map(json.loads, told.stdout.splitlines()):
+        kind = record["type"]
+        content = record.get(kind, {})
+        if kind in ("run", "config"):
+            config |= (content.get("config") or content).get("update", {})
+        elif kind == "history":
+            item = content["item"]
+            rows.append({key: value for key, value in item.items() if isinstance(value, int | float)})
+        elif kind == "summary":
+            summary |= content.get("update", {})
+        elif kind == "exit":
+            finished = content.get("exit_code", 0) == 0
+    rows = [row for row in rows if "step" in row]
+    facts, environment = config.pop("resolved", {}), config.pop("environment", {})
+    config.pop("_wandb", None)
+    return Run(path, flatten(config), environment, rows, summary if finished else {}, facts=facts)
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+# ---- what makes runs differ --------------------------------------------------------------------------
+
+
+def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
+    """What the runs do not have in common beside attention: setting -> its value in each run.
+
+    Facts a run resolved (dtype, compiled, ...) stand for the settings they were resolved from.
+    """
+    facts_known = all(all(fact in run.facts for fact in _FACTS) for run in runs)
+    ignored = [*_BOOKKEEPING, "attention.name", *(_RESOLVED_SETTINGS if facts_known else ())]
+    pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
+    settings = dict.fromkeys(key for run in runs for key in run.config if not pattern.fullmatch(key))
+    values = {key: [run.config.get(key) for run in runs] for key in settings}
+    if facts_known:
+        values |= {fact: [run.facts[fact] for run in runs] for fact in _FACTS}
+    return {key: each for key, each in values.items() if _differ(each)}
+
+
+def differing_environment(runs: list[Run]) -> dict[str, list[Any]]:
+    """What the machines do not have in common: fact -> its value in each run; runs that never said are left out."""
+    known = [run for run in runs if run.environment]
+    keys = dict.fromkeys(key for run in known for key in run.environment if key not in ("command", "device"))
+    values = {key: [run.environment.get(key) for run in runs] for key in keys}
+    return {key: each for key, each in values.items() if _differ([run.environment.get(key) for run in known])}
+
+
+def _differ(values: list[Any]) -> bool:
+    return any(value != values[0] for value in values[1:])
+
+
+def same_tokens(first: Run, other: Run) -> bool:
+    """Whether both predict the same tokens, so that their losses can be compared."""
+    if "corpus" in first.facts and "corpus" in other.facts:
+        return first.facts["corpus"] == other.facts["corpus"]
+    return not any(key.startswith("data.") for key in differing_settings([first, other]))
+
+
+def name_runs(runs: list[Run]) -> None:
+    """Label each run by its attention, then by what else sets it apart, then by its directory."""
+    labels = [run.attention for run in runs]
+    differing = {key: values for key, values in differing_settings(runs).items() if key != "corpus"}
+    if len(set(labels)) < len(runs) and len(differing) <= 2:
+        for key, values in differing.items():
+            name = key.rpartition(".")[2]
+            labels = [f"{label} {name}={value}" for label, value in zip(labels, values, strict=True)]
+    for run, label in zip(runs, labels, strict=True):
+        run.label = label if labels.count(label) == 1 else f"{label} ({run.path.name})"

@@ -1,0 +1,154 @@
+"""How everything here is timed: the device's own clock, cold inputs, competitors taking turns.
+
+A measured call is a generator: what runs up to its first `yield` is the first phase, and so on, so that one loop
+gives forward, backward and their sum. On CUDA the phases are separated by events on the stream, and the host waits
+for the device once a round. At lengths so short that the device waits for Python, it is Python that is timed, as in
+the papers' benchmarks.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+# A phase generator: gets the number of the round, which picks one of the rotating inputs.
+Call = Callable[[int], Iterator[None]]
+CLOCK_QUERY = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+
+
+def time_alternating(
+    calls: Mapping[str, Call],
+    device: torch.device,
+    *,
+    seconds: float,
+    warmup: int = 3,
+    rounds: tuple[int, int] = (5, 100),
+) -> dict[str, list[list[float]]]:
+    """Milliseconds of every phase of every round of each call: name -> phases -> rounds.
+
+    The calls take turns within a round, so that a change of clocks meets all of them alike.
+
+    Args:
+        calls: what to time.
+        seconds: after so much per call it stops, once it has rounds[0] of them; rounds[1] at most.
+        warmup: rounds before the clock starts; a call that takes longer than `seconds` has one.
+    """
+    samples: dict[str, list[list[float]]] = {}
+    began = time.perf_counter()
+    for number in range(warmup):
+        for call in calls.values():
+            _phases(call, number, device)
+        if time.perf_counter() - began > seconds * len(calls):
+            break
+    began = time.perf_counter()
+    for number in range(rounds[1]):
+        if number >= rounds[0] and time.perf_counter() - began > seconds * len(calls):
+            break
+        for name, call in calls.items():
+            phases = _phases(call, number, device)
+            kept = samples.setdefault(name, [[] for _ in phases])
+            for values, milliseconds in zip(kept, phases, strict=True):
+                values.append(milliseconds)
+    return samples
+
+
+def _phases(call: Call, number: int, device: torch.device) -> list[float]:
+    """Milliseconds of each phase of one call."""
+    if device.type != "cuda":
+        stamps = [time.perf_counter()]
+        for _ in call(number):
+            stamps.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+    events = [torch.cuda.Event(enable_timing=True)]
+    events[0].record()
+    for _ in call(number):
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+    events[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def input_sets(bytes_per_set: int, device: torch.device) -> int:
+    """How many sets of inputs to rotate, so that each is out of the L2 cache when its turn comes again."""
+    if device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(64, -(-2 * cache // bytes_per_set)))
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Median and quartiles, rounded to what a clock can tell."""
+    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
+    return dict(zip(("low", "median", "high"), (float(f"{value:.4g}") for value in quartiles), strict=True))
+
+
+def matrix_rate(dtype: torch.dtype, device: torch.device, size: int, seconds: float = 1.0) -> float:
+    """FLOP/s of a size^3 matrix product on random data: what "all of this device" is, measured in the same run."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+
+    def call(number: int) -> Iterator[None]:
+        a @ b
+        yield
+
+    milliseconds = time_alternating({"matmul": call}, device, seconds=seconds)["matmul"][0]
+    return 2 * size**3 / (1e-3 * statistics.median(milliseconds))
+
+
+def copy_rate(device: torch.device, size: int, seconds: float = 0.5) -> float:
+    """Bytes/s, read plus written, of a copy of `size` bytes."""
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def call(number: int) -> Iterator[None]:
+        target.copy_(source)
+        yield
+
+    milliseconds = time_alternating({"copy": call}, device, seconds=seconds)["copy"][0]
+    return 2 * size / (1e-3 * statistics.median(milliseconds))
+
+
+def clocks(device: torch.device) -> str | None:
+    """What nvidia-smi says of clocks (MHz), power, temperature and throttling now; None without it. Reads only."""
+    if device.type != "cuda":
+        return None
+    query = ["nvidia-smi", f"--query-gpu={CLOCK_QUERY}", "--format=csv", f"--id={device.index or 0}"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    names, values = (line.split(", ") for line in done.stdout.strip().splitlines()[:2])
+    return "; ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that tensors made inside `function` held at one time.
+
+    On CUDA the allocator's peak above what was allocated before; on a CPU the same from every allocation and release
+    that torch's profiler saw, with the cyclic garbage of earlier calls collected first.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    gc.disable()
+    try:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            function()
+    finally:
+        gc.enable()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
