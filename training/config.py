@@ -36,6 +36,18 @@ class WandbMode(Enum):
     offline = "offline"
 
 
+class Loss(Enum):
+    torch = "torch"  # logits, then torch's cross-entropy
+    fused = "fused"  # kernels.linear_cross_entropy: never holds the full logits; needs a GPU
+
+
+@dataclass
+class ModelConfig(GPTConfig):
+    """GPT-2's shape, and how its head and loss are computed."""
+
+    loss: Loss = Loss.torch
+
+
 @dataclass
 class AttentionConfig:
     """Which attention backend the model is given: a name in `kernels.ATTENTION`, or `auto`."""
@@ -132,7 +144,7 @@ class LoggerConfig:
 
 @dataclass
 class Config:
-    model: GPTConfig = field(default_factory=GPTConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, Corpus, EvaluationBatches, prefetch
 from kernels import resolve_attention
+from kernels.linear_cross_entropy import check_fused_loss, linear_cross_entropy
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, cross_entropy
 
 from . import checkpoint
-from .config import Config, ConfigError, Precision, to_yaml
+from .config import Config, ConfigError, Loss, ModelConfig, Precision, to_yaml
 from .console import Progress, table
 from .corpus import prepare_corpus
 from .distributed import World, world
@@ -70,6 +71,8 @@ class Trainer:
             head_dim=config.model.head_dim,
             **({"dropout_p": config.model.dropout} if config.model.dropout else {}),
         )
+        if config.model.loss is Loss.fused:
+            check_fused_loss(ranks.device)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
         model_config = _with_vocabulary(config.model, self.corpus, config.data.tokenizer)
         self.config = config = dataclasses.replace(config, model=model_config)
@@ -82,7 +85,8 @@ class Trainer:
 
         # Drawn on the CPU from its own stream: the same weights on any device, with any attention.
         generator = torch.Generator().manual_seed(stream_seed(config.seed, "init"))
-        self.model = GPT(model_config, attention, generator=generator).to(ranks.device)
+        loss = {Loss.torch: cross_entropy, Loss.fused: linear_cross_entropy}[model_config.loss]
+        self.model = GPT(model_config, attention, loss=loss, generator=generator).to(ranks.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
         self.start = self._resume(config.trainer.resume) if config.trainer.resume else 0
@@ -303,7 +307,7 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a resumed run to go on with the batches the first would have seen."""
         return {
-            "model": dataclasses.asdict(self.config.model),
+            "model": {f.name: getattr(self.config.model, f.name) for f in dataclasses.fields(GPTConfig)},
             "corpus": self.corpus.directory.name,
             "seed": self.config.seed,
             "trainer.batch_tokens": self.config.trainer.batch_tokens,
@@ -332,7 +336,7 @@ def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _with_vocabulary(config: GPTConfig, corpus: Corpus, tokenizer: str) -> GPTConfig:
+def _with_vocabulary(config: ModelConfig, corpus: Corpus, tokenizer: str) -> ModelConfig:
     """The model's config with the tokenizer's vocabulary."""
     if config.vocab_size not in (GPTConfig.vocab_size, corpus.n_vocab):
         raise ConfigError(

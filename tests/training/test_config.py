@@ -6,8 +6,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 import kernels
-from model.config import GPTConfig
-from training.config import Config, ConfigError, TrainerConfig, from_hydra, load_config, to_yaml
+from training.config import Config, ConfigError, ModelConfig, TrainerConfig, from_hydra, load_config, to_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -66,7 +65,7 @@ def test_a_config_survives_its_yaml(tmp_path):
 
 
 def with_batch(**trainer) -> Config:
-    return Config(model=GPTConfig(seq_len=256), trainer=TrainerConfig(**trainer))
+    return Config(model=ModelConfig(seq_len=256), trainer=TrainerConfig(**trainer))
 
 
 def test_accumulation_makes_up_the_global_batch():

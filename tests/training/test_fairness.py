@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import GPTConfig
-from training.config import AttentionConfig, Config, DataConfig, LoggerConfig, TrainerConfig
+from training.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    LoggerConfig,
+    Loss,
+    ModelConfig,
+    TrainerConfig,
+)
 from training.distributed import World
 from training.trainer import Trainer, train
 
@@ -18,7 +25,7 @@ STEPS = 4
 
 def config(text_file: Path, attention: str, dropout: float = 0.0) -> Config:
     return Config(
-        model=GPTConfig(seq_len=32, n_layer=2, n_head=2, n_embd=32, dropout=dropout),
+        model=ModelConfig(seq_len=32, n_layer=2, n_head=2, n_embd=32, dropout=dropout),
         attention=AttentionConfig(attention),
         data=DataConfig(
             source="text_files",
@@ -82,3 +89,11 @@ def test_the_seed_moves_weights_and_batches(text_file, tmp_path):
     other = Trainer(replace(config(text_file, "sdpa"), seed=1), tmp_path, World(torch.device("cpu")))
     assert not torch.equal(first.model.wte.weight, other.model.wte.weight)
     assert not np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])
+
+
+def test_the_fused_loss_is_the_same_loss(text_file, tmp_path):
+    plain = config(text_file, "sdpa")
+    fused = replace(plain, model=replace(plain.model, loss=Loss.fused))
+    assert trained(fused, tmp_path / "fused")[0] == pytest.approx(
+        trained(plain, tmp_path / "plain")[0], rel=1e-5
+    )

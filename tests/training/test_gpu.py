@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from kernels import AttentionError, resolve_attention
-from model.config import GPTConfig
-from training.config import AttentionConfig, Config, DataConfig, LoggerConfig, Precision, TrainerConfig
+from training.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    Precision,
+    TrainerConfig,
+)
 from training.trainer import train
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 def config(text_file: Path, attention: str, precision: Precision = Precision.bf16) -> Config:
     return Config(
-        model=GPTConfig(seq_len=1024, n_layer=4, n_head=12, n_embd=768),
+        model=ModelConfig(seq_len=1024, n_layer=4, n_head=12, n_embd=768),
         attention=AttentionConfig(attention),
         data=DataConfig(
             source="text_files",

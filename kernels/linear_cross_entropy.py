@@ -1,0 +1,132 @@
+"""The language-model head and its loss in one operator that never holds the full logits.
+
+The logits of GPT-2 at 64 x 1024 tokens are 13 GB in float32, and their gradient as much again. Here the rows go
+through in chunks: one matrix product gives a chunk's logits, one kernel turns them in place into their own gradient,
+two matrix products take that to the gradients of hidden and weight. So the gradients are there when the forward ends,
+and the backward only scales them. (The idea is Liger-Kernel's, Hsu et al. 2024, arXiv 2410.10989.)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+
+from .registry import AttentionError
+
+# Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient.
+CHUNK_BYTES = 512 << 20
+NAMESPACE = __package__.replace(".", "_")
+
+
+class LossError(AttentionError):
+    """A loss that was asked for cannot be had; the message is one line with the remedy."""
+
+
+def check_fused_loss(device: torch.device) -> None:
+    """Raise LossError where `linear_cross_entropy` cannot run."""
+    if importlib.util.find_spec("triton") is None:
+        raise LossError("model.loss=fused needs triton, which is not installed; use model.loss=torch")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise LossError(
+            f"model.loss=fused needs a CUDA device, not {device.type}; use model.loss=torch, or TRITON_INTERPRET=1"
+        )
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Mean NLL in nats of `targets` under softmax(hidden @ weight[:vocab_size].T), over targets != -1.
+
+    Args:
+        hidden: (rows, width). Under autocast the products are in its dtype, otherwise in hidden's.
+        weight: (padded vocabulary, width); rows from vocab_size on have probability 0 and get no gradient.
+        targets: int64 (rows,) in [0, vocab_size), or -1 for a row that does not count.
+        vocab_size: ids that can be predicted.
+
+    Returns:
+        0-d float32; 0 when no row counts. Its gradient can be taken once or many times, but not twice over.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, *_ = _forward(hidden.contiguous(), weight, targets, vocab_size, with_gradient)
+    return loss
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy", mutates_args=())
+def _forward(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mean NLL, gradients of the summed NLL in hidden and in weight, rows that count).
+
+    The gradients are those of the sum because softmax - 1 fits float16, and a share of it may not. Without
+    `with_gradient` they are empty.
+    """
+    loss, d_hidden, d_weight, counted = _empty_results(hidden, weight, with_gradient)
+    counted.copy_((targets != -1).sum().clamp(min=1))
+    losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    total = torch.zeros_like(d_weight, dtype=torch.float32)
+    chunk = max(1, CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = weight.to(hidden.dtype)
+        for begin in range(0, hidden.shape[0], chunk):
+            rows = slice(begin, begin + chunk)
+            logits = hidden[rows] @ head.T  # (chunk, padded vocabulary)
+            _kernel().launch(logits, targets[rows], losses[rows], vocab_size, with_gradient)
+            if with_gradient:
+                torch.mm(logits, head, out=d_hidden[rows])
+                total = _add_product(total, logits.T, hidden[rows])
+    d_weight.copy_(total)
+    loss.copy_(losses.sum() / counted)
+    return loss, d_hidden, d_weight, counted
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a @ b with a float32 total: chunks summed in 16 bits would lose digits."""
+    if a.device.type == "cuda" and a.dtype != total.dtype:
+        return torch.addmm(total, a, b, out_dtype=total.dtype)
+    return total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _empty_results(
+    hidden: torch.Tensor, weight: torch.Tensor, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss, counted = (hidden.new_empty((), dtype=torch.float32) for _ in range(2))
+    if not with_gradient:
+        return loss, hidden.new_empty(0), weight.new_empty(0), counted
+    return loss, torch.empty_like(hidden), torch.empty_like(weight), counted
+
+
+@_forward.register_fake
+def _(hidden, weight, targets, vocab_size, with_gradient):
+    return _empty_results(hidden, weight, with_gradient)
+
+
+def _save(ctx, inputs, output):
+    _, d_hidden, d_weight, counted = output
+    ctx.mark_non_differentiable(d_hidden, d_weight, counted)
+    ctx.save_for_backward(d_hidden, d_weight, counted)
+
+
+def _backward(ctx, d_loss, *_):
+    d_hidden, d_weight, counted = ctx.saved_tensors
+    share = (
+        d_loss / counted
+    )  # float32, and so are the products: rounded to 16 bits it would scale every gradient
+    d_hidden, d_weight = ((x.float() * share).to(x.dtype) for x in (d_hidden, d_weight))
+    return d_hidden, d_weight, None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+@functools.cache
+def _kernel() -> ModuleType:
+    """The module with the Triton kernel: imported when it is first needed, since triton may be absent."""
+    from . import softmax_gradient
+
+    return softmax_gradient

@@ -1,0 +1,147 @@
+"""The fused head and loss against the same computation in float64, and against torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import linear_cross_entropy as room
+from kernels.linear_cross_entropy import LossError, check_fused_loss, linear_cross_entropy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB, PADDED = 5000, 5056  # two blocks of the kernel, the last one partly padding
+
+
+def torchs(hidden, weight, targets, vocab_size):
+    logits = F.linear(hidden, weight)[:, :vocab_size]
+    total = F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, ignore_index=-1, reduction="sum"
+    )
+    return total / (targets != -1).sum().clamp(min=1)
+
+
+def problem(dtype, rows=37, width=48, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, width, generator=generator).to(DEVICE, dtype)
+    weight = (torch.randn(PADDED, width, generator=generator) * 0.3).to(DEVICE, dtype)
+    targets = torch.randint(VOCAB, (rows,), generator=generator).to(DEVICE)
+    targets[::5] = -1
+    return hidden, weight, targets
+
+
+def gradients(loss_fn, hidden, weight, targets, factor=1.0):
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = loss_fn(hidden, weight, targets, VOCAB)
+    (loss * factor).backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_loss_and_gradients_as_exact_as_torchs(dtype):
+    hidden, weight, targets = problem(dtype)
+    exact = gradients(torchs, hidden.double(), weight.double(), targets)
+    ours = gradients(linear_cross_entropy, hidden, weight, targets)
+    theirs = gradients(torchs, hidden, weight, targets)
+    for name, x, ours_x, theirs_x in zip(("loss", "hidden", "weight"), exact, ours, theirs, strict=True):
+        ulp = torch.finfo(ours_x.dtype).eps * x.abs().max()
+        error, reference = (ours_x - x).abs().max(), (theirs_x - x).abs().max()
+        assert error <= 2 * reference + 2 * ulp, name
+
+
+@pytest.mark.gpu
+def test_in_bf16_at_the_size_of_gpt2():
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(8192, 768, device=DEVICE, generator=generator).bfloat16()
+    weight = torch.randn(50304, 768, device=DEVICE, generator=generator) * 0.02
+    targets = torch.randint(50257, (8192,), device=DEVICE, generator=generator)
+    with torch.autocast("cuda", torch.bfloat16):
+        ours = gradients(lambda h, w, t, _: linear_cross_entropy(h, w, t, 50257), hidden, weight, targets)
+        theirs = gradients(lambda h, w, t, _: torchs(h, w, t, 50257), hidden, weight, targets)
+    exact = gradients(lambda h, w, t, _: torchs(h, w, t, 50257), hidden.double(), weight.double(), targets)
+    for x, ours_x, theirs_x in zip(exact, ours, theirs, strict=True):
+        assert (ours_x - x).norm() <= 1.5 * (theirs_x - x).norm() + 1e-6 * x.norm()
+
+
+@pytest.mark.gpu
+def test_the_full_logits_are_never_there():
+    hidden = torch.randn(65536, 768, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(50304, 768, device=DEVICE, requires_grad=True)
+    targets = torch.randint(50257, (65536,), device=DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, targets, 50257).backward()
+    assert torch.cuda.max_memory_allocated() - before < 2 << 30  # float32 logits alone would be 13 GB
+
+
+def test_chunks_change_nothing(monkeypatch):
+    hidden, weight, targets = problem(torch.float32)
+    whole = gradients(linear_cross_entropy, hidden, weight, targets)
+    monkeypatch.setattr(room, "CHUNK_BYTES", 10 * PADDED * 4)
+    for chunked, one in zip(gradients(linear_cross_entropy, hidden, weight, targets), whole, strict=True):
+        torch.testing.assert_close(chunked, one)
+
+
+def test_padding_has_no_probability_and_no_gradient():
+    hidden, weight, targets = problem(torch.float32)
+    loss, _, d_weight = gradients(linear_cross_entropy, hidden, weight, targets)
+    assert torch.equal(d_weight[VOCAB:], torch.zeros_like(d_weight[VOCAB:]))
+    weight[VOCAB:] = 100.0
+    assert linear_cross_entropy(hidden, weight, targets, VOCAB) == loss
+
+
+def test_rows_that_do_not_count():
+    hidden, weight, targets = problem(torch.float32)
+    _, d_hidden, _ = gradients(linear_cross_entropy, hidden, weight, targets)
+    assert torch.equal(d_hidden[::5], torch.zeros_like(d_hidden[::5]))
+    assert d_hidden[1].abs().max() > 0
+    loss, d_hidden, d_weight = gradients(linear_cross_entropy, hidden, weight, torch.full_like(targets, -1))
+    assert loss == 0
+    assert not d_hidden.any()
+    assert not d_weight.any()
+
+
+def test_the_gradient_scales_with_the_loss():
+    hidden, weight, targets = problem(torch.float32)
+    _, once, _ = gradients(linear_cross_entropy, hidden, weight, targets)
+    _, scaled, _ = gradients(linear_cross_entropy, hidden, weight, targets, factor=0.25)
+    torch.testing.assert_close(scaled, once * 0.25)
+
+
+def test_loss_scaling_keeps_small_gradients_in_fp16():
+    """Scaled by 2^16 as a gradient scaler does, gradients that would vanish in fp16 must come through."""
+    hidden, weight, targets = problem(torch.float16, rows=400)
+    exact = gradients(torchs, hidden.double(), weight.double(), targets, factor=2.0**16)
+    ours = gradients(linear_cross_entropy, hidden, weight, targets, factor=2.0**16)
+    for x, ours_x in zip(exact[1:], ours[1:], strict=True):
+        assert (ours_x - x).norm() <= 2e-3 * x.norm()
+
+
+def test_huge_logits_stay_finite():
+    hidden, weight, targets = problem(torch.float32)
+    for x in gradients(linear_cross_entropy, hidden * 1e4, weight, targets):
+        assert x.isfinite().all()
+
+
+def test_without_gradients_none_are_computed():
+    hidden, weight, targets = problem(torch.float32)
+    with torch.no_grad():
+        loss, d_hidden, d_weight, _ = room._forward(hidden, weight, targets, VOCAB, False)
+    torch.testing.assert_close(loss, torchs(hidden, weight, targets, VOCAB))
+    assert d_hidden.numel() == d_weight.numel() == 0
+
+
+def test_the_operator_is_whole_to_torch_compile():
+    hidden, weight, targets = problem(torch.float32, rows=8)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    torch.library.opcheck(room._forward, (hidden, weight, targets, VOCAB, True))
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    loss = compiled(hidden, weight, targets, VOCAB)
+    torch.testing.assert_close(loss, torchs(hidden, weight, targets, VOCAB))
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert gradient.shape == hidden.shape
+
+
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(LossError, match=r"model\.loss=torch"):
+        check_fused_loss(torch.device("cpu"))
