@@ -142,7 +142,9 @@ def _run_paths(path: Path, depth: int) -> list[Path]:
         return [path]
     if not depth:
         return []
-    inside = sorted((each for each in path.iterdir() if each.is_dir() and not each.is_symlink()), key=_natural)
+    inside = sorted(
+        (each for each in path.iterdir() if each.is_dir() and not each.is_symlink()), key=_natural
+    )
     return [run for each in inside for run in _run_paths(each, depth - 1)]
 
 
@@ -165,9 +167,7 @@ def _read_directory(path: Path) -> Run:
     except FileNotFoundError:
         config = {}
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ReproduceError(
-            f"{path / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}"
-        ) from None
+        raise ReproduceError(f"{path / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}") from None
     summary = _read_json(path / "summary.json")
     return Run(
         path, flatten(config), _read_json(path / "environment.json"), _read_rows(path), summary, facts=summary

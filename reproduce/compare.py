@@ -1,0 +1,315 @@
+"""`python -m reproduce compare RUNS...`: training runs side by side, as a table and as one HTML page with plots.
+
+The first run is what the others are held against. Whatever sets two runs apart beside their attention is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import os
+from pathlib import Path
+
+from .runs import Run, differing_environment, differing_settings, find_runs, same_tokens
+
+HEADER = (
+    "run",
+    "val loss",
+    "perplexity",
+    "bits/byte",
+    "tokens/s",
+    "step ms",
+    "MFU",
+    "peak GiB",
+    "time",
+    "state",
+)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m reproduce compare", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, a sweep, a wandb folder, or a glob")
+    parser.add_argument("--html", type=Path, help="the page; default: compare.html where the runs are")
+    arguments = parser.parse_args(argv)
+    runs = find_runs(arguments.runs)
+    print(text(runs))
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no page: matplotlib is not installed")
+        return 0
+    page_path = arguments.html or _common_folder(runs) / "compare.html"
+    page_path.parent.mkdir(parents=True, exist_ok=True)
+    page_path.write_text(page(runs), encoding="utf-8")
+    print(f"page: {page_path}")
+    return 0
+
+
+def _common_folder(runs: list[Run]) -> Path:
+    """The sweep's folder if the runs are a sweep's, the run's own if it is one, else the current one."""
+    parents = {run.path.parent for run in runs}
+    if len(runs) == 1:
+        return Path(os.path.relpath(runs[0].path))
+    return Path(os.path.relpath(parents.pop())) if len(parents) == 1 else Path()
+
+
+# ---- the table ---------------------------------------------------------------------------------------
+
+
+def table(runs: list[Run]) -> list[list[str]]:
+    """A row of cells a run, as HEADER names them; ratios and differences are to the first run."""
+    return [_row(runs[0], run) for run in runs]
+
+
+def _row(first: Run, run: Run) -> list[str]:
+    loss, perplexity = run.last("val/loss"), run.last("val/perplexity")
+    bits, mfu = run.last("val/bits_per_byte"), run.speed("perf/mfu")
+    step_ms, seconds = run.speed("perf/step_ms"), run.last("seconds")
+    return [
+        run.label,
+        _number(loss, ".4f") + _loss_difference(first, run),
+        _number(perplexity, ".2f"),
+        _number(bits, ".3f"),
+        _number(run.speed("perf/tokens_per_second"), ",.0f") + _speed_ratio(first, run),
+        _number(step_ms, ".1f"),
+        _number(mfu, ".1%"),
+        _number(run.peak_memory and run.peak_memory[1], ".2f") + _memory_ratio(first, run),
+        _duration(seconds),
+        state(run),
+    ]
+
+
+def state(run: Run) -> str:
+    if run.finished:
+        return "finished"
+    if not run.rows:
+        return "no metrics"
+    steps = run.config.get("trainer.steps")
+    return f"unfinished, step {run.step:,}" + (f" of {steps:,}" if steps else "")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _loss_difference(first: Run, run: Run) -> str:
+    """Validation loss against the first run's at the last step where both were evaluated."""
+    if run is first or not same_tokens(first, run):
+        return ""
+    if first.finished and run.finished and first.summary.get("steps") == run.summary.get("steps"):
+        return f" ({_signed(run.summary['val/loss'] - first.summary['val/loss'])})"
+    ours, theirs = (dict(zip(*each.curve("val/loss", "step"), strict=True)) for each in (run, first))
+    common = ours.keys() & theirs.keys()
+    if not common:
+        return ""
+    step = max(common)
+    return f" ({_signed(ours[step] - theirs[step])} at step {step:,.0f})"
+
+
+def _signed(difference: float) -> str:
+    return f"{difference:+.1e}" if difference else "equal"
+
+
+def _speed_ratio(first: Run, run: Run) -> str:
+    speeds = [each.speed("perf/tokens_per_second") for each in (first, run)]
+    return "" if run is first or None in speeds else f" ({speeds[1] / speeds[0]:.2f}x)"
+
+
+def _memory_ratio(first: Run, run: Run) -> str:
+    peaks = [each.peak_memory for each in (first, run)]
+    if run is first or None in peaks or peaks[0][0] != peaks[1][0]:
+        return ""
+    return f" ({peaks[1][1] / peaks[0][1]:.2f}x)"
+
+
+# ---- what else differs -------------------------------------------------------------------------------
+
+
+def warnings(runs: list[Run]) -> list[str]:
+    """What a reader must know before believing the table, a sentence each."""
+    said = []
+    if settings := differing_settings(runs):
+        said.append(
+            f"the runs differ in more than attention: {', '.join(settings)}. Their differences are not attention's "
+            "alone."
+        )
+    if environment := differing_environment(runs):
+        said.append(f"they ran in different environments: {', '.join(environment)}.")
+    if silent := [run.label for run in runs if not run.environment]:
+        said.append(f"where they ran is not known of: {', '.join(silent)}.")
+    if other := [run.label for run in runs if not same_tokens(runs[0], run)]:
+        said.append(
+            f"losses are not compared: {', '.join(other)} predicted other tokens than {runs[0].label}."
+        )
+    if unfinished := [run.label for run in runs if not run.finished]:
+        said.append(f"not finished: {', '.join(unfinished)}; figures are those so far.")
+    if resumed := [run.label for run in runs if run.config.get("trainer.resume")]:
+        said.append(f"resumed: {', '.join(resumed)}; times and curves are of the last part.")
+    if len(runs) == 1:
+        said.append("one run only: there is nothing to compare it with.")
+    return said
+
+
+def notes(runs: list[Run]) -> list[str]:
+    """How the figures are to be read, a sentence each."""
+    said = [f"ratios and differences are to {runs[0].label}."] if len(runs) > 1 else []
+    if any(run.peak_memory and run.peak_memory[0] == "resident" for run in runs):
+        said.append(
+            "memory on a CPU is the process's resident peak, Python and libraries included; the runs of one sweep "
+            "share a process, so a later one cannot show less than an earlier."
+        )
+    if any(run.speed("perf/mfu") for run in runs):
+        said.append("MFU counts 6 N + 12 L H Q T FLOPs a token: attention in full, no recomputation.")
+    return said
+
+
+def text(runs: list[Run]) -> str:
+    """The table and the warnings for a terminal."""
+    rows = [list(HEADER), *table(runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [line.rstrip() for line in lines]
+    lines += ["", *(f"! {each}" for each in warnings(runs)), *(f"  {each}" for each in notes(runs))]
+    for title, differing in (
+        ("settings", differing_settings(runs)),
+        ("environment", differing_environment(runs)),
+    ):
+        if differing:
+            lines += ["", f"{title} that differ", *_aligned(runs, differing)]
+    return "\n".join([*lines, ""])
+
+
+def _aligned(runs: list[Run], differing: dict[str, list]) -> list[str]:
+    width = max(map(len, differing))
+    return [
+        f"  {key:<{width}}  "
+        + ", ".join(f"{run.label}: {_value(value)}" for run, value in zip(runs, values, strict=True))
+        for key, values in differing.items()
+    ]
+
+
+def _value(value: object) -> str:
+    return "not known" if value is None else str(value)
+
+
+# ---- the page ----------------------------------------------------------------------------------------
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; background: #f4f5f7; margin: 0; }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 24px 60px; }
+h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 34px 0 10px; }
+p.sub { color: #616e7c; margin: 0 0 18px; } p.note { color: #616e7c; font-size: 13px; margin: 8px 2px; }
+section.card, .plots figure { background: #fff; border: 1px solid #e1e5ea; border-radius: 8px; }
+section.card { padding: 6px 16px; overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th { text-align: left; color: #616e7c; font-weight: 600; font-size: 13px; }
+th, td { padding: 7px 14px 7px 0; border-bottom: 1px solid #eef0f3; white-space: nowrap; }
+tr:last-child td { border-bottom: 0; }
+td small { color: #616e7c; } .facts td { white-space: normal; overflow-wrap: anywhere; vertical-align: top; }
+.facts td:first-child { white-space: nowrap; }
+i.dot { display: inline-block; width: 10px; height: 10px; border-radius: 5px; margin-right: 8px; }
+ul.warn { background: #fff4f2; border: 1px solid #f3b8ae; border-left: 5px solid #c8321f; border-radius: 8px;
+  padding: 12px 16px 12px 34px; margin: 0 0 18px; }
+.red { color: #c8321f; font-weight: 600; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 16px; }
+.plots figure { margin: 0; padding: 10px; } .plots svg { width: 100%; height: auto; display: block; }
+"""
+
+
+def page(runs: list[Run]) -> str:
+    """One self-contained HTML document."""
+    from .compare_plots import colours, plots
+
+    title = "Comparison of " + (f"{len(runs)} runs" if len(runs) > 1 else "one run")
+    shades = colours(runs)
+    warned = "".join(f"<li>{_escape(each[0].upper() + each[1:])}</li>" for each in warnings(runs))
+    figures = "".join(f"<figure>{svg}</figure>" for svg in plots(runs))
+    head = "".join(f"<th>{_escape(name)}</th>" for name in HEADER)
+    body = "".join(
+        f"<tr>{_named(run, shade)}{''.join(_cell(cell) for cell in row[1:])}</tr>"
+        for run, shade, row in zip(runs, shades, table(runs), strict=True)
+    )
+    parts = [
+        f"<h1>{title}</h1>",
+        f'<p class="sub">{_escape(_shared(runs))}</p>',
+        f'<ul class="warn">{warned}</ul>' if warned else "",
+        f'<section class="card"><table><tr>{head}</tr>{body}</table></section>',
+        f'<p class="note">{_escape(" ".join(each[0].upper() + each[1:] for each in notes(runs)))}</p>',
+        f'<h2>Plots</h2><div class="plots">{figures}</div>' if figures else "",
+        _facts_table("Settings that differ", runs, differing_settings(runs), shades),
+        _facts_table("Environment", runs, _environment(runs), shades, differing_environment(runs)),
+        "<h2>Where the runs are</h2>",
+        f'<section class="card"><table class="facts">{_places(runs, shades)}</table></section>',
+    ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _shared(runs: list[Run]) -> str:
+    """What the first run trained, in a line; a table below says where others depart from it."""
+    config = runs[0].config
+    if not config:
+        return ""
+    layers, heads, width, context = (
+        config[f"model.{name}"] for name in ("n_layer", "n_head", "n_embd", "seq_len")
+    )
+    return (
+        f"{layers} layers, {heads} heads, {width} wide, context {context:,} · {config['data.source']}, tokenizer "
+        f"{config['data.tokenizer']} · {config['trainer.batch_tokens']:,} tokens a step, "
+        f"{config['trainer.steps']:,} steps, seed {config['seed']}"
+    )
+
+
+def _environment(runs: list[Run]) -> dict[str, list]:
+    keys = dict.fromkeys(key for run in runs for key in run.environment if key != "command")
+    return {key: [run.environment.get(key) for run in runs] for key in keys}
+
+
+def _facts_table(
+    title: str, runs: list[Run], facts: dict[str, list], shades: list[str], differing: dict | None = None
+) -> str:
+    """Facts as rows, runs as columns; rows of `differing` (by default all) in red."""
+    if not facts:
+        return ""
+    head = "".join(_named(run, shade, "th") for run, shade in zip(runs, shades, strict=True))
+    rows = ""
+    for key, values in facts.items():
+        red = ' class="red"' if differing is None or key in differing else ""
+        cells = "".join(f"<td>{_escape(_value(value))}</td>" for value in values)
+        rows += f"<tr{red}><td>{_escape(key)}</td>{cells}</tr>"
+    table = f'<table class="facts"><tr><th></th>{head}</tr>{rows}</table>'
+    return f'<h2>{title}</h2><section class="card">{table}</section>'
+
+
+def _places(runs: list[Run], shades: list[str]) -> str:
+    return "".join(
+        f"<tr>{_named(run, shade)}<td>{_escape(os.path.relpath(run.path))}</td></tr>"
+        for run, shade in zip(runs, shades, strict=True)
+    )
+
+
+def _named(run: Run, shade: str, tag: str = "td") -> str:
+    return f'<{tag}><i class="dot" style="background:{shade}"></i>{_escape(run.label)}</{tag}>'
+
+
+def _cell(content: str) -> str:
+    """A cell; what stands in brackets is secondary."""
+    value, bracket, rest = content.partition(" (")
+    if not bracket or not rest.endswith(")"):
+        return f"<td>{_escape(content)}</td>"
+    return f"<td>{_escape(value)} <small>{_escape(rest[:-1])}</small></td>"
+
+
+def _escape(content: object) -> str:
+    return html.escape(str(content))

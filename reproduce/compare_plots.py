@@ -1,0 +1,168 @@
+"""The plots of a comparison, each an inline SVG that keeps its text as text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
+
+from .plots import COLOURS, STYLE, colour
+from .runs import Run, same_tokens
+
+_SVG = {"svg.fonttype": "none", "legend.fontsize": 9}
+
+
+def colours(runs: list[Run]) -> list[str]:
+    """A colour a run: its attention's where that tells the runs apart."""
+    attentions = tuple(run.attention for run in runs)
+    if len(set(attentions)) == len(runs):
+        return [colour(attention, attentions) for attention in attentions]
+    return [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
+
+
+def plots(runs: list[Run]) -> list[str]:
+    """SVG elements: loss against tokens and time, its difference to the first run, speed, memory, time spent.
+
+    A plot for which no run has figures is left out.
+    """
+    drawings: list[Callable[[Axes, list[Run]], bool]] = [
+        _loss_by_tokens,
+        _loss_by_time,
+        _loss_difference,
+        _speed,
+        _memory,
+        _time_split,
+    ]
+    with pyplot.rc_context(STYLE | _SVG):
+        return [svg for draw in drawings if (svg := _svg(draw, runs))]
+
+
+def _svg(draw: Callable[[Axes, list[Run]], bool], runs: list[Run]) -> str | None:
+    figure, axes = pyplot.subplots(figsize=(6, 3.7), layout="constrained")
+    try:
+        if not draw(axes, runs):
+            return None
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    finally:
+        pyplot.close(figure)
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _coloured(runs: list[Run]) -> list[tuple[Run, str]]:
+    return list(zip(runs, colours(runs), strict=True))
+
+
+def _width(run: Run, runs: list[Run]) -> float:
+    """The first run's line is wide, so that it shows below one that coincides with it."""
+    return 3.0 if run is runs[0] and len(runs) > 1 else 1.3
+
+
+def _loss_by_tokens(axes: Axes, runs: list[Run]) -> bool:
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    return _loss(axes, runs, "tokens", "tokens")
+
+
+def _loss_by_time(axes: Axes, runs: list[Run]) -> bool:
+    return _loss(axes, runs, "seconds", "time (s), all of the run")
+
+
+def _loss(axes: Axes, runs: list[Run], against: str, label: str) -> bool:
+    drawn = False
+    for run, shade in _coloured(runs):
+        x, y = run.curve("train/loss", against)
+        axes.plot(x, y, color=shade, linewidth=_width(run, runs), label=run.label)
+        drawn |= bool(x)
+        x, y = run.curve("val/loss", against)
+        axes.plot(x, y, color=shade, marker="o", markersize=5, markeredgecolor="white", linestyle="none")
+    axes.set(
+        title=f"Loss against {against}", xlabel=label, ylabel="nats a token (line: train, dot: validation)"
+    )
+    if drawn:
+        axes.legend()
+    return drawn
+
+
+def _loss_difference(axes: Axes, runs: list[Run]) -> bool:
+    first, drawn = runs[0], False
+    for run, shade in _coloured(runs)[1:]:
+        if not same_tokens(first, run):
+            continue
+        for column, style in (("train/loss", "-"), ("val/loss", "o")):
+            base = dict(zip(*first.curve(column), strict=True))
+            points = [(x, y - base[x]) for x, y in zip(*run.curve(column), strict=True) if x in base]
+            if points:
+                label = run.label if column == "train/loss" else None
+                axes.plot(*zip(*points, strict=True), style, color=shade, linewidth=1.2, label=label)
+                drawn = True
+    axes.axhline(0, color=colours(runs)[0], linewidth=1)
+    low, high = axes.dataLim.intervaly
+    if low == high:
+        axes.set_ylim(-1e-6, 1e-6)  # all equal, to the digits of metrics.csv
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
+    axes.set(title=f"Loss minus that of {first.label}, at equal tokens", xlabel="tokens", ylabel="nats")
+    if drawn:
+        axes.legend()
+    return drawn
+
+
+def _speed(axes: Axes, runs: list[Run]) -> bool:
+    drawn = False
+    for run, shade in _coloured(runs):
+        x, y = run.curve("perf/tokens_per_second")
+        axes.plot(x, y, color=shade, linewidth=1.3)
+        if (mean := run.speed("perf/tokens_per_second")) is not None and x:
+            axes.axhline(mean, color=shade, linewidth=0.8, linestyle=":")
+            axes.plot([], [], color=shade, label=f"{run.label}: {mean:,.0f}")
+            drawn = True
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.set(title="Training speed", xlabel="tokens", ylabel="tokens/s (dotted: the run's mean)")
+    axes.set_ylim(bottom=0)
+    if drawn:
+        axes.legend()
+    return drawn
+
+
+def _memory(axes: Axes, runs: list[Run]) -> bool:
+    known = [(run, shade) for run, shade in _coloured(runs) if run.peak_memory]
+    if not known:
+        return False
+    kinds = {run.peak_memory[0] for run, _ in known}
+    names = [run.label + (f" ({run.peak_memory[0]})" if len(kinds) > 1 else "") for run, _ in known]
+    bars = axes.barh(
+        names, [run.peak_memory[1] for run, _ in known], color=[shade for _, shade in known], height=0.6
+    )
+    axes.bar_label(bars, fmt="%.2f", padding=4)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.grid(axis="y", visible=False)
+    axes.set(title="Peak memory", xlabel=f"GiB, {' or '.join(sorted(kinds))}")
+    return True
+
+
+def _time_split(axes: Axes, runs: list[Run]) -> bool:
+    """Where each run's time went; a run whose rows do not tell has no bar."""
+    splits = {run.label: split for run in runs if (split := run.time_split())}
+    if not splits:
+        return False
+    left = [0.0] * len(splits)
+    for part, shade in (("steps", "#5b7c99"), ("evaluation", "#d9b45b"), ("start-up", "#c9cfd6")):
+        seconds = [split[part] for split in splits.values()]
+        names = {"evaluation": "evaluation, checkpoints", "start-up": "start-up of the first step"}
+        axes.barh(list(splits), seconds, left=left, color=shade, height=0.6, label=names.get(part, part))
+        left = [a + b for a, b in zip(left, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.05)
+    axes.set(title="Where the time went", xlabel="seconds")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.18), ncols=3)
+    return True

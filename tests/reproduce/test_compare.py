@@ -1,0 +1,155 @@
+"""`python -m reproduce compare` on real runs: what it shows, what it says differs, what it survives."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from reproduce.__main__ import main
+from reproduce.compare import table
+from reproduce.runs import find_runs
+from training.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    TrainerConfig,
+    WandbMode,
+)
+from training.trainer import train
+
+
+@pytest.fixture(scope="module")
+def sweep(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of naive and one of sdpa, wandb offline folders included."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for number, name in enumerate(("naive", "sdpa")):
+        train(_config(text_file, name), folder / f"{number}_{name}")
+    return folder
+
+
+def _config(text_file: Path, attention: str, seed: int = 1337) -> Config:
+    return Config(
+        model=ModelConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32),
+        attention=AttentionConfig(attention),
+        data=DataConfig(
+            "text_files",
+            files=str(text_file),
+            separator="\n\n",
+            cache_dir=str(text_file.parent / "cache"),
+            workers=1,
+        ),
+        trainer=TrainerConfig(
+            steps=12, batch_tokens=256, log_every=2, eval_every=4, sample_tokens=0, device="cpu"
+        ),
+        logger=LoggerConfig(mode=WandbMode.offline),
+        seed=seed,
+    )
+
+
+@pytest.fixture
+def copies(sweep: Path, tmp_path: Path) -> Path:
+    """The sweep again, to be damaged."""
+    return shutil.copytree(sweep, tmp_path / "sweep", ignore=shutil.ignore_patterns("wandb", "checkpoints"))
+
+
+def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
+    assert main(["compare", str(sweep)]) == 0
+    said = capsys.readouterr().out
+    summaries = [json.loads((sweep / run / "summary.json").read_text()) for run in ("0_naive", "1_sdpa")]
+    naive, sdpa = said.splitlines()[1:3]
+    assert naive.startswith("naive")
+    assert f"{summaries[0]['val/perplexity']:.2f}" in naive
+    speeds = [summary["perf/tokens_per_second"] for summary in summaries]
+    assert f"{speeds[1]:,.0f} ({speeds[1] / speeds[0]:.2f}x)" in sdpa
+    assert "differ in more than attention" not in said
+    assert "different environments" not in said
+
+    page = (sweep / "compare.html").read_text()
+    for title in (
+        "Loss against tokens",
+        "Loss against seconds",
+        "Loss minus that of naive",
+        "Training speed",
+    ):
+        assert title in page
+    assert page.count("<svg") == 6
+    assert "<script src" not in page
+    assert "<link" not in page
+
+
+def test_the_difference_of_losses_is_that_of_the_summaries(sweep):
+    runs = find_runs([str(sweep)])
+    losses = [run.summary["val/loss"] for run in runs]
+    cell = table(runs)[1][1]
+    assert cell.endswith(f"({losses[1] - losses[0]:+.1e})" if losses[1] != losses[0] else "(equal)")
+
+
+def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path, capsys):
+    for offline in sweep.glob("*/wandb/offline-run-*"):
+        shutil.copytree(offline, tmp_path / "wandb" / offline.name)
+    from_files = table(find_runs([str(sweep)]))
+    from_wandb = table(find_runs([str(tmp_path / "wandb")]))
+    assert [row[:6] for row in from_wandb] == [row[:6] for row in from_files]
+    assert [row[-1] for row in from_wandb] == ["finished", "finished"]
+    assert find_runs([str(tmp_path / "wandb")])[0].environment["torch"]
+
+
+def test_what_differs_beside_attention_is_listed(copies, capsys):
+    config = copies / "1_sdpa" / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 1337", "seed: 7").replace("lr: 0.0006", "lr: 0.001"))
+    environment = copies / "1_sdpa" / "environment.json"
+    environment.write_text(environment.read_text().replace('"torch": "2', '"torch": "1'))
+    assert main(["compare", str(copies / "*")]) == 0
+    said = capsys.readouterr().out
+    assert "the runs differ in more than attention: optimizer.lr, seed" in said
+    assert "different environments: torch" in said
+    assert "seed          naive: 1337, sdpa: 7" in said
+    page = (copies / "compare.html").read_text()
+    assert '<tr class="red"><td>torch</td>' in page
+    assert '<tr class="red"><td>python</td>' not in page
+
+
+def test_an_unfinished_run_shows_how_far_it_came(copies, capsys):
+    run = copies / "1_sdpa"
+    (run / "summary.json").unlink()
+    lines = (run / "metrics.csv").read_text().splitlines()
+    upto = next(i for i, line in enumerate(lines) if line.startswith("6,"))
+    (run / "metrics.csv").write_text("\n".join([*lines[: upto + 1], "8,20"]))  # killed while writing
+    assert main(["compare", str(copies)]) == 0
+    said = capsys.readouterr().out
+    assert "unfinished, step 6 of 12" in said
+    assert "not finished: sdpa" in said
+    assert "at step 4)" in said  # losses are held against each other where both were evaluated
+
+
+def test_runs_of_other_tokens_are_compared_by_speed_only(copies, capsys):
+    summary = copies / "1_sdpa" / "summary.json"
+    summary.write_text(summary.read_text().replace('"corpus": "', '"corpus": "another-'))
+    assert main(["compare", str(copies)]) == 0
+    said = capsys.readouterr().out
+    assert "losses are not compared: sdpa" in said
+    assert "x)" in said.splitlines()[2]
+    assert "(+" not in said.splitlines()[2].split("x)")[0]
+    assert "Loss minus that of" not in (copies / "compare.html").read_text()
+
+
+def test_one_run_and_a_run_without_metrics_still_give_a_page(copies, capsys):
+    shutil.rmtree(copies / "0_naive")
+    (copies / "1_sdpa" / "metrics.csv").unlink()
+    (copies / "1_sdpa" / "summary.json").unlink()
+    assert main(["compare", str(copies)]) == 0
+    said = capsys.readouterr().out
+    assert "one run only" in said
+    assert "no metrics" in said
+    assert (copies / "1_sdpa" / "compare.html").is_file()
+
+
+@pytest.mark.parametrize("argument", ["nowhere", "nowhere/*"])
+def test_a_path_without_runs_is_one_line(argument, capsys):
+    assert main(["compare", argument]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {argument}: no run there")
+    assert len(error.splitlines()) == 1
