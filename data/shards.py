@@ -24,7 +24,7 @@ import tiktoken
 from . import DataError
 from .files import written_whole
 from .readers import Part
-from .tokenizer import load_tokenizer
+from .tokenizer import load_encoder, load_tokenizer
 
 _READ_AHEAD_CHARACTERS = 1 << 20
 
@@ -82,7 +82,7 @@ def tokenise_unit(workshop: Workshop, unit: int, parts: list[Part], limit: int |
     """Write the staged file of a unit, at most `limit` documents of it; return the number of documents."""
     documents = 0
     with written_whole(workshop.staged(unit), workshop.partial) as file:
-        for tokens, ends in encode(parts, load_tokenizer(workshop.tokenizer), workshop.dtype, limit):
+        for tokens, ends in encode(parts, workshop, limit):
             documents += ends
             file.write(tokens)
     _write_record(workshop.staged_record(unit), {"documents": documents})
@@ -90,9 +90,10 @@ def tokenise_unit(workshop: Workshop, unit: int, parts: list[Part], limit: int |
 
 
 def encode(
-    parts: list[Part], encoding: tiktoken.Encoding, dtype: str, limit: int | None = None
+    parts: list[Part], workshop: Workshop, limit: int | None = None
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the tokens of the parts, block by block, with the number of documents that end in the block."""
+    encoding = load_encoder(workshop.tokenizer)
     documents = 0
     end_of_text = np.array([encoding.eot_token], np.uint32)
     for block in _read_ahead(parts):
@@ -105,16 +106,16 @@ def encode(
                 documents += 1
                 if documents == limit:
                     break
-        yield np.concatenate(tokens).astype(dtype), documents - before
+        yield np.concatenate(tokens, dtype=workshop.dtype, casting="unsafe"), documents - before
         if documents == limit:
             return
 
 
 def measure(parts: list[Part], workshop: Workshop) -> tuple[float, float]:
     """Return tokens per byte and bytes per document, measured on the first block of text."""
-    with closing(encode(parts, load_tokenizer(workshop.tokenizer), workshop.dtype)) as blocks:
+    with closing(encode(parts, workshop)) as blocks:
         tokens, documents = next(blocks, (np.empty(0, np.int64), 0))
-    utf8_bytes = max(1, int(_byte_lengths(workshop.tokenizer)[tokens].sum()))
+    utf8_bytes = max(1, int(_byte_lengths(workshop.tokenizer)[tokens].sum(dtype=np.int64)))
     return len(tokens) / utf8_bytes, utf8_bytes / max(1, documents)
 
 
@@ -123,8 +124,9 @@ def _encode_text(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
         # the tokens of encode_ordinary() without the Python list
         return encoding.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can escape and UTF-8 cannot hold
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return encoding.encode_to_numpy(text, disallowed_special=())
+        return _encode_text(encoding, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    except ValueError as error:  # a million blanks in a row are too many for tiktoken's regex engine
+        raise DataError(f"a document of {len(text):,} characters beginning {text[:40]!r}: {error}") from None
 
 
 def _read_ahead(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
@@ -249,7 +251,7 @@ def write_shard(workshop: Workshop, split: str, unit: int, arrays: Iterable[np.n
                 digest.update(block)
                 tokens += len(block)
                 documents += int(np.count_nonzero(block == encoding.eot_token))
-                utf8_bytes += int(byte_lengths[block].sum())
+                utf8_bytes += int(byte_lengths[block].sum(dtype=np.int64))
     return {
         "file": path.name,
         "split": split,
@@ -264,7 +266,7 @@ def write_shard(workshop: Workshop, split: str, unit: int, arrays: Iterable[np.n
 def _byte_lengths(tokenizer: str) -> np.ndarray:
     """How many bytes of text each token stands for; 0 for the special ones."""
     encoding = load_tokenizer(tokenizer)
-    lengths = np.zeros(encoding.n_vocab, np.int64)
+    lengths = np.zeros(encoding.n_vocab, np.uint16)
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths

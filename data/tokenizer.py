@@ -19,7 +19,7 @@ _GPT2_FILES = (f"{_HOST}/gpt-2/encodings/main/vocab.bpe", f"{_HOST}/gpt-2/encodi
 # The rank file of an encoding is named after it, but for these.
 _SAME_RANKS = {"gpt2": "r50k_base", "p50k_edit": "p50k_base", "o200k_harmony": "o200k_base"}
 _ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
-_GPT2_PATTERN = "r50k_pat_str"
+_FAST_GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)" + r"|\s++$|\s+(?!\S)|\s"
 _SECONDS = 5
 
 
@@ -35,8 +35,9 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     """
     if name == "bytes":
         ranks = {bytes([value]): value for value in range(256)}
+        # how the text is split changes nothing where nothing merges; in 64s it is 4 times as fast as one by one
         return tiktoken.Encoding(
-            "bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
+            "bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
         )
     if name.endswith(".tiktoken"):
         return _load_rank_file(Path(name))
@@ -48,6 +49,28 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     elif name in _ENCODINGS:
         _require_vocabulary(name)
     return tiktoken.get_encoding(name)
+
+
+@lru_cache(maxsize=4)
+def load_encoder(name: str) -> tiktoken.Encoding:
+    """Return an encoding that turns text into the tokens of load_tokenizer(name), faster where one is known.
+
+    GPT-2's split pattern needs a look-ahead for white space, which keeps the regex engine in its slow, backtracking
+    mode for every alternative. With the other alternatives in one group it runs them in its fast mode: 23 instead
+    of 13 MB/s on one core. They are tried in the same order, and a greedy run that nothing follows in the pattern
+    is the same as a possessive one, so the pieces are the same.
+    """
+    from tiktoken_ext import openai_public
+
+    encoding = load_tokenizer(name)
+    if encoding._pat_str != openai_public.r50k_pat_str:
+        return encoding
+    return tiktoken.Encoding(
+        encoding.name,
+        pat_str=_FAST_GPT2_PATTERN,
+        mergeable_ranks=encoding._mergeable_ranks,
+        special_tokens=encoding._special_tokens,
+    )
 
 
 def tokenizer_hash(encoding: tiktoken.Encoding) -> str:
@@ -80,7 +103,7 @@ def _load_rank_file(path: Path) -> tiktoken.Encoding:
         )
     return tiktoken.Encoding(
         path.stem,
-        pat_str=getattr(openai_public, _GPT2_PATTERN),
+        pat_str=openai_public.r50k_pat_str,
         mergeable_ranks=ranks,
         special_tokens={END_OF_TEXT: len(ranks)},
     )

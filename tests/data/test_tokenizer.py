@@ -1,6 +1,7 @@
 """Tokenizers by name and by file (2 s)."""
 
 import os
+import random
 import shutil
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data import DataError
-from data.tokenizer import load_tokenizer, tokenizer_hash
+from data.tokenizer import load_encoder, load_tokenizer, tokenizer_hash
 
 TEXT = "naïve <|endoftext|> 东京\r\n\x00 don't"
 
@@ -82,3 +83,21 @@ def test_gpt2_is_found_under_the_name_of_its_one_file(monkeypatch: pytest.Monkey
     assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
     assert encoding.encode_ordinary("Hello world") == [15496, 995]
     assert tokenizer_hash(encoding) == tokenizer_hash(load_tokenizer(ranks)) == _GPT2_HASH
+
+
+def test_the_fast_encoder_has_the_same_tokens(rank_file: str):
+    slow, fast = load_tokenizer(rank_file), load_encoder(rank_file)
+    assert slow._pat_str != fast._pat_str
+    choose = random.Random(0)
+    alphabet = [
+        *" \t\n\r\x0b\x1c\x85\u00a0\u2003\u3000'’sdtmrvle09٣²½é東🙂_-?\x00",
+        "'ll",
+        "  ",
+        "   ",
+        "\r\n",
+        " the",
+    ]
+    for length in (1, 2, 3, 5, 8, 20, 200):
+        for _ in range(2000):
+            text = "".join(choose.choices(alphabet, k=length))
+            assert fast.encode_ordinary(text) == slow.encode_ordinary(text), ascii(text)

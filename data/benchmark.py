@@ -1,0 +1,250 @@
+"""How fast preparation is, against bare tiktoken and against nanoGPT's prepare.py on the same parquet files.
+
+    python -m data.benchmark --tokenizer gpt2 --nanogpt PATH_OF_A_CHECKOUT [--parquet FOLDER] --output FILE.json
+
+Each of these runs in a process of its own, in turn, `--repeats` times; ratios are taken within a turn, so that other
+load on the machine touches both sides:
+
+    bare       tiktoken's encode_ordinary over documents already in memory, one process; nothing read or written
+    one        prepare() with one process: parquet in, shards and manifest out
+    all        prepare() with one process per core
+    nanogpt    data/openwebtext/prepare.py of the checkout, run with these changes: `num_proc` is the number of
+               cores; load_dataset() reads the same parquet files, because the name it asks for can no longer be
+               loaded; the validation part is 1 % and the tokens are written in 16 instead of 1024 batches, because
+               fewer documents than batches stop it (and so few tokens would be written slowly in so many)
+
+Without --parquet the text is this Python's installed source code, --megabytes of it. The tokens of `nanogpt` and of
+`all` are compared: the validation split token for token, the training split document for document.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import runpy
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .corpora import PythonSource, make_corpus
+from .loader import Corpus
+from .prepare import prepare
+from .tokenizer import load_tokenizer
+from .workers import cpu_count
+
+KINDS = ("bare", "one", "all", "nanogpt")
+VAL_FRACTION = 0.01
+_FILES = 8
+_ROWS_PER_GROUP = 1000  # as in OpenWebText's files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m data.benchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", default="gpt2")
+    parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT; without it, it is not measured")
+    parser.add_argument("--parquet", type=Path, help="folder of parquet files with a column `text`")
+    parser.add_argument(
+        "--megabytes", type=int, default=100, help="text to make where --parquet is not given"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--run", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(run_one(options.run, options)))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        options.parquet = options.parquet or make_parquet(Path(scratch, "parquet"), options.megabytes * 10**6)
+        result = compare(options, Path(scratch))
+    text = json.dumps(result, indent=1) + "\n"
+    print(text)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text)
+
+
+def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Run every kind in turn and return the figures."""
+    kinds = [kind for kind in KINDS if kind != "nanogpt" or options.nanogpt]
+    turns: list[dict[str, Any]] = []
+    for turn in range(options.repeats):
+        # the order is turned around every time, so that no kind always comes first
+        results = {
+            kind: measure(kind, options, scratch / f"{turn}-{kind}")
+            for kind in kinds[:: -1 if turn % 2 else 1]
+        }
+        turns.append(results)
+    folders = {kind: scratch / f"{options.repeats - 1}-{kind}" for kind in kinds}
+    documents, text_bytes = turns[0]["bare"]["documents"], turns[0]["bare"]["text_bytes"]
+
+    def ratio(slow: str, fast: str) -> dict[str, Any]:
+        values = [round(turn[slow]["seconds"] / turn[fast]["seconds"], 3) for turn in turns]
+        return {"median": statistics.median(values), "each": values}
+
+    ratios = {"one / all": ratio("one", "all"), "bare / one": ratio("bare", "one")}
+    if options.nanogpt:
+        ratios["nanogpt / all"] = ratio("nanogpt", "all")
+    return {
+        "command": "python -m data.benchmark "
+        + " ".join(f"--{k} {getattr(options, k)}" for k in ("repeats", "megabytes")),
+        "machine": {"cpu": _cpu_model(), "cores": cpu_count(), "python": platform.python_version()},
+        "text": {"documents": documents, "bytes": text_bytes, "tokenizer": Path(options.tokenizer).stem},
+        "megabytes_per_second": {
+            kind: round(statistics.median(text_bytes / turn[kind]["seconds"] / 1e6 for turn in turns), 2)
+            for kind in kinds
+        },
+        "ratios of seconds, paired within a turn": ratios,
+        "same_tokens_as_nanogpt": same_tokens(folders["all"], folders["nanogpt"])
+        if options.nanogpt
+        else "not measured",
+        "turns": turns,
+    }
+
+
+def measure(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run one kind in a process of its own; add its CPU time, that of its workers included."""
+    folder.mkdir()
+    command = [sys.executable, "-m", f"{__package__}.benchmark", "--run", kind, "--folder", str(folder)]
+    command += ["--tokenizer", options.tokenizer, "--parquet", str(options.parquet.absolute())]
+    command += ["--nanogpt", str(options.nanogpt.absolute())] if options.nanogpt else []
+    # its own Hub home: a cache of an earlier turn would be used again and measure nothing
+    environment = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    with (
+        open(folder / "stderr", "w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment) as process,
+    ):
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{kind} failed: {(folder / 'stderr').read_text()[-2000:]}")
+    result = json.loads(output.splitlines()[-1])
+    return {
+        **result,
+        "process_cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        "peak_rss_mb": usage.ru_maxrss >> 10,
+    }
+
+
+def run_one(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Do the work of one kind in this process; imports and reading into memory are not in `seconds`."""
+    import datasets  # noqa: F401, imported by all so that it is in the time of none
+
+    load_tokenizer(options.tokenizer)
+    return {"bare": _run_bare, "nanogpt": _run_nanogpt}.get(kind, _run_prepare)(kind, options)
+
+
+def _run_bare(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    import pyarrow.parquet
+
+    documents = pyarrow.parquet.read_table(options.parquet, columns=["text"])["text"].to_pylist()
+    encoding = load_tokenizer(options.tokenizer)
+    start = time.perf_counter()
+    tokens = sum(len(encoding.encode_ordinary(text)) for text in documents)
+    seconds = time.perf_counter() - start
+    text_bytes = sum(len(text.encode()) for text in documents)
+    return {
+        "seconds": round(seconds, 3),
+        "documents": len(documents),
+        "text_bytes": text_bytes,
+        "tokens": tokens,
+    }
+
+
+def _run_prepare(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    source = make_corpus("text_files", files=str(options.parquet))
+    start = time.perf_counter()
+    workers = 1 if kind == "one" else cpu_count()
+    corpus = prepare(source, options.tokenizer, options.folder, val_fraction=VAL_FRACTION, workers=workers)
+    seconds = time.perf_counter() - start
+    return {"seconds": round(seconds, 3), "workers": workers, "tokens": sum(corpus.manifest.tokens.values())}
+
+
+def _run_nanogpt(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    import datasets
+    import tiktoken
+
+    script = (options.nanogpt / "data" / "openwebtext" / "prepare.py").read_text()
+    changes = {
+        r"(?m)^num_proc = \d+": f"num_proc = {cpu_count()}",
+        r"test_size=[\d.]+": f"test_size={VAL_FRACTION}",
+        r"total_batches = \d+": "total_batches = 16",
+    }
+    for pattern, value in changes.items():
+        script, replaced = re.subn(pattern, value, script)
+        if replaced != 1:
+            raise SystemExit(f"this checkout's prepare.py has not one line with {pattern}")
+    copy = options.folder / "prepare.py"  # it writes beside itself
+    copy.write_text(script)
+    files = sorted(str(path) for path in options.parquet.glob("*.parquet"))
+    load = datasets.load_dataset
+    datasets.load_dataset = lambda name, **settings: load("parquet", data_files={"train": files}, **settings)
+    tiktoken.get_encoding = lambda name: load_tokenizer(options.tokenizer)
+    start = time.perf_counter()
+    runpy.run_path(str(copy), run_name="__main__")
+    seconds = time.perf_counter() - start
+    tokens = sum((options.folder / f"{split}.bin").stat().st_size // 2 for split in ("train", "val"))
+    return {"seconds": round(seconds, 3), "workers": cpu_count(), "tokens": tokens}
+
+
+def same_tokens(ours: Path, theirs: Path) -> dict[str, bool]:
+    """Compare the tokens: validation in order, training as a set of documents, which nanoGPT shuffles."""
+    (directory,) = (path.parent for path in ours.glob("*/manifest.json"))
+    corpus = Corpus(directory)
+    splits = {name: np.fromfile(theirs / f"{name}.bin", np.uint16) for name in ("train", "val")}
+
+    def documents(tokens: np.ndarray) -> list[bytes]:
+        ends = np.flatnonzero(tokens == corpus.eot_token)
+        return sorted(part.astype(np.uint16).tobytes() for part in np.split(tokens, ends + 1))
+
+    train = np.concatenate(corpus.train.maps)
+    return {
+        "val, token for token": bool(np.array_equal(corpus.val.read(0, corpus.val.tokens), splits["val"])),
+        "train, document for document": documents(train) == documents(splits["train"]),
+    }
+
+
+def make_parquet(folder: Path, text_bytes: int) -> Path:
+    """Write installed Python source as parquet files shaped like OpenWebText's."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir(parents=True)
+    texts, size = [], 0
+    roots = (sysconfig.get_paths()["stdlib"], *{sysconfig.get_paths()[key] for key in ("purelib", "platlib")})
+    # the folders in site-packages one by one: the folder itself is left out of Python source
+    roots = (
+        roots[0],
+        *(str(path) for root in roots[1:] for path in sorted(Path(root).iterdir()) if path.is_dir()),
+    )
+    for root in roots:
+        if size >= text_bytes:
+            break
+        if any(Path(root).rglob("*.py")):
+            for path in PythonSource((root,)).paths():
+                texts.append(path.read_text(encoding="utf-8", errors="replace"))
+                size += path.stat().st_size
+    each = -(-len(texts) // _FILES)
+    for index in range(_FILES):
+        table = pyarrow.table({"text": texts[index * each : (index + 1) * each]})
+        pyarrow.parquet.write_table(table, folder / f"{index:05d}.parquet", row_group_size=_ROWS_PER_GROUP)
+    return folder
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
+    return models[0] if models else platform.processor()
+
+
+if __name__ == "__main__":
+    main()
