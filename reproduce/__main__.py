@@ -87,7 +87,7 @@ def _run_one(arguments: argparse.Namespace) -> int:
     experiment = find_experiment(arguments.name)
     deadline = time.monotonic() + arguments.budget if arguments.budget else None
 
-    # Triton reads this when it is imported: where there is no GPU our kernels run in its interpreter.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr each time it starts
     import torch
 
     if arguments.device == "auto":
@@ -96,7 +96,7 @@ def _run_one(arguments: argparse.Namespace) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ReproduceError("there is no CUDA device here; --device cpu")
     if device.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: our kernels on a CPU
         if experiment.needs == "cuda" and not arguments.tiny:
             raise ReproduceError(
                 f"{experiment.name} needs a CUDA device; --tiny runs its small form here, for its own sake"

@@ -96,7 +96,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "attention",
             "time and peak memory of attention against length, every backend",
             ("C7", "C8", "C17", "C20", "C24"),
-            "cuda",
+            "cpu",
             3.0,
         ),
         Experiment(
@@ -186,3 +186,26 @@ def _parse(key: str, text: str, kind: Any) -> Any:
         return kind(text)
     except ValueError:
         raise ReproduceError(f"{key}={text}: it must be {kind.__name__}") from None
+
+
+def pick(results: Results, **where: Any) -> list[Sample]:
+    """The samples at the coordinates `where` that hold a measurement (not refused, failed or out of memory)."""
+    missing = ("refused", "failed", "out_of_memory")
+    return [
+        sample
+        for sample in results["samples"]
+        if all(sample.get(key) == value for key, value in where.items())
+        and not any(sample.get(key) for key in missing)
+    ]
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns aligned for a terminal: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in [header, *rows]
+    ]
+    return "\n".join(line.rstrip() for line in lines)

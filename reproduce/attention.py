@@ -1,0 +1,314 @@
+"""Time and peak memory of attention against length: FlashAttention Figure 3 and Tables 9-21, FlashAttention-2
+Figures 4-7, FlashAttention-3 Figures 5-6, and the shape of GPT-2 small.
+
+Every backend of `kernels.ATTENTION` that can do a workload takes part, with the papers' baseline (`standard.py`).
+In order: the numbers are checked against float64, then the peak memory is read, then those that passed are timed
+side by side in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from kernels import ATTENTION, get_attention, resolve_attention
+
+from . import timing
+from .attention_figures import draw, judge, table
+from .experiment import Options, Sample
+from .standard import NAME as STANDARD
+from .standard import hidden_scores, standard_attention
+
+__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+
+DROPOUT = 0.1
+PADDED, DROPPED = "padding", "padding+dropout"
+
+
+@dataclass(frozen=True)
+class Settings:
+    dtype: str = "float16"
+    # Names in kernels.ATTENTION and "standard"; none: all of them.
+    backends: tuple[str, ...] = ()
+    # fa1: batch 16, 8 heads, d 64 (Tables 9-21). fa2: 16k tokens, hidden 2048. gpt2: 12 heads, 1024, causal.
+    figures: tuple[str, ...] = ("fa1", "gpt2", "fa2")
+    # In order of worth.
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 512, 8192, 16384, 32768, 65536, 256, 128)
+    # Compiled anew for every shape, which takes longer than all its competitors: timed at GPT-2's shape only.
+    compiled: tuple[str, ...] = ("flex",)
+    # Per backend and workload, after warm-up; 5 rounds at least and 100 at most.
+    seconds: float = 0.15
+    # Of the square matrix product that fractions of the matrix rate refer to.
+    matrix_size: int = 8192
+
+
+TINY = Settings(backends=(STANDARD, "naive", "flash", "sdpa"), lengths=(64,), seconds=0.0, matrix_size=128)
+
+
+@dataclass(frozen=True)
+class Workload:
+    figure: str
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    causal: bool
+    mask: str = "plain"
+
+    @property
+    def bytes(self) -> int:
+        """Of q, k, v and the gradient of the output in 16 bits."""
+        return 4 * 2 * self.batch * self.heads * self.length * self.head_dim
+
+    @property
+    def features(self) -> dict[str, object]:
+        """What a backend must be able to do, for `resolve_attention`."""
+        features: dict[str, object] = {}
+        if self.mask in (PADDED, DROPPED):
+            features["kv_lengths"] = torch.ones(self.batch, dtype=torch.int32)
+        if self.mask == DROPPED:
+            features["dropout_p"] = DROPOUT
+        return features
+
+
+def workloads(settings: Settings, tiny: bool) -> list[Workload]:
+    """What is run, in order of worth."""
+    batch, heads, head_dims, tokens, hidden = (
+        (1, 2, (32,), 64, 64) if tiny else (16, 8, (64, 128, 256), 16384, 2048)
+    )
+    found = []
+    fits_mask = [n for n in settings.lengths if n <= 8192]
+    for length in settings.lengths:
+        for mask in ("plain", DROPPED, PADDED):
+            if mask == "plain" or length in fits_mask:
+                found.append(Workload("fa1", batch, heads, length, head_dims[0], False, mask))
+        for head_dim in head_dims:
+            for causal in (True, False):
+                if tokens // length and length >= (64 if tiny else 512):
+                    shape = (tokens // length, hidden // head_dim, length, head_dim)
+                    found.append(Workload("fa2", *shape, causal))
+    shapes = [(1, 2, settings.lengths[0], head_dims[0])] if tiny else [(16, 12, 1024, 64), (64, 12, 1024, 64)]
+    gpt2 = [Workload("gpt2", *shape, True) for shape in shapes]
+    return [each for each in [*gpt2, *found] if each.figure in settings.figures]
+
+
+class Inputs:
+    """Fresh random tensors of a workload."""
+
+    def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (workload.batch, workload.heads, workload.length, workload.head_dim)
+        self.workload = workload
+        self.qkv = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+        self.d_out = torch.randn(shape, device=device, dtype=dtype)
+        self.kv_lengths = None
+        if workload.mask in (PADDED, DROPPED):  # as in the paper: random, at most 20 missing
+            lengths = torch.randint(workload.length - 20, workload.length + 1, (workload.batch,))
+            self.kv_lengths = lengths.to(device, torch.int32)
+        self.dropout_p = DROPOUT if workload.mask == DROPPED else 0.0
+        self.hidden: torch.Tensor | None = None  # only the baseline wants its mask as a tensor
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same values in another type, as new leaves."""
+        other = Inputs.__new__(Inputs)
+        other.__dict__.update(self.__dict__)
+        other.qkv = [x.detach().to(dtype).requires_grad_() for x in self.qkv]
+        other.d_out = self.d_out.to(dtype)
+        return other
+
+
+Attend = Callable[[Inputs, int], torch.Tensor]
+
+
+def attend_with(backend: str) -> Attend:
+    """The attention `backend` as a function of inputs and a dropout seed."""
+    if backend == STANDARD:
+        return _standard
+    function = get_attention(backend)
+
+    def attend(inputs: Inputs, seed: int) -> torch.Tensor:
+        features: dict[str, object] = {}
+        if inputs.kv_lengths is not None:
+            features["kv_lengths"] = inputs.kv_lengths
+        if inputs.dropout_p:
+            features |= {"dropout_p": inputs.dropout_p, "dropout_seed": seed}
+        return function(*inputs.qkv, causal=inputs.workload.causal, **features)
+
+    return attend
+
+
+def _standard(inputs: Inputs, seed: int) -> torch.Tensor:
+    workload, (q, k, v) = inputs.workload, inputs.qkv
+    if inputs.hidden is None and (workload.causal or inputs.kv_lengths is not None):
+        inputs.hidden = hidden_scores(workload.length, workload.causal, inputs.kv_lengths, q.device)
+    return standard_attention(q, k, v, hidden=inputs.hidden, dropout_p=inputs.dropout_p)
+
+
+def gradients(attend: Attend, inputs: Inputs, seed: int = 0) -> list[torch.Tensor]:
+    """out, dq, dk, dv."""
+    out = attend(inputs, seed)
+    return [out.detach(), *torch.autograd.grad(out, inputs.qkv, inputs.d_out)]
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the reference, in float64; NaN if either has one."""
+    return float(torch.linalg.vector_norm(value.double() - reference) / torch.linalg.vector_norm(reference))
+
+
+def check(backend: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> Sample:
+    """Errors of out, dq, dk, dv against float64 on a small shape, with twice naive's own as the limit."""
+    length = min(workload.length, 1024 if device.type == "cuda" else 64)
+    small = replace(
+        workload, batch=2, heads=2, length=length, mask=PADDED if workload.mask != "plain" else "plain"
+    )
+    inputs = Inputs(small, dtype, device)
+    exact = gradients(attend_with("naive"), inputs.to(torch.float64))
+    errors, limits = {}, {}
+    attend = attend_with(backend)
+    found = gradients(attend, inputs)
+    naive = gradients(attend_with("naive"), inputs)
+    for name, ours, theirs, reference in zip(("out", "dq", "dk", "dv"), found, naive, exact, strict=True):
+        errors[name] = relative_error(ours, reference)
+        limits[name] = 2 * relative_error(theirs, reference) + 0.1 * torch.finfo(dtype).eps
+    passed = all(errors[name] <= limits[name] for name in errors)
+    if workload.mask == DROPPED:
+        errors["dropout"], limits["dropout"] = _dropout_bias(
+            attend, replace(small, mask=DROPPED), dtype, device
+        )
+        passed = passed and errors["dropout"] <= limits["dropout"]
+    return {"errors": errors, "limits": limits, "passed": passed}
+
+
+def _dropout_bias(
+    attend: Attend, workload: Workload, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    """|mean of out - 1| and its limit for equal probabilities and v = 1, where dropout keeps 1 on average."""
+    inputs = Inputs(workload, dtype, device)
+    q, k, v = inputs.qkv
+    inputs.qkv = [torch.zeros_like(q), k, torch.ones_like(v)]
+    rows = attend(inputs, 1)[..., 0].detach().double()
+    sigma = math.sqrt(DROPOUT / (1 - DROPOUT) / (workload.length - 20) / rows.numel())
+    return abs(float(rows.mean()) - 1), 6 * sigma + torch.finfo(dtype).eps
+
+
+def memory(backend: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> Sample:
+    """Peak bytes of inputs, forward and backward, and the error of sampled rows at the full shape."""
+    attend = attend_with(backend)
+    kept: list[object] = []
+
+    def once() -> None:
+        inputs = Inputs(workload, dtype, device)
+        out, *grads = gradients(attend, inputs)
+        kept.extend((inputs, out, grads))
+
+    peak = timing.peak_bytes(once, device)
+    basis = (
+        "torch.cuda.max_memory_allocated" if device.type == "cuda" else "torch's CPU allocations, profiled"
+    )
+    return {"peak_bytes": peak, "basis": basis, "row_error": _row_error(*kept[:2])}
+
+
+def _row_error(inputs: Inputs, out: torch.Tensor, rows: int = 16) -> float | None:
+    """Relative error of some rows of `out` against float64; none with dropout."""
+    workload = inputs.workload
+    if inputs.dropout_p:
+        return None
+    row = torch.randint(workload.length, (rows,), device=out.device)
+    head, batch = int(torch.randint(workload.heads, ())), int(torch.randint(workload.batch, ()))
+    q, k, v = (x.detach()[batch, head].double() for x in inputs.qkv)
+    scores = q[row] @ k.T / math.sqrt(workload.head_dim)
+    keys = torch.arange(workload.length, device=out.device)
+    if workload.causal:
+        scores.masked_fill_(keys > row[:, None], float("-inf"))
+    if inputs.kv_lengths is not None:
+        scores.masked_fill_(keys >= inputs.kv_lengths[batch], float("-inf"))
+    return relative_error(out[batch, head, row], scores.softmax(-1) @ v)
+
+
+def time_all(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
+    """Milliseconds of forward and backward of every round: {"ms": {backend: {phase: [...]}}}."""
+    device = options.device
+    sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(workload.bytes, device))]
+
+    def call_of(attend: Attend) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            inputs = sets[number % len(sets)]
+            out = attend(inputs, number)
+            yield
+            torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+            yield
+
+        return call
+
+    before = timing.clocks(device)
+    calls = {backend: call_of(attend_with(backend)) for backend in backends}
+    rounds = (1, 1) if options.tiny else (5, 100)
+    samples = timing.time_alternating(
+        calls, device, seconds=options.settings.seconds, warmup=0 if options.tiny else 3, rounds=rounds
+    )
+    milliseconds = {
+        name: {"forward": _digits(forward), "backward": _digits(backward)}
+        for name, (forward, backward) in samples.items()
+    }
+    return {"ms": milliseconds, "clocks": [before, timing.clocks(device)]}
+
+
+def _digits(samples: list[float]) -> list[float]:
+    return [float(f"{each:.5g}") for each in samples]
+
+
+def run(options: Options) -> None:
+    """See `experiment`."""
+    settings, device = options.settings, options.device
+    dtype = getattr(torch, settings.dtype)
+    if device.type == "cpu" and not options.tiny:
+        return _count_memory(options, dtype)
+    size = settings.matrix_size
+    options.sample(lambda: {"flops": timing.matrix_rate(dtype, device, size)}, kind="matrix_rate", size=size)
+    for workload in workloads(settings, options.tiny):
+        able = [each for each in _names(settings, workload) if _ready(each, workload, options, dtype)]
+        if able:
+            options.sample(
+                lambda w=workload, names=able: time_all(names, w, options, dtype),
+                kind="time",
+                **asdict(workload),
+            )
+
+
+def _count_memory(options: Options, dtype: torch.dtype) -> None:
+    """All that a CPU can tell of a GPU: bytes allocated, which are proportional to batch * heads (1 here)."""
+    for length in (512, 1024, 2048, 4096):
+        workload = Workload("fa1", 1, 1, length, 64, False)
+        for backend in _names(options.settings, workload):
+            if _ready(backend, workload, options, dtype):
+                options.say(f"  counted {backend} at {length}")
+
+
+def _names(settings: Settings, workload: Workload) -> list[str]:
+    names = settings.backends or (STANDARD, *ATTENTION)
+    return [each for each in names if each not in settings.compiled or workload.figure == "gpt2"]
+
+
+def _ready(backend: str, workload: Workload, options: Options, dtype: torch.dtype) -> bool:
+    """Whether `backend` can do the workload, does it right, and fits: what is not so is not timed."""
+    device = options.device
+
+    def checked() -> Sample:
+        if backend != STANDARD:
+            resolve_attention(
+                backend, device=device, dtype=dtype, head_dim=workload.head_dim, **workload.features
+            )
+        return check(backend, workload, dtype, device)
+
+    kind = {"head_dim": workload.head_dim, "causal": workload.causal, "mask": workload.mask}
+    verdict = options.sample(checked, kind="check", backend=backend, **kind)
+    if verdict.get("passed") is False:
+        options.say(f"  wrong: {backend} {kind}: {verdict['errors']} over {verdict['limits']}; not timed")
+    if not verdict.get("passed"):
+        return False
+    used = options.sample(
+        lambda: memory(backend, workload, dtype, device), kind="memory", backend=backend, **asdict(workload)
+    )
+    return "peak_bytes" in used

@@ -1,0 +1,343 @@
+"""The attention experiment's table, picture and verdicts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+from . import paper, plots
+from .experiment import (
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    REPRODUCED,
+    Results,
+    Sample,
+    Verdict,
+    pick,
+    text_table,
+)
+
+OURS, BASELINE = "flash", "standard"
+MASK_NAMES = {"plain": "plain", "padding": "key padding", "padding+dropout": "key padding and dropout"}
+
+
+def milliseconds(sample: Sample, backend: str, phase: str) -> float | None:
+    """The median over rounds of "forward", "backward" or "both"; None if the backend was not timed there."""
+    phases = sample["ms"].get(backend)
+    if phases is None:
+        return None
+    rounds = [sum(pair) for pair in zip(*phases.values(), strict=True)] if phase == "both" else phases[phase]
+    return statistics.median(rounds)
+
+
+def flops(sample: Sample, phase: str) -> float:
+    """4 * batch * heads * length^2 * head_dim forward, half if causal; backward 2.5 times that (FA2, section 4.1)."""
+    forward = 4 * sample["batch"] * sample["heads"] * sample["length"] ** 2 * sample["head_dim"]
+    forward /= 2 if sample["causal"] else 1
+    return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[phase]
+
+
+def tflops(sample: Sample, backend: str, phase: str) -> float | None:
+    took = milliseconds(sample, backend, phase)
+    return took and flops(sample, phase) / took / 1e9
+
+
+def speedup(sample: Sample, phase: str = "both") -> float | None:
+    """Time of standard attention over ours."""
+    standard, ours = milliseconds(sample, BASELINE, phase), milliseconds(sample, OURS, phase)
+    return standard / ours if standard and ours else None
+
+
+def _timed(results: Results, **where: object) -> list[Sample]:
+    return sorted(pick(results, kind="time", **where), key=lambda sample: sample["length"])
+
+
+def _backends(results: Results, kind: str) -> list[str]:
+    names = {name for sample in pick(results, kind="time") for name in sample["ms"]}
+    if kind == "memory":
+        names = {sample["backend"] for sample in pick(results, kind="memory")}
+    first = [name for name in (BASELINE, "naive", OURS) if name in names]
+    return first + sorted(names - set(first))
+
+
+def table(results: Results) -> str:
+    """Forward+backward ms of every workload and backend, ours in TFLOP/s and as a share of the matrix rate."""
+    backends = _backends(results, "time")
+    rate = next((sample["flops"] for sample in pick(results, kind="matrix_rate")), None)
+    rows = []
+    groups = sorted(
+        _timed(results), key=lambda s: (s["figure"], s["mask"], s["head_dim"], s["causal"], s["length"])
+    )
+    for sample in groups:
+        shape = f"{sample['figure']} b{sample['batch']} h{sample['heads']} n{sample['length']} d{sample['head_dim']}"
+        shape += (" causal" if sample["causal"] else "") + (
+            f" {sample['mask']}" if sample["mask"] != "plain" else ""
+        )
+        times = [milliseconds(sample, backend, "both") for backend in backends]
+        ours, gain = tflops(sample, OURS, "both"), speedup(sample)
+        rows.append(
+            [
+                shape,
+                *(f"{t:.3g}" if t else "-" for t in times),
+                f"{gain:.2f}" if gain else "-",
+                f"{ours:.0f}" if ours else "-",
+                f"{1e12 * ours / rate:.0%}" if ours and rate else "-",
+            ]
+        )
+    header = ["forward+backward, ms", *backends, f"{BASELINE}/{OURS}", "TFLOP/s", "of matmul"]
+    lines = [text_table(header, rows)]
+    if rate:
+        lines.append(f"matrix rate of this run: {rate / 1e12:.1f} TFLOP/s; TFLOP/s are {OURS}'s")
+    refused = sorted({(s["backend"], s["mask"]) for s in results["samples"] if "refused" in s})
+    lines += [f"refused: {backend} on {MASK_NAMES[mask]}" for backend, mask in refused]
+    return "\n".join(lines)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Time of the three masks, peak memory, and TFLOP/s on the FA2 workload."""
+    names = _backends(results, "time")
+    shapes = sorted({(s["head_dim"], s["causal"]) for s in _timed(results, figure="fa2")})
+    with plots.picture(path, 4 + len(shapes), title=f"Attention on {results['device']}") as axes:
+        for axis, mask in zip(axes, MASK_NAMES, strict=False):
+            _draw_times(axis, _timed(results, figure="fa1", mask=mask), names)
+            axis.set_title(f"Forward and backward, {MASK_NAMES[mask]}")
+        axes[0].legend(fontsize=8)
+        _draw_memory(axes[3], results)
+        for axis, (head_dim, causal) in zip(axes[4:], shapes, strict=True):
+            samples = _timed(results, figure="fa2", head_dim=head_dim, causal=causal)
+            for name in names:
+                points = [(s["length"], tflops(s, name, "both")) for s in samples if name in s["ms"]]
+                axis.plot(
+                    *zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)), label=name
+                )
+            _draw_paper_rates(axis, head_dim, causal)
+            plots.length_axis(axis, [s["length"] for s in samples])
+            axis.set_ylim(bottom=0)
+            axis.set_ylabel("TFLOP/s, forward and backward")
+            axis.set_title(f"head_dim {head_dim}{', causal' if causal else ''}, 16k tokens")
+
+
+def _draw_times(axis: plots.Axes, samples: list[Sample], names: list[str]) -> None:
+    for name in names:
+        points = [(s["length"], milliseconds(s, name, "both")) for s in samples if name in s["ms"]]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)), label=name)
+    plots.length_axis(axis, [s["length"] for s in samples])
+    axis.set_yscale("log")
+    axis.set_ylabel("ms")
+
+
+def _draw_memory(axis: plots.Axes, results: Results) -> None:
+    names = _backends(results, "memory")
+    lengths = set()
+    for name in names:
+        samples = pick(results, kind="memory", backend=name, figure="fa1", mask="plain")
+        points = sorted((s["length"], s["peak_bytes"] / 2**20) for s in samples)
+        lengths |= {length for length, _ in points}
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)), label=name)
+    for name, series in paper.FA1_MIB.items():
+        points = [(n, mib) for n, mib in series.items() if n in lengths]
+        if points:
+            axis.plot(
+                *zip(*points, strict=True), ":", color=plots.colour(name), label=f"paper's {name} (Table 21)"
+            )
+    plots.length_axis(axis, sorted(lengths))
+    axis.set_yscale("log", base=2)
+    axis.set_ylabel("peak MiB")
+    axis.set_title("Peak memory, forward and backward")
+    axis.legend(fontsize=8)
+
+
+def _draw_paper_rates(axis: plots.Axes, head_dim: int, causal: bool) -> None:
+    series = paper.FA2_H100.get((head_dim, causal), {}).get("fa2", {})
+    if series:
+        axis.plot(
+            *zip(*series.items(), strict=True), ":", color="black", label="FA2 on an H100 (its Figure 7)"
+        )
+        axis.legend(fontsize=8)
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C7, C8, C17, C20 and C24."""
+    return [
+        *_judge_speed(results),
+        *_judge_memory(results),
+        *_judge_head_dim(results),
+        *_judge_causal(results),
+        *_judge_rates(results),
+    ]
+
+
+def _status(passed: bool) -> str:
+    return REPRODUCED if passed else NOT_REPRODUCED
+
+
+def _judge_speed(results: Results) -> list[Verdict]:
+    verdicts = []
+    for mask, words in MASK_NAMES.items():
+        for sample in _timed(results, figure="fa1", mask=mask):
+            n, ours = sample["length"], speedup(sample)
+            standard, flash = (paper.FA1_MS[mask, "both", name].get(n) for name in (BASELINE, OURS))
+            if n not in (1024, 2048, 4096) or ours is None:
+                continue
+            theirs = standard / flash
+            verdicts.append(
+                Verdict(
+                    "C7",
+                    f"{BASELINE}/{OURS} time, {words}, {n} tokens",
+                    f"{theirs:.2f}x",
+                    f"{ours:.2f}x",
+                    ours / theirs,
+                    _status(ours >= theirs),
+                    "at least the paper's speed-up; milliseconds of an A100 are not compared",
+                    results["device"],
+                )
+            )
+    slower = [s for s in _timed(results, figure="fa1") if (speedup(s) or 1.0) < 1.0]
+    compared = [s for s in _timed(results, figure="fa1") if speedup(s)]
+    if compared:
+        where = ", ".join(f"{s['length']} {s['mask']}" for s in slower)
+        verdicts.append(
+            Verdict(
+                "C7", "lengths where ours is slower than standard attention", "none", where or "none", None,
+                _status(not slower), f"over {len(compared)} workloads", results["device"],
+            )
+        )  # fmt: skip
+    by_length = {s["length"]: s for s in _timed(results, figure="fa1", mask="plain") if OURS in s["ms"]}
+    growth = [
+        milliseconds(by_length[2 * n], OURS, "both") / milliseconds(by_length[n], OURS, "both")
+        for n in by_length
+        if n >= 4096 and 2 * n in by_length
+    ]
+    if growth:
+        mean = statistics.geometric_mean(growth)
+        theirs = paper.FA1_MS["plain", "both", "flash"]
+        expected = (theirs[65536] / theirs[4096]) ** 0.25
+        verdicts.append(
+            Verdict(
+                "C7", "growth of time when the length doubles, from 4096", f"{expected:.2f}x", f"{mean:.2f}x",
+                mean / expected, _status(3.6 <= mean <= 4.4), "quadratic is 4", results["device"],
+            )
+        )  # fmt: skip
+    return verdicts
+
+
+def _judge_memory(results: Results) -> list[Verdict]:
+    peaks = {
+        (s["backend"], s["length"]): s["peak_bytes"]
+        for s in pick(results, kind="memory", figure="fa1", mask="plain")
+    }
+    verdicts = []
+    for n in (1024, 2048, 4096):
+        if (BASELINE, n) in peaks and (OURS, n) in peaks:
+            ours = peaks[BASELINE, n] / peaks[OURS, n]
+            theirs = paper.FA1_MIB[BASELINE][n] / paper.FA1_MIB[OURS][n]
+            verdicts.append(
+                Verdict(
+                    "C8", f"{BASELINE}/{OURS} peak memory at {n} tokens", f"{theirs:.1f}x", f"{ours:.1f}x",
+                    ours / theirs, _status(ours >= 0.75 * theirs), "at least the paper's, less 25 %",
+                    results["device"],
+                )
+            )  # fmt: skip
+    for name, expected in ((OURS, 1.0), (BASELINE, 2.0)):
+        slope = log_slope({n: b for (backend, n), b in peaks.items() if backend == name and n >= 1024})
+        if slope is not None:
+            verdicts.append(
+                Verdict(
+                    "C8", f"slope of log memory against log length, {name}", f"{expected:.2f}", f"{slope:.2f}",
+                    slope / expected, _status(abs(slope - expected) <= 0.05), "from 1024 tokens on",
+                    results["device"],
+                )
+            )  # fmt: skip
+    if (OURS, 65536) in peaks:
+        gib, limit = peaks[OURS, 65536] / 2**30, paper.FA1_MIB[OURS][65536] / 1024
+        verdicts.append(
+            Verdict(
+                "C8", "peak memory at 65536 tokens", f"{limit:.1f} GiB", f"{gib:.1f} GiB", gib / limit,
+                _status(gib <= 1.05 * limit), "at most the paper's", results["device"],
+            )
+        )  # fmt: skip
+    return verdicts
+
+
+def log_slope(values: dict[int, float]) -> float | None:
+    """The exponent of a power law through `values`, least squares on logarithms; None below three points."""
+    if len(values) < 3:
+        return None
+    x, y = [math.log(n) for n in values], [math.log(v) for v in values.values()]
+    return statistics.linear_regression(x, y).slope
+
+
+def _gains(results: Results, head_dim: int, causal: bool) -> list[float]:
+    samples = _timed(results, figure="fa2", head_dim=head_dim, causal=causal)
+    return [gain for s in samples if 1024 <= s["length"] <= 8192 and (gain := speedup(s))]
+
+
+def _judge_head_dim(results: Results) -> list[Verdict]:
+    means = {
+        (d, causal): statistics.geometric_mean(gains)
+        for d in (64, 128)
+        for causal in (False, True)
+        if (gains := _gains(results, d, causal))
+    }
+    if len(means) < 4:
+        return []
+    ours = ", ".join(f"d{d}{' causal' if causal else ''} {gain:.1f}x" for (d, causal), gain in means.items())
+    shape = means[128, False] < means[64, False] and means[128, True] > means[128, False]
+    return [
+        Verdict(
+            "C17", f"{BASELINE}/{OURS} time, mean over 1k to 8k", "lower at d128 than d64, larger when causal", ours,
+            None, _status(shape), "FA1 README; the order is the claim", results["device"],
+        )
+    ]  # fmt: skip
+
+
+def _judge_causal(results: Results) -> list[Verdict]:
+    verdicts = []
+    for d in (64, 128):
+        full = {
+            s["length"]: s for s in _timed(results, figure="fa2", head_dim=d, causal=False) if OURS in s["ms"]
+        }
+        half = {
+            s["length"]: s for s in _timed(results, figure="fa2", head_dim=d, causal=True) if OURS in s["ms"]
+        }
+        ratios = [
+            milliseconds(full[n], OURS, "both") / milliseconds(half[n], OURS, "both")
+            for n in full.keys() & half.keys()
+            if n >= 4096
+        ]
+        if ratios:
+            ours = statistics.geometric_mean(ratios)
+            verdicts.append(
+                Verdict(
+                    "C20", f"full over causal time, head_dim {d}, from 4096", "1.7 to 1.8x", f"{ours:.2f}x",
+                    ours / 1.75, _status(ours >= 1.7), "blocks above the diagonal are skipped", results["device"],
+                )
+            )  # fmt: skip
+    return verdicts
+
+
+def _judge_rates(results: Results) -> list[Verdict]:
+    """Absolute TFLOP/s: an H200 computes as an H100 does, no other device is compared."""
+    same_chip = any(name in results["device"] for name in ("H100", "H200"))
+    verdicts = []
+    for phase, figure in (("forward", paper.FA3_FORWARD), ("backward", paper.FA3_BACKWARD)):
+        for (d, causal), series in figure.items():
+            for sample in _timed(results, figure="fa2", head_dim=d, causal=causal, length=8192):
+                ours = tflops(sample, OURS, phase)
+                if ours is None:
+                    continue
+                theirs = series["fa3"][8192]
+                peers = {n: f"{tflops(sample, n, phase):.0f}" for n in sample["ms"] if n != OURS}
+                beside = ", ".join(f"{name} {rate}" for name, rate in peers.items())
+                verdicts.append(
+                    Verdict(
+                        "C24", f"{phase}, head_dim {d}{', causal' if causal else ''}, 8192 tokens",
+                        f"{theirs:.0f} TFLOP/s", f"{ours:.0f} TFLOP/s", ours / theirs,
+                        _status(ours >= 0.95 * theirs) if same_chip else NOT_COMPARABLE,
+                        f"FA3, H100; FA2 had {series['fa2'][8192]:.0f}. In this run: {beside}", results["device"],
+                    )
+                )  # fmt: skip
+    return verdicts

@@ -1,0 +1,97 @@
+"""Figures printed in the papers, as numbers.
+
+FA1: FlashAttention, arXiv 2205.14135 v2. FA2: FlashAttention-2, 2307.08691. FA3: FlashAttention-3, 2407.08608.
+"""
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+# FA1 Tables 9-20: milliseconds on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. None: out of memory.
+FA1_MS: dict[tuple[str, str, str], dict[int, float]] = {
+    key: dict(zip(LENGTHS, values, strict=False))
+    for key, values in {
+        ("padding+dropout", "both", "standard"): (0.84, 0.86, 2.35, 8.29, 31.75, 124.19),
+        ("padding+dropout", "both", "flash"): (
+            0.43, 0.41, 0.95, 2.55, 9.56, 37.49, 147.75, 586.61, 2339.11, 9341.30,
+        ),
+        ("padding", "both", "standard"): (0.80, 0.81, 2.08, 7.23, 27.51, 107.58),
+        ("padding", "both", "flash"): (0.32, 0.30, 0.83, 2.37, 7.95, 30.77, 119.98, 473.65, 1883.43, 7513.01),
+        ("plain", "forward", "standard"): (0.21, 0.22, 0.43, 1.27, 4.32, 16.47, 67.77),
+        ("plain", "forward", "flash"): (0.08, 0.09, 0.18, 0.68, 2.40, 8.42, 33.54, 134.03, 535.95, 2147.05),
+        ("plain", "backward", "standard"): (0.26, 0.29, 0.78, 2.44, 8.82, 33.87),
+        ("plain", "backward", "flash"): (0.11, 0.16, 0.52, 1.62, 5.45, 21.57, 84.75, 336.00, 1338.56, 5343.19),
+        ("plain", "both", "standard"): (0.67, 0.70, 1.18, 3.67, 13.22, 50.44),
+        ("plain", "both", "flash"): (0.31, 0.31, 0.73, 2.29, 7.64, 30.09, 118.50, 470.51, 1876.08, 7492.85),
+    }.items()
+}  # fmt: skip
+
+# FA1 Table 21: peak MiB, forward and backward, same shape.
+FA1_MIB = {
+    "standard": dict(zip(LENGTHS, (36, 104, 336, 1184, 4416, 17024), strict=False)),
+    "flash": dict(zip(LENGTHS, (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13376), strict=False)),
+}
+
+# FA1 Figure 2 left, both versions of the paper: GPT-2 medium, length 1024, 16 heads, head_dim 64, batch 64, A100.
+FIGURE_2 = {
+    "arXiv v2": {"standard_gb": 40.3, "flash_gb": 4.4, "standard_ms": 41.7, "flash_ms": 7.3},
+    "NeurIPS 2022": {"standard_gb": 35.3, "flash_gb": 4.4, "standard_ms": 35.1, "flash_ms": 11.7},
+}
+FIGURE_2_FLOPS_RATIO = 75.2 / 66.6
+# FA1 Figure 2 right: length 4096, share of non-zero blocks -> ms; dense 188 ms (read off the figure's vectors).
+FIGURE_2_SPARSE_MS = {10: 27, 20: 43, 30: 60, 40: 81, 50: 99, 60: 117, 70: 136, 80: 156, 90: 176}
+FIGURE_2_DENSE_MS = 188
+# FA1 Figure 1 right: forward of GPT-2's attention on an A100, ms.
+FIGURE_1_MS = {"matmul": 2.2, "mask": 4.5, "softmax": 3.7, "dropout": 4.6, "matmul 2": 1.8, "flash": 2.2}
+# FA1 Tables 11 and 20, length 65536: dense over block-sparse FlashAttention.
+BLOCK_SPARSE_SPEEDUP_64K = {"plain": 7492.85 / 50.39, "padding+dropout": 9341.30 / 64.11}
+# FA1 Table 20, block-sparse FlashAttention, forward and backward, ms.
+BLOCK_SPARSE_MS = dict(
+    zip(LENGTHS, (0.74, 0.77, 0.82, 0.88, 1.71, 3.21, 6.56, 12.60, 24.93, 50.39), strict=True)
+)
+
+TOKENS_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+# FA2 Figure 7, H100, forward and backward, TFLOP/s; 16k tokens, hidden 2048: (head_dim, causal) -> series -> length.
+FA2_H100 = {
+    key: {name: dict(zip(TOKENS_LENGTHS, values, strict=False)) for name, values in series.items()}
+    for key, series in {
+        (64, False): {"standard": (62, 72, 81, 86, 87), "fa1": (157, 159, 161, 161, 166, 168),
+                      "fa2": (215, 254, 274, 288, 294, 296)},
+        (64, True): {"standard": (26, 29, 31, 32, 32), "fa1": (104, 123, 136, 138, 149, 156),
+                     "fa2": (141, 192, 232, 257, 273, 284)},
+        (128, False): {"standard": (93, 120, 145, 160, 167), "fa1": (127, 127, 128, 131, 137, 139),
+                       "fa2": (248, 294, 320, 326, 335, 338)},
+        (128, True): {"standard": (40, 50, 57, 61, 63), "fa1": (98, 109, 108, 126, 135, 137),
+                      "fa2": (163, 221, 265, 294, 308, 328)},
+    }.items()
+}  # fmt: skip
+
+# FA3 Figure 5, H100, forward, TFLOP/s, same workload.
+FA3_FORWARD = {
+    key: {name: dict(zip(TOKENS_LENGTHS, values, strict=False)) for name, values in series.items()}
+    for key, series in {
+        (64, False): {"fa2": (282, 306, 318, 321, 322, 324), "cudnn": (335, 373, 395, 408, 412, 413),
+                      "fa3": (333, 392, 460, 476, 496, 497)},
+        (64, True): {"fa2": (180, 229, 262, 284, 295, 299), "cudnn": (225, 288, 334, 363, 379, 388),
+                     "fa3": (197, 265, 371, 420, 460, 473)},
+        (128, False): {"fa2": (309, 350, 362, 368, 370, 370), "cudnn": (497, 574, 617, 609, 600, 595),
+                       "fa3": (467, 565, 625, 638, 646, 648)},
+        (128, True): {"fa2": (191, 260, 298, 319, 333, 335), "cudnn": (315, 410, 484, 518, 529, 539),
+                      "fa3": (292, 423, 521, 579, 602, 616)},
+        (256, False): {"fa2": (275, 313, 321, 323, 324, 326), "cudnn": (470, 546, 580, 581, 580, 581),
+                       "fa3": (482, 627, 707, 736, 746, 756)},
+        (256, True): {"fa2": (208, 251, 278, 293, 297, 298), "cudnn": (308, 391, 450, 483, 497, 509),
+                      "fa3": (286, 427, 537, 612, 628, 642)},
+    }.items()
+}  # fmt: skip
+# FA3 Figure 6, H100, backward, TFLOP/s.
+FA3_BACKWARD = {
+    key: {name: dict(zip(TOKENS_LENGTHS, values, strict=False)) for name, values in series.items()}
+    for key, series in {
+        (64, False): {"fa2": (198, 238, 264, 279, 287, 291), "cudnn": (266, 348, 395, 417, 432, 433),
+                      "fa3": (272, 363, 422, 453, 472, 474)},
+        (128, False): {"fa2": (214, 260, 291, 310, 318, 322), "cudnn": (305, 408, 465, 499, 518, 516),
+                       "fa3": (316, 424, 501, 542, 559, 561)},
+    }.items()
+}  # fmt: skip
+
+# FA3 Table 3: RMSE against float64, fp16, values N(0, 1) + N(0, 100) * Bernoulli(0.001).
+FA3_RMSE = {"standard": 3.2e-4, "flash": 1.9e-4}
