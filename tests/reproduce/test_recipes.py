@@ -1,0 +1,73 @@
+"""Every recipe composes, is short, and builds its batch on one GPU and on eight."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from training.config import Config, Precision, from_hydra
+from training.schedule import learning_rate
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(
+    str(path.relative_to(CONFIGS / "experiment").with_suffix(""))
+    for path in CONFIGS.glob("experiment/**/*.yaml")
+)
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    ConfigStore.instance().store(name="config_schema", node=Config)
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return from_hydra(compose("train", [f"experiment={name}", *overrides]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_composes_and_builds_its_batch(name):
+    config = recipe(name)
+    for ranks in (1, 8):
+        accumulation, micro_batch = config.accumulation_steps(ranks)
+        assert accumulation * micro_batch * ranks * config.model.seq_len == config.trainer.batch_tokens
+    assert len((CONFIGS / "experiment" / f"{name}.yaml").read_text().splitlines()) <= 20
+
+
+def test_the_papers_recipe_is_the_released_one():
+    config = recipe("paper/gpt2_small")
+    assert config.trainer.batch_tokens == 512 * 1024
+    assert (config.optimizer.lr, tuple(config.optimizer.betas)) == (6e-4, (0.9, 0.999))
+    assert (config.model.dropout, config.model.scale_attn_by_inverse_layer_idx) == (0.1, True)
+    assert not config.optimizer.decay_embeddings
+    assert config.trainer.precision is Precision.fp16
+    assert (config.data.source, config.data.tokenizer, config.data.val_fraction) == (
+        "openwebtext",
+        "gpt2",
+        0.0005,
+    )
+    rates = [
+        learning_rate(config.schedule, config.optimizer.lr, step, config.trainer.steps)
+        for step in (3999, 4000, 202_000, 399_999)
+    ]
+    assert rates == pytest.approx([6e-4, 6e-4, 3e-4, 0.0], rel=1e-3)
+
+
+def test_the_papers_recipes_differ_only_as_the_paper_does():
+    small = recipe("paper/gpt2_small")
+    medium = recipe("paper/gpt2_medium")
+    assert (medium.model.n_layer, medium.model.n_head, medium.model.n_embd) == (24, 16, 1024)
+    assert (medium.optimizer.lr, medium.model.dropout) == (1.5e-4, 0.1)
+    for name, seq_len in (("2k", 2048), ("4k", 4096)):
+        longer = recipe(f"paper/gpt2_small_{name}")
+        assert longer.model.seq_len == seq_len
+        assert longer.trainer.batch_tokens == small.trainer.batch_tokens
+        assert longer.optimizer == small.optimizer
+
+
+def test_nanogpts_warm_up_is_2000_steps():
+    config = recipe("nanogpt/gpt2_small")
+    assert round(config.schedule.warmup_fraction * config.trainer.steps) == 2000
+    assert config.accumulation_steps(8) == (5, 12)
+
+
+def test_the_command_line_wins_over_a_recipe():
+    assert recipe("paper/gpt2_small", "trainer.precision=bf16").trainer.precision is Precision.bf16
+    assert recipe("compare/gpt2_small", "attention=naive").attention.name == "naive"
