@@ -24,8 +24,12 @@ def rows(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def losses_by_step(run: Path) -> dict[int, float]:
+    return {int(row["step"]): float(row["train/loss"]) for row in rows(run) if row["train/loss"]}
+
+
 def losses(run: Path) -> list[float]:
-    return [float(row["train/loss"]) for row in rows(run) if row["train/loss"]]
+    return list(losses_by_step(run).values())
 
 
 def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_path):
@@ -173,7 +177,7 @@ def test_help_answers_at_once(command_line, flags):
 
 def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, tiny, tmp_path):
     """SIGTERM in the middle: a checkpoint, a resume line; the resumed run's losses are the undisturbed run's."""
-    long = [*tiny, "trainer.steps=150", "model.dropout=0.1"]
+    long = [*tiny, "trainer.steps=150", "model.dropout=0.1", "trainer.log_every=7"]
     assert command_line("train.py", *long, "hydra.run.dir=whole").returncode == 0
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", *long, "hydra.run.dir=cut"],
@@ -183,7 +187,7 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, tiny, tmp
         text=True,
     )
     metrics = tmp_path / "cut" / "metrics.csv"
-    while not metrics.exists() or metrics.read_text().count("\n") < 20:
+    while not metrics.exists() or metrics.read_text().count("\n") < 5:
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
@@ -192,9 +196,10 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, tiny, tmp
     assert "trainer.resume=cut" in out
     resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut")
     assert resumed.returncode == 0, resumed.stderr
-    before, after, whole = (losses(tmp_path / name) for name in ("cut", "resumed", "whole"))
-    assert len(before) < 150
-    assert before + after == whole
+    before, after, whole = (losses_by_step(tmp_path / name) for name in ("cut", "resumed", "whole"))
+    assert max(before) < 150
+    assert min(after) > max(before)
+    assert {step: loss for step, loss in (before | after).items() if step in whole} == whole
 
 
 def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, tiny, tmp_path):

@@ -34,9 +34,11 @@ class Interrupt:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def agreed(self) -> bool:
-        """Whether any rank was told to stop. With several ranks this waits for all of them."""
+    def requested(self, *, may_wait: bool) -> bool:
+        """Whether to stop after this step. Several ranks must agree, which they do only where they may wait."""
         if self._world.size > 1:
+            if not may_wait:
+                return False
             told = torch.tensor(self.signal, device=self._world.device)
             torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
             self.signal = int(told)

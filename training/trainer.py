@@ -125,24 +125,25 @@ class Trainer:
                     self.throughput.step()
                     progress.step()
                     done = step + 1
-                    last = done == config.steps
+                    logging = _due(done, config.log_every) or done in (1, config.steps)
+                    stopping = interrupt.requested(may_wait=logging)
+                    last = stopping or done == config.steps
                     # Only here does the host wait for the device.
-                    if _due(done, config.log_every) or done == 1 or last:
+                    if logging or stopping:
                         metrics = self._training_metrics(done, loss, grad_norm)
                         log(metrics)
                         progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
-                        last = last or interrupt.agreed()
                     # Saved before the evaluation, so that nothing an evaluation breaks is lost.
                     if _due(done, config.save_every) or last:
                         self._save(done)
-                    if interrupt.signal:
+                    if stopping:
                         break
                     if _due(done, config.eval_every) or last:
                         evaluation = self._evaluate()
                         log(evaluation.metrics())
                         progress.say(f"step {done:,}: validation {evaluation}")
             progress.close()
-            if not interrupt.signal:
+            if not stopping:
                 summary = self._summary(evaluation, time.perf_counter() - began)
         finally:
             progress.close()
@@ -150,7 +151,7 @@ class Trainer:
                 logger.finish(summary)
         if self.world.is_main:
             self._close_run(summary, done)
-        if interrupt.signal:
+        if stopping:
             raise SystemExit(128 + interrupt.signal)
         return summary
 
