@@ -169,6 +169,8 @@ def flex(
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     _refuse_features("flex", features)
     check_inputs(q, k, v)
+    from torch.nn.attention.flex_attention import AuxRequest
+
     q_len, kv_len = q.shape[2], k.shape[2]
     offset = kv_len - q_len
 
@@ -189,9 +191,9 @@ def flex(
         block_mask=mask,
         scale=check_scale(scale, q.shape[-1]),
         enable_gqa=q.shape[1] != k.shape[1],
-        return_lse=return_lse,
+        return_aux=AuxRequest(lse=True) if return_lse else None,
     )
-    return out
+    return (out[0], out[1].lse) if return_lse else out
 
 
 @functools.lru_cache(maxsize=64)

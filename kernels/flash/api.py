@@ -16,7 +16,7 @@ from ..registry import AttentionError, used_features
 from . import refuses_inputs
 from .backward import LOG2_E, dkdv_kernel, dq_kernel
 from .forward import forward_kernel
-from .tiles import Tile, tile_for
+from .tiles import Tile, constants, tile_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAMESPACE = __package__.replace(".", "_")
@@ -31,8 +31,9 @@ def flash_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
+    return_lse: bool = False,
     **features: object,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * scale) v without ever holding the scores; arguments and result as `naive_attention`.
 
     q, k and v may have any strides whose last is 1: views of a packed qkv go in without a copy. Beyond inputs and
@@ -55,8 +56,8 @@ def flash_attention(
             raise AttentionError(
                 f"{name}'s last stride must be 1, got {tensor.stride()}; pass {name}.contiguous()"
             )
-    out, _ = flash_forward(q, k, v, causal, check_scale(scale, q.shape[-1]))
-    return out
+    out, lse = flash_forward(q, k, v, causal, check_scale(scale, q.shape[-1]))
+    return (out, lse) if return_lse else out
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_forward", mutates_args=())
@@ -68,14 +69,14 @@ def flash_forward(
     out, lse = _empty_like(q), _empty_rows(q)
     if out.numel() == 0:
         return out, lse
-    tile, constants = _launch("forward", q, k, causal)
+    tile, options = _launch("forward", q, k, causal)
     with _on_device(q):
         forward_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
             q, k, v, out, lse,
             *_strides(q, k, v, out),
             q_len, k.shape[2], scale * LOG2_E.value,
             *_row_strides(q, k, v, out),
-            **constants,
+            **options,
         )  # fmt: skip
     return out, lse
 
@@ -83,6 +84,7 @@ def flash_forward(
 @torch.library.custom_op(f"{NAMESPACE}::flash_backward", mutates_args=())
 def flash_backward(
     d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -91,30 +93,32 @@ def flash_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq like q, dk like k, dv like v) for the gradient `d_out` of `out`."""
+    """(dq like q, dk like k, dv like v) for the gradients of out and, if it has one, of lse."""
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dq, dk, dv, delta = _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
     if d_out.stride(-1) != 1:  # a gradient that was expanded from fewer elements
         d_out = d_out.contiguous()
+    if d_lse is not None:
+        d_lse = d_lse.contiguous()
     with _on_device(q):
         if dq.numel():
-            tile, constants = _launch("dq", q, k, causal)
+            tile, options = _launch("dq", q, k, causal)
             dq_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
-                q, k, v, out, d_out, lse, delta, dq,
+                q, k, v, out, d_out, lse, d_lse, delta, dq,
                 *_strides(q, k, v, out, d_out, dq),
                 q_len, kv_len, scale,
                 *_row_strides(q, k, v, out, d_out, dq),
-                **constants,
+                **options,
             )  # fmt: skip
         if dk.numel():
-            tile, constants = _launch("dkdv", q, k, causal)
+            tile, options = _launch("dkdv", q, k, causal)
             dkdv_kernel[triton.cdiv(kv_len, tile.block_n), kv_heads, batch](
                 q, k, v, d_out, lse, delta, dk, dv,
                 *_strides(q, k, v, d_out, dk, dv),
                 q_len, kv_len, scale,
                 *_row_strides(q, k, v, d_out, dk, dv),
-                **constants,
+                **options,
             )  # fmt: skip
     return dq, dk, dv
 
@@ -125,7 +129,7 @@ def _(q, k, v, causal, scale):
 
 
 @flash_backward.register_fake
-def _(d_out, q, k, v, out, lse, causal, scale):
+def _(d_out, d_lse, q, k, v, out, lse, causal, scale):
     return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
@@ -136,31 +140,28 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, d_out, d_lse):
-    if d_out is None:
+    if d_out is None and d_lse is None:
         return None, None, None, None, None
     q, k, v, out, lse = ctx.saved_tensors
-    return *flash_backward(d_out, q, k, v, out, lse, ctx.causal, ctx.scale), None, None
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    return *flash_backward(d_out, d_lse, q, k, v, out, lse, ctx.causal, ctx.scale), None, None
+
+
+def _second_backward(ctx, *gradients):
+    raise AttentionError("attention=flash has no second derivative; use attention=naive")
 
 
 flash_forward.register_autograd(_backward, setup_context=_save)
+flash_backward.register_autograd(_second_backward)
 
 
 def _launch(kernel: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> tuple[Tile, dict[str, object]]:
     """The tile of a kernel and the keyword arguments every kernel takes."""
     head_dim = q.shape[3]
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    tile = tile_for(kernel, _architecture(q.device), block_d, q.dtype, causal)
-    return tile, {
-        "GROUP": q.shape[1] // k.shape[1],
-        "CAUSAL": causal,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",  # says nothing for 16-bit types
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+    tile = tile_for(kernel, _architecture(q.device), head_dim, q.dtype)
+    options = constants(tile, head_dim, q.dtype, causal, q.shape[1] // k.shape[1])
+    return tile, {**options, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 @functools.cache

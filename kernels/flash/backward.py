@@ -27,6 +27,7 @@ def dq_kernel(
     Out,
     DOut,
     Lse,
+    DLse,
     Delta,
     DQ,
     stride_qb,
@@ -58,7 +59,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dQ, and delta on the way. Grid (ceil(q_len / BLOCK_M), heads, batch). Lse, Delta: as the forward's Lse."""
+    """dQ, and delta on the way. Grid (ceil(q_len / BLOCK_M), heads, batch). DLse, Delta: as the forward's Lse."""
     # Which queries; as in the forward, the tiles that see the most keys first.
     tile = tl.program_id(0)
     if CAUSAL:
@@ -80,6 +81,9 @@ def dq_kernel(
     out = load_rows(Out, first_row, q_len, stride_om, HEAD_DIM, BLOCK_D, BLOCK_M, True)
     d_out = load_rows(DOut, first_row, q_len, stride_dom, HEAD_DIM, BLOCK_D, BLOCK_M, True)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    if DLse is not None:  # d lse / d S = P, so a gradient of lse joins dS = P * (dP - delta) through delta
+        DLse += (batch * tl.num_programs(1) + head) * q_len
+        delta -= load_vector(DLse, first_row, q_len, BLOCK_M)
     rows = first_row + tl.arange(0, BLOCK_M)
     tl.store(Delta + rows, delta, mask=rows < q_len)
     lse_log2 = tl.maximum(load_vector(Lse, first_row, q_len, BLOCK_M) * LOG2_E, LOWEST)

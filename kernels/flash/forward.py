@@ -79,10 +79,12 @@ def forward_kernel(
     )  # fmt: skip
 
     # A row that saw nothing has row_sum 0: out 0, lse -inf.
-    out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    store_rows(Out, out, first_row, q_len, stride_om, HEAD_DIM, BLOCK_D, BLOCK_M)
+    blind = row_sum == 0
+    row_sum = tl.where(blind, 1.0, row_sum)
+    store_rows(Out, acc / row_sum[:, None], first_row, q_len, stride_om, HEAD_DIM, BLOCK_D, BLOCK_M)
+    lse = tl.where(blind, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
     rows = first_row + tl.arange(0, BLOCK_M)
-    tl.store(Lse + rows, (row_max + tl.log2(row_sum)) * LN_2, mask=rows < q_len)
+    tl.store(Lse + rows, lse, mask=rows < q_len)
 
 
 @triton.jit

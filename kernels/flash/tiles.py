@@ -1,7 +1,7 @@
-"""Which tile each kernel runs with: a table keyed by architecture, kernel, head_dim, dtype and causal.
+"""Which tile each kernel runs with: a table keyed by architecture, kernel, head_dim and dtype.
 
 Each entry has passed `python -m kernels.compile_report`: no spills, tensor cores and asynchronous loads in use, none
-of them serialised. Which candidate is fastest has not been measured yet; see LOG.md.
+of them serialised. Which candidate is fastest is not measured; LOG.md has what was compiled.
 """
 
 from dataclasses import dataclass
@@ -21,34 +21,50 @@ class Tile:
 
 KERNELS = ("forward", "dq", "dkdv")
 ARCHITECTURES = (80, 90, 100)
-# Small, and different in both directions, so that short rows in the interpreter still cross several tiles.
-INTERPRETER = {"forward": Tile(64, 32, 4, 1), "dq": Tile(32, 64, 4, 1), "dkdv": Tile(64, 32, 4, 1)}
+# Time there is spent per tile, not per element; yet 200 queries should cross several tiles in both directions.
+INTERPRETER = {"forward": Tile(128, 64, 4, 1), "dq": Tile(64, 128, 4, 1), "dkdv": Tile(64, 128, 4, 1)}
 
-# (architecture, kernel) -> the largest padded head_dim it serves -> tile for (full, causal), 16-bit types.
+# (architecture, kernel) -> largest head_dim it serves -> tile, for 16-bit types, causal or full.
 HALF = {
     (80, "forward"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
     (80, "dq"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-    (80, "dkdv"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 64, 8, 1)},
+    (80, "dkdv"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
     (90, "forward"): {64: Tile(64, 128, 4, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
     (90, "dq"): {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-    (90, "dkdv"): {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
-    (100, "forward"): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 4, 3), 256: Tile(128, 32, 8, 2)},
+    (90, "dkdv"): {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(16, 64, 8, 2)},
+    (100, "forward"): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
     (100, "dq"): {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
     (100, "dkdv"): {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
 }
 # float32 runs on the ordinary cores in full precision: small tiles, for tests and for those who need the digits.
-SINGLE = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)}
+SINGLE = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
 
-def tile_for(kernel: str, architecture: int, block_d: int, dtype: torch.dtype, causal: bool) -> Tile:
+def padded(head_dim: int) -> int:
+    """head_dim as the kernels hold it: the next power of two, 16 at least."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def constants(tile: Tile, head_dim: int, dtype: torch.dtype, causal: bool, group: int) -> dict[str, object]:
+    """The compile-time arguments that all kernels share. group: query heads to a key head."""
+    return {
+        "GROUP": group,
+        "CAUSAL": causal,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "PRECISION": "ieee" if dtype is torch.float32 else "tf32",  # says nothing for 16-bit types
+    }
+
+
+def tile_for(kernel: str, architecture: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of `kernel` ("forward", "dq" or "dkdv").
 
     Args:
         architecture: compute capability, major * 10 + minor; one without entries takes those of the nearest below.
             0 means the interpreter.
-        block_d: head_dim rounded up to a power of two.
-        dtype: of q, k and v.
-        causal: as passed to the kernel.
+        head_dim, dtype: of q, k and v.
     """
     if architecture == 0:
         return INTERPRETER[kernel]
@@ -62,4 +78,4 @@ def tile_for(kernel: str, architecture: int, block_d: int, dtype: torch.dtype, c
             else max(each for each in ARCHITECTURES if each <= max(architecture, 80))
         )
         tiles = HALF[known, kernel]
-    return next(tile for largest, tile in tiles.items() if block_d <= largest)
+    return next(tile for largest, tile in tiles.items() if head_dim <= largest)

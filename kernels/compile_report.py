@@ -1,0 +1,192 @@
+"""Compile the flash kernels for GPUs that are not here, and refuse what would be slow on them.
+
+    python -m kernels.compile_report [--arch 80 90 100] [--head-dim 64 128 256]
+
+Every shipped tile is compiled ahead of time by Triton and ptxas, no GPU or driver needed. The table gives registers a
+thread, bytes spilled, shared memory, the tensor core instruction, the asynchronous loads and ptxas's warnings. The
+exit code is 1 when a tile spills, lost the tensor cores or the asynchronous loads, or has its wgmma serialised.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    sys.exit("kernels.compile_report compiles, and TRITON_INTERPRET=1 interprets: unset it")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .flash.backward import dkdv_kernel, dq_kernel
+from .flash.forward import forward_kernel
+from .flash.tiles import ARCHITECTURES, KERNELS, Tile, constants, tile_for
+
+FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+FLOAT32_POINTERS = {"Lse", "DLse", "Delta"}
+OPTIONAL_POINTERS = {"DLse"}
+# The least of the eight tiles tried there (LOG.md); stored before the loops and loaded after them.
+SPILLS_ALLOWED = {(90, "dkdv", 256, True): 48}
+HEADS = 12  # of the packed qkv whose strides the kernels are compiled for
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel at one tile for one GPU."""
+
+    architecture: int
+    kernel: str
+    head_dim: int
+    causal: bool
+    tile: Tile
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        t, mask = self.tile, "causal" if self.causal else "full"
+        shape = f"{t.block_m}x{t.block_n} w{t.warps} s{t.stages}"
+        what = f"{self.kernel:8} {TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
+        return f"sm_{self.architecture:<4}{what} {shape:14}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compilers made of a job."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_cores: str
+    async_loads: str
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        memory = f"{self.spill_bytes:4} B spilled {self.shared_bytes / 1024:6.1f} KB shared"
+        return f"{self.registers:3} registers {memory} {self.tensor_cores:8} {self.async_loads:8}"
+
+    def problems(self, job: Job) -> list[str]:
+        """Why this tile must not ship, empty if it may."""
+        if job.dtype is torch.float32:  # for its digits, on the ordinary cores: shown, not held to anything
+            return []
+        found = [f"wgmma serialised ({warning})" for warning in self.warnings]
+        if self.spill_bytes > SPILLS_ALLOWED.get((job.architecture, job.kernel, job.head_dim, job.causal), 0):
+            found.append(f"{self.spill_bytes} bytes spilled")
+        if self.tensor_cores != TENSOR_CORES[job.architecture]:
+            found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")
+        if self.async_loads == "none":
+            found.append("no asynchronous loads")
+        return found
+
+
+def compile_job(job: Job) -> Report:
+    """Compile one job from scratch and read the figures off the PTX and ptxas's log."""
+    function = FUNCTIONS[job.kernel]
+    values = constants(job.tile, job.head_dim, job.dtype, job.causal, group=1)
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(function.arg_names):
+        constexprs_value = _constant(name, values, job.head_dim)
+        if constexprs_value is not NotImplemented:
+            signature[name], constexprs[index,] = "constexpr", constexprs_value
+            continue
+        signature[name] = _type(name, job.dtype)
+        if signature[name].startswith("*") or name.startswith("stride"):
+            attributes[index,] = [["tt.divisibility", 16]]  # else no vector loads
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
+        triton.knobs.cache.dir = cache  # a cached kernel would have no log
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(
+            ASTSource(function, signature, constexprs, attributes),
+            target=GPUTarget("cuda", job.architecture, 32),
+            options={"num_warps": job.tile.warps, "num_stages": job.tile.stages},
+        )
+    return _read(compiled.asm["ptx"], log.getvalue(), compiled.metadata.shared)
+
+
+def _constant(name: str, values: dict[str, object], head_dim: int) -> object:
+    """The compile-time value of a kernel argument, NotImplemented if it has none."""
+    if name in values:
+        return values[name]
+    if name in OPTIONAL_POINTERS:
+        return None
+    if re.fullmatch(r"stride_\w+[mn]", name):  # from one token to the next, in a packed qkv and in its output
+        packed = name in ("stride_qm", "stride_kn", "stride_vn")
+        return HEADS * head_dim * (3 if packed else 1)
+    return NotImplemented
+
+
+def _type(name: str, dtype: torch.dtype) -> str:
+    if name in FLOAT32_POINTERS:
+        return "*fp32"
+    if name[0].isupper():
+        return f"*{TYPE_NAMES[dtype]}"
+    return "fp32" if name.startswith("scale") else "i32"
+
+
+def _read(ptx: str, log: str, shared_bytes: int) -> Report:
+    instructions = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync"}
+    loads = {"TMA": "cp.async.bulk.tensor", "cp.async": "cp.async.c"}
+    return Report(
+        registers=int(re.search(r"Used (\d+) registers", log).group(1)),
+        spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
+        shared_bytes=shared_bytes,
+        tensor_cores=next((name for name, text in instructions.items() if text in ptx), "none"),
+        async_loads="+".join(name for name, text in loads.items() if text in ptx) or "none",
+        warnings=tuple(re.findall(r"C75\d\d", log)),
+    )
+
+
+def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
+    """A job for every tile of the table: causal everywhere, full on sm_90 as well, float32 on sm_80."""
+    jobs = []
+    for architecture in architectures:
+        for kernel in KERNELS:
+            for head_dim in head_dims:
+                for causal in (True, False) if architecture == 90 else (True,):
+                    tile = tile_for(kernel, architecture, head_dim, torch.bfloat16)
+                    jobs.append(Job(architecture, kernel, head_dim, causal, tile))
+            tile = tile_for(kernel, architecture, 64, torch.float32)
+            if architecture == 80:
+                jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
+    return jobs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; 1 if any tile must not ship."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.compile_report", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument(
+        "--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help="instead of the table's"
+    )
+    parser.add_argument("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS))
+    options = parser.parse_args(arguments)
+    jobs = [job for job in shipped(options.arch, options.head_dim) if job.kernel in options.kernel]
+    if options.tile:
+        tile = Tile(*options.tile)
+        jobs = [replace(job, tile=tile) for job in jobs if job.dtype is torch.bfloat16]
+    started, failed = time.perf_counter(), 0
+    print(f"triton {triton.__version__}, {len(jobs)} kernels")
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for job, report in zip(jobs, pool.map(compile_job, jobs), strict=True):
+            problems = report.problems(job)
+            failed += bool(problems)
+            print(job, report, "FAILED: " + ", ".join(problems) if problems else "ok", flush=True)
+    print(f"{failed} of {len(jobs)} must not ship; {time.perf_counter() - started:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

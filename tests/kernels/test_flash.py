@@ -1,0 +1,159 @@
+"""Flash attention in Triton's interpreter against float64. About 60 s on 2 cores."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import AttentionError
+from tests.kernels.accuracy import assert_as_accurate, golden, inputs, run
+
+if torch.cuda.is_available():
+    pytest.skip("the interpreter's matrix; test_flash_gpu.py has the GPU's", allow_module_level=True)
+
+flash = kernels.get_attention("flash")
+
+LENGTHS = [1, 2, 63, 64, 65, 97, 128, 200]
+UNEQUAL = [(1, 128), (64, 200), (65, 97), (128, 63), (97, 1), (200, 130)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_exact_at_every_length(causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    for q_len, kv_len in [(length, length) for length in LENGTHS] + UNEQUAL:
+        *tensors, d_out = inputs(q_len, kv_len, head_dim, dtype, seed=q_len)
+        assert_as_accurate(run(flash, tensors, d_out, causal=causal), tensors, d_out, causal=causal)
+
+
+def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous() -> None:
+    qkv = torch.randn(2, 70, 3, 2, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    tensors = [qkv[:, :, each].transpose(1, 2) for each in range(3)]
+    d_out = torch.randn(2, 70, 32, 2).permute(0, 3, 1, 2)  # neither dense nor with a last stride of 1
+    got = run(flash, tensors, d_out)
+    assert_as_accurate(got, tensors, d_out)
+    # Heads lie inside tokens, so that the model merges them without a copy.
+    assert got["out"].transpose(1, 2).is_contiguous()
+    flash(*tensors).sum().backward()  # a gradient of stride 0
+    assert torch.isfinite(qkv.grad).all()
+
+
+def test_scale_and_grouped_heads() -> None:
+    *tensors, d_out = inputs(70, 90, 32, torch.float32, batch=2, heads=4, kv_heads=2)
+    options = {"causal": True, "scale": 0.05}
+    assert_as_accurate(run(flash, tensors, d_out, **options), tensors, d_out, **options)
+
+
+def test_a_gradient_through_lse() -> None:
+    *tensors, d_out = inputs(70, 90, 32, torch.float32)
+    d_lse = torch.randn(1, 1, 70)
+    results = []
+    for attention in (flash, kernels.get_attention("naive")):
+        both = attention(*tensors, return_lse=True)
+        results.append(torch.autograd.grad(both, tensors, (d_out, d_lse)))
+        lse = attention(*tensors, return_lse=True)[1]
+        results[-1] += torch.autograd.grad(lse, tensors, d_lse, allow_unused=True)[:2]  # lse alone
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_two_halves_of_the_keys_merge_into_the_whole() -> None:
+    """What ring attention does with lse, gradients included."""
+    *tensors, d_out = inputs(40, 96, 16, torch.float32)
+    q, k, v = tensors
+
+    def merged() -> torch.Tensor:
+        (a, lse_a), (b, lse_b) = (
+            flash(q, k[:, :, part], v[:, :, part], causal=False, return_lse=True)
+            for part in (slice(0, 50), slice(50, 96))
+        )
+        share = torch.sigmoid(lse_b - lse_a)[..., None]
+        return a + share * (b - a)
+
+    results = []
+    for out in (merged(), flash(q, k, v, causal=False)):
+        results.append((out.detach(), *torch.autograd.grad(out, tensors, d_out)))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_queries_that_see_nothing() -> None:
+    *tensors, d_out = inputs(150, 40, 16, torch.float32)
+    got = run(flash, tensors, d_out)
+    assert (got["out"][:, :, :110] == 0).all()
+    assert (got["lse"][:, :, :110] == -torch.inf).all()
+    assert (got["dq"][:, :, :110] == 0).all()
+    assert_as_accurate(got, tensors, d_out)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
+def test_lengths_of_zero(q_len: int, kv_len: int) -> None:
+    *tensors, d_out = inputs(q_len, kv_len, 16, torch.float32)
+    got = run(flash, tensors, d_out, causal=False)
+    assert (got["out"] == 0).all()
+    assert (got["lse"] == -torch.inf).all()
+    assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_extreme_scores(dtype: torch.dtype) -> None:
+    """Logits of tens of thousands, one huge outlier, all equal, all strongly negative: right, and never NaN.
+
+    The backward has P = exp(S - lse) from a float32 lse, so P's relative error grows as eps * |lse|: that much is the
+    algorithm's own.
+    """
+    *tensors, d_out = inputs(70, 70, 16, dtype)
+    q, k, v = (x.detach() for x in tensors)
+    outlier = k.clone()
+    outlier[:, :, 3] = 6000.0
+    for case in ((q * 50, k * 50, v), (q, outlier, v), (q * 0, k, v), (q * 0 + 500, k * 0 - 20, v)):
+        leaves = [x.detach().requires_grad_() for x in case]
+        got, want = run(flash, leaves, d_out), golden(leaves, d_out)
+        eps = 4 * torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps * want["lse"].abs().max().item()
+        for name in want:  # equal keys make dq a sum of large terms that cancel: their size counts too
+            error, size = (got[name].double() - want[name]).norm(), want[name].norm() + case[1].abs().max()
+            assert error <= eps * size, f"{name}: {error:.1e} of {size:.1e}"
+
+
+def test_the_operators_pass_torchs_own_checks() -> None:
+    *tensors, d_out = inputs(20, 33, 16, torch.float32, heads=2, kv_heads=1)
+    api = kernels.flash.api
+    torch.library.opcheck(api.flash_forward, (*tensors, True, 0.25))
+    out, lse = api.flash_forward(*(x.detach() for x in tensors), True, 0.25)
+    leaves = [x.detach() for x in (*tensors, out, lse)]
+    for d_lse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, True, 0.25))
+
+
+def test_torch_compile_takes_it_whole() -> None:
+    *tensors, d_out = inputs(40, 40, 16, torch.float32)
+    compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)
+    got, want = run(compiled, tensors, d_out), run(flash, tensors, d_out)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v, d_out = inputs(8, 8, 16, torch.float32)
+    (dq,) = torch.autograd.grad(flash(q, k, v), q, d_out, create_graph=True)
+    with pytest.raises(AttentionError, match="attention=flash has no second derivative; use attention=naive"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.bfloat16}, "interpreter multiplies bfloat16 wrongly"),
+        ({"dtype": torch.float64}, "it takes float16, bfloat16 and float32, not torch.float64"),
+        ({"head_dim": 8}, "it takes head_dim 16 to 256, not 8"),
+        ({"head_dim": 257}, "it takes head_dim 16 to 256, not 257"),
+        ({"window": (4, 0)}, "attention=flash does not do window; attention=naive does"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    shape = {name: change.pop(name) for name in ("dtype", "head_dim") if name in change}
+    q, k, v, _ = inputs(8, 8, **{"head_dim": 16, "dtype": torch.float32} | shape)
+    with pytest.raises(AttentionError, match=message):
+        flash(q, k, v, **change)
+
+
+def test_a_last_stride_other_than_one_is_refused() -> None:
+    q, k, v, _ = inputs(16, 16, 16, torch.float32)
+    with pytest.raises(AttentionError, match=r"k's last stride must be 1, .*pass k.contiguous\(\)"):
+        flash(q, k.transpose(2, 3), v)

@@ -1,0 +1,82 @@
+"""Flash attention on a GPU: the matrix in bf16 and fp16 at real lengths, torch.compile, bit-for-bit repeats.
+
+Not run on a machine without one; `pytest -m gpu tests/kernels` runs it alone.
+"""
+
+import pytest
+import torch
+
+import kernels
+from tests.kernels.accuracy import assert_as_accurate, inputs, run
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [1, 2, 17, 63, 64, 65, 97, 127, 128, 129, 200, 512, 1023, 1024, 1025, 2048, 4096]
+UNEQUAL = [(1, 239), (113, 203), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023), (1, 4096)]
+
+
+@pytest.fixture(scope="module")
+def flash():
+    return kernels.get_attention("flash")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_exact_at_every_length(flash, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    lengths = [length for length in LENGTHS if dtype is not torch.float32 or length <= 1024]
+    for q_len, kv_len in [(length, length) for length in lengths] + UNEQUAL:
+        *tensors, d_out = inputs(q_len, kv_len, head_dim, dtype, batch=2, heads=2, seed=q_len, device="cuda")
+        assert_as_accurate(run(flash, tensors, d_out, causal=causal), tensors, d_out, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_views_and_grouped_heads(flash, head_dim: int) -> None:
+    qkv = torch.randn(2, 333, 3, 4, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    tensors = [qkv[:, :, each].transpose(1, 2) for each in range(3)]
+    d_out = torch.randn(2, 333, head_dim, 4, device="cuda", dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    assert_as_accurate(run(flash, tensors, d_out), tensors, d_out)
+    *tensors, d_out = inputs(333, 333, head_dim, torch.bfloat16, batch=2, heads=8, kv_heads=2, device="cuda")
+    assert_as_accurate(run(flash, tensors, d_out), tensors, d_out)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_fifty_repeats_agree_bit_for_bit(flash, causal: bool, head_dim: int) -> None:
+    *tensors, d_out = inputs(
+        1000, 1000, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12, device="cuda"
+    )
+    first = run(flash, tensors, d_out, causal=causal)
+    for _ in range(50):
+        again = run(flash, tensors, d_out, causal=causal)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_torch_compile_takes_it_whole(flash) -> None:
+    *tensors, d_out = inputs(512, 512, 64, torch.bfloat16, batch=2, heads=4, kv_heads=4, device="cuda")
+    got = run(torch.compile(flash, fullgraph=True), tensors, d_out)
+    want = run(flash, tensors, d_out)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_more_than_two_to_the_31_elements(flash) -> None:
+    qkv = torch.randn(9, 16384, 3, 40, 128, device="cuda", dtype=torch.bfloat16)  # 2.3e9 elements
+    q, k, v = (qkv[:, :, each].transpose(1, 2) for each in range(3))
+    out = flash(q, k, v)
+    last = [x[-1:, -1:].contiguous() for x in (q, k, v)]
+    torch.testing.assert_close(out[-1:, -1:], flash(*last), atol=0, rtol=0)
+
+
+def test_memory_beyond_inputs_and_outputs(flash) -> None:
+    """4 bytes a query for the log-sum-exp, 4 more for delta while the backward runs."""
+    *tensors, d_out = inputs(4096, 4096, 64, torch.bfloat16, batch=4, heads=12, kv_heads=12, device="cuda")
+    rows, tensor = 4 * 12 * 4096, d_out.numel() * d_out.element_size()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flash(*tensors)
+    assert torch.cuda.memory_allocated() - before <= tensor + 4 * rows + 4096
+    torch.autograd.grad(out, tensors, d_out)
+    assert torch.cuda.max_memory_allocated() - before <= 4 * tensor + 8 * rows + 8192

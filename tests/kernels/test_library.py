@@ -1,0 +1,72 @@
+"""torch's own attention behind the house's signature. About 5 s."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import AttentionError, get_attention
+from tests.kernels.accuracy import inputs
+
+CPU_BACKENDS = ["sdpa", "sdpa_flash", "sdpa_math"]
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(9, 9), (4, 9), (9, 4), (1, 9)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_as_naive_at_equal_and_unequal_lengths(name: str, q_len: int, kv_len: int, causal: bool) -> None:
+    *tensors, d_out = inputs(q_len, kv_len, 16, torch.float32, batch=2, heads=4, kv_heads=2)
+    results = []
+    for attention in (get_attention(name), get_attention("naive")):
+        out = attention(*tensors, causal=causal, scale=0.3)
+        results.append((out, *torch.autograd.grad(out, tensors, d_out)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_math"])
+def test_dropout_is_seeded_and_moves_no_generator(name: str) -> None:
+    q, k, v, _ = inputs(64, 64, 16, torch.float32)
+    before = torch.random.get_rng_state()
+    attention = get_attention(name)
+    first, again, other = (
+        attention(q, k, v, dropout_p=0.5, dropout_seed=seed) for seed in (1, torch.tensor(1), 2)
+    )
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, attention(q, k, v))
+
+
+def test_compiles_whole_without_dropout_and_in_parts_with_it() -> None:
+    attention = get_attention("sdpa")
+    q, k, v, d_out = inputs(32, 32, 16, torch.float32)
+    whole = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(q, k, v), attention(q, k, v))
+    parts = torch.compile(attention, backend="aot_eager")(q, k, v, dropout_p=0.5, dropout_seed=3)
+    torch.testing.assert_close(parts, attention(q, k, v, dropout_p=0.5, dropout_seed=3))
+    parts.backward(d_out)
+
+
+@pytest.mark.parametrize("feature", [{"window": (4, 0)}, {"return_lse": True}, {"sinks": torch.zeros(1)}])
+def test_what_sdpa_cannot_do_is_refused(feature: dict[str, object]) -> None:
+    q, k, v, _ = inputs(8, 8, 16, torch.float32)
+    with pytest.raises(
+        AttentionError, match=f"attention=sdpa does not do {next(iter(feature))}; attention=naive does"
+    ):
+        get_attention("sdpa")(q, k, v, **feature)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_masks_and_modifies_scores_as_naive_does() -> None:
+    """Uncompiled on a CPU, where the registry refuses it: what is checked is our masks and score changes."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    tensors = [x.detach() for x in inputs(40, 50, 16, torch.float32, heads=4, kv_heads=2)[:3]]
+    for options in (
+        {},
+        {"causal": False},
+        {"window": (7, 3), "causal": False},
+        {"window": (5, 0), "softcap": 2.0, "alibi_slopes": torch.rand(4)},
+    ):
+        got = kernels.library.flex(*tensors, flex_attention=flex_attention, return_lse=True, **options)
+        want = kernels.naive.naive_attention(*tensors, return_lse=True, **options)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,153 @@
+"""The oracle itself, against sums written out query by query, and its dropout. About 2 s."""
+
+import math
+
+import pytest
+import torch
+
+from kernels import AttentionError
+from kernels.naive import naive_attention
+from kernels.philox import dropout_mask
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
+
+
+def make(q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(q_len * 1000 + kv_len)
+    shapes = (HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len)
+    return tuple(
+        torch.randn(BATCH, *shape, HEAD_DIM, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+
+
+def by_hand(q, k, v, sees, logit=lambda x, head, distance: x, sink=None):
+    """out and lse one query at a time: `sees(batch, head, row, key, distance)`, distance = key - query position."""
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -math.inf, dtype=q.dtype)
+    offset = k.shape[2] - q.shape[2]
+    for b in range(BATCH):
+        for h in range(HEADS):
+            for i in range(q.shape[2]):
+                keys = [j for j in range(k.shape[2]) if sees(b, h, i, j, j - i - offset)]
+                x = [
+                    logit(q[b, h, i] @ k[b, h // 2, j] / math.sqrt(HEAD_DIM), h, j - i - offset) for j in keys
+                ]
+                weights = torch.tensor(x + ([] if sink is None else [sink[h]]), dtype=q.dtype).exp()
+                if len(weights):
+                    lse[b, h, i] = weights.sum().log()
+                for j, weight in zip(keys, weights, strict=False):
+                    out[b, h, i] += weight / weights.sum() * v[b, h // 2, j]
+    return out, lse
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 5), (3, 7), (7, 3), (1, 4)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks_are_aligned_bottom_right(causal: bool, q_len: int, kv_len: int) -> None:
+    q, k, v = make(q_len, kv_len)
+    want = by_hand(q, k, v, lambda b, h, i, j, distance: not causal or distance <= 0)
+    torch.testing.assert_close(naive_attention(q, k, v, causal=causal, return_lse=True), want)
+
+
+FEATURES = {
+    "window": (
+        {"window": (2, 1), "causal": False},
+        {"sees": lambda b, h, i, j, distance: -2 <= distance <= 1},
+    ),
+    "causal window": ({"window": (2, 5)}, {"sees": lambda b, h, i, j, distance: -2 <= distance <= 0}),
+    "softcap": ({"softcap": 0.5}, {"logit": lambda x, h, distance: 0.5 * math.tanh(x / 0.5)}),
+    "alibi": (
+        {"alibi_slopes": torch.tensor([0.5, 0.25, 1.0, 0.0]), "causal": False},
+        {
+            "sees": lambda b, h, i, j, distance: True,
+            "logit": lambda x, h, distance: x - [0.5, 0.25, 1.0, 0.0][h] * abs(distance),
+        },
+    ),
+    "sinks": ({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"sink": [0.5, -1.0, 2.0, 0.0]}),
+    "kv_lengths": (
+        {"kv_lengths": torch.tensor([4, 0], dtype=torch.int32), "causal": False},
+        {"sees": lambda b, h, i, j, distance: j < (4, 0)[b]},
+    ),
+    "cu_seqlens": (
+        {"cu_seqlens": torch.tensor([0, 2, 2, 8, 9, 12], dtype=torch.int32)},
+        {"sees": lambda b, h, i, j, distance: distance <= 0 and DOCUMENT[b * 6 + i] == DOCUMENT[b * 6 + j]},
+    ),
+}
+DOCUMENT = [0, 0, 2, 2, 2, 2, 6, 6, 8, 9, 9, 9]  # 2..7 is one document, cut in two by the end of its row
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str) -> None:
+    options, rules = FEATURES[name]
+    q, k, v = make(6, 6)
+    want = by_hand(q, k, v, **{"sees": lambda b, h, i, j, distance: distance <= 0, **rules})
+    torch.testing.assert_close(naive_attention(q, k, v, return_lse=True, **options), want)
+
+
+def test_block_mask_hides_whole_tiles() -> None:
+    q, k, v = (x[:, :, :130] for x in make(130, 130))
+    mask = torch.tensor([[[[True, True], [False, True]]]])
+    out = naive_attention(q, k, v, block_mask=mask)
+    whole = naive_attention(q, k, v)
+    torch.testing.assert_close(out[:, :, :128], whole[:, :, :128])
+    tail = naive_attention(q[:, :, 128:], k[:, :, 128:], v[:, :, 128:])
+    torch.testing.assert_close(out[:, :, 128:], tail)
+    with pytest.raises(AttentionError, match=r"block_mask must be \(batch or 1, heads or 1, 2, 2\)"):
+        naive_attention(q, k, v, block_mask=mask[..., :1])
+
+
+def test_queries_that_see_nothing_have_zero_gradients() -> None:
+    q, k, v = (x.requires_grad_() for x in make(7, 3))
+    out, lse = naive_attention(q, k, v, return_lse=True)
+    (out.sum() + lse[:, :, 4:].sum()).backward()
+    assert (out[:, :, :4] == 0).all()
+    assert (lse[:, :, :4] == -math.inf).all()
+    assert (q.grad[:, :, :4] == 0).all()
+    assert not any(x.grad.isnan().any() for x in (q, k, v))
+
+
+def test_dropout_drops_what_the_mask_says_and_moves_no_generator() -> None:
+    q, k, v = make(40, 40)
+    v = torch.eye(40, dtype=torch.float64).expand(BATCH, KV_HEADS, 40, 40)  # out is then the probabilities
+    q, k = q[..., :1].expand(-1, -1, -1, 40), k[..., :1].expand(-1, -1, -1, 40)
+    before = torch.random.get_rng_state()
+    dropped = naive_attention(q, k, v, dropout_p=0.3, dropout_seed=torch.tensor(7))
+    assert torch.equal(before, torch.random.get_rng_state())
+    whole = naive_attention(q, k, v)
+    keep = dropout_mask(7, 0.3, BATCH, HEADS, 40, 40)
+    torch.testing.assert_close(dropped, whole * keep / 0.7)
+
+
+def test_dropout_needs_a_seed_and_a_share_below_one() -> None:
+    q, k, v = make(4, 4)
+    with pytest.raises(AttentionError, match="needs dropout_seed"):
+        naive_attention(q, k, v, dropout_p=0.1)
+    with pytest.raises(AttentionError, match="at least 0 and below 1, got 1"):
+        naive_attention(q, k, v, dropout_p=1.0, dropout_seed=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(2, 3, 5, 8)}, "must share a shape"),
+        (
+            {"k": torch.zeros(2, 3, 5, 8), "v": torch.zeros(2, 3, 5, 8)},
+            "kv_heads must divide heads, got 3 kv_heads",
+        ),
+        ({"k": torch.zeros(2, 2, 5, 9), "v": torch.zeros(2, 2, 5, 9)}, "must share batch and head_dim"),
+        ({"q": torch.zeros(2, 4, 8)}, "q must be"),
+        ({"v": torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, "must share a dtype"),
+        ({"window": (-2, 0)}, "window must be"),
+        ({"scale": -1.0}, "scale must be positive"),
+        ({"softcap": -1.0}, "softcap must be positive"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be floating point \(4,\)"),
+        ({"kv_lengths": torch.zeros(2)}, "kv_lengths must be torch.int32"),
+        ({"kv_lengths": torch.zeros(3, dtype=torch.int32)}, r"kv_lengths must be \(2,\)"),
+        (
+            {"cu_seqlens": torch.zeros(3, dtype=torch.int32), "q": torch.zeros(2, 4, 4, 8)},
+            "needs q_len == kv_len",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
+    arguments = {"q": torch.zeros(2, 4, 5, 8), "k": torch.zeros(2, 2, 5, 8), "v": torch.zeros(2, 2, 5, 8)}
+    with pytest.raises(AttentionError, match=message):
+        naive_attention(**arguments | change)

@@ -1,0 +1,89 @@
+"""How a run gets its attention: by name, checked before the first step. Under 1 s."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kernels
+from kernels import AttentionError, AttentionRequest, register_attention, resolve_attention
+
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64}
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(
+        AttentionError, match="attention=flahs is unknown; known are auto, flash, flex, naive, sdpa"
+    ):
+        resolve_attention("flahs", **CPU)
+
+
+def test_auto_on_a_cpu_is_sdpa_and_says_so() -> None:
+    name, attention = resolve_attention("auto", **CPU)
+    assert name == "sdpa"
+    assert attention.__name__ == "sdpa"
+
+
+def test_auto_moves_on_to_a_backend_that_can() -> None:
+    assert resolve_attention("auto", **CPU, window=(8, 0))[0] == "naive"
+
+
+def test_a_refusal_names_the_reason_and_the_nearest_backend() -> None:
+    with pytest.raises(
+        AttentionError, match=r"attention=sdpa cannot be used here: it does not do window; use attention="
+    ):
+        resolve_attention("sdpa", **CPU, window=(8, 0))
+
+
+def test_features_that_are_off_are_not_asked_for() -> None:
+    assert resolve_attention("sdpa", **CPU, dropout_p=0.0, window=None, return_lse=False)[0] == "sdpa"
+
+
+def test_a_misspelled_feature_is_refused() -> None:
+    with pytest.raises(AttentionError, match="unknown attention argument droput_p"):
+        resolve_attention("naive", **CPU, droput_p=0.1)
+
+
+@pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_efficient", "flex"])
+def test_backends_for_cuda_refuse_a_cpu(name: str) -> None:
+    with pytest.raises(AttentionError, match=f"attention={name} cannot be used here: .*use attention=sdpa"):
+        resolve_attention(name, **CPU)
+
+
+def test_flash_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        AttentionError, match=r"needs a CUDA device, not cpu \(TRITON_INTERPRET=1 .*use attention=sdpa"
+    ):
+        resolve_attention("flash", **CPU)
+
+
+def test_flash_in_the_interpreter_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(AttentionError, match="interpreter multiplies bfloat16 wrongly"):
+        resolve_attention("flash", device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64)
+
+
+def test_a_backend_is_one_decorated_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.registry, "ATTENTION", dict(kernels.ATTENTION))
+
+    def refuses(request: AttentionRequest) -> str | None:
+        return "it needs an even head_dim" if request.head_dim % 2 else None
+
+    @register_attention("mean", refuses=refuses)
+    def mean(q, k, v, **options):
+        return v.mean(-2, keepdim=True).expand_as(q)
+
+    assert resolve_attention("mean", **CPU) == ("mean", mean)
+    with pytest.raises(AttentionError, match="an even head_dim; use attention=sdpa"):
+        resolve_attention("mean", device=torch.device("cpu"), dtype=torch.float32, head_dim=3)
+
+
+def test_import_brings_neither_triton_nor_the_compiler() -> None:
+    code = "import sys, kernels; print('triton' in sys.modules, 'torch._dynamo' in sys.modules)"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert printed.stdout.split() == ["False", "False"]
