@@ -1,4 +1,4 @@
-"""generate: the cache changes nothing, the window slides, sampling obeys its generator. About 3 s."""
+"""generate: the cache changes nothing, the window slides, sampling obeys its generator. About 2 s."""
 
 import pytest
 import torch
