@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from . import paper, plots
-from .experiment import (
-    NOT_COMPARABLE,
-    NOT_REPRODUCED,
-    REPRODUCED,
-    Results,
-    Sample,
-    Verdict,
-    pick,
-    text_table,
-)
+from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
 
 OURS, BASELINE = "flash", "standard"
 MASK_NAMES = {"plain": "plain", "padding": "key padding", "padding+dropout": "key padding and dropout"}
@@ -170,95 +162,79 @@ def judge(results: Results) -> list[Verdict]:
     ]
 
 
-def _status(passed: bool) -> str:
-    return REPRODUCED if passed else NOT_REPRODUCED
-
-
 def _judge_speed(results: Results) -> list[Verdict]:
-    verdicts = []
+    verdicts, device = [], results["device"]
     for mask, words in MASK_NAMES.items():
         for sample in _timed(results, figure="fa1", mask=mask):
             n, ours = sample["length"], speedup(sample)
-            standard, flash = (paper.FA1_MS[mask, "both", name].get(n) for name in (BASELINE, OURS))
             if n not in (1024, 2048, 4096) or ours is None:
                 continue
+            standard, flash = (paper.FA1_MS[mask, "both", name][n] for name in (BASELINE, OURS))
             theirs = standard / flash
+            what = f"{BASELINE}/{OURS} time, {words}, {n} tokens"
+            why = "at least the paper's speed-up; milliseconds of an A100 are not compared"
             verdicts.append(
-                Verdict(
-                    "C7",
-                    f"{BASELINE}/{OURS} time, {words}, {n} tokens",
-                    f"{theirs:.2f}x",
-                    f"{ours:.2f}x",
-                    ours / theirs,
-                    _status(ours >= theirs),
-                    "at least the paper's speed-up; milliseconds of an A100 are not compared",
-                    results["device"],
+                judged(
+                    "C7", what, f"{theirs:.2f}x", f"{ours:.2f}x", ours / theirs, ours >= theirs, why, device
                 )
             )
-    slower = [s for s in _timed(results, figure="fa1") if (speedup(s) or 1.0) < 1.0]
     compared = [s for s in _timed(results, figure="fa1") if speedup(s)]
     if compared:
-        where = ", ".join(f"{s['length']} {s['mask']}" for s in slower)
-        verdicts.append(
-            Verdict(
-                "C7", "lengths where ours is slower than standard attention", "none", where or "none", None,
-                _status(not slower), f"over {len(compared)} workloads", results["device"],
-            )
-        )  # fmt: skip
-    by_length = {s["length"]: s for s in _timed(results, figure="fa1", mask="plain") if OURS in s["ms"]}
-    growth = [
-        milliseconds(by_length[2 * n], OURS, "both") / milliseconds(by_length[n], OURS, "both")
-        for n in by_length
-        if n >= 4096 and 2 * n in by_length
-    ]
+        slower = ", ".join(f"{s['length']} {s['mask']}" for s in compared if speedup(s) < 1.0) or "none"
+        what = "lengths where ours is slower than standard attention"
+        why = f"over {len(compared)} workloads"
+        verdicts.append(judged("C7", what, "none", slower, None, slower == "none", why, device))
+    times = {
+        s["length"]: t
+        for s in _timed(results, figure="fa1", mask="plain")
+        if (t := milliseconds(s, OURS, "both"))
+    }
+    growth = [times[2 * n] / times[n] for n in times if n >= 4096 and 2 * n in times]
     if growth:
-        mean = statistics.geometric_mean(growth)
-        theirs = paper.FA1_MS["plain", "both", "flash"]
+        ours, theirs = statistics.geometric_mean(growth), paper.FA1_MS["plain", "both", "flash"]
         expected = (theirs[65536] / theirs[4096]) ** 0.25
+        what, passed = "growth of time when the length doubles, from 4096", 3.6 <= ours <= 4.4
         verdicts.append(
-            Verdict(
-                "C7", "growth of time when the length doubles, from 4096", f"{expected:.2f}x", f"{mean:.2f}x",
-                mean / expected, _status(3.6 <= mean <= 4.4), "quadratic is 4", results["device"],
+            judged(
+                "C7",
+                what,
+                f"{expected:.2f}x",
+                f"{ours:.2f}x",
+                ours / expected,
+                passed,
+                "quadratic is 4",
+                device,
             )
-        )  # fmt: skip
+        )
     return verdicts
 
 
 def _judge_memory(results: Results) -> list[Verdict]:
-    peaks = {
-        (s["backend"], s["length"]): s["peak_bytes"]
-        for s in pick(results, kind="memory", figure="fa1", mask="plain")
-    }
+    samples = pick(results, kind="memory", figure="fa1", mask="plain")
+    peaks = {(s["backend"], s["length"]): s["peak_bytes"] for s in samples}
+    # A CPU's are counted for one head: ratios and slopes are those of any batch and heads.
+    on_cpu = results["device"].startswith("CPU")
+    basis = "allocations counted on a CPU, one head" if on_cpu else results["device"]
     verdicts = []
     for n in (1024, 2048, 4096):
         if (BASELINE, n) in peaks and (OURS, n) in peaks:
             ours = peaks[BASELINE, n] / peaks[OURS, n]
             theirs = paper.FA1_MIB[BASELINE][n] / paper.FA1_MIB[OURS][n]
+            what, passed = f"{BASELINE}/{OURS} peak memory at {n} tokens", ours >= 0.75 * theirs
+            why = "at least the paper's, less 25 %"
             verdicts.append(
-                Verdict(
-                    "C8", f"{BASELINE}/{OURS} peak memory at {n} tokens", f"{theirs:.1f}x", f"{ours:.1f}x",
-                    ours / theirs, _status(ours >= 0.75 * theirs), "at least the paper's, less 25 %",
-                    results["device"],
-                )
-            )  # fmt: skip
+                judged("C8", what, f"{theirs:.1f}x", f"{ours:.1f}x", ours / theirs, passed, why, basis)
+            )
     for name, expected in ((OURS, 1.0), (BASELINE, 2.0)):
-        slope = log_slope({n: b for (backend, n), b in peaks.items() if backend == name and n >= 1024})
+        slope = log_slope({n: peak for (backend, n), peak in peaks.items() if backend == name and n >= 1024})
         if slope is not None:
-            verdicts.append(
-                Verdict(
-                    "C8", f"slope of log memory against log length, {name}", f"{expected:.2f}", f"{slope:.2f}",
-                    slope / expected, _status(abs(slope - expected) <= 0.05), "from 1024 tokens on",
-                    results["device"],
-                )
-            )  # fmt: skip
+            what, passed = f"slope of log memory against log length, {name}", abs(slope - expected) <= 0.05
+            figures = (f"{expected:.2f}", f"{slope:.2f}", slope / expected)
+            verdicts.append(judged("C8", what, *figures, passed, "from 1024 tokens on", basis))
     if (OURS, 65536) in peaks:
         gib, limit = peaks[OURS, 65536] / 2**30, paper.FA1_MIB[OURS][65536] / 1024
-        verdicts.append(
-            Verdict(
-                "C8", "peak memory at 65536 tokens", f"{limit:.1f} GiB", f"{gib:.1f} GiB", gib / limit,
-                _status(gib <= 1.05 * limit), "at most the paper's", results["device"],
-            )
-        )  # fmt: skip
+        figures = (f"{limit:.1f} GiB", f"{gib:.1f} GiB", gib / limit, gib <= 1.05 * limit)
+        verdicts.append(judged("C8", "peak memory at 65536 tokens", *figures, "at most the paper's", basis))
     return verdicts
 
 
@@ -270,52 +246,38 @@ def log_slope(values: dict[int, float]) -> float | None:
     return statistics.linear_regression(x, y).slope
 
 
-def _gains(results: Results, head_dim: int, causal: bool) -> list[float]:
-    samples = _timed(results, figure="fa2", head_dim=head_dim, causal=causal)
-    return [gain for s in samples if 1024 <= s["length"] <= 8192 and (gain := speedup(s))]
-
-
 def _judge_head_dim(results: Results) -> list[Verdict]:
-    means = {
-        (d, causal): statistics.geometric_mean(gains)
-        for d in (64, 128)
-        for causal in (False, True)
-        if (gains := _gains(results, d, causal))
-    }
-    if len(means) < 4:
-        return []
+    means = {}
+    for d in (64, 128):
+        for causal in (False, True):
+            samples = _timed(results, figure="fa2", head_dim=d, causal=causal)
+            gains = [gain for s in samples if 1024 <= s["length"] <= 8192 and (gain := speedup(s))]
+            if not gains:
+                return []
+            means[d, causal] = statistics.geometric_mean(gains)
     ours = ", ".join(f"d{d}{' causal' if causal else ''} {gain:.1f}x" for (d, causal), gain in means.items())
-    shape = means[128, False] < means[64, False] and means[128, True] > means[128, False]
-    return [
-        Verdict(
-            "C17", f"{BASELINE}/{OURS} time, mean over 1k to 8k", "lower at d128 than d64, larger when causal", ours,
-            None, _status(shape), "FA1 README; the order is the claim", results["device"],
-        )
-    ]  # fmt: skip
+    passed = means[128, False] < means[64, False] and means[128, True] > means[128, False]
+    what, theirs = f"{BASELINE}/{OURS} time, mean over 1k to 8k", "lower at d128 than d64, larger when causal"
+    return [judged("C17", what, theirs, ours, None, passed, "the order is the claim", results["device"])]
 
 
 def _judge_causal(results: Results) -> list[Verdict]:
     verdicts = []
     for d in (64, 128):
-        full = {
-            s["length"]: s for s in _timed(results, figure="fa2", head_dim=d, causal=False) if OURS in s["ms"]
+        times = {
+            (s["length"], s["causal"]): t
+            for s in _timed(results, figure="fa2", head_dim=d)
+            if s["length"] >= 4096 and (t := milliseconds(s, OURS, "both"))
         }
-        half = {
-            s["length"]: s for s in _timed(results, figure="fa2", head_dim=d, causal=True) if OURS in s["ms"]
-        }
-        ratios = [
-            milliseconds(full[n], OURS, "both") / milliseconds(half[n], OURS, "both")
-            for n in full.keys() & half.keys()
-            if n >= 4096
-        ]
+        ratios = [t / times[n, True] for (n, causal), t in times.items() if not causal and (n, True) in times]
         if ratios:
             ours = statistics.geometric_mean(ratios)
-            verdicts.append(
-                Verdict(
-                    "C20", f"full over causal time, head_dim {d}, from 4096", "1.7 to 1.8x", f"{ours:.2f}x",
-                    ours / 1.75, _status(ours >= 1.7), "blocks above the diagonal are skipped", results["device"],
-                )
-            )  # fmt: skip
+            what, why = (
+                f"full over causal time, head_dim {d}, from 4096",
+                "blocks above the diagonal are skipped",
+            )
+            figures = ("1.7 to 1.8x", f"{ours:.2f}x", ours / 1.75, ours >= 1.7)
+            verdicts.append(judged("C20", what, *figures, why, results["device"]))
     return verdicts
 
 
@@ -326,18 +288,19 @@ def _judge_rates(results: Results) -> list[Verdict]:
     for phase, figure in (("forward", paper.FA3_FORWARD), ("backward", paper.FA3_BACKWARD)):
         for (d, causal), series in figure.items():
             for sample in _timed(results, figure="fa2", head_dim=d, causal=causal, length=8192):
-                ours = tflops(sample, OURS, phase)
+                ours, theirs = tflops(sample, OURS, phase), series["fa3"][8192]
                 if ours is None:
                     continue
-                theirs = series["fa3"][8192]
-                peers = {n: f"{tflops(sample, n, phase):.0f}" for n in sample["ms"] if n != OURS}
-                beside = ", ".join(f"{name} {rate}" for name, rate in peers.items())
-                verdicts.append(
-                    Verdict(
-                        "C24", f"{phase}, head_dim {d}{', causal' if causal else ''}, 8192 tokens",
-                        f"{theirs:.0f} TFLOP/s", f"{ours:.0f} TFLOP/s", ours / theirs,
-                        _status(ours >= 0.95 * theirs) if same_chip else NOT_COMPARABLE,
-                        f"FA3, H100; FA2 had {series['fa2'][8192]:.0f}. In this run: {beside}", results["device"],
-                    )
-                )  # fmt: skip
+                beside = ", ".join(f"{n} {tflops(sample, n, phase):.0f}" for n in sample["ms"] if n != OURS)
+                verdict = judged(
+                    "C24",
+                    f"{phase}, head_dim {d}{', causal' if causal else ''}, 8192 tokens",
+                    f"{theirs:.0f} TFLOP/s",
+                    f"{ours:.0f} TFLOP/s",
+                    ours / theirs,
+                    ours >= 0.95 * theirs,
+                    f"FA3 on an H100; FA2 had {series['fa2'][8192]:.0f}. In this run: {beside}",
+                    results["device"],
+                )
+                verdicts.append(verdict if same_chip else replace(verdict, status=NOT_COMPARABLE))
     return verdicts

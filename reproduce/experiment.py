@@ -188,6 +188,14 @@ def _parse(key: str, text: str, kind: Any) -> Any:
         raise ReproduceError(f"{key}={text}: it must be {kind.__name__}") from None
 
 
+def judged(
+    claim: str, what: str, paper: str, ours: str, ratio: float | None, passed: bool, why: str, basis: str
+) -> Verdict:
+    """The verdict on a figure that was measured."""
+    status = REPRODUCED if passed else NOT_REPRODUCED
+    return Verdict(claim, what, paper, ours, ratio, status, why, basis)
+
+
 def pick(results: Results, **where: Any) -> list[Sample]:
     """The samples at the coordinates `where` that hold a measurement (not refused, failed or out of memory)."""
     missing = ("refused", "failed", "out_of_memory")

@@ -9,6 +9,7 @@ the papers' benchmarks.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import subprocess
 import time
@@ -63,14 +64,14 @@ def _phases(call: Call, number: int, device: torch.device) -> list[float]:
         stamps = [time.perf_counter()]
         for _ in call(number):
             stamps.append(time.perf_counter())
-        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+        return [1e3 * (b - a) for a, b in itertools.pairwise(stamps)]
     events = [torch.cuda.Event(enable_timing=True)]
     events[0].record()
     for _ in call(number):
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()
     events[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:

@@ -1,0 +1,178 @@
+"""Bytes and FLOPs counted without a GPU: what Triton kernels load and store, what torch operators read and write.
+
+Both are what the program asks of memory. A cache can serve part of it: what DRAM moves lies between this count and
+the compulsory traffic (each input read once, each output written once), and only hardware counters can tell where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kernels import AttentionError
+
+
+@dataclass
+class Traffic:
+    """Counted so far: bytes read and written, and FLOPs of matrix products (2 a multiply-add)."""
+
+    read: int = 0
+    written: int = 0
+    flops: int = 0
+
+    def since(self, other: Traffic) -> Traffic:
+        return Traffic(self.read - other.read, self.written - other.written, self.flops - other.flops)
+
+    def copy(self) -> Traffic:
+        return Traffic(self.read, self.written, self.flops)
+
+
+@contextmanager
+def counting() -> Iterator[Traffic]:
+    """Count everything run inside, be it torch operators or Triton kernels in the interpreter."""
+    traffic = Traffic()
+    with _interpreter_counted(traffic), _OperatorCounter(traffic):
+        yield traffic
+
+
+@contextmanager
+def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
+    """The door: every load, store and dot of an interpreted kernel goes through its builder's `create_` methods.
+
+    Lanes that are masked off move nothing. Descriptor loads and stores end in the masked ones.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_dot")
+    original = {name: getattr(Builder, name) for name in names}
+
+    def size(mask: Any, handle: Any) -> int:
+        return int(np.count_nonzero(mask.data)) * handle.data.dtype.itemsize
+
+    def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        loaded = original["create_masked_load"](self, ptrs, mask, *rest)
+        traffic.read += size(mask, loaded)
+        return loaded
+
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        traffic.written += size(mask, value)
+        return original["create_masked_store"](self, ptrs, value, mask, *rest)
+
+    def atomic(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        traffic.read += size(mask, value)
+        traffic.written += size(mask, value)
+        return original["create_atomic_rmw"](self, operation, ptrs, value, mask, *rest)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        *batch, m, k = a.data.shape
+        traffic.flops += 2 * math.prod(batch) * m * k * b.data.shape[-1]
+        return original["create_dot"](self, a, b, *rest)
+
+    for name, replacement in zip(names, (load, store, atomic, dot), strict=True):
+        setattr(Builder, name, replacement)
+    try:
+        yield
+    finally:
+        for name, method in original.items():
+            setattr(Builder, name, method)
+
+
+class _OperatorCounter(TorchDispatchMode):
+    """Each torch operator reads its tensors and writes its results once; views move nothing."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if operator.namespace != "aten" or _moves_nothing(operator):
+            return result
+        if "scaled_dot_product" in operator.name() and "math" not in operator.name():
+            raise AttentionError(
+                "torch fuses it into one operator, whose loads and stores cannot be seen from here"
+            )
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        overwritten = operator.overloadpacket in _WRITES_ONLY
+        self.traffic.read += 0 if overwritten else sum(_bytes(x) for x in inputs)
+        self.traffic.written += sum(_bytes(x) for x in outputs)
+        if operator.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.mm):
+            a, b = inputs
+            self.traffic.flops += 2 * a.numel() * b.shape[-1]
+        return result
+
+
+_ALLOCATIONS = {
+    torch.ops.aten.empty,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty_strided,
+}
+_WRITES_ONLY = {torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.normal_, torch.ops.aten.random_}
+
+
+def _moves_nothing(operator: Any) -> bool:
+    """Allocations, and views: an operator that returns an alias of an argument it does not write."""
+    if operator.overloadpacket in _ALLOCATIONS or operator.is_view:
+        return True
+    # reshape's _unsafe_view and detach say in their schema what they alias, or not; they move nothing either
+    return operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
+
+
+def _bytes(x: torch.Tensor) -> int:
+    """Distinct bytes: an expanded dimension is read once."""
+    distinct = math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return distinct * x.element_size()
+
+
+@contextmanager
+def flash_tiles(choose: Callable[[str, Callable[[int], Any]], Any]) -> Iterator[None]:
+    """Let our kernels run with other tiles than their table says.
+
+    Args:
+        choose: gets the kernel's name and the table, a function of the architecture; returns a `Tile`.
+    """
+    from kernels.flash import api
+
+    original = api.tile_for
+
+    def tile_for(kernel: str, architecture: int, *rest: Any) -> Any:
+        return choose(kernel, lambda wanted: original(kernel, wanted, *rest))
+
+    api.tile_for = tile_for
+    try:
+        yield
+    finally:
+        api.tile_for = original
+
+
+def flash_bytes(
+    length: int, head_dim: int, tiles: dict[str, tuple[int, int]], itemsize: int = 2
+) -> dict[str, int]:
+    """The closed formula of one head's traffic, forward and backward, plain; `tiles`: kernel -> (BLOCK_M, BLOCK_N).
+
+    FlashAttention-2's order reads K and V once for every tile of queries: (2 T_r + 2) N d elements and 4 N bytes of
+    log-sum-exp. The dq kernel does the same with out and d_out besides; the dk, dv kernel reads Q and d_out, and two
+    floats a row, once for every tile of keys.
+    """
+    rows, floats = length * head_dim * itemsize, 4 * length
+    row_tiles = {kernel: -(-length // block_m) for kernel, (block_m, _) in tiles.items()}
+    column_tiles = -(-length // tiles["dkdv"][1])
+    dq = (3 + 2 * row_tiles["dq"] + 1) * rows + 2 * floats
+    dkdv = (2 + 2 * column_tiles + 2) * rows + 2 * column_tiles * floats
+    return {"forward": (1 + 2 * row_tiles["forward"] + 1) * rows + floats, "backward": dq + dkdv}
+
+
+def compulsory_bytes(length: int, head_dim: int, itemsize: int = 2) -> dict[str, int]:
+    """One head: q, k, v, out; backward those four and d_out in, three gradients out; the log-sum-exp each way."""
+    rows, floats = length * head_dim * itemsize, 4 * length
+    return {"forward": 4 * rows + floats, "backward": 8 * rows + floats}

@@ -1,0 +1,219 @@
+"""FLOPs and memory traffic, standard against flash: FlashAttention Figure 1 (right) and Figure 2 (left, middle).
+
+A CPU counts (`counting.py`): results/cpu/traffic.json. A GPU times the same shapes and reads its hardware counters.
+Attention's traffic is proportional to batch * heads, so one head is counted and the paper's shape is that times 1024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from kernels import ATTENTION, resolve_attention
+
+from . import counting, hardware_counters, timing
+from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, check, time_all
+from .attention_figures import BASELINE, OURS
+from .experiment import Options, Sample
+from .standard import standard_passes
+from .traffic_figures import draw, judge, table
+
+__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+
+PASSES = ("matmul", "mask", "softmax", "dropout", "matmul 2")
+
+
+@dataclass(frozen=True)
+class Settings:
+    # Names in kernels.ATTENTION and "standard"; none: all of them.
+    backends: tuple[str, ...] = ()
+    # Counted for one head of head_dim 64; 1024 is the paper's.
+    lengths: tuple[int, ...] = (1024, 512, 256)
+    # The sweep of the forward kernel's BLOCK_M, with the BLOCK_N beside it, at the last of `lengths` counted.
+    block_m: tuple[int, ...] = (16, 32, 64, 128)
+    block_n: int = 64
+    # Whose tile table is counted: compute capability * 10.
+    architecture: int = 90
+    # The paper's batch and heads, for what a GPU times.
+    batch: int = 64
+    heads: int = 16
+    # Per backend, for what a GPU times.
+    seconds: float = 0.3
+
+
+TINY = Settings(
+    backends=(BASELINE, "naive", OURS), lengths=(64,), block_m=(32, 64), batch=1, heads=1, seconds=0.0
+)
+
+
+def run(options: Options) -> None:
+    """See `experiment`."""
+    if options.device.type == "cuda" or options.tiny:
+        _time(options)
+    if options.device.type == "cpu":
+        _count(options)
+
+
+# ---- what a CPU counts ----------------------------------------------------------------------------
+
+
+def _count(options: Options) -> None:
+    settings = options.settings
+    names = settings.backends or (BASELINE, *ATTENTION)
+    for length in settings.lengths:
+        for mask in ("plain", PADDED) if length == settings.lengths[0] else ("plain",):
+            workload = Workload("figure2", 1, 1, length, 64, False, mask)
+            for backend in names:
+                options.sample(
+                    lambda b=backend, w=workload: count(b, w, settings.architecture),
+                    kind="count", backend=backend, **asdict(workload),
+                )  # fmt: skip
+    workload = Workload("figure2", 1, 1, settings.lengths[-1], 64, False)
+    for block_m in settings.block_m:
+        options.sample(
+            lambda m=block_m: count(OURS, workload, settings.architecture, (m, settings.block_n)),
+            kind="tile count", backend=OURS, block_m=block_m, block_n=settings.block_n, **asdict(workload),
+        )  # fmt: skip
+
+
+def count(
+    backend: str, workload: Workload, architecture: int, forward_tile: tuple[int, int] | None = None
+) -> Sample:
+    """{"forward": {"read", "written", "flops"}, "backward": ..., "tiles"}, tiles being those our kernels used."""
+    _refuse(backend, workload, torch.device("cpu"))
+    tiles: dict[str, tuple[int, int]] = {}
+
+    def choose(kernel: str, table: Callable[[int], Any]) -> Any:
+        tile = table(architecture)
+        if kernel == "forward" and forward_tile is not None:
+            tile = replace(tile, block_m=forward_tile[0], block_n=forward_tile[1])
+        tiles[kernel] = (tile.block_m, tile.block_n)
+        return tile
+
+    inputs = Inputs(workload, torch.float16, torch.device("cpu"))
+    attend = attend_with(backend)
+    with torch.no_grad():
+        attend(inputs, 0)  # masks are built, and lookups done, before the count
+    with counting.flash_tiles(choose), counting.counting() as traffic:
+        out = attend(inputs, 0)
+        forward = traffic.copy()
+        torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+    return {"forward": asdict(forward), "backward": asdict(traffic.since(forward)), "tiles": tiles}
+
+
+def _refuse(backend: str, workload: Workload, device: torch.device) -> None:
+    if backend != BASELINE:
+        resolve_attention(
+            backend, device=device, dtype=torch.float16, head_dim=workload.head_dim, **workload.features
+        )
+
+
+# ---- what a GPU times and reads -------------------------------------------------------------------
+
+
+def _time(options: Options) -> None:
+    settings, device = options.settings, options.device
+    length = settings.lengths[0]
+    names = settings.backends or (BASELINE, *ATTENTION)
+    for mask in (PADDED, "plain"):
+        workload = Workload("figure2", settings.batch, settings.heads, length, 64, False, mask)
+        able = [each for each in names if _able(each, workload, options)]
+        options.sample(
+            lambda w=workload, a=able: time_all(a, w, options, torch.float16), kind="time", **asdict(workload)
+        )
+    dropped = replace(workload, mask=DROPPED)
+    options.sample(lambda: time_passes(dropped, options), kind="passes", **asdict(dropped))
+    options.sample(
+        lambda: {"rate": timing.copy_rate(device, 2**22 if options.tiny else 2**32)}, kind="copy rate"
+    )
+    for block_m in settings.block_m:
+        tile = (block_m, settings.block_n)
+        options.sample(
+            lambda t=tile: time_tile(t, workload, options), kind="tile time", block_m=block_m, block_n=tile[1],
+            **asdict(workload),
+        )  # fmt: skip
+    for backend in (BASELINE, OURS):
+        found = options.sample(
+            lambda b=backend: hardware_counters.read_counters(b, workload), kind="ncu", backend=backend,
+            **asdict(workload),
+        )  # fmt: skip
+        if "refused" in found:
+            options.say(
+                f"  hardware counters: {found['refused']}; where they can be read:\n  {found['command']}"
+            )
+
+
+def _able(backend: str, workload: Workload, options: Options) -> bool:
+    def checked() -> Sample:
+        _refuse(backend, workload, options.device)
+        return check(backend, workload, torch.float16, options.device)
+
+    return bool(options.sample(checked, kind="check", backend=backend, mask=workload.mask).get("passed"))
+
+
+def time_passes(workload: Workload, options: Options) -> Sample:
+    """Milliseconds of each pass of the standard forward, and of our forward at the same shape."""
+    device = options.device
+    inputs = Inputs(workload, torch.float16, device)
+    hidden = torch.arange(workload.length, device=device) >= inputs.kv_lengths[:, None, None, None]
+    ours = workload if _does(OURS, workload, device) else replace(workload, mask="plain")
+    our_inputs, attend = Inputs(ours, torch.float16, device), attend_with(OURS)
+
+    def standard(number: int) -> Iterator[None]:
+        with torch.no_grad():
+            for _ in standard_passes(*inputs.qkv, hidden=hidden, dropout_p=inputs.dropout_p):
+                yield
+
+    def flash(number: int) -> Iterator[None]:
+        with torch.no_grad():
+            attend(our_inputs, number)
+        yield
+
+    rounds = (1, 1) if options.tiny else (10, 100)
+    samples = timing.time_alternating(
+        {BASELINE: standard, OURS: flash}, device, seconds=options.settings.seconds, rounds=rounds
+    )
+    return {
+        "passes": dict(zip(PASSES, samples[BASELINE], strict=True)),
+        OURS: samples[OURS][0],
+        "flash_mask": ours.mask,
+    }
+
+
+def _does(backend: str, workload: Workload, device: torch.device) -> bool:
+    try:
+        _refuse(backend, workload, device)
+    except ValueError:
+        return False
+    return True
+
+
+def time_tile(tile: tuple[int, int], workload: Workload, options: Options) -> Sample:
+    """Milliseconds of our forward with this tile; the other entries of the table's tile stay."""
+    inputs = Inputs(workload, torch.float16, options.device)
+    attend = attend_with(OURS)
+
+    def choose(kernel: str, table: Callable[[int], Any]) -> Any:
+        return replace(table(_architecture(options.device)), block_m=tile[0], block_n=tile[1])
+
+    def call(number: int) -> Iterator[None]:
+        with torch.no_grad():
+            attend(inputs, number)
+        yield
+
+    rounds = (1, 1) if options.tiny else (10, 100)
+    with counting.flash_tiles(choose):
+        samples = timing.time_alternating(
+            {OURS: call}, options.device, seconds=options.settings.seconds, rounds=rounds
+        )
+    return {"ms": samples[OURS][0]}
+
+
+def _architecture(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
