@@ -1,7 +1,8 @@
 """The typed configuration of a run: every key, its type, default, meaning and check.
 
 YAML under configs/ holds values and recipes; these dataclasses hold the types and the words. Nothing here imports
-torch, so `python train.py --help` answers at once.
+torch, so `python train.py --help` answers at once; omegaconf is imported where YAML is read or written, so that the
+rest of this room can be used where it is not installed.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from model.config import GPTConfig
 
 from .optimizer import OptimizerConfig
 from .schedule import ScheduleConfig
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 class ConfigError(ValueError):
@@ -194,6 +196,8 @@ def _nearest_multiples(value: int, unit: int) -> str:
 
 def from_hydra(cfg: DictConfig) -> Config:
     """The typed config of a composed Hydra config; refuses keys that no dataclass has (Hydra lets `+key=1` in)."""
+    from omegaconf import OmegaConf
+
     _refuse_unknown_keys(cfg, Config, "")
     if missing := OmegaConf.missing_keys(cfg):
         key = sorted(missing)[0]
@@ -218,9 +222,13 @@ def _refuse_unknown_keys(cfg: DictConfig, schema: type, prefix: str) -> None:
 
 
 def to_yaml(config: Config) -> str:
+    from omegaconf import OmegaConf
+
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def load_config(path: str | os.PathLike) -> Config:
     """The config a run wrote to its config.yaml."""
+    from omegaconf import OmegaConf
+
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
