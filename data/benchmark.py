@@ -206,7 +206,7 @@ def same_tokens(ours: Path, theirs: Path) -> dict[str, bool]:
         ends = np.flatnonzero(tokens == corpus.eot_token)
         return sorted(part.astype(np.uint16).tobytes() for part in np.split(tokens, ends + 1))
 
-    train = np.concatenate(corpus.train.maps)
+    train = corpus.train.read(0, corpus.train.tokens)
     return {
         "val, token for token": bool(np.array_equal(corpus.val.read(0, corpus.val.tokens), splits["val"])),
         "train, document for document": documents(train) == documents(splits["train"]),

@@ -97,7 +97,8 @@ def print_histogram(split: TokenSplit) -> None:
     """Print how many documents have how many tokens, in powers of two; the end-of-text token is not counted."""
     counts = np.zeros(64, np.int64)
     before = 0  # tokens of a document that began in an earlier shard
-    for tokens in split.maps:
+    for index in range(len(split.shards)):
+        tokens = split.shard_tokens(index)
         ends = np.flatnonzero(tokens == split.corpus.eot_token)
         if len(ends):
             lengths = np.diff(ends, prepend=-1 - before) - 1

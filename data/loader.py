@@ -7,7 +7,6 @@ sequences of a step do not depend on how many ranks share it.
 import queue
 import threading
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +88,15 @@ class TokenSplit:
         self.tokens: int = corpus.manifest.tokens[split]
         self.utf8_bytes: int = corpus.manifest.utf8_bytes[split]
         self.name = split
+        self._maps: dict[int, np.ndarray] = {}
         self._edges = np.cumsum([0, *(shard["tokens"] for shard in self.shards)])
 
-    @cached_property
-    def maps(self) -> list[np.ndarray]:
-        dtype = np.dtype(self.corpus.manifest.dtype)
-        return [np.memmap(self.corpus.directory / shard["file"], dtype, mode="r") for shard in self.shards]
+    def shard_tokens(self, index: int) -> np.ndarray:
+        """Return the tokens of one shard, memory-mapped at first use."""
+        if index not in self._maps:
+            path = self.corpus.directory / self.shards[index]["file"]
+            self._maps[index] = np.memmap(path, self.corpus.manifest.dtype, mode="r")
+        return self._maps[index]
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length) as int64; less at the end of the split."""
@@ -104,7 +106,7 @@ class TokenSplit:
         while filled < len(tokens):
             shard = int(np.searchsorted(self._edges, start + filled, side="right")) - 1
             offset = start + filled - int(self._edges[shard])
-            piece = self.maps[shard][offset : offset + len(tokens) - filled]
+            piece = self.shard_tokens(shard)[offset : offset + len(tokens) - filled]
             tokens[filled : filled + len(piece)] = piece
             # large corpora are not hashed when opened; an id beyond the table would stop a GPU without a reason
             if piece.max() >= self.corpus.n_vocab:

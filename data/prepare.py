@@ -31,10 +31,12 @@ from .shards import (
     write_val_shard,
 )
 from .tokenizer import load_tokenizer, tokenizer_hash
-from .workers import cpu_count, run_jobs
+from .workers import Workers, cpu_count
 
-# Small enough that a kill costs seconds and two workers end together, large enough that OpenWebText is 2,400 files.
-SHARD_BYTES = 16 << 20
+# Small enough that a kill costs a second and workers end together, large enough that OpenWebText is 4,800 files.
+SHARD_BYTES = 8 << 20
+# A process takes as long to start as to tokenise about this much.
+WORTH_A_PROCESS = 16 << 20
 # nanoGPT's and flash-attention's seed for OpenWebText; every corpus is split by the same rule
 SPLIT_SEED = 2357
 
@@ -113,8 +115,20 @@ def _make(
     if not units:
         raise DataError(f"{source.name} holds no text")
     _check_room(source, units, workshop, progress)
-    counts = _tokenise(units, workshop, source.limit_documents, workers, progress)
+    text_bytes = sum(part.text_bytes for unit in units for part in unit)
+    with Workers(min(workers, 1 + text_bytes // WORTH_A_PROCESS)) as processes:
+        return _make_shards(source, units, workshop, val_fraction, processes, progress)
 
+
+def _make_shards(
+    source,
+    units: list[list[Part]],
+    workshop: Workshop,
+    val_fraction: float,
+    workers: Workers,
+    progress: Progress,
+) -> dict[str, Any]:
+    counts = _tokenise(units, workshop, source.limit_documents, workers, progress)
     documents = sum(counts)
     if source.limit_documents is not None:
         documents = min(documents, source.limit_documents)
@@ -140,13 +154,13 @@ def _make(
 
 
 def _tokenise(
-    units: list[list[Part]], workshop: Workshop, limit: int | None, workers: int, progress: Progress
+    units: list[list[Part]], workshop: Workshop, limit: int | None, workers: Workers, progress: Progress
 ) -> list[int]:
     """Stage every unit that is not; return the documents of each, up to the unit that reaches the limit."""
     staged = [read_record(workshop.staged_record(unit)) for unit in range(len(units))]
     todo = [unit for unit, record in enumerate(staged) if record is None]
     jobs = ((workshop, unit, units[unit], limit) for unit in todo)
-    with closing(run_jobs(tokenise_unit, jobs, min(workers, len(todo)))) as results:
+    with closing(workers.run(tokenise_unit, jobs)) as results:
         report = _Report("tokenising", units, todo, progress)
         counts: list[int] = []
         for unit, record in enumerate(staged):
@@ -165,7 +179,7 @@ def _split(
     workshop: Workshop,
     documents: int,
     order: np.ndarray,
-    workers: int,
+    workers: Workers,
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Split every unit that is not; return the records of all."""
@@ -178,7 +192,7 @@ def _split(
         # the last document can begin in this unit and end in the next
         low, high = np.searchsorted(val_documents, [firsts[unit], firsts[unit + 1] + 1])
         jobs.append((workshop, unit, firsts[unit], documents, val_documents[low:high]))
-    with closing(run_jobs(split_unit, jobs, min(workers, len(todo)))) as results:
+    with closing(workers.run(split_unit, jobs)) as results:
         report = _Report("splitting", units[: len(counts)], todo, progress)
         for unit, record in zip(todo, results, strict=True):
             records[unit] = record

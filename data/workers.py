@@ -18,33 +18,46 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], workers: int) -> Iterator[Any]:
-    """Yield function(*job) for each job, in order; with one worker, in this process.
+class Workers:
+    """`count` processes for the time of a `with` block; 1 is the calling process itself."""
 
-    Closing the generator drops the jobs that have not started.
-    """
-    if workers <= 1:
-        for job in jobs:
-            yield function(*job)
-        return
-    # spawn: the caller may hold CUDA or threads, neither of which survives a fork
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
-    futures: deque = deque()
-    try:
-        for job in jobs:
-            futures.append(pool.submit(function, *job))
-            if len(futures) >= 2 * workers:
+    def __init__(self, count: int):
+        self.count = count
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Workers":
+        if self.count > 1:
+            # spawn: the caller may hold CUDA or threads, neither of which survives a fork
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.count, mp_context=context, initializer=_end_with_parent)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def run(self, function: Callable[..., Any], jobs: Iterable[tuple]) -> Iterator[Any]:
+        """Yield function(*job) for each job, in order. Closing the generator drops the jobs not yet started."""
+        if self._pool is None:
+            for job in jobs:
+                yield function(*job)
+            return
+        futures: deque = deque()
+        try:
+            for job in jobs:
+                futures.append(self._pool.submit(function, *job))
+                if len(futures) >= 2 * self.count:
+                    yield futures.popleft().result()
+            while futures:
                 yield futures.popleft().result()
-        while futures:
-            yield futures.popleft().result()
-    except BrokenProcessPool:
-        raise DataError(
-            "a tokenising process was killed, by the system if memory ran out: the same command goes on from what "
-            f"is done; with fewer processes, data.workers={max(1, workers // 2)}, it needs less memory"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+        except BrokenProcessPool:
+            raise DataError(
+                "a tokenising process was killed, by the system if memory ran out: the same command goes on from "
+                f"what is done, and needs less memory with fewer processes, data.workers={self.count // 2}"
+            ) from None
+        finally:
+            for future in futures:
+                future.cancel()
 
 
 def _end_with_parent() -> None:

@@ -23,7 +23,7 @@ from data import DataError
 from data.corpora import make_corpus
 
 settings = json.loads(sys.argv[1])
-data.prepare.SHARD_BYTES = 1 << 14
+data.prepare.SHARD_BYTES = data.prepare.WORTH_A_PROCESS = 1 << 14
 
 class Progress:
     def __init__(self):

@@ -23,6 +23,7 @@ from data.tokenizer import load_tokenizer
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("data.prepare.SHARD_BYTES", 1 << 14)
+    monkeypatch.setattr("data.prepare.WORTH_A_PROCESS", 1 << 14)
 
 
 class Recorder:
