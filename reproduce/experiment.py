@@ -115,7 +115,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         Experiment("numerics", "errors against float64, with outliers", ("C1", "C2"), "cpu", 0.5),
         Experiment(
-            "sparse", "block-sparse attention against the share of blocks", ("C5", "C10"), "cuda", 1.0
+            "sparse", "block-sparse attention against the share of blocks", ("C5", "C10"), "cpu", 1.0
         ),
         Experiment(
             "perplexity",

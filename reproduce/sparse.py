@@ -1,0 +1,331 @@
+"""Block-sparse attention: FlashAttention section 3.3, Figure 2 right, and its linear-length rows of Tables 11 and 20.
+
+A block mask is skipped tile by tile, so time should be affine in the share of blocks that are not zero. Backends are
+asked by name for `block_mask`; one that does not have it is left out and said so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels import ATTENTION, get_attention, resolve_attention
+
+from . import counting, paper, plots, timing
+from .attention import gradients, relative_error
+from .attention_figures import OURS
+from .experiment import NOT_MEASURED, Options, Results, Sample, Verdict, judged, pick, text_table
+
+BLOCK = 128  # of the seam's block_mask, in queries and in keys
+
+
+@dataclass(frozen=True)
+class Settings:
+    # Names in kernels.ATTENTION; none: all of them that take a block mask. naive masks, but skips nothing.
+    backends: tuple[str, ...] = ()
+    length: int = 4096
+    percents: tuple[int, ...] = (10, 20, 30, 40, 50, 60, 70, 80, 90)
+    # The butterfly mask's.
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    batch: int = 16
+    heads: int = 8
+    head_dim: int = 64
+    # Of the exactness check, and of the work counted on a CPU, for one head.
+    small_length: int = 1280
+    seconds: float = 0.2
+
+
+TINY = Settings(
+    length=256, percents=(50,), lengths=(256,), batch=1, heads=1, head_dim=32, small_length=256, seconds=0.0
+)
+
+
+class SparseInputs:
+    """Fresh q, k, v, d_out and a block mask; `attend` runs a backend on them."""
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        length: int,
+        head_dim: int,
+        mask: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
+        shape = (batch, heads, length, head_dim)
+        self.qkv = [torch.randn(shape, device=device, dtype=torch.float16).requires_grad_() for _ in range(3)]
+        self.d_out = torch.randn(shape, device=device, dtype=torch.float16)
+        self.mask = None if mask is None else mask.to(device)
+
+    def attend(self, backend: str) -> torch.Tensor:
+        features = {} if self.mask is None else {"block_mask": self.mask}
+        return get_attention(backend)(*self.qkv, causal=False, **features)
+
+    def gradients(self, backend: str) -> list[torch.Tensor]:
+        """out, dq, dk, dv."""
+        return gradients(lambda inputs, seed: inputs.attend(backend), self)
+
+
+def random_mask(length: int, percent: float, seed: int = 0) -> torch.Tensor:
+    """bool (1, 1, blocks, blocks) with the same number of blocks in every row, `percent` of them to the nearest."""
+    blocks = -(-length // BLOCK)
+    kept = max(1, round(blocks * percent / 100))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(blocks, blocks, generator=generator).argsort(dim=1)
+    return (order < kept)[None, None]
+
+
+def butterfly_mask(length: int) -> torch.Tensor:
+    """bool (1, 1, blocks, blocks): a block sees itself and those whose number differs from its own in one bit.
+
+    The fixed butterfly of Dao et al. (Pixelated Butterfly, 2021), which block-sparse FlashAttention uses: log2 + 1
+    blocks a row, so O(N log N) in all.
+    """
+    blocks = -(-length // BLOCK)
+    number = torch.arange(blocks)
+    difference = number[:, None] ^ number
+    return ((difference & (difference - 1)) == 0)[None, None]
+
+
+def run(options: Options) -> None:
+    """See `experiment`."""
+    settings, device = options.settings, options.device
+    for backend in settings.backends or tuple(ATTENTION):
+        found = options.sample(lambda b=backend: exactness(b, options), kind="exact", backend=backend)
+        if "worst" not in found or backend == "naive":
+            continue
+        if device.type == "cpu":
+            for percent in (*settings.percents, 100):
+                options.sample(
+                    lambda b=backend, p=percent: work(b, p, options),
+                    kind="work",
+                    backend=backend,
+                    percent=percent,
+                )
+        if device.type == "cuda" or options.tiny:
+            options.sample(lambda b=backend: time_shares(b, options), kind="shares", backend=backend)
+            for length in settings.lengths:
+                options.sample(
+                    lambda b=backend, n=length: time_butterfly(b, n, options),
+                    kind="butterfly", backend=backend, length=length,
+                )  # fmt: skip
+
+
+def exactness(backend: str, options: Options) -> Sample:
+    """{"worst"}: largest relative difference of out, dq, dk, dv to masked dense attention in float64."""
+    settings, device = options.settings, options.device
+    mask = random_mask(settings.small_length, 40)
+    resolve_attention(
+        backend, device=device, dtype=torch.float16, head_dim=settings.head_dim, block_mask=mask.to(device)
+    )
+    inputs = SparseInputs(1, 2, settings.small_length, settings.head_dim, mask, device)
+    found = inputs.gradients(backend)
+    inputs.qkv = [x.detach().double().requires_grad_() for x in inputs.qkv]
+    inputs.d_out = inputs.d_out.double()
+    exact = inputs.gradients("naive")
+    return {
+        "worst": max(relative_error(a, b) for a, b in zip(found, exact, strict=True)),
+        "share": _share(mask),
+    }
+
+
+def work(backend: str, percent: int, options: Options) -> Sample:
+    """Counted FLOPs and bytes of one head, forward and backward: {"flops", "bytes", "share"}."""
+    settings = options.settings
+    mask = random_mask(settings.small_length, percent)
+    inputs = SparseInputs(1, 1, settings.small_length, settings.head_dim, mask, options.device)
+    with counting.counting() as traffic:
+        inputs.gradients(backend)
+    return {"flops": traffic.flops, "bytes": traffic.read + traffic.written, "share": _share(mask)}
+
+
+def _share(mask: torch.Tensor) -> float:
+    return round(float(mask.float().mean()), 4)
+
+
+def time_shares(backend: str, options: Options) -> Sample:
+    """Milliseconds, forward and backward, of every share and of no mask at all: {"ms": {share: [...]}}."""
+    settings = options.settings
+    masks = [random_mask(settings.length, percent) for percent in settings.percents]
+    named = {_share(mask): mask for mask in masks}
+    return {"ms": _time(backend, settings.length, {"dense": None, **named}, options)}
+
+
+def time_butterfly(backend: str, length: int, options: Options) -> Sample:
+    """Milliseconds of the butterfly mask and of no mask: {"ms": {"butterfly": [...], "dense": [...]}, "share"}."""
+    mask = butterfly_mask(length)
+    return {"ms": _time(backend, length, {"butterfly": mask, "dense": None}, options), "share": _share(mask)}
+
+
+def _time(
+    backend: str, length: int, masks: dict[object, torch.Tensor | None], options: Options
+) -> dict[str, list[float]]:
+    settings, device = options.settings, options.device
+    shape = (settings.batch, settings.heads, length, settings.head_dim)
+    sets = timing.input_sets(8 * math.prod(shape), device)
+
+    def call_of(mask: torch.Tensor | None) -> timing.Call:
+        inputs = [SparseInputs(*shape, mask, device) for _ in range(sets)]
+
+        def call(number: int) -> Iterator[None]:
+            inputs[number % sets].gradients(backend)
+            yield
+
+        return call
+
+    calls = {str(name): call_of(mask) for name, mask in masks.items()}
+    rounds = (1, 1) if options.tiny else (5, 100)
+    samples = timing.time_alternating(
+        calls, device, seconds=settings.seconds, warmup=0 if options.tiny else 3, rounds=rounds
+    )
+    return {name: [float(f"{ms:.5g}") for ms in phases[0]] for name, phases in samples.items()}
+
+
+def table(results: Results) -> str:
+    """Work or time against the share of blocks, and the butterfly."""
+    parts = []
+    for sample in results["samples"]:
+        if sample["kind"] == "exact":
+            fate = (
+                sample.get("refused")
+                or sample.get("failed")
+                or f"relative error {sample.get('worst', 0):.1e}"
+            )
+            parts.append(f"{sample['backend']}: {fate}")
+    rows = [
+        [f"{s['backend']} {s['share']:.0%} of blocks", f"{s['flops'] / 1e9:.3f}", f"{s['bytes'] / 1e6:.2f}"]
+        for s in pick(results, kind="work")
+    ]
+    parts += [text_table(["one head, counted", "GFLOP", "MB"], rows)] if rows else []
+    for sample in pick(results, kind="shares"):
+        times = ", ".join(f"{name} {statistics.median(ms):.3g}" for name, ms in sample["ms"].items())
+        parts.append(f"{sample['backend']}, ms by share: {times}")
+    for sample in pick(results, kind="butterfly"):
+        ms = {name: statistics.median(values) for name, values in sample["ms"].items()}
+        against = f"{ms['butterfly']:.3g} ms, dense {ms['dense']:.3g}"
+        parts.append(f"{sample['backend']} butterfly at {sample['length']} tokens: {against}")
+    return "\n".join(parts)
+
+
+def _relative_times(sample: Sample) -> dict[float, float]:
+    """Share -> time over the dense time."""
+    dense = statistics.median(sample["ms"]["dense"])
+    return {
+        float(name): statistics.median(ms) / dense for name, ms in sample["ms"].items() if name != "dense"
+    }
+
+
+def draw(results: Results, path: Path) -> None:
+    """Time (or counted work) against the share of blocks, and the butterfly against length."""
+    butterflies = pick(results, kind="butterfly", backend=OURS)
+    with plots.picture(path, 2, title=f"Block-sparse attention, {results['device']}") as (left, right):
+        theirs = {p: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
+        left.plot(*zip(*theirs.items(), strict=True), "k:", label="FA1's Figure 2")
+        for sample in pick(results, kind="shares", backend=OURS):
+            points = sorted((100 * share, time) for share, time in _relative_times(sample).items())
+            left.plot(*zip(*points, strict=True), "o-", color=plots.colour(OURS), label="time")
+        counted = sorted(pick(results, kind="work", backend=OURS), key=lambda s: s["share"])
+        if counted:
+            whole = counted[-1]["flops"]
+            points = [(100 * s["share"], s["flops"] / whole) for s in counted]
+            left.plot(*zip(*points, strict=True), "s--", color=plots.colour(OURS), label="FLOPs counted")
+        left.set_xlabel("% of blocks not zero")
+        left.set_ylabel("over dense")
+        left.set_title("Cost against sparsity")
+        left.legend(fontsize=8)
+        for name in ("dense", "butterfly"):
+            points = [(s["length"], statistics.median(s["ms"][name])) for s in butterflies]
+            if points:
+                right.plot(*zip(*points, strict=True), "o-", label=name)
+        if butterflies:
+            plots.length_axis(right, [s["length"] for s in butterflies])
+            right.set_yscale("log")
+            right.legend(fontsize=8)
+        else:
+            right.text(0.5, 0.5, "not measured", ha="center", va="center", color="#888888")
+        right.set_ylabel("ms, forward and backward")
+        right.set_title("Butterfly mask against length")
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C5 and C10."""
+    device, verdicts = results["device"], []
+    refused = [
+        s for s in results["samples"] if s["kind"] == "exact" and s["backend"] == OURS and "refused" in s
+    ]
+    if refused:
+        return [
+            Verdict(
+                "C5",
+                "time against the share of blocks",
+                "affine",
+                status=NOT_MEASURED,
+                why=refused[0]["refused"],
+            ),
+            Verdict(
+                "C10",
+                "butterfly mask against length",
+                "linear",
+                status=NOT_MEASURED,
+                why=refused[0]["refused"],
+            ),
+        ]
+    for sample in pick(results, kind="exact", backend=OURS):
+        figures = ("equal", f"{sample['worst']:.1e}", None, sample["worst"] < 5e-3)
+        why = "relative difference in float16, out and gradients"
+        verdicts.append(judged("C5", "skipping blocks against masking them", *figures, why, device))
+    counted = {s["share"]: s["flops"] for s in pick(results, kind="work", backend=OURS)}
+    if len(counted) > 2:
+        slope, intercept, fit = affine(counted)
+        figures = ("R^2 > 0.99", f"R^2 = {fit:.4f}", None, fit > 0.99)
+        why = f"work, not time: {intercept / (slope + intercept):.0%} of dense is left at 0 blocks"
+        verdicts.append(
+            judged("C5", "FLOPs affine in the share of blocks", *figures, why, "counted on one head")
+        )
+    for sample in pick(results, kind="shares", backend=OURS):
+        times = _relative_times(sample)
+        _, _, fit = affine(times)
+        figures = ("R^2 > 0.99", f"R^2 = {fit:.4f}", None, fit > 0.99)
+        verdicts.append(judged("C5", "time affine in the share of blocks, 4096 tokens", *figures, "", device))
+        theirs = {p / 100: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
+        off = max(
+            abs(time - theirs[min(theirs, key=lambda p: abs(p - share))]) for share, time in times.items()
+        )
+        figures = ("0.14 to 0.93", ", ".join(f"{t:.2f}" for t in times.values()), None, off <= 0.1)
+        verdicts.append(
+            judged("C5", "time over dense, 10 to 90 %", *figures, "within 0.1 of the figure's", device)
+        )
+    return verdicts + _judge_butterfly(results)
+
+
+def affine(points: dict[float, float]) -> tuple[float, float, float]:
+    """Slope, intercept and R^2 of the least-squares line."""
+    x, y = list(points), list(points.values())
+    line = statistics.linear_regression(x, y)
+    return line.slope, line.intercept, statistics.correlation(x, y) ** 2
+
+
+def _judge_butterfly(results: Results) -> list[Verdict]:
+    times = {s["length"]: s for s in pick(results, kind="butterfly", backend=OURS)}
+    sparse = {n: statistics.median(s["ms"]["butterfly"]) for n, s in times.items()}
+    growth = [sparse[2 * n] / sparse[n] for n in sparse if n >= 4096 and 2 * n in sparse]
+    verdicts = []
+    if growth:
+        ours = statistics.geometric_mean(growth)
+        figures = ("2.0x", f"{ours:.2f}x", ours / 2, ours <= 2.6)
+        what, why = "growth of time when the length doubles, from 4096", "N log N allows 2.3"
+        verdicts.append(judged("C10", what, *figures, why, results["device"]))
+    if 65536 in times:
+        ours = statistics.median(times[65536]["ms"]["dense"]) / sparse[65536]
+        theirs = paper.BLOCK_SPARSE_SPEEDUP_64K["plain"]
+        figures = (f"{theirs:.0f}x", f"{ours:.0f}x", ours / theirs, ours >= 50)
+        why = f"50x at least; {times[65536]['share']:.1%} of the blocks are not zero, the paper's share is not stated"
+        verdicts.append(
+            judged("C10", "dense over butterfly time at 65536 tokens", *figures, why, results["device"])
+        )
+    return verdicts
