@@ -29,6 +29,7 @@ STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
+    "svg.fonttype": "none",  # text stays text: small files, and it can be searched
     "svg.hashsalt": "tilegpt",  # the same picture is the same file
 }
 

@@ -148,28 +148,28 @@ class Store:
         write_json(path, self.document)
 
 
-def read(path: Path) -> Results | None:
-    """The document at `path`; None if there is none of this version, said in a line if it is another's."""
+def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
+    """The document at `path`; None if there is none of this version, with a line to `say` if it is another's."""
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, json.JSONDecodeError) as error:
-        print(f"{path} cannot be read and is left out: {error}")
+        say(f"{path} cannot be read and is left out: {error}")
         return None
     found = document.get("version") if isinstance(document, dict) else None
     if found != VERSION:
-        print(f"{path} is of version {found}, not {VERSION}, and is left out; run the experiment again")
+        say(f"{path} is of version {found}, not {VERSION}, and is left out; run the experiment again")
         return None
     return document
 
 
-def read_all(directory: Path) -> Iterator[Results]:
+def read_all(directory: Path, say: Callable[[str], None] = print) -> Iterator[Results]:
     """Every document below `directory`, by device and name; a partial one only where no complete one is."""
     for path in sorted(directory.glob("*/*.json")):
         name = path.name.removesuffix(".json").removesuffix(".partial")
         if path.name.endswith(".partial.json") and path.with_name(f"{name}.json").exists():
             continue
-        document = read(path)
-        if document is not None and document["experiment"] == name and not document["tiny"]:
+        document = read(path, say)
+        if document is not None and not document["tiny"]:
             yield document

@@ -289,6 +289,8 @@ def judge(results: Results) -> list[Verdict]:
         )
     for sample in pick(results, kind="shares", backend=OURS):
         times = _relative_times(sample)
+        if len(times) < 3:
+            continue
         _, _, fit = affine(times)
         figures = ("R^2 > 0.99", f"R^2 = {fit:.4f}", None, fit > 0.99)
         verdicts.append(judged("C5", "time affine in the share of blocks, 4096 tokens", *figures, "", device))
@@ -304,8 +306,10 @@ def judge(results: Results) -> list[Verdict]:
 
 
 def affine(points: dict[float, float]) -> tuple[float, float, float]:
-    """Slope, intercept and R^2 of the least-squares line."""
+    """Slope, intercept and R^2 of the least-squares line; R^2 is 0 where nothing varies."""
     x, y = list(points), list(points.values())
+    if len(set(y)) == 1:
+        return 0.0, y[0], 0.0
     line = statistics.linear_regression(x, y)
     return line.slope, line.intercept, statistics.correlation(x, y) ** 2
 

@@ -1,0 +1,117 @@
+"""The papers' claims, C1 to C33: what is said, where, the figure, and what stands in the way of measuring it here.
+
+FA1: FlashAttention (arXiv 2205.14135), FA2: FlashAttention-2 (2307.08691), FA3: FlashAttention-3 (2407.08608),
+OS: Online normalizer calculation for softmax (1805.02867).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TO_COME = "waits for an algorithm that is not in kernels/ yet: "
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim and how it is held to.
+
+    Attributes:
+        name: "C1" to "C33".
+        source: paper, and its figure, table or section.
+        statement: what it says, in a sentence.
+        paper: its figure, for the row of what is not measured.
+        experiment: which measures it; none: `missing` says why there is none.
+        on_gpu: what of it only a GPU can tell; empty if a CPU's figures are as good.
+        missing: why it cannot be measured here.
+        estimate: a formula or an extrapolation, said to be one.
+    """
+
+    name: str
+    source: str
+    statement: str
+    paper: str
+    experiment: str = ""
+    on_gpu: str = ""
+    missing: str = ""
+    estimate: str = ""
+
+
+_ALL = (
+    Claim("C1", "FA1 Theorem 1", "Attention is computed exactly: output and gradients.", "at most 2x naive's error",
+          "numerics", "errors against float64 with tensor cores"),
+    Claim("C2", "FA3 Table 3", "With outliers, flash attention in fp16 is more accurate than standard attention.",
+          "1.7x (3.2e-4 / 1.9e-4)", "numerics", "RMSE with outliers, with tensor cores"),
+    Claim("C3", "FA1 Figure 2 left", "More FLOPs, fewer bytes of memory traffic, less time.",
+          "bytes 9.2x (NeurIPS: 8.0x), time 5.7x (NeurIPS: 3.0x)", "traffic", "DRAM bytes and time, standard/flash"),
+    Claim("C4", "FA1 Figure 2 middle", "Larger tiles move fewer bytes and take less time, up to a point.",
+          "6.58, 3.36, 1.74, 0.94 GB and 8.6, 4.7, 3.3, 3.2 ms at B_c 64, 128, 256, 512",
+          missing=TO_COME + "FlashAttention's K/V-outer loop order",
+          estimate="by the formula (3 T_c + 1) B H N d * 2 bytes: 6.58, 3.36, 1.74, 0.94 GB, which are the paper's "
+          "points; `traffic` sweeps the tile of our own loop order"),
+    Claim("C5", "FA1 Figure 2 right, Proposition 4", "Block-sparse time is affine in the share of non-zero blocks.",
+          "0.14 to 0.93 of dense at 10 to 90 %", "sparse", "time against the share of blocks, 4096 tokens"),
+    Claim("C6", "FA1 Figure 1 right", "Mask, softmax and dropout dominate the standard forward.",
+          "76 % of 16.8 ms; 7.6x faster fused", "traffic", "time of each pass of the standard forward"),
+    Claim("C7", "FA1 Figure 3 left, Tables 9-20", "Faster than standard attention at every length; quadratic in it.",
+          "3.3x with mask and dropout, 1.6 to 1.7x plain, at 1k to 4k", "attention", "time against length"),
+    Claim("C8", "FA1 Figure 3 right, Table 21", "Memory grows linearly with length, up to 20x less than standard.",
+          "5.7x, 10.6x, 20.4x at 1k, 2k, 4k; 13.1 GiB at 64k", "attention", "peak memory against length"),
+    Claim("C9", "FA1 Figure 3, section 4.3", "Approximate attention overtakes exact flash attention at some length.",
+          "between 512 and 1024 tokens for Linformer",
+          missing="Linformer and the other approximations are not part of this project"),
+    Claim("C10", "FA1 Tables 11, 20", "Block-sparse FlashAttention is the fastest of all, and linear in length.",
+          "149x over dense at 64k", "sparse", "butterfly mask against length"),
+    Claim("C11", "FA1 Table 2", "GPT-2 trains up to 3.5x faster than Hugging Face's, 2.0x than Megatron's.",
+          "3.5x (small), 3.0x (medium)", "training", "tokens/s, attention swapped alone and the whole stack"),
+    Claim("C12", "FA1 Table 2, Figure 4", "The loss curve and the perplexity are those of standard attention.",
+          "18.2 (small), 14.3 (medium), after 400k steps", "perplexity", "loss curves of every backend"),
+    Claim("C13", "FA1 Table 4", "At 4k context still faster than Megatron at 1k.",
+          "time 1 : 1.11 : 1.33 at 1k, 2k, 4k; 1.3x", "training", "tokens/s against context"),
+    Claim("C14", "FA1 Table 4", "Longer context gives better perplexity.", "18.2, 17.6, 17.5 at 1k, 2k, 4k",
+          "perplexity", "validation loss against context, same targets"),
+    Claim("C15", "FA1 Table 1", "BERT-large trains 15 % faster than the MLPerf 1.1 record.", "17.4 min, 20.0 before",
+          missing="BERT, its data and eight A100s are not part of this project"),
+    Claim("C16", "FA1 Tables 3, 5, 6", "Long-range tasks run 2.4x faster (2.8x block-sparse); Path-X is solved.",
+          "2.4x, 2.8x; 61.4 % on Path-X", missing="these data sets are not part of this project"),
+    Claim("C17", "FA1 README", "At head_dim 128 the speed-up is lower, and largest when causal.",
+          "1.0 to 2.1x plain, 2.4 to 3.3x causal", "attention", "standard/flash time at head_dim 128"),
+    Claim("C18", "FA2 Figures 4-7", "FlashAttention-2 is about twice as fast as FA1.", "1.35 to 2.4x on an H100",
+          missing=TO_COME + "FlashAttention's K/V-outer loop order"),
+    Claim("C19", "FA2 section 3.2", "Parallelism over the sequence helps where batch * heads is small.",
+          "up to min(SMs, B H T_r) / (B H)", missing=TO_COME + "a grid over heads alone",
+          estimate="that bound for an H200's 132 SMs, 16k tokens and 64-row tiles: 132x at B H = 1, 16.5x at 8, "
+          "1x from 132 on"),
+    Claim("C20", "FA2 section 3.1", "Skipping blocks above the diagonal makes causal attention faster.",
+          "1.7 to 1.8x over full", "attention", "full over causal time"),
+    Claim("C21", "FA2 section 3.1", "Saving the log-sum-exp alone and dividing once at the end suffices.",
+          "same gradients, a little faster", missing=TO_COME + "the variant that keeps maximum and sum",
+          estimate="by formula: 4 bytes a query saved for the backward, where keeping both takes 8"),
+    Claim("C22", "FA1 Algorithm 4", "One backward pass with D = rowsum(dO * O) instead of two passes.",
+          "5 matrix products instead of 7", missing=TO_COME + "the two-pass backward of the seeds"),
+    Claim("C23", "FA2 Table 1", "GPT-3-sized models train 1.4x to 3.1x faster than without flash attention.",
+          "196 and 220 TFLOP/s per A100 at 2k and 8k (1.3B)", "training", "MFU and speed-up at 1.3B parameters"),
+    Claim("C24", "FA3 Figures 5, 6", "Up to 75 % of an H100's peak, 1.5 to 2.0x FlashAttention-2.",
+          "496 (d64), 646 (d128), 746 (d256) TFLOP/s forward at 8k", "attention", "TFLOP/s against length"),
+    Claim("C25", "FA3 Table 2", "Warp specialisation and pipelining each help.", "661, 582 and 570 TFLOP/s",
+          missing=TO_COME + "a warp-specialised kernel"),
+    Claim("C26", "FA3 Table 3", "Block quantisation and incoherent processing make FP8 2.6x more accurate.",
+          "RMSE 9.1e-3, 2.4e-2 per-tensor", missing=TO_COME + "FP8"),
+    Claim("C27", "OS section 3, Figures 1-2", "Online softmax reads memory 3 times where safe softmax takes 4.",
+          "1.3x faster", missing=TO_COME + "the three-pass and the online softmax"),
+    Claim("C28", "OS Figures 3-4", "Fusing softmax with top-k is up to 5x faster.", "5x at K = 5",
+          missing=TO_COME + "softmax with top-k"),
+    Claim("C29", "FA1 Theorem 2, Proposition 3", "Memory traffic is N^2 d^2 / M, and none is asymptotically better.",
+          "the compulsory 4 N d where K and V stay on chip", "traffic", "DRAM bytes over compulsory"),
+    Claim("C30", "FA1 Table 7", "Recomputing P beats storing it forward, loses backward, and is equal in all.",
+          "-4 %, +8 %, +5 % at 128, 256, 512", missing=TO_COME + "the variant that stores the probabilities"),
+    Claim("C31", "FA1 appendix E.5", "With less on-chip memory the speed-up shrinks.",
+          "lower on a T4 than on an A100",
+          missing=TO_COME + "capped tiles as a backend; `traffic` times a tile sweep of our forward on a GPU"),
+    Claim("C32", "FA1 appendix B.5", "Chunked attention with checkpointing saves memory, not time.",
+          "flash 2 to 4x faster",
+          missing=TO_COME + "the chunked attention of Rabe and Staats"),
+    Claim("C33", "FA1 section 5", "Attention across GPUs is left to the future.", "none",
+          missing="no ring or all-to-all attention here, and one GPU"),
+)  # fmt: skip
+
+CLAIMS: dict[str, Claim] = {claim.name: claim for claim in _ALL}

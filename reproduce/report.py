@@ -1,0 +1,238 @@
+"""`python -m reproduce report`: results/ as one page, REPORT.md and a self-contained report.html.
+
+Every claim has its rows: the paper's figure, ours, their ratio, a status and why. What no results file holds is "not
+measured"; a file that cannot be used costs its own rows only, and the page says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .claims import CLAIMS, Claim
+from .experiment import EXPERIMENTS, NOT_MEASURED, STATUSES, Results, Verdict
+from .results import code_hash, read_all
+
+COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
+MARKS = {"reproduced": "good", "not reproduced": "bad", "not comparable": "grey", "not measured": "none"}
+
+
+@dataclass
+class Page:
+    """What the report says, before it has a format."""
+
+    verdicts: dict[str, list[Verdict]] = field(default_factory=lambda: {name: [] for name in CLAIMS})
+    documents: list[Results] = field(default_factory=list)
+    pictures: list[tuple[str, Path]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def main(argv: list[str]) -> int:
+    """Write the two files and say where."""
+    parser = argparse.ArgumentParser(prog="python -m reproduce report", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
+    directory = parser.parse_args(argv).results
+    page = build(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "REPORT.md").write_text(as_markdown(page, directory))
+    (directory / "report.html").write_text(as_html(page))
+    print(summary(page))
+    for note in page.notes:
+        print(f"note: {note}")
+    print(f"{directory / 'REPORT.md'}  {directory / 'report.html'}")
+    return 0
+
+
+def build(directory: Path) -> Page:
+    """Judge every document below `directory`, draw its picture, and fill in what is not measured."""
+    page = Page()
+    for document in read_all(directory, page.notes.append):
+        experiment = EXPERIMENTS.get(document["experiment"])
+        if experiment is None:
+            page.notes.append(f"{document['experiment']}: no such experiment here; left out")
+            continue
+        where = f"{experiment.name} on {document['device']}"
+        if document["state"] != "complete":
+            page.notes.append(f"{where} is partial: it was interrupted or ran out of time")
+        if document["code"] != code_hash(experiment.name):
+            page.notes.append(f"{where} was made by other code than this checkout's; run it again")
+        # One bad document must not take the others' rows with it.
+        try:
+            for verdict in experiment.module.judge(document):
+                page.verdicts[verdict.claim].append(verdict)
+            picture = _draw(experiment.module, document, directory)
+        except Exception as error:
+            page.notes.append(f"{where} cannot be judged: {type(error).__name__}: {error}")
+            continue
+        page.documents.append(document)
+        page.pictures += [(f"{experiment.title} ({document['device']})", picture)] if picture else []
+    for name, claim in CLAIMS.items():
+        page.verdicts[name] += _missing(claim, page.documents)
+    return page
+
+
+def _draw(module: object, document: Results, directory: Path) -> Path | None:
+    from .results import slug
+
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return None
+    path = directory / slug(document["device"]) / f"{document['experiment']}.svg"
+    module.draw(document, path)
+    return path
+
+
+def _missing(claim: Claim, documents: list[Results]) -> Iterator[Verdict]:
+    """The row of what no document holds."""
+    if not claim.experiment:
+        yield Verdict(claim.name, claim.statement, claim.paper, why=claim.missing)
+        return
+    ours = [document for document in documents if document["experiment"] == claim.experiment]
+    if not any(document["environment"]["device"].startswith("cuda") for document in ours):
+        run = f"needs a CUDA device: python -m reproduce {claim.experiment}"
+        yield Verdict(claim.name, claim.on_gpu, claim.paper, why=run)
+
+
+def summary(page: Page) -> str:
+    """One line: figures by status, and claims that have one."""
+    rows = [verdict for verdicts in page.verdicts.values() for verdict in verdicts]
+    counts = Counter(verdict.status for verdict in rows)
+    figures = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    measured = sum(any(v.status != NOT_MEASURED for v in verdicts) for verdicts in page.verdicts.values())
+    return f"{measured} of {len(CLAIMS)} claims have a measured figure. Of {len(rows)} figures: {figures}."
+
+
+def _cells(verdict: Verdict) -> list[str]:
+    ratio = "" if verdict.ratio is None else f"{verdict.ratio:.2f}"
+    ours = verdict.ours or NOT_MEASURED
+    return [verdict.what, verdict.paper, ours, ratio, verdict.status, verdict.why, verdict.basis]
+
+
+def _runs(page: Page) -> list[list[str]]:
+    """A row for each document: what made it."""
+    rows = []
+    for document in page.documents:
+        environment = document["environment"]
+        versions = f"torch {environment['torch']}, triton {environment['triton']}"
+        commit = (document["commit"] or "unknown")[:9] + (
+            "+changes" if "+" in (document["commit"] or "") else ""
+        )
+        command = "python -m reproduce " + " ".join(document["command"][2:])
+        took = f"{document['seconds']:.0f} s"
+        row = [document["experiment"], document["state"], document["device"], command, took, document["date"]]
+        rows.append([*row, versions, commit])
+    return rows
+
+
+RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
+INTRODUCTION = (
+    "The papers' figures beside ours. A figure is ours only if a file in results/ holds it; everything else is not "
+    "measured. Ratios are ours over the paper's. Milliseconds, days and out-of-memory points of another GPU are not "
+    "compared; a count made on a CPU says so in the last column."
+)
+
+
+def as_markdown(page: Page, directory: Path) -> str:
+    """The report as Markdown; pictures are linked."""
+    lines = ["# The papers' claims, reproduced", "", INTRODUCTION, "", f"**{summary(page)}**", ""]
+    lines += [f"- {note}" for note in page.notes] + [""] * bool(page.notes)
+    for name, claim in CLAIMS.items():
+        lines += [f"## {name}. {claim.statement}", "", f"{claim.source}.", ""]
+        lines += _markdown_table(COLUMNS, [_cells(verdict) for verdict in page.verdicts[name]])
+        lines += [f"Estimate, not a run: {claim.estimate}.", ""] if claim.estimate else []
+    lines += ["## Pictures", ""]
+    for title, path in page.pictures:
+        lines += [f"![{title}]({path.relative_to(directory).as_posix()})", ""]
+    lines += ["## Runs", "", *_markdown_table(RUN_COLUMNS, _runs(page))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    return [*lines, ""]
+
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; }
+body { max-width: 1180px; margin: 2.5rem auto; padding: 0 1.5rem; }
+h1 { font-size: 1.7rem; margin-bottom: .3rem; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
+h3 { font-size: 1.02rem; margin: 1.8rem 0 .1rem; } h3 a { color: #888; text-decoration: none; margin-right: .4rem; }
+p.source { color: #777; margin: 0 0 .4rem; font-size: .88rem; } p.summary { font-weight: 600; }
+.table { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .86rem; }
+th { text-align: left; color: #777; font-weight: 500; border-bottom: 1px solid #ccc; padding: .25rem .6rem .25rem 0; }
+td { border-bottom: 1px solid #eee; padding: .3rem .6rem .3rem 0; vertical-align: top; }
+td.number { white-space: nowrap; font-variant-numeric: tabular-nums; }
+.chip { display: inline-block; border-radius: 4px; padding: 0 .45em; white-space: nowrap; font-size: .8rem; }
+.good { background: #d9f2e3; color: #0b5c34; } .bad { background: #fbdfd8; color: #8c2210; }
+.grey { background: #e6e8ee; color: #3d4663; } .none { background: #f3f3f3; color: #777; }
+.map { display: flex; flex-wrap: wrap; gap: .3rem; margin: 1rem 0; } .map a { text-decoration: none; }
+ul.notes { color: #8c5a10; } figure { margin: 1.2rem 0; } figure svg { max-width: 100%; height: auto; }
+figcaption { color: #777; font-size: .88rem; } svg text { font-family: system-ui, sans-serif; }
+"""
+
+
+def as_html(page: Page) -> str:
+    """The report as one HTML page that needs no other file: pictures are inlined as SVG."""
+    e = html.escape
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    ]
+    parts += [f"<title>tilegpt: the papers' claims</title><style>{STYLE}</style>"]
+    parts += ["<h1>The papers' claims, reproduced</h1>", f"<p>{e(INTRODUCTION)}</p>"]
+    parts += [f"<p class=summary>{e(summary(page))}</p>", _html_map(page)]
+    parts += (
+        ["<ul class=notes>", *(f"<li>{e(note)}</li>" for note in page.notes), "</ul>"] if page.notes else []
+    )
+    parts += ["<h2>Claims</h2>"]
+    for name, claim in CLAIMS.items():
+        parts += [f"<h3 id={name}><a href=#{name}>{name}</a>{e(claim.statement)}</h3>"]
+        parts += [f"<p class=source>{e(claim.source)}</p>"]
+        parts += [_html_table(COLUMNS, [_cells(verdict) for verdict in page.verdicts[name]])]
+        parts += [f"<p class=source>Estimate, not a run: {e(claim.estimate)}.</p>"] if claim.estimate else []
+    parts += ["<h2>Pictures</h2>"] if page.pictures else []
+    for title, path in page.pictures:
+        parts += [f"<figure>{_svg(path)}<figcaption>{e(title)}</figcaption></figure>"]
+    parts += ["<h2>Runs</h2>", _html_table(RUN_COLUMNS, _runs(page))]
+    return "\n".join(parts) + "\n"
+
+
+def _html_map(page: Page) -> str:
+    """All claims at a glance: a chip each, in the colour of its worst figure."""
+    order = ("not reproduced", "reproduced", "not comparable", "not measured")
+    chips = []
+    for name, verdicts in page.verdicts.items():
+        status = next(each for each in order if any(v.status == each for v in verdicts))
+        open_rows = any(v.status == NOT_MEASURED for v in verdicts) and status != NOT_MEASURED
+        label = f"{name}{'*' if open_rows else ''}"
+        chips.append(f'<a href="#{name}" class="chip {MARKS[status]}" title="{status}">{label}</a>')
+    key = " ".join(f'<span class="chip {MARKS[each]}">{each}</span>' for each in order)
+    return f"<div class=map>{''.join(chips)}</div><p class=source>{key} &nbsp; * with figures not measured yet</p>"
+
+
+def _html_table(header: tuple[str, ...], rows: list[list[str]]) -> str:
+    parts = ["<div class=table><table><tr>", *(f"<th>{html.escape(cell)}</th>" for cell in header), "</tr>"]
+    for row in rows:
+        cells = []
+        for column, cell in zip(header, row, strict=True):
+            text = html.escape(cell)
+            if column == "status":
+                text = f'<span class="chip {MARKS[cell]}">{text}</span>'
+            kind = " class=number" if column in ("paper", "ours", "ours/paper") and len(cell) < 24 else ""
+            cells.append(f"<td{kind}>{text}</td>")
+        parts.append(f"<tr>{''.join(cells)}</tr>")
+    return "".join(parts) + "</table></div>"
+
+
+def _svg(path: Path) -> str:
+    """The file's <svg> element, without the prologue that names other files."""
+    text = path.read_text()
+    text = text[text.index("<svg") :]
+    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
