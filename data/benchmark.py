@@ -8,11 +8,11 @@ load on the machine touches both sides:
     bare       tiktoken's encode_ordinary over documents already in memory, one process; nothing read or written
     one        prepare() with one process: parquet in, shards and manifest out
     all        prepare() with one process per core
-    nanogpt    data/openwebtext/prepare.py of the checkout, run with these changes: `num_proc` is the number of
-               cores; load_dataset() reads the same parquet files, because the name it asks for can no longer be
-               loaded; the validation part is 1 % and the tokens are written in 16 instead of 1024 batches, because
-               fewer documents than batches stop it (and so few tokens would be written slowly in so many)
+    nanogpt    data/openwebtext/prepare.py of the checkout, with load_dataset() made to read the same parquet files,
+               because the name it asks for can no longer be loaded, and tuned to the task: `num_proc` is the number
+               of cores instead of 8, and the tokens are written in 16 batches instead of 1,024
 
+Everywhere 1 % of the documents is held out: nanoGPT's 0.05 % of so little text is less than a document a batch.
 Without --parquet the text is this Python's installed source code, --megabytes of it. The tokens of `nanogpt` and of
 `all` are compared: the validation split token for token, the training split document for document.
 """

@@ -1,14 +1,4 @@
-"""Where text comes from. Each corpus names itself, describes itself for the manifest and lists its parts.
-
-A corpus has
-    name            short, for the directory and the manifest
-    arguments       what make_corpus() takes to make it again
-    limit_documents the first so many documents only, or None
-    fetch(...)      downloads what is not on this machine yet, given progress and the folder the tokens will go to
-    state()         a string that changes when the text does (a commit; names, sizes and times of files)
-    parts(step)     the text, in order, in parts of about `step` bytes (see readers.py)
-    expected(...)   the published counts that a preparation must arrive at, or None
-"""
+"""Where text comes from: folders of Python source, local text files, and (in hub.py) the Hugging Face Hub."""
 
 import glob
 import hashlib
@@ -17,14 +7,46 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from . import DataError
 from .progress import Progress
 from .readers import Part, TextPart, json_lines_parts, parquet_parts, text_parts
 
-SOURCES = ("python_source", "text_files", "openwebtext", "hub")
+# Every source, and which arguments of make_corpus() it looks at, beside limit_documents.
+USES = {
+    "python_source": ("roots",),
+    "text_files": ("files", "column", "separator"),
+    "openwebtext": ("files", "revision"),
+    "hub": ("repo", "config", "split", "revision", "column", "files", "streaming"),
+}
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+
+class Source(Protocol):
+    """A corpus before it is prepared."""
+
+    limit_documents: int | None  # take only so many documents, from the start
+
+    @property
+    def name(self) -> str:
+        """Short, for the folder and the manifest."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What make_corpus() takes to make it again."""
+
+    def state(self) -> str:
+        """A string that changes when the text does: a commit, or a hash of the names, sizes and times of files."""
+
+    def fetch(self, progress: Progress, directory: Path) -> None:
+        """Download what is not on this machine yet; the tokens will go to `directory`."""
+
+    def parts(self, step: int) -> list[Part]:
+        """The text, in order, in parts of about `step` bytes."""
+
+    def expected(self, tokenizer_sha256: str, val_fraction: float) -> dict[str, int] | None:
+        """The published counts (documents, and tokens of train and val) that a preparation must arrive at."""
 
 
 def make_corpus(
@@ -40,12 +62,28 @@ def make_corpus(
     revision: str | None = None,
     streaming: bool = False,
     limit_documents: int | None = None,
-):
+) -> Source:
     """Return the corpus called `source` (python_source, text_files, openwebtext, hub); nothing is read yet.
 
-    Arguments that do not belong to the source are ignored. In `separator`, \\n and \\t may be written as two
-    characters, as a command line passes them. Raises DataError for values no corpus can have.
+    In `separator`, \\n and \\t may be written as two characters, as a command line passes them. Raises DataError for
+    values no corpus can have, and for an argument that the source would not look at.
     """
+    if source not in USES:
+        raise DataError(f"no data source {source!r}: choose one of {', '.join(USES)}")
+    given = {
+        "roots": roots,
+        "files": files,
+        "separator": separator,
+        "repo": repo,
+        "config": config,
+        "revision": revision,
+        "streaming": streaming,
+    }
+    for name, value in given.items():
+        if value and name not in USES[source]:
+            raise DataError(
+                f"data.{name} means nothing to source {source}, which uses {', '.join(USES[source])}"
+            )
     roots = [roots] if isinstance(roots, str) else list(roots)
     files = [files] if isinstance(files, str) else list(files)
     if limit_documents is not None and limit_documents < 2:
@@ -59,15 +97,13 @@ def make_corpus(
             raise DataError("text_files needs files: data.files='*.txt' (globs or folders, one or a list)")
         separator = separator.replace("\\n", "\n").replace("\\t", "\t")
         return TextFiles(tuple(files), column, separator, limit_documents)
-    if source in ("openwebtext", "hub"):
-        from .hub import HubDataset, OpenWebText
+    from .hub import OPENWEBTEXT_COMMIT, HubDataset, OpenWebText
 
-        if source == "openwebtext":
-            return OpenWebText(tuple(files), limit_documents)
-        if not repo:
-            raise DataError("hub needs a dataset: data.repo=owner/name")
-        return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
-    raise DataError(f"no data source {source!r}: choose one of {', '.join(SOURCES)}")
+    if source == "openwebtext":
+        return OpenWebText(tuple(files), revision or OPENWEBTEXT_COMMIT, limit_documents)
+    if not repo:
+        raise DataError("hub needs a dataset: data.repo=owner/name")
+    return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
 
 
 @dataclass(frozen=True)

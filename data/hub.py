@@ -22,6 +22,7 @@ from .files import require_room, sha256_of, unwritable
 from .progress import Progress, Silence
 from .readers import Part, as_text, missing_column, parquet_parts
 
+_COMMIT = re.compile("[0-9a-f]{40}")
 _SECONDS = 5
 _DOWNLOADS_AT_ONCE = 4
 
@@ -45,7 +46,15 @@ class OpenWebText:
     """
 
     files: tuple[str, ...] = ()
+    revision: str = OPENWEBTEXT_COMMIT
     limit_documents: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _COMMIT.fullmatch(self.revision):
+            raise DataError(
+                f"data.revision={self.revision}: {OPENWEBTEXT} is read at a commit, 40 hexadecimal digits; "
+                f"a branch or tag with data=hub data.repo={OPENWEBTEXT}"
+            )
 
     @property
     def name(self) -> str:
@@ -58,7 +67,7 @@ class OpenWebText:
         return {"source": "openwebtext", **asdict(self)}
 
     def state(self) -> str:
-        return OPENWEBTEXT_COMMIT
+        return self.revision
 
     def expected(self, tokenizer_sha256: str, val_fraction: float) -> dict[str, int] | None:
         whole = self.limit_documents is None and len(self._names()) == len(OPENWEBTEXT_FILES)
@@ -76,13 +85,13 @@ class OpenWebText:
             token_bytes = 2 * tokens * needed // len(OPENWEBTEXT_FILES)
             room = {_hub_cache(): missing * file_bytes, directory: token_bytes}
             require_room(room, self.name, "parquet, then tokens", progress)
-            require_hub(f"{missing} of {needed} files of {OPENWEBTEXT} at {OPENWEBTEXT_COMMIT}")
+            require_hub(f"{missing} of {needed} files of {OPENWEBTEXT} at {self.revision}")
         received = _Received(progress, (needed - missing) * file_bytes, needed * file_bytes)
         if self.limit_documents is None:
             with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
-                list(pool.map(lambda name: _download(name, received), names))
+                list(pool.map(lambda name: _download(name, self.revision, received), names))
         else:
-            self._up_to_limit(_download(name, received) for name in names)
+            self._up_to_limit(_download(name, self.revision, received) for name in names)
         received.finish()
 
     def parts(self, step: int) -> list[Part]:
@@ -122,7 +131,7 @@ class OpenWebText:
     def _cached(self, name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(OPENWEBTEXT, name, revision=OPENWEBTEXT_COMMIT, repo_type="dataset")
+        found = try_to_load_from_cache(OPENWEBTEXT, name, revision=self.revision, repo_type="dataset")
         return Path(found) if isinstance(found, str) else None
 
 
@@ -162,7 +171,7 @@ class HubDataset:
     def _commit(self) -> str:
         from huggingface_hub import HfApi, constants
 
-        if self.revision and re.fullmatch("[0-9a-f]{40}", self.revision):
+        if self.revision and _COMMIT.fullmatch(self.revision):
             return self.revision
         if constants.HF_HUB_OFFLINE:
             snapshots = sorted(
@@ -323,7 +332,7 @@ def _repo_cache(repo: str) -> Path:
     return _hub_cache() / f"datasets--{repo.replace('/', '--')}"
 
 
-def _download(name: str, received: "_Received") -> Path:
+def _download(name: str, revision: str, received: "_Received") -> Path:
     """Return the file in the Hub cache, downloaded if it was not there (or in part), and whole."""
     from huggingface_hub import hf_hub_download
 
@@ -332,7 +341,7 @@ def _download(name: str, received: "_Received") -> Path:
             OPENWEBTEXT,
             name,
             repo_type="dataset",
-            revision=OPENWEBTEXT_COMMIT,
+            revision=revision,
             etag_timeout=_SECONDS,
             tqdm_class=received.bar_class(),
         )

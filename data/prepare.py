@@ -14,6 +14,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from . import DataError
+from .corpora import Source
 from .files import make_folder, require_room, unwritable
 from .loader import Corpus, open_corpus
 from .manifest import FILE, Manifest, fingerprint
@@ -42,7 +43,7 @@ SPLIT_SEED = 2357
 
 
 def prepare(
-    source,
+    source: Source,
     tokenizer: str,
     cache_root: str | Path,
     *,
@@ -107,7 +108,7 @@ def prepare(
 
 
 def _make(
-    source, workshop: Workshop, val_fraction: float, workers: int, progress: Progress
+    source: Source, workshop: Workshop, val_fraction: float, workers: int, progress: Progress
 ) -> dict[str, Any]:
     """Write all shards; return the counts and shards of the manifest."""
     source.fetch(progress, workshop.directory)
@@ -121,7 +122,7 @@ def _make(
 
 
 def _make_shards(
-    source,
+    source: Source,
     units: list[list[Part]],
     workshop: Workshop,
     val_fraction: float,
@@ -222,7 +223,7 @@ class _Report:
         self._progress.advance(self._stage, self._done, self._total)
 
 
-def _check_room(source, units: list[list[Part]], workshop: Workshop, progress: Progress) -> None:
+def _check_room(source: Source, units: list[list[Part]], workshop: Workshop, progress: Progress) -> None:
     """Say how much the tokens will take, and refuse now rather than hours from now if that does not fit."""
     text_bytes = sum(part.text_bytes for unit in units for part in unit)
     per_byte, bytes_per_document = measure(units[0], workshop)
@@ -233,7 +234,7 @@ def _check_room(source, units: list[list[Part]], workshop: Workshop, progress: P
     require_room({workshop.directory: max(0, size - written)}, source.name, "tokens", progress)
 
 
-def _check_expected(source, manifest: Manifest, val_fraction: float) -> None:
+def _check_expected(source: Source, manifest: Manifest, val_fraction: float) -> None:
     """Compare with the published counts of the corpus, where it has some."""
     expected = source.expected(manifest.tokenizer["sha256"], val_fraction)
     counts = {"documents": sum(manifest.documents.values()), **manifest.tokens}

@@ -1,5 +1,6 @@
 """How a long preparation tells the caller where it is. The library prints nothing by itself."""
 
+import sys
 from typing import Protocol
 
 
@@ -33,7 +34,7 @@ class ConsoleProgress:
     def say(self, text: str) -> None:
         from tqdm import tqdm
 
-        tqdm.write(text)
+        tqdm.write(text, file=sys.stderr)
 
     def advance(self, stage: str, done: int, total: int) -> None:
         from tqdm import tqdm

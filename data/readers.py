@@ -107,7 +107,9 @@ class ParquetPart:
         try:
             # a buffered stream: otherwise the whole column chunk, a gigabyte in some files, is read first
             file = pyarrow.parquet.ParquetFile(self.path, buffer_size=1 << 20, pre_buffer=False)
-            for batch in file.iter_batches(64, row_groups=[self.row_group], columns=[self.column]):
+            for batch in file.iter_batches(
+                64, row_groups=[self.row_group], columns=[self.column], use_threads=False
+            ):
                 keep = batch.column(0).slice(
                     max(self.first - row, 0), max(self.last - max(row, self.first), 0)
                 )

@@ -13,9 +13,10 @@ import pytest
 import zstandard
 
 from data import DataError
-from data.corpora import make_corpus
+from data.corpora import TextFiles, make_corpus
 from data.loader import Corpus, TokenSplit, open_corpus
 from data.prepare import prepare
+from data.progress import ConsoleProgress
 from data.shards import split_order
 from data.tokenizer import load_tokenizer
 
@@ -278,6 +279,8 @@ def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     assert "nowhere" in refused({"source": "text_files", "files": "nowhere/*.txt"}, tmp_path)
     assert "python_source, text_files" in refused({"source": "c4"}, tmp_path)
     assert "data.repo" in refused({"source": "hub"}, tmp_path)
+    assert "data.roots means nothing to source text_files" in refused({**files, "roots": ["/"]}, tmp_path)
+    assert "40 hexadecimal digits" in refused({"source": "openwebtext", "revision": "main"}, tmp_path)
     assert "at least 2" in refused({**files, "limit_documents": 1}, tmp_path)
     assert "not a folder" in refused({"source": "python_source", "roots": ["/nowhere"]}, tmp_path)
 
@@ -344,3 +347,38 @@ def test_a_damaged_shard_is_named_with_the_command_that_rebuilds_it(
     assert main(command) == 0
     assert shards(open_corpus(corpus.directory)) == good
     assert untouched == {name: os.stat(corpus.directory / name).st_mtime_ns for name in untouched}
+
+
+def test_counts_that_are_not_the_published_are_not_trusted(parquet: Path, tmp_path: Path):
+    class Published(TextFiles):
+        def expected(self, tokenizer_sha256: str, val_fraction: float) -> dict[str, int]:
+            return {"documents": 401, "train": 1, "val": 1}
+
+    with pytest.raises(DataError, match=r"came to .*'documents': 400.* published are .*'documents': 401"):
+        prepare(Published((str(parquet),)), "bytes", tmp_path, workers=1)
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
+def test_openwebtext_is_held_to_the_published_counts_where_they_apply():
+    gpt2 = "701d1e8ec4feb249e776a30ce771000e6f6efa186ccf07fa614bd7d2b2701688"
+    published = {"documents": 8_013_769, "train": 9_035_582_198, "val": 4_434_897}
+    assert make_corpus("openwebtext").expected(gpt2, 0.0005) == published
+    assert make_corpus("openwebtext").expected(gpt2, 0.01) is None
+    assert make_corpus("openwebtext").expected("another", 0.0005) is None
+    assert make_corpus("openwebtext", limit_documents=10).expected(gpt2, 0.0005) is None
+    assert make_corpus("openwebtext", files="*00001-of*").expected(gpt2, 0.0005) is None
+
+
+def test_console_progress_shows_the_disk_and_a_bar_on_standard_error(parquet: Path, tmp_path: Path, capfd):
+    prepare(
+        make_corpus("text_files", files=str(parquet)),
+        "bytes",
+        tmp_path,
+        workers=1,
+        progress=ConsoleProgress(),
+    )
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "GB free" in err
+    assert "tokenising: 100%" in err
+    assert "splitting: 100%" in err
