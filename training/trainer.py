@@ -200,7 +200,8 @@ class Trainer:
             return None
         seed = stream_seed(self.config.seed, "dropout", step, micro, self.world.rank)
         torch.manual_seed(seed)
-        return torch.tensor(seed, device=self.world.device)
+        # Filled on the device: torch.tensor would copy, and wait for all that is queued.
+        return torch.full((), seed, dtype=torch.int64, device=self.world.device)
 
     # ---- what it measures ------------------------------------------------------------------------
 
