@@ -32,7 +32,7 @@ from .config import GPTConfig
 from .gpt import GPT
 
 SHAPES = {  # name: (config, sequences per step)
-    "nano": (GPTConfig(vocab_size=257, seq_len=256, n_layer=4, n_head=4, n_embd=128), 16),
+    "nano": (GPTConfig(vocab_size=257, seq_len=64, n_layer=4, n_head=4, n_embd=128), 8),
     "gpt2_small": (GPTConfig(seq_len=256), 2),
 }
 LR = 1e-4
@@ -107,8 +107,8 @@ def stepper(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Cal
     return step
 
 
-def compare(nanogpt: ModuleType, name: str, repeats: int) -> dict:
-    """All three comparisons of one shape, their steps taken in turn."""
+def compare(nanogpt: ModuleType, name: str, duration: float) -> dict:
+    """All three comparisons of one shape, their steps taken in turn for `duration` seconds."""
     config, batch = SHAPES[name]
     stream = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(config.vocab_size, (2, batch, config.seq_len), generator=stream)
@@ -132,11 +132,12 @@ def compare(nanogpt: ModuleType, name: str, repeats: int) -> dict:
     }
     seconds = {key: [] for key in steps}
     order = list(steps)
-    for repeat in range(repeats + 2):
+    for key in order * 2:  # warm up allocator and optimizer state
+        steps[key]()
+    deadline = time.perf_counter() + duration
+    while time.perf_counter() < deadline or len(seconds["ours"]) < 5:
         for key in order:
-            sample = steps[key]()
-            if repeat >= 2:  # the first two warm up allocator and optimizer state
-                seconds[key].append(sample)
+            seconds[key].append(steps[key]())
         order.append(order.pop(0))  # nobody is always first
     ratios = {key: summary(seconds["ours"], seconds[key]) for key in steps if key != "ours"}
     return {
@@ -171,19 +172,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model.benchmark", description=__doc__.splitlines()[0])
     parser.add_argument("--nanogpt", type=Path, required=True, help="path of nanoGPT's model.py")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--repeats", type=int, default=30, help="steps of each model per shape")
+    parser.add_argument("--seconds", type=float, default=90, help="time spent on each shape")
     parser.add_argument("--out", type=Path, default=Path("results/cpu/nanogpt_step.json"))
     arguments = parser.parse_args()
     nanogpt = load_nanogpt(arguments.nanogpt)
     command = f"python -m model.benchmark --nanogpt model.py --shapes {' '.join(arguments.shapes)}"
     report = {
-        "command": f"{command} --repeats {arguments.repeats}",
+        "command": f"{command} --seconds {arguments.seconds:g}",
         "environment": environment(),
         "shapes": {},
     }
     print(f"{'shape':<12}{'nanoGPT':<20}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}   quartiles")
     for name in arguments.shapes:
-        result = report["shapes"][name] = compare(nanogpt, name, arguments.repeats)
+        result = report["shapes"][name] = compare(nanogpt, name, arguments.seconds)
         ours = 1e3 * statistics.median(result["seconds"]["ours"])
         for key, ratio in result["ratios"].items():
             theirs = 1e3 * statistics.median(result["seconds"][key])
