@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by most eyes.
+# Okabe and Ito's colours, told apart by most eyes, and three more of Tol's.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+COLOURS += ("#882255", "#999933", "#332288")
 FIXED = {"flash": "#0072B2", "standard": "#D55E00", "naive": "#E69F00", "sdpa": "#009E73", "paper": "#000000"}
 STYLE = {
     "font.size": 10,
@@ -50,17 +51,18 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str = "") -
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from cycler import cycler
 
     columns = min(columns, panels)
     rows = -(-panels // columns)
-    with mpl.rc_context(STYLE):
-        fig, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.5 * rows), squeeze=False)
+    with mpl.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
+        size = (4.6 * columns, 3.4 * rows + 0.3)
+        fig, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         for spare in axes.flat[panels:]:
             spare.axis("off")
         if title:
             fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
         yield list(axes.flat[:panels])
-        fig.tight_layout()
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(fig)

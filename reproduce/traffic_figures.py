@@ -105,7 +105,7 @@ def _draw_sweep(axis: plots.Axes, samples: list[Sample], values: list[float], un
     axis.set_xscale("log", base=2)
     axis.set_xticks([s["block_m"] for s in samples], [str(s["block_m"]) for s in samples])
     axis.minorticks_off()
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.1 * max(values))
     axis.set_xlabel("BLOCK_M, queries a program owns")
     axis.set_ylabel(unit)
     axis.set_title("Tile size of the forward kernel")
