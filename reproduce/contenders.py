@@ -1,0 +1,165 @@
+"""Who takes part in the training experiment: our model with each attention, and other people's GPT-2.
+
+All take the same step: autocast, gradients accumulated over equal micro-batches, clipped at 1.0, torch's fused AdamW,
+a gradient scaler with float16. They differ in the model and its loss alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels import ATTENTION, resolve_attention
+from model.config import GPTConfig
+from model.gpt import GPT, AttentionFn, LossFn, cross_entropy
+from training.optimizer import OptimizerConfig, build_optimizer
+
+from . import nanogpt
+
+HF_EAGER, HF_SDPA, NANOGPT, FUSED_LOSS = "hf_eager", "hf_sdpa", "nanogpt", "+fused_loss"
+# (tokens, targets, dropout seed) -> mean NLL
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def backends() -> list[str]:
+    """Every registered attention, ours and the baseline first."""
+    first = [name for name in ("naive", "sdpa", "flash") if name in ATTENTION]
+    return first + sorted(set(ATTENTION) - set(first))
+
+
+class Contender:
+    """A model with its optimizer and data, ready to take steps on random tokens.
+
+    Args:
+        name: a backend of `kernels.ATTENTION` (with "+fused_loss": and kernels' head and loss in one operator),
+            hf_eager or hf_sdpa (transformers' GPT2LMHeadModel), or nanogpt.
+        config: shape, context and dropout.
+        micro_batch, accumulation: sequences a forward takes, and forwards a step.
+        compiler: torch.compile's backend, for the model as a whole; None: eager.
+        nanogpt_path: model.py of a nanoGPT checkout.
+
+    Raises AttentionError when the backend cannot do what the step needs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: GPTConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        micro_batch: int,
+        accumulation: int,
+        compiler: str | None,
+        nanogpt_path: str = "",
+    ) -> None:
+        self.name, self.device, self.dtype = name, device, dtype
+        self.accumulation = accumulation
+        self.model, self._loss = _make(name, config, device, dtype, compiler, nanogpt_path)
+        self.model.train()
+        self.optimizer = build_optimizer(self.model, OptimizerConfig())
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, accumulation, micro_batch, config.seq_len)
+        self.tokens, self.targets = torch.randint(config.vocab_size, shape, generator=generator).to(device)
+
+    def step(self, number: int) -> Iterator[None]:
+        """One optimizer step; yields after every forward, every backward, and after the optimizer."""
+        for micro, (tokens, targets) in enumerate(zip(self.tokens, self.targets, strict=True)):
+            with self._autocast():
+                seed = torch.tensor(number * self.accumulation + micro, device=self.device)
+                loss = self._loss(tokens, targets, seed)
+            yield
+            self.scaler.scale(loss / self.accumulation).backward()
+            yield
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        yield
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Of tokens (B, T), without dropout and uncompiled; float32 (B, T, vocab_size). Not for nanoGPT."""
+        self.model.eval()
+        with self._autocast():
+            out = self.model(tokens)
+        self.model.train()
+        return getattr(out, "logits", out).float()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+
+
+def split_phases(phases: list[list[float]]) -> dict[str, list[float]]:
+    """Milliseconds of each step by part, from those of every phase of `Contender.step`."""
+    *micro, optimizer = phases
+    return {
+        "forward": [math.fsum(each) for each in zip(*micro[0::2], strict=True)],
+        "backward": [math.fsum(each) for each in zip(*micro[1::2], strict=True)],
+        "optimizer": optimizer,
+    }
+
+
+def _make(
+    name: str,
+    config: GPTConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiler: str | None,
+    nanogpt_path: str,
+) -> tuple[nn.Module, Loss]:
+    if name == NANOGPT:
+        theirs = nanogpt.build(nanogpt_path, config).to(device)
+        forward = _compiled(theirs, compiler)
+        return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
+    if name in (HF_EAGER, HF_SDPA):
+        return _huggingface(name, config, device, compiler)
+    backend, _, fused_loss = name.partition("+")
+    features = {"dropout_p": config.dropout} if config.dropout else {}
+    _, attention = resolve_attention(
+        backend, device=device, dtype=dtype, head_dim=config.head_dim, **features
+    )
+    loss = cross_entropy
+    if fused_loss:
+        from kernels.linear_cross_entropy import linear_cross_entropy as loss
+    ours = initial_model(config, attention, device, loss)
+    forward = _compiled(ours, compiler)
+    return ours, lambda tokens, targets, seed: forward(tokens, targets, dropout_seed=seed)
+
+
+def _compiled(model: nn.Module, compiler: str | None) -> Callable[..., Any]:
+    return torch.compile(model, backend=compiler) if compiler else model
+
+
+def initial_model(
+    config: GPTConfig, attention: AttentionFn, device: torch.device, loss: LossFn = cross_entropy
+) -> GPT:
+    """Our model with the weights that every contender but nanoGPT begins with, drawn on the device."""
+    with device:
+        return GPT(config, attention, loss=loss, generator=torch.Generator(device).manual_seed(0))
+
+
+def _huggingface(
+    name: str, config: GPTConfig, device: torch.device, compiler: str | None
+) -> tuple[nn.Module, Loss]:
+    """transformers' GPT-2 with our initial weights, and the loss it computes, on the same targets as ours."""
+    from model.huggingface import to_huggingface
+
+    theirs = to_huggingface(initial_model(config, None, device))
+    theirs.set_attn_implementation(name.removeprefix("hf_"))
+    theirs.config.use_cache = False
+    theirs = theirs.to(device)
+    forward = _compiled(theirs, compiler)
+
+    def loss(tokens: Tensor, targets: Tensor, seed: Tensor) -> Tensor:
+        logits = forward(input_ids=tokens).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return theirs, loss

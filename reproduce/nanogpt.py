@@ -1,0 +1,48 @@
+"""nanoGPT's model as a peer, from the user's own checkout: `python -m reproduce training nanogpt=PATH/model.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from model.benchmark import load_nanogpt
+from model.config import GPTConfig
+
+from .experiment import ReproduceError
+
+# What its train.py asks for: GPT-2's 50257 rounded up for speed, inside its softmax.
+VOCABULARY = 50304
+
+
+def load(path: str) -> ModuleType:
+    """The module at `path`. Raises ReproduceError if it is not nanoGPT's model.py."""
+    if not Path(path).is_file():
+        raise ReproduceError(f"nanogpt={path} is no file; name model.py of a nanoGPT checkout")
+    module = load_nanogpt(Path(path))
+    if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
+        raise ReproduceError(f"nanogpt={path} has no GPT and GPTConfig; name model.py of a nanoGPT checkout")
+    return module
+
+
+def build(path: str, config: GPTConfig) -> nn.Module:
+    """nanoGPT's GPT in the shape of `config`, as its train.py makes one: no biases, its own initial weights.
+
+    `model(tokens, targets)` gives (logits, loss); attention is torch's, which takes its flash kernels on a GPU.
+    """
+    module = load(path)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints as it is built
+        return module.GPT(
+            module.GPTConfig(
+                block_size=config.seq_len,
+                vocab_size=VOCABULARY if config.vocab_size == GPTConfig.vocab_size else config.vocab_size,
+                n_layer=config.n_layer,
+                n_head=config.n_head,
+                n_embd=config.n_embd,
+                dropout=config.dropout,
+                bias=False,
+            )
+        )

@@ -1,0 +1,327 @@
+"""Training speed and memory of GPT-2: FlashAttention Table 2 and Table 4, FlashAttention-2 Table 1.
+
+A step has the tokens that one of the paper's eight GPUs had in its 512 sequences. Attention is swapped alone (our
+model, one compile mode, every backend) and, apart from that, whole stacks are set beside each other. Contenders of a
+group take turns in one process; before they are timed their logits must agree, and each one's peak memory is read.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+
+from kernels import get_attention
+from model.config import GPTConfig
+from model.gpt import GPT
+from training.metrics import peak_flops
+
+from . import contenders, nanogpt, timing
+from .contenders import FUSED_LOSS, HF_EAGER, HF_SDPA, NANOGPT, Contender, initial_model
+from .experiment import Options, ReproduceError, Sample
+from .training_figures import draw, judge, table
+
+__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+
+SHAPES = {
+    "gpt2_small": GPTConfig(),
+    "gpt2_medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
+    "gpt3_1.3b": GPTConfig(n_layer=24, n_head=16, n_embd=2048),
+    "tiny": GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32),
+}
+# Of logits in half precision against float32; attention that is wrong is off by more than a tenth.
+LOGIT_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Settings:
+    # small, medium: Hugging Face and ours, eager (Table 2). compiled: ours and nanoGPT, under torch.compile. dropout:
+    # with the paper's. context: Table 4. largest: the largest batch that fits. gpt3: FlashAttention-2's Table 1.
+    parts: tuple[str, ...] = ("small", "compiled", "dropout", "context", "medium", "largest", "gpt3")
+    dtype: str = "float16"
+    dropout: float = 0.1
+    # Names in kernels.ATTENTION for the part `small`; none: all of them. The other parts take `core`.
+    backends: tuple[str, ...] = ()
+    core: tuple[str, ...] = ("naive", "sdpa", "flash")
+    # Of torch.compile.
+    compiler: str = "inductor"
+    # Path of a nanoGPT checkout's model.py, which then takes part.
+    nanogpt: str = ""
+    small: str = "gpt2_small"
+    medium: str = "gpt2_medium"
+    large: str = "gpt3_1.3b"
+    contexts: tuple[int, ...] = (1024, 2048, 4096)
+    gpt3_contexts: tuple[int, ...] = (2048, 8192)
+    # Of a step on one GPU: 512 x 1024 shared by eight, and what a forward takes at equal batch.
+    step_tokens: int = 65536
+    micro_tokens: int = 16384
+    gpt3_step_tokens: int = 16384
+    gpt3_micro_tokens: int = 8192
+    # Of measurement per contender, and at least so many steps.
+    seconds: float = 3.0
+    steps: int = 5
+
+
+TINY = Settings(
+    dtype="float32",
+    backends=("naive", "sdpa"),
+    core=("naive",),
+    compiler="aot_eager",
+    small="tiny",
+    medium="tiny",
+    large="tiny",
+    contexts=(8, 16),
+    gpt3_contexts=(16,),
+    step_tokens=32,
+    micro_tokens=16,
+    gpt3_step_tokens=32,
+    gpt3_micro_tokens=16,
+    seconds=0.01,
+    steps=2,
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contenders that take the same step and are timed in turns; its fields are the coordinates of its samples."""
+
+    part: str
+    model: str
+    context: int
+    dropout: float
+    mode: str  # eager or compiled
+    micro_batch: int
+    accumulation: int
+
+    @property
+    def config(self) -> GPTConfig:
+        return replace(SHAPES[self.model], seq_len=self.context, dropout=self.dropout)
+
+
+def run(options: Options) -> None:
+    unknown = set(options.settings.parts) - set(Settings().parts)
+    if unknown:
+        raise ReproduceError(
+            f"parts={sorted(unknown)[0]} is unknown; there are {', '.join(Settings().parts)}"
+        )
+    if options.settings.nanogpt:
+        nanogpt.load(options.settings.nanogpt)  # a wrong path is said now
+    if options.device.type == "cuda":
+        options.sample(partial(_machine, options), kind="machine")
+    for group, names in plan(options.settings):
+        if group.part == "largest":
+            _run_largest(options, group, names)
+        else:
+            _run_group(options, group, names)
+
+
+def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
+    """The groups with their contenders, in order of worth."""
+    base, small, core = settings.contexts[0], settings.small, settings.core
+    everyone = settings.backends or tuple(contenders.backends())
+    peers = (NANOGPT,) if settings.nanogpt else ()
+
+    def group(part: str, model: str, context: int, dropout: float = 0.0, mode: str = "eager") -> Group:
+        large = part == "gpt3"
+        step = settings.gpt3_step_tokens if large else settings.step_tokens
+        micro = settings.gpt3_micro_tokens if large else settings.micro_tokens
+        return Group(
+            part, model, context, dropout, mode, max(1, micro // context), step // max(micro, context)
+        )
+
+    found = [
+        (group("small", small, base), (HF_EAGER, HF_SDPA, *everyone)),
+        (group("compiled", small, base, mode="compiled"), (*core, core[-1] + FUSED_LOSS, *peers)),
+        (group("dropout", small, base, settings.dropout), (HF_EAGER, *core)),
+        *((group("context", small, context), core) for context in settings.contexts),
+        (group("medium", settings.medium, base), (HF_EAGER, *core)),
+        (group("largest", small, base), (HF_EAGER, *core)),
+        *((group("gpt3", settings.large, context), core) for context in settings.gpt3_contexts),
+        (group("dropout", small, base, settings.dropout, "compiled"), core),
+    ]
+    return [(group, names) for group, names in found if group.part in settings.parts]
+
+
+def _machine(options: Options) -> Sample:
+    """What this device gives to matrix products, and the peak that MFU is of."""
+    dtype = getattr(torch, options.settings.dtype)
+    return {
+        "matmul_flops": timing.matrix_rate(dtype, options.device, 8192),
+        "peak_flops": peak_flops(options.device),
+    }
+
+
+# ---- a group -----------------------------------------------------------------------------------------
+
+
+def _run_group(options: Options, group: Group, names: tuple[str, ...]) -> None:
+    _forget_compiled()
+    built: dict[str, Contender] = {}
+    ready = []
+    for name in names:
+        measure = partial(_memory, options, group, name, built)
+        sample = options.sample(measure, kind="memory", contender=name, **asdict(group))
+        if sample.get("agrees"):
+            ready.append(name)
+        _report(options, group, name, sample)
+    if ready:
+        timed = options.sample(partial(_speed, options, group, ready, built), kind="speed", **asdict(group))
+        for name, rate in timed.get("tokens_per_second", {}).items():
+            options.say(f"  {name}: {rate:,.0f} tokens/s")
+
+
+def _report(options: Options, group: Group, name: str, sample: Sample) -> None:
+    where = f"{group.model}, context {group.context}, {group.mode}, {group.micro_batch} sequences, {name}"
+    if "peak_bytes" in sample:
+        agrees = "" if sample["agrees"] else f"; its logits are off by {sample['logit_error']:.1%}: not timed"
+        options.say(f"{where}: {sample['peak_bytes'] / 2**30:.2f} GiB{agrees}")
+    else:
+        options.say(f"{where}: {sample.get('refused') or sample.get('failed') or 'out of memory'}")
+
+
+def _build(options: Options, group: Group, name: str) -> Contender:
+    return Contender(
+        name,
+        group.config,
+        device=options.device,
+        dtype=getattr(torch, options.settings.dtype),
+        micro_batch=group.micro_batch,
+        accumulation=group.accumulation,
+        compiler=options.settings.compiler if group.mode == "compiled" else None,
+        nanogpt_path=options.settings.nanogpt,
+    )
+
+
+def _memory(options: Options, group: Group, name: str, built: dict[str, Contender] | None) -> Sample:
+    """Peak bytes of two steps, weights and optimizer included, and how far the logits are from naive float32's.
+
+    The contender stays in `built`, to be timed.
+    """
+    _collect(options.device)
+    began = time.perf_counter()
+    contender = _build(options, group, name)
+    error = None if name == NANOGPT else _logit_error(contender, group)
+    weights = sum(p.numel() * p.element_size() for p in contender.model.parameters())
+
+    def two_steps() -> None:
+        for number in range(2):
+            for _ in contender.step(number):
+                pass
+
+    peak = weights + timing.peak_bytes(two_steps, options.device)
+    if built is not None:
+        built[name] = contender
+    return {
+        "peak_bytes": peak,
+        "logit_error": error,
+        "agrees": error is None or error <= LOGIT_TOLERANCE,
+        "build_and_two_steps_s": time.perf_counter() - began,
+    }
+
+
+def _logit_error(contender: Contender, group: Group) -> float:
+    """Norm of the difference of logits from naive attention's in float32, over the norm of the latter."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(group.config.vocab_size, (1, group.context), generator=generator).to(
+        contender.device
+    )
+    exact = initial_model(group.config, get_attention("naive"), contender.device).eval()
+    with torch.no_grad():
+        expected = exact(tokens)
+    return float((contender.logits(tokens) - expected).norm() / expected.norm())
+
+
+def _speed(options: Options, group: Group, names: list[str], built: dict[str, Contender]) -> Sample:
+    """Step times of `names`, which take turns."""
+    for name in names:
+        if name not in built:
+            built[name] = _build(options, group, name)
+    calls, settings = {name: built[name].step for name in names}, options.settings
+    samples = timing.time_alternating(
+        calls, options.device, seconds=settings.seconds, warmup=1, rounds=(settings.steps, 30)
+    )
+    tokens = group.micro_batch * group.accumulation * group.context
+    milliseconds = {name: contenders.split_phases(phases) for name, phases in samples.items()}
+    flops = _flops_per_token(group.config)
+    rates = {name: 1e3 * tokens / step_ms(parts) for name, parts in milliseconds.items()}
+    peak = peak_flops(options.device)
+    return {
+        "ms": milliseconds,
+        "step_tokens": tokens,
+        "tokens_per_second": rates,
+        "flops_per_token": flops,
+        "mfu": {name: rate * flops / peak for name, rate in rates.items()} if peak else {},
+        "clocks": timing.clocks(options.device),
+    }
+
+
+def step_ms(parts: dict[str, list[float]]) -> float:
+    """The median step, in milliseconds."""
+    steps = sorted(map(math.fsum, zip(*parts.values(), strict=True)))
+    return (steps[(len(steps) - 1) // 2] + steps[len(steps) // 2]) / 2
+
+
+def _flops_per_token(config: GPTConfig) -> int:
+    """6 N + 12 L H Q T, as the trainer counts; the same for every contender, since they compute the same."""
+    with torch.device("meta"):
+        return GPT(config, attention=None).flops_per_token(config.seq_len)
+
+
+# ---- the largest batch -------------------------------------------------------------------------------
+
+
+def _run_largest(options: Options, group: Group, names: tuple[str, ...]) -> None:
+    """Double each contender's micro-batch until memory or the step's tokens end, then time it there, alone."""
+    for name in names:
+        largest = None
+        current = group
+        while current is not None:
+            _forget_compiled()
+            measure = partial(_memory, options, current, name, None)
+            sample = options.sample(measure, kind="memory", contender=name, **asdict(current))
+            _report(options, current, name, sample)
+            if not sample.get("agrees"):
+                break
+            largest, current = current, _doubled(current)
+        if largest is not None:
+            timed = options.sample(
+                partial(_speed_alone, options, largest, name),
+                kind="speed_alone",
+                contender=name,
+                **asdict(largest),
+            )
+            rate = timed.get("tokens_per_second", {}).get(name)
+            options.say(
+                f"  {name}: largest micro-batch {largest.micro_batch}"
+                + (f", {rate:,.0f} tokens/s" if rate else "")
+            )
+
+
+def _doubled(group: Group) -> Group | None:
+    if group.accumulation % 2:
+        return None
+    return replace(group, micro_batch=2 * group.micro_batch, accumulation=group.accumulation // 2)
+
+
+def _speed_alone(options: Options, group: Group, name: str) -> Sample:
+    _collect(options.device)
+    return _speed(options, group, [name], {})
+
+
+# ---- hygiene -----------------------------------------------------------------------------------------
+
+
+def _forget_compiled() -> None:
+    """torch.compile falls back to eager after a few versions of one function; each group starts without any."""
+    torch.compiler.reset()
+
+
+def _collect(device: torch.device) -> None:
+    """Give back what earlier contenders held, so that a large one finds the memory in one piece."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

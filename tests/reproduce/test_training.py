@@ -1,0 +1,176 @@
+"""The training experiment: its tiny form to the end, who is timed and who is not, and what is concluded."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import ATTENTION, get_attention, register_attention
+from reproduce import training
+from reproduce.__main__ import main
+from reproduce.contenders import HF_EAGER, NANOGPT
+from reproduce.experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
+
+NANOGPT_LIKE = """
+import torch
+from dataclasses import dataclass
+
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        print("number of parameters")
+        self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
+    def forward(self, tokens, targets):
+        logits = self.wte(tokens) @ self.wte.weight.T
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def run(folder: Path, *arguments: str) -> dict:
+    assert main(["training", "--tiny", "--device", "cpu", "--results", str(folder), *arguments]) == 0
+    return json.loads((folder / "cpu" / "training.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The tiny form of every part."""
+    return run(tmp_path_factory.mktemp("results"))
+
+
+def test_every_part_is_measured(tiny):
+    timed = [sample for sample in tiny["samples"] if sample["kind"].startswith("speed")]
+    assert {sample["part"] for sample in timed} == set(training.Settings().parts)
+    for sample in timed:
+        for name, rate in sample["tokens_per_second"].items():
+            assert rate == pytest.approx(1e3 * sample["step_tokens"] / training.step_ms(sample["ms"][name]))
+            assert all(len(values) >= 2 for values in sample["ms"][name].values())
+
+
+def test_hugging_face_and_every_backend_take_part(tiny):
+    (small,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == "small")
+    assert set(small["tokens_per_second"]) == {HF_EAGER, "hf_sdpa", "naive", "sdpa"}
+    (compiled,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == "compiled")
+    assert "naive+fused_loss" in compiled["tokens_per_second"]
+
+
+def test_a_step_has_the_same_tokens_at_every_context_and_batch(tiny):
+    steps = {s["micro_batch"] * s["accumulation"] * s["context"] for s in tiny["samples"]}
+    assert steps == {training.TINY.step_tokens}
+    largest = [s["micro_batch"] for s in tiny["samples"] if s["kind"] == "speed_alone"]
+    assert set(largest) == {training.TINY.step_tokens // training.TINY.contexts[0]}
+
+
+def test_logits_agree_before_anything_is_timed(tiny):
+    errors = [s["logit_error"] for s in tiny["samples"] if s["kind"] == "memory"]
+    assert max(errors) < 1e-5  # float32
+
+
+def test_wrong_attention_is_not_timed(tmp_path, capsys):
+    naive = get_attention("naive")
+
+    @register_attention("wrong", refuses=lambda request: None)
+    def wrong(q, k, v, **options):
+        return naive(q, k, v, **options | {"causal": False})
+
+    try:
+        results = run(tmp_path, "parts=small", "backends=naive,wrong")
+    finally:
+        del ATTENTION["wrong"]
+    timed = [s for s in results["samples"] if s["kind"] == "speed"]
+    assert set(timed[0]["tokens_per_second"]) == {HF_EAGER, "hf_sdpa", "naive"}
+    assert "wrong, context 8: its logits are off by" in capsys.readouterr().out
+
+
+def test_a_backend_that_refuses_is_listed_and_the_others_go_on(tmp_path, capsys):
+    results = run(tmp_path, "parts=small", "backends=sdpa_cudnn,naive")
+    (refused,) = (s for s in results["samples"] if "refused" in s)
+    assert refused["contender"] == "sdpa_cudnn"
+    assert "sdpa_cudnn" in capsys.readouterr().out.split("small: sdpa_cudnn")[0]
+    assert "naive" in next(s for s in results["samples"] if s["kind"] == "speed")["tokens_per_second"]
+
+
+def test_a_nanogpt_checkout_takes_part(tmp_path):
+    (tmp_path / "model.py").write_text(NANOGPT_LIKE)
+    results = run(tmp_path, "parts=compiled", "core=naive", f"nanogpt={tmp_path / 'model.py'}")
+    (timed,) = (s for s in results["samples"] if s["kind"] == "speed")
+    assert timed["tokens_per_second"][NANOGPT] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("parts=large", "parts=large is unknown; there are small"),
+        ("nanogpt=nowhere.py", "nanogpt=nowhere.py is no file"),
+        (f"nanogpt={pytest.__file__}", "has no GPT and GPTConfig"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, override, said):
+    arguments = ["training", "--tiny", "--device", "cpu", "--results", str(tmp_path), override]
+    assert main(arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+# ---- conclusions, from figures made up for the purpose --------------------------------------------------
+
+
+def speed(part: str, rates: dict[str, float], **where: object) -> dict:
+    sample = {"kind": "speed", "part": part, "model": "gpt2_small", "context": 1024, "dropout": 0.0}
+    sample |= {"mode": "eager", "flops_per_token": 10**9, **where}
+    return sample | {"tokens_per_second": rates}
+
+
+def judged(*samples: dict) -> dict[tuple[str, str], tuple[str, str]]:
+    verdicts = training.judge({"device": "GPU", "samples": list(samples)})
+    return {(each.claim, each.what): (each.status, each.ours) for each in verdicts}
+
+
+def test_table_2_is_held_against_the_whole_stack_and_attention_alone_is_apart():
+    found = judged(
+        speed("small", {HF_EAGER: 100e3, "naive": 200e3, "flash": 300e3}),
+        speed("compiled", {"naive": 300e3, "flash": 400e3, "nanogpt": 380e3}, mode="compiled"),
+    )
+    by_what = {what: verdict for (_, what), verdict in found.items()}
+    eager, compiled = (
+        by_what[f"gpt2_small, whole stack: ours with flash ({mode}) over Hugging Face eager, tokens/s"]
+        for mode in ("eager", "compiled")
+    )
+    assert eager == (NOT_REPRODUCED, "3.00x")
+    assert compiled == (REPRODUCED, "4.00x")
+    assert by_what["gpt2_small, attention alone: flash over naive, eager, tokens/s"] == (
+        NOT_COMPARABLE,
+        "1.50x",
+    )
+    assert by_what["gpt2_small: ours with flash over nanoGPT's model, both compiled, tokens/s"][1] == "1.05x"
+
+
+def test_contexts_and_gpt3_are_judged_by_their_ratios():
+    found = judged(
+        speed("context", {"naive": 150e3, "flash": 300e3}),
+        speed("context", {"flash": 270e3}, context=2048),
+        speed("context", {"flash": 200e3}, context=4096),
+        speed("gpt3", {"naive": 10e3, "flash": 15e3}, model="gpt3_1.3b", context=2048),
+        speed("gpt3", {"flash": 12e3}, model="gpt3_1.3b", context=8192),
+    )
+    statuses = [status for (claim, _), (status, _) in found.items() if claim == "C13"]
+    assert statuses == [REPRODUCED, NOT_REPRODUCED, REPRODUCED]
+    statuses = [status for (claim, _), (status, _) in found.items() if claim == "C23"]
+    assert statuses == [REPRODUCED, NOT_COMPARABLE]
+
+
+def test_without_figures_nothing_is_claimed():
+    assert {status for status, _ in judged().values()} == {NOT_MEASURED}
+
+
+@pytest.mark.gpu
+def test_a_training_point_on_a_gpu(tmp_path):
+    arguments = ["training", "parts=small", "backends=naive,flash", "seconds=0.5", "step_tokens=16384"]
+    assert main([*arguments, "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*/training.json")
+    (timed,) = (s for s in json.loads(path.read_text())["samples"] if s["kind"] == "speed")
+    assert timed["tokens_per_second"]["flash"] > timed["tokens_per_second"][HF_EAGER]
+    assert torch.cuda.is_available()
