@@ -117,9 +117,9 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     # A run directory or one of its checkpoints to go on from.
     resume: str | None = None
-    # Tokens of generated text at the end of the run, and the text it starts from.
+    # Tokens of generated text at the end of the run, and the text it starts from (empty: a new document).
     sample_tokens: int = 200
-    sample_prompt: str = "\n"
+    sample_prompt: str = ""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_tokens", "log_every", "keep_checkpoints"):
