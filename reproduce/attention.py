@@ -18,7 +18,7 @@ from kernels import ATTENTION, get_attention, resolve_attention
 
 from . import timing
 from .attention_figures import draw, judge, table
-from .experiment import Options, Sample
+from .experiment import Options, ReproduceError, Sample
 from .standard import NAME as STANDARD
 from .standard import hidden_scores, standard_attention
 
@@ -45,7 +45,7 @@ class Settings:
     matrix_size: int = 8192
 
 
-TINY = Settings(backends=(STANDARD, "naive", "flash", "sdpa"), lengths=(64,), seconds=0.0, matrix_size=128)
+TINY = Settings(backends=(STANDARD, "flash", "sdpa"), lengths=(64,), seconds=0.0, matrix_size=128)
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,11 @@ class Workload:
 
 def workloads(settings: Settings, tiny: bool) -> list[Workload]:
     """What is run, in order of worth."""
-    batch, heads, head_dims, tokens, hidden = (
-        (1, 2, (32,), 64, 64) if tiny else (16, 8, (64, 128, 256), 16384, 2048)
-    )
+    batch, heads, head_dims, tokens, hidden = (16, 8, (64, 128, 256), 16384, 2048)
+    gpt2 = [(16, 12, 1024, 64), (64, 12, 1024, 64)]
+    if tiny:
+        batch, heads, head_dims, tokens, hidden = (2, 1, (32,), 64, 32)
+        gpt2 = [(1, 2, settings.lengths[0], 32)]
     found = []
     fits_mask = [n for n in settings.lengths if n <= 8192]
     for length in settings.lengths:
@@ -86,13 +88,12 @@ def workloads(settings: Settings, tiny: bool) -> list[Workload]:
             if mask == "plain" or length in fits_mask:
                 found.append(Workload("fa1", batch, heads, length, head_dims[0], False, mask))
         for head_dim in head_dims:
-            for causal in (True, False):
+            for causal in (True,) if tiny else (True, False):
                 if tokens // length and length >= (64 if tiny else 512):
                     shape = (tokens // length, hidden // head_dim, length, head_dim)
                     found.append(Workload("fa2", *shape, causal))
-    shapes = [(1, 2, settings.lengths[0], head_dims[0])] if tiny else [(16, 12, 1024, 64), (64, 12, 1024, 64)]
-    gpt2 = [Workload("gpt2", *shape, True) for shape in shapes]
-    return [each for each in [*gpt2, *found] if each.figure in settings.figures]
+    found = [*(Workload("gpt2", *shape, True) for shape in gpt2), *found]
+    return [each for each in found if each.figure in settings.figures]
 
 
 class Inputs:
@@ -159,9 +160,11 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 def check(backend: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> Sample:
     """Errors of out, dq, dk, dv against float64 on a small shape, with twice naive's own as the limit."""
-    length = min(workload.length, 1024 if device.type == "cuda" else 64)
+    length, heads = (
+        (min(workload.length, 1024), 2) if device.type == "cuda" else (min(workload.length, 64), 1)
+    )
     small = replace(
-        workload, batch=2, heads=2, length=length, mask=PADDED if workload.mask != "plain" else "plain"
+        workload, batch=2, heads=heads, length=length, mask=PADDED if workload.mask != "plain" else "plain"
     )
     inputs = Inputs(small, dtype, device)
     exact = gradients(attend_with("naive"), inputs.to(torch.float64))
@@ -286,8 +289,17 @@ def _count_memory(options: Options, dtype: torch.dtype) -> None:
                 options.say(f"  counted {backend} at {length}")
 
 
+def backend_names(chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """The backends of a settings' list, all of them and the papers' baseline if it is empty."""
+    known = (STANDARD, *ATTENTION)
+    for name in chosen:
+        if name not in known:
+            raise ReproduceError(f"no attention is called {name}; there are {', '.join(known)}")
+    return chosen or known
+
+
 def _names(settings: Settings, workload: Workload) -> list[str]:
-    names = settings.backends or (STANDARD, *ATTENTION)
+    names = backend_names(settings.backends)
     return [each for each in names if each not in settings.compiled or workload.figure == "gpt2"]
 
 

@@ -108,14 +108,18 @@ def draw(results: Results, path: Path) -> None:
     names = _backends(results, "time")
     shapes = sorted({(s["head_dim"], s["causal"]) for s in _timed(results, figure="fa2")})
     masks = [mask for mask in MASK_NAMES if _timed(results, figure="fa1", mask=mask)]
-    with plots.picture(path, len(masks) + 1 + len(shapes), title=f"Attention on {results['device']}") as axes:
-        for axis, mask in zip(axes, masks, strict=False):
+    panels = len(masks) + bool(_peaks(results)) + len(shapes)
+    with plots.picture(path, max(1, panels), title=f"Attention on {results['device']}") as axes:
+        free = iter(axes)
+        for mask in masks:
+            axis = next(free)
             _draw_times(axis, _timed(results, figure="fa1", mask=mask), names)
             axis.set_title(f"Time, {MASK_NAMES[mask]}")
-            if axis is axes[0]:
-                axis.legend(fontsize=8)
-        _draw_memory(axes[len(masks)], results)
-        for axis, (head_dim, causal) in zip(axes[len(masks) + 1 :], shapes, strict=True):
+        plots.legend(axes[0])
+        if _peaks(results):
+            _draw_memory(next(free), results)
+        for head_dim, causal in shapes:
+            axis = next(free)
             samples = _timed(results, figure="fa2", head_dim=head_dim, causal=causal)
             for name in names:
                 points = [(s["length"], tflops(s, name, "both")) for s in samples if name in s["ms"]]
@@ -158,7 +162,7 @@ def _draw_memory(axis: plots.Axes, results: Results) -> None:
     axis.set_yscale("log", base=2)
     axis.set_ylabel("peak MiB" + (", one head" if heads == 1 else ""))
     axis.set_title("Peak memory, forward and backward")
-    axis.legend(fontsize=8)
+    plots.legend(axis)
 
 
 def _on_cpu(results: Results) -> bool:
@@ -169,7 +173,7 @@ def _draw_paper_rates(axis: plots.Axes, head_dim: int, causal: bool) -> None:
     series = paper.FA2_H100.get((head_dim, causal), {}).get("fa2", {})
     if series:
         axis.plot(*zip(*series.items(), strict=True), ":", color="black", label="FA2 on an H100")
-        axis.legend(fontsize=8, loc="center right", bbox_to_anchor=(1, 0.38))
+        plots.legend(axis, loc="center right", bbox_to_anchor=(1, 0.38))
 
 
 def judge(results: Results) -> list[Verdict]:
@@ -196,7 +200,14 @@ def _judge_speed(results: Results) -> list[Verdict]:
             why = "at least the paper's speed-up; milliseconds of an A100 are not compared"
             verdicts.append(
                 judged(
-                    "C7", what, f"{theirs:.2f}x", f"{ours:.2f}x", ours / theirs, ours >= theirs, why, device
+                    "C7",
+                    what,
+                    f"{theirs:.2f}x",
+                    f"{ours:.2f}x",
+                    ours / theirs,
+                    round(ours, 2) >= round(theirs, 2),
+                    why,
+                    device,
                 )
             )
     compared = [s for s in _timed(results, figure="fa1") if speedup(s)]

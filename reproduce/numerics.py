@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
+from kernels import AttentionError, get_attention, resolve_attention
 
 from . import paper, plots
-from .attention import DROPPED, Attend, Inputs, Workload, attend_with, gradients
+from .attention import DROPPED, Attend, Inputs, Workload, attend_with, backend_names, gradients
 from .attention_figures import BASELINE, MASK_NAMES, OURS
 from .experiment import NOT_COMPARABLE, Options, Results, Sample, Verdict, judged, pick, text_table
 
@@ -32,6 +32,7 @@ class Settings:
     # Odd, so that every tile has an edge.
     lengths: tuple[int, ...] = (113, 257)
     head_dims: tuple[int, ...] = (32, 64, 128, 256)
+    heads: int = 2
     # Of the outlier test, forward only; the paper does not state its own.
     outlier_lengths: tuple[int, ...] = (1024,)
     outlier_head_dims: tuple[int, ...] = (64, 128)
@@ -45,6 +46,7 @@ TINY = Settings(
     dtypes=("float16",),
     lengths=(37,),
     head_dims=(32,),
+    heads=1,
     outlier_lengths=(64,),
     outlier_head_dims=(64,),
     repeats=1,
@@ -54,11 +56,11 @@ TINY = Settings(
 def run(options: Options) -> None:
     """See `experiment`."""
     settings = options.settings
-    names = [each for each in settings.backends or (BASELINE, *ATTENTION) if each not in settings.compiled]
+    names = [each for each in backend_names(settings.backends) if each not in settings.compiled]
     for repeat in range(settings.repeats):
         for length in settings.outlier_lengths:
             for head_dim in settings.outlier_head_dims:
-                workload = Workload("outliers", 1, 2, length, head_dim, False)
+                workload = Workload("outliers", 1, settings.heads, length, head_dim, False)
                 for backend in names:
                     options.sample(
                         lambda b=backend, w=workload, r=repeat: outliers(b, w, options.device, r),
@@ -81,7 +83,7 @@ def cases(settings: Settings) -> list[Workload]:
         for causal in (False, True):
             for mask in MASK_NAMES:
                 if mask == "plain" or head_dim == settings.head_dims[0]:
-                    found.append(Workload("exactness", 2, 2, length, head_dim, causal, mask))
+                    found.append(Workload("exactness", 2, settings.heads, length, head_dim, causal, mask))
     return found
 
 
@@ -189,7 +191,7 @@ def draw(results: Results, path: Path) -> None:
         left.set_title("RMSE with outliers, float16")
         left.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         left.set_ylim(top=1.6 * max([*rmse.values(), *paper.FA3_RMSE.values()]))
-        left.legend(fontsize=8, ncols=2)
+        plots.legend(left, ncols=2)
         rows = sorted(
             ((dtype, backend, max(r.values())) for (backend, dtype), r in worst.items()), reverse=True
         )

@@ -70,7 +70,15 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str = "") -
 
 def length_axis(axis: Axes, lengths: list[int]) -> None:
     """A log2 axis of sequence lengths, written 512, 1k, 2k."""
+    axis.set_xlabel("sequence length")
+    if not lengths:
+        return
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(n) if n < 1024 else f"{n // 1024}k" for n in lengths])
     axis.minorticks_off()
-    axis.set_xlabel("sequence length")
+
+
+def legend(axis: Axes, **options: object) -> None:
+    """A small legend, where there is something to explain."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(**{"fontsize": 8, **options})

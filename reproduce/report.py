@@ -72,7 +72,7 @@ def build(directory: Path) -> Page:
         page.documents.append(document)
         page.pictures += [(f"{experiment.title} ({document['device']})", picture)] if picture else []
     for name, claim in CLAIMS.items():
-        page.verdicts[name] += _missing(claim, page.documents)
+        page.verdicts[name] += _missing(claim, page)
     return page
 
 
@@ -88,15 +88,19 @@ def _draw(module: object, document: Results, directory: Path) -> Path | None:
     return path
 
 
-def _missing(claim: Claim, documents: list[Results]) -> Iterator[Verdict]:
+def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
     """The row of what no document holds."""
     if not claim.experiment:
         yield Verdict(claim.name, claim.statement, claim.paper, why=claim.missing)
         return
-    ours = [document for document in documents if document["experiment"] == claim.experiment]
-    if not any(document["environment"]["device"].startswith("cuda") for document in ours):
-        run = f"needs a CUDA device: python -m reproduce {claim.experiment}"
-        yield Verdict(claim.name, claim.on_gpu, claim.paper, why=run)
+    devices = [d["environment"]["device"] for d in page.documents if d["experiment"] == claim.experiment]
+    if not any(device.startswith("cuda") for device in devices):
+        why = f"needs a CUDA device: python -m reproduce {claim.experiment}"
+    elif not page.verdicts[claim.name]:
+        why = f"the run of {claim.experiment} got no figure for it: out of time, or nothing could do it"
+    else:
+        return
+    yield Verdict(claim.name, claim.on_gpu, claim.paper, why=why)
 
 
 def summary(page: Page) -> str:

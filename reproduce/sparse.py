@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from kernels import ATTENTION, get_attention, resolve_attention
+from kernels import get_attention, resolve_attention
 
 from . import counting, paper, plots, timing
-from .attention import gradients, relative_error
+from .attention import STANDARD, backend_names, gradients, relative_error
 from .attention_figures import OURS
 from .experiment import NOT_MEASURED, Options, Results, Sample, Verdict, judged, pick, text_table
 
@@ -95,7 +95,9 @@ def butterfly_mask(length: int) -> torch.Tensor:
 def run(options: Options) -> None:
     """See `experiment`."""
     settings, device = options.settings, options.device
-    for backend in settings.backends or tuple(ATTENTION):
+    for backend in backend_names(settings.backends):
+        if backend == STANDARD:
+            continue
         found = options.sample(lambda b=backend: exactness(b, options), kind="exact", backend=backend)
         if "worst" not in found or backend == "naive":
             continue
@@ -237,7 +239,7 @@ def draw(results: Results, path: Path) -> None:
         left.set_xlabel("% of blocks not zero")
         left.set_ylabel("over dense")
         left.set_title("Cost against sparsity")
-        left.legend(fontsize=8)
+        plots.legend(left)
         for name in ("dense", "butterfly"):
             points = [(s["length"], statistics.median(s["ms"][name])) for s in butterflies]
             if points:
@@ -245,7 +247,7 @@ def draw(results: Results, path: Path) -> None:
         if butterflies:
             plots.length_axis(right, [s["length"] for s in butterflies])
             right.set_yscale("log")
-            right.legend(fontsize=8)
+            plots.legend(right)
         else:
             right.text(0.5, 0.5, "not measured", ha="center", va="center", color="#888888")
         right.set_ylabel("ms, forward and backward")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from kernels import ATTENTION, resolve_attention
+from kernels import resolve_attention
 
 from . import counting, hardware_counters, timing
-from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, check, time_all
+from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, backend_names, check, time_all
 from .attention_figures import BASELINE, OURS
 from .experiment import Options, Sample
 from .standard import standard_passes
@@ -62,7 +62,7 @@ def run(options: Options) -> None:
 
 def _count(options: Options) -> None:
     settings = options.settings
-    names = settings.backends or (BASELINE, *ATTENTION)
+    names = backend_names(settings.backends)
     for length in settings.lengths:
         for mask in ("plain", PADDED) if length == settings.lengths[0] else ("plain",):
             workload = Workload("figure2", 1, 1, length, 64, False, mask)
@@ -117,7 +117,7 @@ def _refuse(backend: str, workload: Workload, device: torch.device) -> None:
 def _time(options: Options) -> None:
     settings, device = options.settings, options.device
     length = settings.lengths[0]
-    names = settings.backends or (BASELINE, *ATTENTION)
+    names = backend_names(settings.backends)
     for mask in (PADDED, "plain"):
         workload = Workload("figure2", settings.batch, settings.heads, length, 64, False, mask)
         able = [each for each in names if _able(each, workload, options)]

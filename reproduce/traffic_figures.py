@@ -97,7 +97,7 @@ def _draw_counts(axis: plots.Axes, counted: dict[tuple[str, int, str], Sample]) 
     axis.set_yscale("log")
     axis.set_ylabel("MB, one head, counted")
     axis.set_title("Read and written, forward and backward")
-    axis.legend(fontsize=8)
+    plots.legend(axis)
 
 
 def _draw_sweep(axis: plots.Axes, samples: list[Sample], values: list[float], unit: str) -> None:
@@ -121,7 +121,7 @@ def _draw_passes(axis: plots.Axes, sample: Sample) -> None:
     axis.set_yticks([0, 1], [OURS, BASELINE])
     axis.set_ylim(-0.6, 2.4)
     axis.set_xlabel("ms, forward with mask and dropout")
-    axis.legend(fontsize=8, ncols=3, loc="upper left")
+    plots.legend(axis, ncols=3, loc="upper left")
     axis.set_title("Where the time of a forward goes")
 
 

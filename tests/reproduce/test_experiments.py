@@ -1,0 +1,221 @@
+"""The experiments run to the end in their tiny form, resume, and say no in one line. 20 s on two cores."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import ATTENTION, get_attention, register_attention
+from reproduce import sparse, timing
+from reproduce.__main__ import main
+from reproduce.attention import Inputs, Workload, attend_with
+from reproduce.counting import compulsory_bytes, counting, flash_bytes, flash_tiles
+from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
+from reproduce.hardware_counters import parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(directory: Path, name: str, *arguments: str) -> int:
+    return main([name, "--tiny", "--device", "cpu", "--results", str(directory), *arguments])
+
+
+def document(directory: Path, name: str) -> dict:
+    return json.loads((directory / "cpu" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse"])
+def test_the_tiny_form_runs_to_the_end(name, tmp_path):
+    assert run(tmp_path, name) == 0
+    results = document(tmp_path, name)
+    assert results["state"] == "complete"
+    assert results["samples"]
+    assert not [sample for sample in results["samples"] if "failed" in sample]
+    assert {"torch", "commit", "command"} <= results["environment"].keys()
+    assert (tmp_path / "cpu" / f"{name}.svg").read_text().startswith("<?xml")
+    module = EXPERIMENTS[name].module
+    assert module.table(results)
+    for verdict in module.judge(results):
+        assert verdict.claim in EXPERIMENTS[name].claims
+        assert verdict.status in STATUSES
+
+
+def test_every_backend_is_asked_and_what_is_refused_is_not_timed(tmp_path):
+    assert run(tmp_path, "attention", "backends=naive,sdpa", "figures=fa1") == 0
+    results = document(tmp_path, "attention")
+    timed = {sample["mask"]: set(sample["ms"]) for sample in pick(results, kind="time")}
+    assert timed["plain"] == {"naive", "sdpa"}
+    assert timed["padding"] == {"naive"}
+
+
+def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kernels.registry.ATTENTION", ATTENTION)  # restored after the test
+    register_attention("wrong", refuses=lambda request: None)(
+        lambda *qkv, **options: 1.01 * get_attention("naive")(*qkv, **options)
+    )
+    try:
+        run(tmp_path, "attention", "backends=naive,wrong", "figures=fa2")
+    finally:
+        del ATTENTION["wrong"]
+    (sample,) = pick(document(tmp_path, "attention"), kind="time")
+    assert set(sample["ms"]) == {"naive"}
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):
+    assert run(tmp_path, "numerics", "backends=naive", "--budget", "0.0001s") == 0
+    assert not (tmp_path / "cpu" / "numerics.json").exists()
+    assert run(tmp_path, "numerics", "backends=naive") == 0
+    whole = document(tmp_path, "numerics")["samples"]
+
+    # What a killed run leaves: a partial document with some of the samples.
+    path = tmp_path / "cpu" / "numerics.json"
+    killed = json.loads(path.read_text()) | {"state": "partial"}
+    killed["samples"] = [{**whole[0], "rmse": 12345.0}, {**whole[1], "failed": "RuntimeError"}]
+    path.with_name("numerics.partial.json").write_text(json.dumps(killed))
+    path.unlink()
+    assert run(tmp_path, "numerics", "backends=naive") == 0
+    resumed = document(tmp_path, "numerics")["samples"]
+    assert len(resumed) == len(whole)
+    assert resumed[0]["rmse"] == 12345.0  # kept, not measured again
+    assert not [sample for sample in resumed if "failed" in sample]  # tried again
+    assert not path.with_name("numerics.partial.json").exists()
+
+
+def test_a_finished_result_is_kept_unless_again_or_other_settings(tmp_path, capsys):
+    run(tmp_path, "sparse", "backends=naive")
+    before = document(tmp_path, "sparse")
+    run(tmp_path, "sparse", "backends=naive")
+    assert "done already" in capsys.readouterr().out
+    run(tmp_path, "sparse", "backends=naive", "--again")
+    again = document(tmp_path, "sparse")
+    assert before["samples"] != again["samples"]
+    run(tmp_path, "sparse", "backends=naive,sdpa_cudnn")
+    assert len(document(tmp_path, "sparse")["samples"]) == 2
+
+
+def test_the_list_needs_no_torch():
+    code = "import sys; from reproduce.__main__ import main; main([]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    for experiment in EXPERIMENTS.values():
+        assert experiment.name in done.stdout
+        assert " ".join(experiment.claims) in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tracing"], "no experiment is called tracing; there are attention"),
+        (["numerics", "lenghts=3"], "lenghts is not a setting here; there are backends"),
+        (["numerics", "repeats=many"], "repeats=many: it must be int"),
+        (["numerics", "repeats"], "repeats is not key=value"),
+        (["attention", "backends=flesh"], "no attention is called flesh; there are standard, "),
+        (["training", "--device", "cpu"], "needs a CUDA device"),
+        (["all", "repeats=3"], "settings belong to one experiment"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, tmp_path, capsys):
+    tiny = [] if arguments[0] == "training" else ["--tiny"]
+    assert main([*arguments, *tiny, "--results", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_settings_are_parsed_by_their_types():
+    settings = parse_settings(
+        EXPERIMENTS["numerics"].module.TINY, ["lengths=3,5", "backends=naive", "repeats=2"]
+    )
+    assert settings.lengths == (3, 5)
+    assert settings.backends == ("naive",)
+    assert settings.repeats == 2
+    with pytest.raises(ReproduceError):
+        parse_settings(settings, ["lengths=3,x"])
+
+
+def test_calls_take_turns_and_phases_are_apart():
+    order = []
+
+    def call_of(name):
+        def call(number):
+            order.append((name, number))
+            yield
+            yield
+
+        return call
+
+    calls = {"a": call_of("a"), "b": call_of("b")}
+    samples = timing.time_alternating(calls, torch.device("cpu"), seconds=0, warmup=1, rounds=(3, 9))
+    assert order == [(name, number) for number in (0, 0, 1, 2) for name in "ab"]
+    assert [len(phase) for phase in samples["b"]] == [3, 3]
+
+
+def test_peak_memory_is_what_was_held_at_one_time():
+    def work():
+        for _ in range(3):
+            x = torch.empty(1000)
+            del x
+        return [torch.empty(500) for _ in range(4)]
+
+    assert timing.peak_bytes(work, torch.device("cpu")) == 4 * 500 * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+def test_the_kernels_move_what_the_formula_says():
+    workload = Workload("test", 1, 1, 192, 32, False)
+    inputs = Inputs(workload, torch.float16, torch.device("cpu"))
+    tiles = {}
+
+    def choose(kernel, table):
+        tile = table(90)
+        tiles[kernel] = (tile.block_m, tile.block_n)
+        return tile
+
+    attend = attend_with("flash")
+    with flash_tiles(choose), counting() as traffic:
+        out = attend(inputs, 0)
+        forward = traffic.copy()
+        torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+    backward = traffic.since(forward)
+    formula, floor = flash_bytes(192, 32, tiles), compulsory_bytes(192, 32)
+    assert forward.read + forward.written == formula["forward"] >= floor["forward"]
+    assert backward.read + backward.written == formula["backward"] >= floor["backward"]
+
+
+def test_torch_operators_are_counted_and_views_are_not():
+    x, y = torch.ones(8, 4), torch.ones(4, 16)
+    with counting() as traffic:
+        z = x @ y
+        z.t().view(16, 8).add_(1)
+    assert traffic.read == 4 * (8 * 4 + 4 * 16) + 4 * 8 * 16
+    assert traffic.written == 2 * 4 * 8 * 16
+    assert traffic.flops == 2 * 8 * 4 * 16
+
+
+def test_hardware_counters_are_summed_over_kernels():
+    row = '"{}","python","kernel","{}","byte","{}"'
+    output = "\n".join(
+        [
+            "==PROF== Connected",
+            '"ID","Process Name","Kernel Name","Metric Name","Metric Unit","Metric Value"',
+            row.format(0, "dram__bytes_read.sum", "1,000"),
+            row.format(0, "dram__bytes_write.sum", "500"),
+            row.format(1, "dram__bytes_read.sum", "24"),
+        ]
+    )
+    counters = parse(output)
+    assert counters["dram_read"] == 1024
+    assert counters["dram_written"] == 500
+    assert counters["kernels"] == 2
+    assert parse("==ERROR== ERR_NVGPUCTRPERM")["kernels"] == 0
+
+
+def test_block_masks_have_the_share_they_say():
+    assert sparse.butterfly_mask(128 * 64).sum() == 64 * (6 + 1)
+    mask = sparse.random_mask(128 * 20, 30)
+    assert (mask.sum(-1) == 6).all()
+    slope, intercept, fit = sparse.affine({0.1: 3.0, 0.5: 7.0, 0.9: 11.0})
+    assert (slope, intercept, fit) == pytest.approx((10, 2, 1))

@@ -1,0 +1,152 @@
+"""The report: every claim has a row, figures come from results/ alone, and a bad file costs only its own. 4 s."""
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+
+from reproduce import attention_figures, paper, traffic
+from reproduce.__main__ import main
+from reproduce.claims import CLAIMS
+from reproduce.experiment import EXPERIMENTS
+from reproduce.results import VERSION
+
+GPU = "NVIDIA Test 3000"
+
+
+def shape(figure: str, length: int, mask: str = "plain", **changes: object) -> dict:
+    return {
+        "figure": figure, "batch": 16, "heads": 8, "length": length, "head_dim": 64, "causal": False, "mask": mask,
+        **changes,
+    }  # fmt: skip
+
+
+def papers_own_attention() -> list[dict]:
+    """Samples that say what the papers say."""
+    samples = []
+    for mask in ("plain", "padding", "padding+dropout"):
+        for length in paper.LENGTHS:
+            ms = {
+                name: {"forward": [0.3 * table[length]] * 3, "backward": [0.7 * table[length]] * 3}
+                for name in ("standard", "flash")
+                if length in (table := paper.FA1_MS[mask, "both", name])
+            }
+            samples.append({"kind": "time", **shape("fa1", length, mask), "ms": ms})
+    for name, table in paper.FA1_MIB.items():
+        samples += [
+            {"kind": "memory", "backend": name, **shape("fa1", n), "peak_bytes": mib * 2**20}
+            for n, mib in table.items()
+        ]
+    return samples
+
+
+def write(directory, name: str, samples: list[dict], **changes: object) -> None:
+    folder = directory / "nvidia-test-3000"
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {
+        "version": VERSION, "experiment": name, "state": "complete", "tiny": False, "device": GPU, "code": "0",
+        "command": ["python", "-m", "reproduce", name], "commit": "0123456789", "date": "2026-01-01", "seconds": 1.0,
+        "settings": {}, "environment": {"device": "cuda", "torch": "2", "triton": "3"}, "samples": samples, **changes,
+    }  # fmt: skip
+    (folder / f"{name}.json").write_text(json.dumps(document))
+
+
+def test_the_papers_own_figures_reproduce_the_paper():
+    results = {"device": GPU, "samples": papers_own_attention()}
+    verdicts = [v for v in attention_figures.judge(results) if v.ratio is not None]
+    assert {v.claim for v in verdicts} == {"C7", "C8"}
+    for verdict in verdicts:
+        assert verdict.status == "reproduced", verdict
+        assert verdict.ratio == pytest.approx(1)
+
+
+def test_slower_and_larger_is_not_reproduced():
+    samples = papers_own_attention()
+    for sample in samples:
+        if sample["kind"] == "time":
+            sample["ms"]["flash"]["backward"] = [10 * ms for ms in sample["ms"]["flash"]["backward"]]
+        elif sample["backend"] == "flash":
+            sample["peak_bytes"] *= 2
+    verdicts = attention_figures.judge({"device": GPU, "samples": samples})
+    assert {v.status for v in verdicts if "time" in v.what and "/" in v.what} == {"not reproduced"}
+    assert {v.status for v in verdicts if "/flash peak memory" in v.what} == {"not reproduced"}
+
+
+def test_hardware_counters_decide_where_they_were_read():
+    counters = {"l2_bytes": 0.0, "nanoseconds": 0.0, "kernels": 3, "dram_written": 0.0}
+    samples = [
+        {
+            "kind": "ncu",
+            "backend": name,
+            **shape("figure2", 1024, batch=64, heads=16),
+            **counters,
+            "dram_read": read,
+        }
+        for name, read in (("standard", 36e9), ("flash", 2e9))
+    ]
+    (bytes_ratio, excess) = traffic.judge({"device": GPU, "samples": samples})
+    assert (bytes_ratio.claim, bytes_ratio.ours, bytes_ratio.status) == ("C3", "18.0x", "reproduced")
+    assert (excess.claim, excess.status) == ("C29", "reproduced")
+
+
+def test_an_empty_report_says_not_measured_everywhere(tmp_path, capsys):
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert "0 of 33 claims" in capsys.readouterr().out
+    text = (tmp_path / "REPORT.md").read_text()
+    assert list(CLAIMS) == [f"C{number}" for number in range(1, 34)]
+    for name, claim in CLAIMS.items():
+        assert f"## {name}. {claim.statement}" in text
+        assert claim.missing or EXPERIMENTS[claim.experiment].claims.count(name) == 1
+    statuses = re.findall(r"\| (reproduced|not reproduced|not comparable|not measured) \|", text)
+    assert set(statuses) == {"not measured"}
+
+
+def test_the_page_has_figures_and_pictures_and_needs_no_other_file(tmp_path):
+    write(tmp_path, "attention", papers_own_attention())
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "20.4x" in page
+    assert GPU in page
+    assert page.count("<svg") == 1
+    assert not re.findall(r"""(?:src|href)=["']?(?!#)[^"'> ]+""", page.replace("xlink:href=", "href="))
+    assert "@import" not in page
+    picture = tmp_path / "nvidia-test-3000" / "attention.svg"
+    assert f"({picture.relative_to(tmp_path)})" in (tmp_path / "REPORT.md").read_text()
+
+
+def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
+    write(tmp_path, "attention", papers_own_attention())
+    write(tmp_path, "numerics", [{"kind": "errors", "backend": "flash"}])  # not what this version writes
+    write(tmp_path, "sparse", [], version=VERSION - 1)
+    write(tmp_path, "traffic", [], state="partial")
+    (tmp_path / "nvidia-test-3000" / "broken.json").write_text("{")
+    write(tmp_path, "training", [], tiny=True)
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "numerics on NVIDIA Test 3000 cannot be judged" in out
+    assert "is of version" in out
+    assert "broken.json cannot be read" in out
+    assert "traffic on NVIDIA Test 3000 is partial" in out
+    assert "made by other code" in out
+    assert "20.4x" in (tmp_path / "REPORT.md").read_text()
+
+
+def test_two_devices_are_kept_apart(tmp_path):
+    write(tmp_path, "attention", papers_own_attention())
+    other = tmp_path / "nvidia-other"
+    other.mkdir()
+    text = (tmp_path / "nvidia-test-3000" / "attention.json").read_text()
+    (other / "attention.json").write_text(text.replace(GPU, "NVIDIA Other"))
+    main(["report", "--results", str(tmp_path)])
+    rows = [
+        line for line in (tmp_path / "REPORT.md").read_text().splitlines() if "peak memory at 4096" in line
+    ]
+    assert len(rows) == 2
+    assert GPU in rows[0] or GPU in rows[1]
+    assert sum("NVIDIA Other" in row for row in rows) == 1
+
+
+def test_verdicts_are_plain_data():
+    results = {"device": GPU, "samples": papers_own_attention()}
+    assert json.dumps([asdict(verdict) for verdict in attention_figures.judge(results)])
