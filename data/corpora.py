@@ -182,11 +182,11 @@ class TextFiles(LocalFiles):
 
     def paths(self) -> list[Path]:
         found: dict[Path, None] = {}  # a set that keeps the order
-        for pattern in self.files:
+        for pattern in map(os.path.expanduser, self.files):
             if os.path.isdir(pattern):
                 paths = _walk(pattern, SUFFIXES)
             else:
-                matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+                matches = sorted(glob.glob(pattern, recursive=True))
                 paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
             if not paths:
                 raise DataError(f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}")

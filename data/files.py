@@ -63,13 +63,22 @@ def require_room(wanted: dict[Path, int], name: str, what: str, progress: Progre
     for folders in disks.values():
         total = sum(wanted[folder] for folder in folders)
         free = free_bytes(folders[0])
-        places = " and ".join(f"{wanted[folder] / 1e9:.3g} GB to {folder}" for folder in folders)
-        text = f"{name}: about {places} ({what}), {free / 1e9:.3g} GB free"
+        places = " and ".join(f"{human(wanted[folder])} to {folder}" for folder in folders)
+        text = f"{name}: about {places} ({what}), {human(free)} free"
         if total > free:
             raise DataError(
                 f"not enough room for {text}: free some, or choose another disk with data.cache_dir"
             )
         progress.say(text)
+
+
+def human(size: float) -> str:
+    """Return a number of bytes as people read it: 24.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
 
 
 def free_bytes(path: Path) -> int:

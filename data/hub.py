@@ -191,7 +191,8 @@ class HubDataset:
 
         if not self.streaming:
             progress.say(
-                f"{self.name}: `datasets` keeps the download and an Arrow copy of it below {_hub_cache().parent}"
+                f"{self.name}: `datasets` keeps the download and an Arrow copy of it below {_hub_cache().parent}; "
+                "data.streaming=true keeps none, and downloads no more than data.limit_documents needs"
             )
         bars = datasets.is_progress_bar_enabled()
         if isinstance(progress, Silence):

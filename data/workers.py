@@ -3,6 +3,7 @@
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +62,8 @@ class Workers:
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot tell its workers to stop: each watches for it."""
+    """A killed parent cannot tell its workers to stop: each watches for it. Ctrl-C is the parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sentinel = multiprocessing.parent_process().sentinel
 
     def watch() -> None:
