@@ -1,0 +1,139 @@
+"""The perplexity experiment: it is the trainer's run, on any prepared corpus, and concludes what the curves say."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reproduce import perplexity
+from reproduce.__main__ import main
+from reproduce.experiment import NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
+from training.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    TrainerConfig,
+)
+from training.corpus import prepare_corpus
+from training.trainer import train
+
+
+def run(folder: Path, *arguments: str) -> dict:
+    cache = f"cache_dir={folder / 'cache'}"
+    assert main(["perplexity", "--tiny", "--device", "cpu", "--results", str(folder), cache, *arguments]) == 0
+    return json.loads((folder / "cpu" / "perplexity.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return run(tmp_path_factory.mktemp("results"))
+
+
+def runs(results: dict, part: str) -> list[dict]:
+    return [sample for sample in results["samples"] if sample["kind"] == "run" and sample["part"] == part]
+
+
+def test_backends_see_the_same_weights_and_batches(tiny):
+    naive, other_seed, sdpa = runs(tiny, "backends")
+    assert (naive["backend"], other_seed["seed"], sdpa["backend"]) == ("naive", 1, "sdpa")
+    assert sdpa["losses"] == pytest.approx(naive["losses"], rel=1e-5)
+    assert other_seed["losses"][0] != pytest.approx(naive["losses"][0], rel=1e-4)
+    assert [step for step, _, _ in naive["validation"]] == [3, 6, 9, 12]
+    assert naive["losses"][-1] < naive["losses"][0]
+
+
+def test_contexts_are_trained_on_equal_tokens(tiny):
+    contexts = runs(tiny, "context")
+    assert [sample["model"]["seq_len"] for sample in contexts] == [8, 32]
+    assert {len(sample["losses"]) for sample in contexts} == {12}
+
+
+def test_it_is_the_run_that_the_trainer_makes(text_file, tmp_path):
+    """The experiment's losses, on a corpus folder prepared elsewhere, are those in the trainer's metrics.csv."""
+    data = DataConfig(
+        "text_files", files=str(text_file), separator="\n\n", cache_dir=str(tmp_path / "c"), workers=1
+    )
+    config = Config(
+        model=ModelConfig(seq_len=16, n_layer=1, n_head=2, n_embd=32),
+        attention=AttentionConfig("naive"),
+        data=data,
+        trainer=TrainerConfig(steps=12, batch_tokens=128, log_every=1, sample_tokens=0, device="cpu"),
+        logger=LoggerConfig(wandb=False),
+    )
+    summary = train(config, tmp_path / "run")
+    corpus = prepare_corpus(data, quiet=True).directory
+    results = run(tmp_path, "parts=backends", "backends=naive", f"corpus={corpus}")
+    ours = runs(results, "backends")[0]
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        theirs = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert ours["losses"] == pytest.approx(theirs, rel=1e-6)
+    assert ours["validation"][-1][1] == pytest.approx(summary["val/loss"], rel=1e-6)
+
+
+def test_it_needs_neither_datasets_nor_hydra_nor_wandb(tmp_path):
+    """As on a bare GPU machine."""
+    code = (
+        "import sys\n"
+        "for name in ('datasets', 'hydra', 'omegaconf', 'wandb'): sys.modules[name] = None\n"
+        "from reproduce.__main__ import main\n"
+        "import reproduce.training\n"
+        f"sys.exit(main(['perplexity', '--tiny', '--device', 'cpu', '--results', {str(tmp_path)!r},"
+        f" 'parts=backends', 'backends=naive', 'cache_dir={tmp_path}/cache']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=perplexity.__file__.rsplit("/", 2)[0],
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("corpus=nowhere", "nowhere"),
+        ("backends=flsh", "backends=flsh is unknown"),
+        ("parts=all", "parts=all is unknown"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, override, said):
+    assert main(["perplexity", "--tiny", "--device", "cpu", "--results", str(tmp_path), override]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+# ---- conclusions, from curves made up for the purpose ---------------------------------------------------
+
+
+def curve(backend: str, offset: float, seed: int = 1, context: int = 64, part: str = "backends") -> dict:
+    where = {"kind": "run", "part": part, "backend": backend, "seed": seed, "context": context, "steps": 2}
+    return where | {"losses": [5 + offset, 4 + offset], "validation": [[2, 4 + offset, 1.0]]}
+
+
+def judged(*samples: dict) -> list[tuple[str, str]]:
+    results = {"device": "GPU", "settings": {"seeds": [1, 2]}, "samples": list(samples)}
+    return [(verdict.claim, verdict.status) for verdict in perplexity.judge(results)]
+
+
+def test_curves_coincide_if_they_are_closer_than_two_seeds():
+    seeds = [curve("naive", 0.0), curve("naive", 0.03, seed=2)]
+    close, far = curve("flash", 0.001), curve("sdpa", -0.05)
+    statuses = [status for claim, status in judged(*seeds, close, far) if claim == "C12"]
+    assert statuses == [REPRODUCED, NOT_REPRODUCED, NOT_MEASURED]  # last: the paper's 18.2 takes a long run
+
+
+def test_without_a_second_seed_nothing_is_claimed():
+    assert {status for _, status in judged(curve("naive", 0.0), curve("flash", 0.0))} == {NOT_MEASURED}
+
+
+@pytest.mark.parametrize(("gain", "status"), [(-0.1, REPRODUCED), (0.1, NOT_REPRODUCED)])
+def test_longer_context_is_judged_by_its_direction(gain, status):
+    contexts = [curve("flash", gain * i, context=64 * 2**i, part="context") for i in range(3)]
+    assert ("C14", status) in judged(*contexts)
