@@ -10,8 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .experiment import EXPERIMENTS, Options, OutOfTime, ReproduceError, find_experiment, parse_settings
+
+if TYPE_CHECKING:
+    import torch
 
 # Subcommands that are no experiments; each module has main(argv).
 TOOLS = {
@@ -21,6 +25,7 @@ TOOLS = {
     "workspace": "ENTITY/PROJECT: the same view as a wandb workspace",
 }
 RESULTS, TINY_RESULTS = "results", "runs/tiny"
+OUT_OF_TIME = 75  # exit status of a run whose budget ended first; sysexits.h calls it a temporary failure
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,14 +92,7 @@ def _run_one(arguments: argparse.Namespace) -> int:
     experiment = find_experiment(arguments.name)
     deadline = time.monotonic() + arguments.budget if arguments.budget else None
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr each time it starts
-    import torch
-
-    if arguments.device == "auto":
-        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ReproduceError("there is no CUDA device here; --device cpu")
+    device = _device(arguments.device)
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: our kernels on a CPU
         if experiment.needs == "cuda" and not arguments.tiny:
@@ -120,10 +118,12 @@ def _run_one(arguments: argparse.Namespace) -> int:
     if store.finished:
         print(f"{experiment.name}: done already by the same code, {store.complete} (--again repeats it)")
         return 0
+    status = 0
     try:
         module.run(Options(device, arguments.tiny, settings, store.sample))
         store.finish()
     except OutOfTime:
+        status = OUT_OF_TIME
         print(
             f"{experiment.name}: out of time; {store.partial} holds what there is, the same command goes on"
         )
@@ -132,7 +132,19 @@ def _run_one(arguments: argparse.Namespace) -> int:
     print(
         f"{experiment.name}: {store.document['state']} in {store.document['seconds']:.0f} s, {store.folder}"
     )
-    return 1 if store.failures else 0
+    return status or (1 if store.failures else 0)
+
+
+def _device(name: str) -> torch.device:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr each time it starts
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ReproduceError("there is no CUDA device here; --device cpu")
+    return device
 
 
 def _draw(module: object, store: object) -> None:
@@ -148,20 +160,25 @@ def _run_all(arguments: argparse.Namespace) -> int:
     """Each in a process of its own, so that one that breaks the device costs itself only."""
     if arguments.overrides:
         raise ReproduceError(f"{arguments.overrides[0]}: settings belong to one experiment; name it")
-    end = time.monotonic() + arguments.budget if arguments.budget else None
-    status = 0
-    # First each has its own time; what is left goes to those that did not finish, in the same order.
+    # A sample under way is not cut short: a twentieth of the budget is left to it.
+    end = time.monotonic() + 0.95 * arguments.budget if arguments.budget else None
+    chosen = list(EXPERIMENTS.values())
+    if _device(arguments.device).type == "cpu" and not arguments.tiny:
+        chosen = [each for each in chosen if each.needs == "cpu"]
+        print(f"without a CUDA device: {', '.join(each.name for each in chosen)}")
+    # First each has its own share of time; what is left goes to those that did not finish, in the same order.
+    statuses = {each.name: OUT_OF_TIME for each in chosen}
     for shares in (True, False):
-        for experiment in EXPERIMENTS.values():
-            if not shares and end is None:
-                continue
+        for each in chosen:
             left = end - time.monotonic() if end else None
-            if left is not None and left < 5:
-                print(f"{experiment.name}: not started, the budget is spent")
+            if statuses[each.name] != OUT_OF_TIME:
                 continue
-            share = min(left, 60 * experiment.minutes) if shares and left else left
-            status |= _start(experiment.name, arguments, share, again=arguments.again and shares)
-    return status
+            if left is not None and left < 5:
+                print(f"{each.name}: the budget is spent; the same command goes on")
+                continue
+            seconds = min(left, 60 * each.minutes) if left and shares else left
+            statuses[each.name] = _start(each.name, arguments, seconds, again=arguments.again and shares)
+    return int(any(status not in (0, OUT_OF_TIME) for status in statuses.values()))
 
 
 def _start(name: str, arguments: argparse.Namespace, seconds: float | None, again: bool) -> int:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .experiment import Experiment, OutOfTime, Results, Sample
+from .experiment import Experiment, OutOfTime, ReproduceError, Results, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,8 @@ class Store:
         earlier = None if again else self._same(read(self.partial))
         self.finished = None if again else self._same(read(self.complete))
         if earlier:
-            self.document["samples"] = [s for s in earlier["samples"] if not s.get("failed")]
+            retried = [s for s in earlier["samples"] if s.get("failed") and not s.get("broke_device")]
+            self.document["samples"] = [s for s in earlier["samples"] if s not in retried]
             self.earlier_seconds = earlier["seconds"]
 
     def _same(self, other: Results | None) -> Results | None:
@@ -112,22 +113,32 @@ class Store:
                 return known
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise OutOfTime
+        broken = False
         try:
             measured = measure()
         except AttentionError as error:
             measured = {"refused": str(error)}
         except torch.OutOfMemoryError:
             measured = {"out_of_memory": True}
-        except (OutOfTime, KeyboardInterrupt):
+        except OutOfTime:
             raise
         # A kernel that one GPU's compiler refuses must not cost the samples after it. It is printed, stored, makes
         # the exit status 1, and is tried again by the next run.
         except Exception as error:
-            measured = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
-            print(f"  failed: {where}: {measured['failed']}")
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            if "No available kernel" in first_line:  # how torch's SDPA refuses
+                measured = {"refused": first_line}
+            else:
+                broken = "CUDA error" in first_line
+                measured = {"failed": f"{type(error).__name__}: {first_line}", "broke_device": broken}
+                print(f"  failed: {where}: {measured['failed']}")
         known = {**where, **measured}
         self.document["samples"].append(known)
         self.write(self.partial)
+        if broken:
+            raise ReproduceError(
+                "that sample broke the device; the same command goes on with the one after it"
+            )
         return known
 
     @property

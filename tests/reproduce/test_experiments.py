@@ -66,7 +66,7 @@ def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):
-    assert run(tmp_path, "numerics", "backends=naive", "--budget", "0.0001s") == 0
+    assert run(tmp_path, "numerics", "backends=naive", "--budget", "0.0001s") == 75
     assert not (tmp_path / "cpu" / "numerics.json").exists()
     assert run(tmp_path, "numerics", "backends=naive") == 0
     whole = document(tmp_path, "numerics")["samples"]
@@ -95,6 +95,27 @@ def test_a_finished_result_is_kept_unless_again_or_other_settings(tmp_path, caps
     assert before["samples"] != again["samples"]
     run(tmp_path, "sparse", "backends=naive,sdpa_cudnn")
     assert len(document(tmp_path, "sparse")["samples"]) == 2
+
+
+def test_all_shares_its_budget_in_order_of_worth(tmp_path, capsys, monkeypatch):
+    started = []
+
+    def process(command, check):
+        started.append((command[3], float(command[command.index("--budget") + 1][:-1])))
+        first = len(started) <= len(EXPERIMENTS)
+        return subprocess.CompletedProcess(command, 75 if command[3] == "traffic" and first else 0)
+
+    monkeypatch.setattr(subprocess, "run", process)
+    assert main(["all", "--tiny", "--device", "cpu", "--budget", "20m", "--results", str(tmp_path)]) == 0
+    assert [name for name, _ in started] == [*EXPERIMENTS, "traffic"]
+    shares = dict(started[: len(EXPERIMENTS)])
+    assert shares["attention"] == 60 * EXPERIMENTS["attention"].minutes
+    assert started[-1][1] > shares["traffic"]  # what is left
+
+    started.clear()
+    assert main(["all", "--tiny", "--device", "cpu", "--budget", "1s"]) == 0
+    assert not started
+    assert "the budget is spent" in capsys.readouterr().out
 
 
 def test_the_list_needs_no_torch():
