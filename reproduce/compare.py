@@ -163,8 +163,8 @@ def notes(runs: list[Run]) -> list[str]:
     said = [f"ratios and differences are to {runs[0].label}."] if len(runs) > 1 else []
     if any(run.peak_memory and run.peak_memory[0] == "resident" for run in runs):
         said.append(
-            "memory on a CPU is the process's resident peak, Python and libraries included; the runs of one sweep "
-            "share a process, so a later one cannot show less than an earlier."
+            "memory on a CPU is the process's resident peak, Python and libraries included, and what an earlier run "
+            "of the same sweep left."
         )
     if any(run.speed("perf/mfu") for run in runs):
         said.append("MFU counts 6 N + 12 L H Q T FLOPs a token: attention in full, no recomputation.")
@@ -183,7 +183,11 @@ def text(runs: list[Run]) -> str:
         ("environment", differing_environment(runs)),
     ):
         if differing:
-            lines += ["", f"{title} that differ", *_aligned(runs, differing)]
+            lines += [
+                "",
+                f"{title} that differ{'s' if title == 'environment' else ''}:",
+                *_aligned(runs, differing),
+            ]
     return "\n".join([*lines, ""])
 
 

@@ -61,7 +61,7 @@ def result(summary: dict[str, Any], run_dir: Path) -> Rows:
     peaks = {"allocated": "perf/peak_allocated_gib", "reserved": "perf/peak_reserved_gib"}
     if "perf/peak_resident_gib" in summary:
         peaks = {"resident": "perf/peak_resident_gib"}
-    return [
+    rows = [
         (
             "validation",
             f"loss {summary['val/loss']:.4f}, perplexity {summary['val/perplexity']:.2f}, "
@@ -74,6 +74,9 @@ def result(summary: dict[str, Any], run_dir: Path) -> Rows:
         ("sample more", f'python sample.py {shlex.quote(str(run_dir))} "def "'),
         ("run", str(run_dir)),
     ]
+    if (run_dir.parent / "multirun.yaml").is_file():  # the sweep's folder, as Hydra leaves it
+        rows.append(("compare", f"python -m reproduce compare {shlex.quote(str(run_dir.parent))}"))
+    return rows
 
 
 def dtype_name(dtype: object) -> str:
