@@ -179,15 +179,11 @@ def text(runs: list[Run]) -> str:
     lines = [line.rstrip() for line in lines]
     lines += ["", *(f"! {each}" for each in warnings(runs)), *(f"  {each}" for each in notes(runs))]
     for title, differing in (
-        ("settings", differing_settings(runs)),
-        ("environment", differing_environment(runs)),
+        ("settings that differ", differing_settings(runs)),
+        ("environment that differs", differing_environment(runs)),
     ):
         if differing:
-            lines += [
-                "",
-                f"{title} that differ{'s' if title == 'environment' else ''}:",
-                *_aligned(runs, differing),
-            ]
+            lines += ["", title, *_aligned(runs, differing)]
     return "\n".join([*lines, ""])
 
 
