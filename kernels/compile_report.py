@@ -29,13 +29,35 @@ from triton.compiler import ASTSource
 
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
-from .flash.tiles import ARCHITECTURES, KERNELS, Tile, constants, tile_for
+from .flash.tiles import ARCHITECTURES, KERNELS, Tile, specify, tile_for
 
 FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-FLOAT32_POINTERS = {"Lse", "DLse", "Delta"}
-OPTIONAL_POINTERS = {"DLse"}
+OPTIONAL_POINTERS = {
+    "DLse": "*fp32",
+    "Seed": "*i64",
+    "Slopes": "*fp32",
+    "Sinks": "*fp32",
+    "DocumentStart": "*i32",
+    "DocumentEnd": "*i32",
+    "KvLengths": "*i32",
+    "Blocks": "*i32",
+}
+# A feature as compiled: its compile-time options, and the optional tensors it brings.
+FEATURES = {
+    "": ({}, ()),
+    "dropout": ({"dropout_p": 0.1}, ("Seed",)),
+    "gqa": ({"group": 4}, ()),
+    "window": ({"left": 256}, ()),
+    "softcap": ({"softcap": 30.0}, ()),
+    "alibi": ({}, ("Slopes",)),
+    "sinks": ({}, ("Sinks",)),
+    "documents": ({}, ("DocumentStart", "DocumentEnd")),
+    "padding": ({}, ("KvLengths",)),
+    "blocks": ({}, ("Blocks",)),
+    "lse_grad": ({}, ("DLse",)),
+}
 # The least of the eight tiles tried there (LOG.md); stored before the loops and loaded after them.
 SPILLS_ALLOWED = {(90, "dkdv", 256, True): 48}
 HEADS = 12  # of the packed qkv whose strides the kernels are compiled for
@@ -51,12 +73,13 @@ class Job:
     causal: bool
     tile: Tile
     dtype: torch.dtype = torch.bfloat16
+    feature: str = ""
 
     def __str__(self) -> str:
         t, mask = self.tile, "causal" if self.causal else "full"
         shape = f"{t.block_m}x{t.block_n} w{t.warps} s{t.stages}"
         what = f"{self.kernel:8} {TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
-        return f"sm_{self.architecture:<4}{what} {shape:14}"
+        return f"sm_{self.architecture:<4}{what} {shape:14} {self.feature:9}"
 
 
 @dataclass(frozen=True)
@@ -91,14 +114,13 @@ class Report:
 def compile_job(job: Job) -> Report:
     """Compile one job from scratch and read the figures off the PTX and ptxas's log."""
     function = FUNCTIONS[job.kernel]
-    values = constants(job.tile, job.head_dim, job.dtype, job.causal, group=1)
-    signature, constexprs, attributes = {}, {}, {}
+    values = _constants(job)
+    signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
-        constexprs_value = _constant(name, values, job.head_dim)
-        if constexprs_value is not NotImplemented:
-            signature[name], constexprs[index,] = "constexpr", constexprs_value
+        if name in values:
+            signature[name], constants[index,] = "constexpr", values[name]
             continue
-        signature[name] = _type(name, job.dtype)
+        signature[name] = OPTIONAL_POINTERS.get(name) or _type(name, job.dtype)
         if signature[name].startswith("*") or name.startswith("stride"):
             attributes[index,] = [["tt.divisibility", 16]]  # else no vector loads
     log = io.StringIO()
@@ -106,31 +128,30 @@ def compile_job(job: Job) -> Report:
         triton.knobs.cache.dir = cache  # a cached kernel would have no log
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(
-            ASTSource(function, signature, constexprs, attributes),
+            ASTSource(function, signature, constants, attributes),
             target=GPUTarget("cuda", job.architecture, 32),
             options={"num_warps": job.tile.warps, "num_stages": job.tile.stages},
         )
     return _read(compiled.asm["ptx"], log.getvalue(), compiled.metadata.shared)
 
 
-def _constant(name: str, values: dict[str, object], head_dim: int) -> object:
-    """The compile-time value of a kernel argument, NotImplemented if it has none."""
-    if name in values:
-        return values[name]
-    if name in OPTIONAL_POINTERS:
-        return None
-    if re.fullmatch(r"stride_\w+[mn]", name):  # from one token to the next, in a packed qkv and in its output
-        packed = name in ("stride_qm", "stride_kn", "stride_vn")
-        return HEADS * head_dim * (3 if packed else 1)
-    return NotImplemented
+def _constants(job: Job) -> dict[str, object]:
+    """The compile-time arguments: the tile, no optional tensor, the token strides of a packed qkv and its output."""
+    tokens = HEADS * job.head_dim
+    packed = dict.fromkeys(["stride_qm", "stride_kn", "stride_vn"], 3 * tokens)
+    plain = dict.fromkeys(["stride_om", "stride_dom", "stride_dqm", "stride_dkn", "stride_dvn"], tokens)
+    options, tensors = FEATURES[job.feature]
+    spec = specify(job.tile, job.head_dim, job.causal, **options)
+    absent = dict.fromkeys(name for name in OPTIONAL_POINTERS if name not in tensors)
+    return {"SPEC": spec, **packed, **plain, **absent}
 
 
 def _type(name: str, dtype: torch.dtype) -> str:
-    if name in FLOAT32_POINTERS:
+    if name in ("Lse", "Delta"):
         return "*fp32"
     if name[0].isupper():
         return f"*{TYPE_NAMES[dtype]}"
-    return "fp32" if name.startswith("scale") else "i32"
+    return "fp32" if name == "scale" else "i32"
 
 
 def _read(ptx: str, log: str, shared_bytes: int) -> Report:

@@ -5,11 +5,11 @@ import os
 
 import torch
 
-from ..registry import AttentionFn, AttentionRequest, register_attention
+from ..registry import FEATURES, AttentionFn, AttentionRequest, register_attention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
-SUPPORTED = {"return_lse"}
+SUPPORTED = set(FEATURES) - {"precise_delta"}
 
 
 def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, interpreted: bool) -> str | None:

@@ -11,70 +11,113 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import triton
 
-from ..arguments import check_dropout, check_inputs, check_scale
-from ..registry import AttentionError, used_features
+from ..arguments import BLOCK_MASK_SIZE, check_dropout, check_features, check_inputs, check_scale
+from ..registry import AttentionError
 from . import refuses_inputs
-from .backward import LOG2_E, dkdv_kernel, dq_kernel
+from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
-from .tiles import Tile, constants, tile_for
+from .tiles import Tile, specify, tile_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAMESPACE = __package__.replace(".", "_")
+Tensor = torch.Tensor
 
 
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = True,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    dropout_seed: int | torch.Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    block_mask: Tensor | None = None,
     return_lse: bool = False,
-    **features: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    precise_delta: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v without ever holding the scores; arguments and result as `naive_attention`.
 
     q, k and v may have any strides whose last is 1: views of a packed qkv go in without a copy. Beyond inputs and
     outputs it keeps 4 bytes a query for the log-sum-exp, and 4 more during the backward. Gradients are bit for bit
-    repeatable. float32 is computed in full precision, without tensor cores.
+    repeatable. float32 is computed in full precision, without tensor cores. Tiles that a mask hides cost nothing.
 
     Raises:
         AttentionError: an argument that is not supported, by name.
     """
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
+    check_features(
+        q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        cu_seqlens=cu_seqlens, kv_lengths=kv_lengths, block_mask=block_mask,
+    )  # fmt: skip
     reason = refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED)
     if reason is not None:
         raise AttentionError(f"attention=flash: {reason}")
-    used = used_features({"dropout_p": dropout_p, **features})
-    if used:
-        raise AttentionError(f"attention=flash does not do {sorted(used)[0]}; attention=naive does")
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise AttentionError("attention=flash has no gradient for alibi_slopes; attention=naive does")
+    if precise_delta:
+        raise AttentionError("attention=flash does not do precise_delta; attention=naive does")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             raise AttentionError(
                 f"{name}'s last stride must be 1, got {tensor.stride()}; pass {name}.contiguous()"
             )
-    out, lse = flash_forward(q, k, v, causal, check_scale(scale, q.shape[-1]))
+    left, right = window or (-1, -1)
+    seed = _seed(dropout_seed, q.device) if dropout_p else None
+    starts, ends = _documents(cu_seqlens, q.shape[0], q.shape[2]) if cu_seqlens is not None else (None, None)
+    blocks = (None, None)
+    if block_mask is not None:
+        blocks = _block_lists(block_mask, q.shape[2], k.shape[2], causal, left, right)
+    out, lse = flash_forward(
+        q, k, v, seed, alibi_slopes, sinks, starts, ends, kv_lengths, *blocks,
+        causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_forward", mutates_args=())
 def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse float32 (batch, heads, q_len): natural log-sum-exp of the scaled scores)."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    document_starts: Tensor | None,
+    document_ends: Tensor | None,
+    kv_lengths: Tensor | None,
+    key_blocks: Tensor | None,
+    query_blocks: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    left: int,
+    right: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """(out like q, lse float32 (batch, heads, q_len): natural log-sum-exp of the scaled scores).
+
+    document_starts, document_ends: int32 (batch, q_len), first and last + 1 token of each token's document.
+    key_blocks, query_blocks: see `_block_lists`.
+    """
     batch, heads, q_len, _ = q.shape
     out, lse = _empty_like(q), _empty_rows(q)
     if out.numel() == 0:
         return out, lse
-    tile, options = _launch("forward", q, k, causal)
+    tile, options = _launch("forward", q, k, causal, dropout_p, left, right, softcap)
     with _on_device(q):
         forward_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
             q, k, v, out, lse,
-            *_strides(q, k, v, out),
-            q_len, k.shape[2], scale * LOG2_E.value,
+            seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks,
+            *_strides(q, k, v, out), *_block_strides(key_blocks),
+            q_len, k.shape[2], scale,
             *_row_strides(q, k, v, out),
             **options,
         )  # fmt: skip
@@ -83,17 +126,28 @@ def flash_forward(
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_backward", mutates_args=())
 def flash_backward(
-    d_out: torch.Tensor,
-    d_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: Tensor | None,
+    alibi_slopes: Tensor | None,
+    document_starts: Tensor | None,
+    document_ends: Tensor | None,
+    kv_lengths: Tensor | None,
+    key_blocks: Tensor | None,
+    query_blocks: Tensor | None,
     causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq like q, dk like k, dv like v) for the gradients of out and, if it has one, of lse."""
+    dropout_p: float,
+    left: int,
+    right: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq like q, dk like k, dv like v, delta like lse) for the gradients of out and, if it has one, of lse."""
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dq, dk, dv, delta = _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
@@ -101,51 +155,61 @@ def flash_backward(
         d_out = d_out.contiguous()
     if d_lse is not None:
         d_lse = d_lse.contiguous()
+    rules = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
+    constant_rules = (causal, dropout_p, left, right, softcap)
     with _on_device(q):
         if dq.numel():
-            tile, options = _launch("dq", q, k, causal)
+            tile, options = _launch("dq", q, k, *constant_rules)
             dq_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
-                q, k, v, out, d_out, lse, d_lse, delta, dq,
-                *_strides(q, k, v, out, d_out, dq),
+                q, k, v, out, d_out, lse, d_lse, delta, dq, *rules, key_blocks,
+                *_strides(q, k, v, out, d_out, dq), *_block_strides(key_blocks),
                 q_len, kv_len, scale,
                 *_row_strides(q, k, v, out, d_out, dq),
                 **options,
             )  # fmt: skip
         if dk.numel():
-            tile, options = _launch("dkdv", q, k, causal)
+            tile, options = _launch("dkdv", q, k, *constant_rules)
             dkdv_kernel[triton.cdiv(kv_len, tile.block_n), kv_heads, batch](
-                q, k, v, d_out, lse, delta, dk, dv,
-                *_strides(q, k, v, d_out, dk, dv),
+                q, k, v, d_out, lse, delta, dk, dv, *rules, query_blocks,
+                *_strides(q, k, v, d_out, dk, dv), *_block_strides(query_blocks),
                 q_len, kv_len, scale,
                 *_row_strides(q, k, v, d_out, dk, dv),
                 **options,
             )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, delta
 
 
 @flash_forward.register_fake
-def _(q, k, v, causal, scale):
+def _(q, *rest):
     return _empty_like(q), _empty_rows(q)
 
 
 @flash_backward.register_fake
-def _(d_out, d_lse, q, k, v, out, lse, causal, scale):
-    return _empty_like(q), _empty_like(k), _empty_like(v)
+def _(d_out, d_lse, out, lse, q, k, v, *rest):
+    return _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, seed, alibi_slopes, sinks, starts, ends, kv_lengths, *blocks = inputs[:11]
+    ctx.constant_rules = inputs[11:]
+    rules = (seed, alibi_slopes, starts, ends, kv_lengths, *blocks)
+    ctx.save_for_backward(*output, sinks, q, k, v, *rules)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, d_out, d_lse):
+    nothing = (None,) * (8 + len(ctx.constant_rules))
     if d_out is None and d_lse is None:
-        return None, None, None, None, None
-    q, k, v, out, lse = ctx.saved_tensors
+        return None, None, None, *nothing
+    out, lse, sinks, *tensors = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(out)
-    return *flash_backward(d_out, d_lse, q, k, v, out, lse, ctx.causal, ctx.scale), None, None
+    dq, dk, dv, delta = flash_backward(d_out, d_lse, out, lse, *tensors, *ctx.constant_rules)
+    if sinks is None:
+        return dq, dk, dv, *nothing
+    # A sink is a score like another, P = exp(sink - lse), whose value is 0: dS = P * (0 - delta).
+    d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+    return dq, dk, dv, None, None, d_sinks, *nothing[3:]
 
 
 def _second_backward(ctx, *gradients):
@@ -156,12 +220,52 @@ flash_forward.register_autograd(_backward, setup_context=_save)
 flash_backward.register_autograd(_second_backward)
 
 
-def _launch(kernel: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> tuple[Tile, dict[str, object]]:
+def _seed(seed: int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(seed, Tensor):
+        return seed.to(device)
+    return torch.full(
+        (), seed, dtype=torch.int64, device=device
+    )  # a fill, where a copy would wait for the device
+
+
+def _documents(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """First and last + 1 token of each token's document, counted from the start of its row: int32 (batch, length)."""
+    tokens = torch.arange(batch * length, dtype=torch.int32, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, tokens, right=True)
+    row_start = tokens // length * length
+    starts, ends = cu_seqlens[document - 1] - row_start, cu_seqlens[document] - row_start
+    return starts.clamp(min=0).view(batch, length), ends.clamp(max=length).view(batch, length)
+
+
+def _block_lists(
+    mask: Tensor, q_len: int, kv_len: int, causal: bool, left: int, right: int
+) -> tuple[Tensor, Tensor]:
+    """A block mask as lists, without what the causal mask and the window hide anyway.
+
+    Returns:
+        int32 (batch or 1, heads or 1, query blocks, 1 + key blocks): for each 128 queries the number of key blocks to
+        visit, then which; and the same with queries and keys exchanged.
+    """
+    first_row = torch.arange(mask.shape[2], device=mask.device)[:, None] * BLOCK_MASK_SIZE + (kv_len - q_len)
+    first_key = torch.arange(mask.shape[3], device=mask.device) * BLOCK_MASK_SIZE
+    last_row, last_key = first_row + BLOCK_MASK_SIZE - 1, first_key + BLOCK_MASK_SIZE - 1
+    if causal or right >= 0:
+        mask = mask & (first_key <= last_row + (0 if causal else right))
+    if left >= 0:
+        mask = mask & (last_key >= first_row - left)
+
+    def lists(mask: Tensor) -> Tensor:
+        which = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return torch.cat([mask.sum(-1, keepdim=True), which], -1).to(torch.int32)
+
+    return lists(mask), lists(mask.transpose(2, 3))
+
+
+def _launch(kernel: str, q: Tensor, k: Tensor, causal: bool, *rules: float) -> tuple[Tile, dict[str, object]]:
     """The tile of a kernel and the keyword arguments every kernel takes."""
-    head_dim = q.shape[3]
-    tile = tile_for(kernel, _architecture(q.device), head_dim, q.dtype)
-    options = constants(tile, head_dim, q.dtype, causal, q.shape[1] // k.shape[1])
-    return tile, {**options, "num_warps": tile.warps, "num_stages": tile.stages}
+    tile = tile_for(kernel, _architecture(q.device), q.shape[3], q.dtype)
+    spec = specify(tile, q.shape[3], causal, q.shape[1] // k.shape[1], *rules)
+    return tile, {"SPEC": spec, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 @functools.cache
@@ -172,12 +276,12 @@ def _architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _on_device(x: torch.Tensor) -> AbstractContextManager[object]:
+def _on_device(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the one of the tensors."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
+def _empty_like(x: Tensor) -> Tensor:
     """Uninitialised, shaped as x, dense, with heads inside tokens where x has them so (a view of a packed qkv)."""
     batch, heads, length, head_dim = x.shape
     if x.stride(1) < x.stride(2):
@@ -185,13 +289,20 @@ def _empty_like(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(batch, heads, length, head_dim)
 
 
-def _empty_rows(q: torch.Tensor) -> torch.Tensor:
+def _empty_rows(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 
-def _row_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+def _row_strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride(2) for tensor in tensors)
+
+
+def _block_strides(lists: Tensor | None) -> tuple[int, int]:
+    """From one batch and head to the next; 0 where they share a mask."""
+    if lists is None:
+        return 0, 0
+    return tuple(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1))

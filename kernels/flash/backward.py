@@ -13,13 +13,24 @@ import triton
 import triton.language as tl
 
 from .forward import LOWEST
-from .masking import tiles_to_visit, visible_keys, visible_rows
 from .memory import load_rows, load_vector, store_rows
+from .rules import (
+    BLOCK_MASK_SIZE,
+    LOG2_E,
+    block_list,
+    is_kept,
+    key_count,
+    listed,
+    modify,
+    parts,
+    rules_of,
+    score_unit,
+    visible_keys,
+    visible_rows,
+)
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 
-
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "kv_len"])
 def dq_kernel(
     Q,
     K,
@@ -30,6 +41,12 @@ def dq_kernel(
     DLse,
     Delta,
     DQ,
+    Seed,
+    Slopes,
+    DocumentStart,
+    DocumentEnd,
+    KvLengths,
+    Blocks,
     stride_qb,
     stride_qh,
     stride_kb,
@@ -42,6 +59,8 @@ def dq_kernel(
     stride_doh,
     stride_dqb,
     stride_dqh,
+    stride_blocks_b,
+    stride_blocks_h,
     q_len,
     kv_len,
     scale,
@@ -51,56 +70,65 @@ def dq_kernel(
     stride_om: tl.constexpr,
     stride_dom: tl.constexpr,
     stride_dqm: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """dQ, and delta on the way. Grid (ceil(q_len / BLOCK_M), heads, batch). DLse, Delta: as the forward's Lse."""
     # Which queries; as in the forward, the tiles that see the most keys first.
-    tile = tl.program_id(0)
-    if CAUSAL:
-        tile = tl.num_programs(0) - 1 - tile
-    first_row = tile * BLOCK_M
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    Q += batch * stride_qb + head * stride_qh
-    K += batch * stride_kb + head // GROUP * stride_kh
-    V += batch * stride_vb + head // GROUP * stride_vh
-    Out += batch * stride_ob + head * stride_oh
-    DOut += batch * stride_dob + head * stride_doh
-    DQ += batch * stride_dqb + head * stride_dqh
-    Lse += (batch * tl.num_programs(1) + head) * q_len
-    Delta += (batch * tl.num_programs(1) + head) * q_len
+    index = tl.program_id(0)
+    if SPEC.CAUSAL:
+        index = tl.num_programs(0) - 1 - index
+    first_row = index * SPEC.BLOCK_M
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    rules = rules_of(
+        batch, head, Seed, Slopes, DocumentStart, DocumentEnd, KvLengths, q_len, kv_len, scale
+    )  # fmt: skip
+    batch_64, q_head, kv_head = batch.to(tl.int64), head.to(tl.int64), (head // SPEC.GROUP).to(tl.int64)
+    Q += batch_64 * stride_qb + q_head * stride_qh
+    K += batch_64 * stride_kb + kv_head * stride_kh
+    V += batch_64 * stride_vb + kv_head * stride_vh
+    Out += batch_64 * stride_ob + q_head * stride_oh
+    DOut += batch_64 * stride_dob + q_head * stride_doh
+    DQ += batch_64 * stride_dqb + q_head * stride_dqh
+    statistics = (batch_64 * tl.num_programs(1) + head) * q_len
 
     # delta needs the whole row of O and dO; both kernels need it for every score of the row.
-    q = load_rows(Q, first_row, q_len, stride_qm, HEAD_DIM, BLOCK_D, BLOCK_M, True)
-    out = load_rows(Out, first_row, q_len, stride_om, HEAD_DIM, BLOCK_D, BLOCK_M, True)
-    d_out = load_rows(DOut, first_row, q_len, stride_dom, HEAD_DIM, BLOCK_D, BLOCK_M, True)
+    q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
+    out = load_rows(Out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M, True)
+    d_out = load_rows(DOut, first_row, q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if DLse is not None:  # d lse / d S = P, so a gradient of lse joins dS = P * (dP - delta) through delta
-        DLse += (batch * tl.num_programs(1) + head) * q_len
-        delta -= load_vector(DLse, first_row, q_len, BLOCK_M)
-    rows = first_row + tl.arange(0, BLOCK_M)
-    tl.store(Delta + rows, delta, mask=rows < q_len)
-    lse_log2 = tl.maximum(load_vector(Lse, first_row, q_len, BLOCK_M) * LOG2_E, LOWEST)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        delta -= load_vector(DLse + statistics, first_row, q_len, SPEC.BLOCK_M)
+    rows = first_row + tl.arange(0, SPEC.BLOCK_M)
+    tl.store(Delta + statistics + rows, delta, mask=rows < q_len)
+    lse_log2 = tl.maximum(load_vector(Lse + statistics, first_row, q_len, SPEC.BLOCK_M) * LOG2_E, LOWEST)
+    dq = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
 
-    first_0, last_0 = visible_keys(first_row, q_len, kv_len, CAUSAL)
-    first_1, last_1 = visible_keys(tl.minimum(first_row + BLOCK_M, q_len) - 1, q_len, kv_len, CAUSAL)
-    _, full, tail, end = tiles_to_visit(first_0, last_0, first_1, last_1, kv_len, BLOCK_N)
+    # Which keys; the masked edges first, as in the forward.
+    keys = key_count(rules)
+    first_0, last_0 = visible_keys(first_row, rules, SPEC)
+    first_1, last_1 = visible_keys(tl.minimum(first_row + SPEC.BLOCK_M, q_len) - 1, rules, SPEC)
+    begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
+    BlockList = None
+    if Blocks is not None:
+        BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len)
+        tail = 0
+        end = tl.load(BlockList) * BLOCK_MASK_SIZE
     dq = add_dq(
-        dq, q, d_out, lse_log2, delta, K, V, first_row, tail, end, q_len, kv_len, scale, True,
-        stride_kn, stride_vn, CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        dq, q, d_out, lse_log2, delta, K, V, first_row, tail, end, BlockList, keys,
+        rules, SPEC, True, stride_kn, stride_vn,
     )  # fmt: skip
-    dq = add_dq(
-        dq, q, d_out, lse_log2, delta, K, V, first_row, full, tail, q_len, kv_len, scale, False,
-        stride_kn, stride_vn, CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
-    )  # fmt: skip
-    store_rows(DQ, dq * scale, first_row, q_len, stride_dqm, HEAD_DIM, BLOCK_D, BLOCK_M)
+    if Blocks is None and (SPEC.LEFT >= 0 or DocumentStart is not None):
+        dq = add_dq(
+            dq, q, d_out, lse_log2, delta, K, V, first_row, begin, full, None, keys,
+            rules, SPEC, True, stride_kn, stride_vn,
+        )  # fmt: skip
+    if Blocks is None:
+        dq = add_dq(
+            dq, q, d_out, lse_log2, delta, K, V, first_row, full, tail, None, keys,
+            rules, SPEC, False, stride_kn, stride_vn,
+        )  # fmt: skip
+    store_rows(DQ, dq * scale, first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
 
 
 @triton.jit
@@ -115,36 +143,37 @@ def add_dq(
     first_row,
     begin,
     end,
-    q_len,
+    BlockList,
     kv_len,
-    scale,
+    rules,
+    SPEC: tl.constexpr,
     MASKED: tl.constexpr,
     stride_kn: tl.constexpr,
     stride_vn: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """dS K over the keys [begin, end); begin is a multiple of BLOCK_N."""
-    for first_key in range(begin, end, BLOCK_N):
-        k = load_rows(K, first_key, kv_len, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED)
-        v = load_rows(V, first_key, kv_len, stride_vn, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
+    """dS K over the keys [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_N."""
+    for step in range(begin, end, SPEC.BLOCK_N):
+        first_key = listed(step, BlockList)
+        rows = (first_row + tl.arange(0, SPEC.BLOCK_M))[:, None]
+        keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[None, :]
+        k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, MASKED)
+        v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)
+        scores, gain = modify(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
-            _, last = visible_keys(first_row + tl.arange(0, BLOCK_M), q_len, kv_len, CAUSAL)
-            keys = first_key + tl.arange(0, BLOCK_N)
-            scores = tl.where(keys[None, :] < last[:, None], scores, float("-inf"))
-        p = tl.exp2(scores * (scale * LOG2_E) - lse_log2[:, None])
-        dp = tl.dot(d_out, v.T, input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            first, last = visible_keys(rows, rules, SPEC)
+            scores = tl.where(keys < last, scores, float("-inf"))
+            if SPEC.LEFT >= 0 or rules.DocumentStart is not None:
+                scores = tl.where(keys >= first, scores, float("-inf"))
+        p = tl.exp2(scores * score_unit(rules, SPEC) - lse_log2[:, None])
+        dp = tl.dot(d_out, v.T, input_precision="ieee")
+        if rules.seed is not None:
+            dp = tl.where(is_kept(rows, keys, rules, SPEC), dp / (1 - SPEC.DROPOUT_P), 0.0)
+        ds = p * (dp - delta[:, None]) * gain
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "kv_len"])
 def dkdv_kernel(
     Q,
     K,
@@ -154,6 +183,12 @@ def dkdv_kernel(
     Delta,
     DK,
     DV,
+    Seed,
+    Slopes,
+    DocumentStart,
+    DocumentEnd,
+    KvLengths,
+    Blocks,
     stride_qb,
     stride_qh,
     stride_kb,
@@ -166,6 +201,8 @@ def dkdv_kernel(
     stride_dkh,
     stride_dvb,
     stride_dvh,
+    stride_blocks_b,
+    stride_blocks_h,
     q_len,
     kv_len,
     scale,
@@ -175,55 +212,76 @@ def dkdv_kernel(
     stride_dom: tl.constexpr,
     stride_dkn: tl.constexpr,
     stride_dvn: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """dK and dV, summed over the query heads that share them. Grid (ceil(kv_len / BLOCK_N), kv_heads, batch)."""
     # Which keys. The first tiles of a causal head are seen by the most queries and already start first.
-    first_key = tl.program_id(0) * BLOCK_N
-    kv_head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    Q += batch * stride_qb + kv_head * GROUP * stride_qh
-    K += batch * stride_kb + kv_head * stride_kh
-    V += batch * stride_vb + kv_head * stride_vh
-    DOut += batch * stride_dob + kv_head * GROUP * stride_doh
-    DK += batch * stride_dkb + kv_head * stride_dkh
-    DV += batch * stride_dvb + kv_head * stride_dvh
-    Lse += (batch * tl.num_programs(1) + kv_head) * GROUP * q_len
-    Delta += (batch * tl.num_programs(1) + kv_head) * GROUP * q_len
+    first_key = tl.program_id(0) * SPEC.BLOCK_N
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2)
+    batch_64, kv_head_64 = batch.to(tl.int64), kv_head.to(tl.int64)
+    K += batch_64 * stride_kb + kv_head_64 * stride_kh
+    V += batch_64 * stride_vb + kv_head_64 * stride_vh
+    DK += batch_64 * stride_dkb + kv_head_64 * stride_dkh
+    DV += batch_64 * stride_dvb + kv_head_64 * stride_dvh
+    # The group's first query head.
+    head = kv_head * SPEC.GROUP
+    Q += batch_64 * stride_qb + head.to(tl.int64) * stride_qh
+    DOut += batch_64 * stride_dob + head.to(tl.int64) * stride_doh
+    statistics = (batch_64 * tl.num_programs(1) * SPEC.GROUP + head) * q_len
 
-    k = load_rows(K, first_key, kv_len, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, True)
-    v = load_rows(V, first_key, kv_len, stride_vn, HEAD_DIM, BLOCK_D, BLOCK_N, True)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    keys = kv_len if KvLengths is None else tl.minimum(tl.load(KvLengths + batch), kv_len)
+    k = load_rows(K, first_key, keys, stride_kn, SPEC, SPEC.BLOCK_N, True)
+    v = load_rows(V, first_key, keys, stride_vn, SPEC, SPEC.BLOCK_N, True)
+    dk = tl.zeros([SPEC.BLOCK_N, SPEC.BLOCK_D], tl.float32)
+    dv = tl.zeros([SPEC.BLOCK_N, SPEC.BLOCK_D], tl.float32)
 
-    # Which queries see them: first the causal edge, then those that see all of the tile. Rows beyond q_len load as
-    # zeros and add nothing, so they need no mask.
-    first_0, _ = visible_rows(first_key, q_len, kv_len, CAUSAL)
-    first_1, _ = visible_rows(tl.minimum(first_key + BLOCK_N, kv_len) - 1, q_len, kv_len, CAUSAL)
-    begin = tl.maximum(first_0, 0) // BLOCK_M * BLOCK_M
-    full = tl.cdiv(tl.maximum(first_1, 0), BLOCK_M) * BLOCK_M
-    for _ in range(GROUP):
-        if CAUSAL:
-            dk, dv = add_dkdv(
-                dk, dv, k, v, Q, DOut, Lse, Delta, first_key, begin, full, q_len, kv_len, scale, True,
-                stride_qm, stride_dom, CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
-            )  # fmt: skip
-        dk, dv = add_dkdv(
-            dk, dv, k, v, Q, DOut, Lse, Delta, first_key, full, q_len, q_len, kv_len, scale, False,
-            stride_qm, stride_dom, CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+    for member in range(SPEC.GROUP):
+        rules = rules_of(
+            batch, head + member, Seed, Slopes, DocumentStart, DocumentEnd, KvLengths, q_len, kv_len, scale
         )  # fmt: skip
+        # Which queries; rows beyond q_len load as zeros and add nothing, so they need no mask.
+        whole = tl.cdiv(q_len, SPEC.BLOCK_M) * SPEC.BLOCK_M
+        first_0, last_0 = visible_rows(first_key, whole, rules, SPEC)
+        first_1, last_1 = visible_rows(tl.minimum(first_key + SPEC.BLOCK_N, kv_len) - 1, whole, rules, SPEC)
+        begin, full, tail, end = parts(first_0, last_0, first_1, last_1, whole, SPEC.BLOCK_M)
+        BlockList = None
+        if Blocks is not None:
+            BlockList = block_list(
+                Blocks, stride_blocks_b, stride_blocks_h, batch, head + member, first_key, q_len
+            )
+            begin = 0
+            full = tl.load(BlockList) * BLOCK_MASK_SIZE
+        if KvLengths is not None and first_key >= keys:  # nothing but padding
+            full = begin
+            tail = begin
+            end = begin
+        if Blocks is not None or SPEC.CAUSAL or SPEC.RIGHT >= 0 or DocumentStart is not None:
+            dk, dv = add_dkdv(
+                dk, dv, k, v, Q, DOut, Lse + statistics, Delta + statistics, first_key, begin, full, BlockList,
+                rules, SPEC, True, stride_qm, stride_dom,
+            )  # fmt: skip
+        if Blocks is None and (SPEC.LEFT >= 0 or DocumentStart is not None):
+            dk, dv = add_dkdv(
+                dk, dv, k, v, Q, DOut, Lse + statistics, Delta + statistics, first_key, tail, end, None,
+                rules, SPEC, True, stride_qm, stride_dom,
+            )  # fmt: skip
+        if Blocks is None:
+            dk, dv = add_dkdv(
+                dk, dv, k, v, Q, DOut, Lse + statistics, Delta + statistics, first_key, full, tail, None,
+                rules, SPEC, False, stride_qm, stride_dom,
+            )  # fmt: skip
         Q += stride_qh
         DOut += stride_doh
-        Lse += q_len
-        Delta += q_len
-    store_rows(DK, dk * scale, first_key, kv_len, stride_dkn, HEAD_DIM, BLOCK_D, BLOCK_N)
-    store_rows(DV, dv, first_key, kv_len, stride_dvn, HEAD_DIM, BLOCK_D, BLOCK_N)
+        statistics += q_len
+    if KvLengths is not None:  # padding may have been given numbers, but has no gradient
+        padding = (first_key + tl.arange(0, SPEC.BLOCK_N) >= keys)[:, None]
+        dk = tl.where(padding, 0.0, dk)
+        dv = tl.where(padding, 0.0, dv)
+    if Seed is not None:
+        dv = dv / (1 - SPEC.DROPOUT_P)
+    store_rows(DK, dk * scale, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
+    store_rows(DV, dv, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
 
 
 @triton.jit
@@ -239,34 +297,39 @@ def add_dkdv(
     first_key,
     begin,
     end,
-    q_len,
-    kv_len,
-    scale,
+    BlockList,
+    rules,
+    SPEC: tl.constexpr,
     MASKED: tl.constexpr,
     stride_qm: tl.constexpr,
     stride_dom: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """dS^T Q and P^T dO over the queries [begin, end); begin is a multiple of BLOCK_M."""
-    for first_row in range(begin, end, BLOCK_M):
-        q = load_rows(Q, first_row, q_len, stride_qm, HEAD_DIM, BLOCK_D, BLOCK_M, True)
-        d_out = load_rows(DOut, first_row, q_len, stride_dom, HEAD_DIM, BLOCK_D, BLOCK_M, True)
-        lse_log2 = load_vector(Lse, first_row, q_len, BLOCK_M) * LOG2_E
-        delta = load_vector(Delta, first_row, q_len, BLOCK_M)
-        scores_t = tl.dot(k, q.T, input_precision=PRECISION)
+    """dS^T Q and P^T dO over the queries [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_M."""
+    for step in range(begin, end, SPEC.BLOCK_M):
+        first_row = listed(step, BlockList)
+        rows = (first_row + tl.arange(0, SPEC.BLOCK_M))[None, :]
+        keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[:, None]
+        q = load_rows(Q, first_row, rules.q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
+        d_out = load_rows(DOut, first_row, rules.q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
+        lse_log2 = load_vector(Lse, first_row, rules.q_len, SPEC.BLOCK_M) * LOG2_E
+        delta = load_vector(Delta, first_row, rules.q_len, SPEC.BLOCK_M)
+        scores_t, gain = modify(tl.dot(k, q.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
-            first, _ = visible_rows(first_key + tl.arange(0, BLOCK_N), q_len, kv_len, CAUSAL)
-            rows = first_row + tl.arange(0, BLOCK_M)
-            scores_t = tl.where(rows[None, :] >= first[:, None], scores_t, float("-inf"))
+            first, last = visible_rows(keys, rules.q_len, rules, SPEC)
+            if SPEC.CAUSAL or SPEC.RIGHT >= 0 or rules.DocumentStart is not None:
+                scores_t = tl.where(rows >= first, scores_t, float("-inf"))
+            if SPEC.LEFT >= 0 or rules.DocumentStart is not None:
+                scores_t = tl.where(rows < last, scores_t, float("-inf"))
             lse_log2 = tl.maximum(lse_log2, LOWEST)
-        p_t = tl.exp2(scores_t * (scale * LOG2_E) - lse_log2[None, :])
-        dv = tl.dot(p_t.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
-        dp_t = tl.dot(v, d_out.T, input_precision=PRECISION)
-        ds_t = p_t * (dp_t - delta[None, :])
-        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+        p_t = tl.exp2(scores_t * score_unit(rules, SPEC) - lse_log2[None, :])
+        kept_t = p_t
+        if rules.seed is not None:
+            keep = is_kept(rows, keys, rules, SPEC)
+            kept_t = tl.where(keep, p_t, 0.0)
+        dv = tl.dot(kept_t.to(d_out.dtype), d_out, dv, input_precision="ieee")
+        dp_t = tl.dot(v, d_out.T, input_precision="ieee")
+        if rules.seed is not None:
+            dp_t = tl.where(keep, dp_t / (1 - SPEC.DROPOUT_P), 0.0)
+        ds_t = p_t * (dp_t - delta[None, :]) * gain
+        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv

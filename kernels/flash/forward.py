@@ -7,8 +7,20 @@ the softmax sum once, at the end; exponentials are base 2, with scale * log2(e) 
 import triton
 import triton.language as tl
 
-from .masking import tiles_to_visit, visible_keys
 from .memory import load_rows, store_rows
+from .rules import (
+    BLOCK_MASK_SIZE,
+    LOG2_E,
+    block_list,
+    is_kept,
+    key_count,
+    listed,
+    modify,
+    parts,
+    rules_of,
+    score_unit,
+    visible_keys,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 # Where the running maximum starts: below every score, and finite, so that a row that has seen only masked scores
@@ -16,13 +28,20 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.0e38)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "kv_len"])
 def forward_kernel(
     Q,
     K,
     V,
     Out,
     Lse,
+    Seed,
+    Slopes,
+    Sinks,
+    DocumentStart,
+    DocumentEnd,
+    KvLengths,
+    Blocks,
     stride_qb,
     stride_qh,
     stride_kb,
@@ -31,59 +50,75 @@ def forward_kernel(
     stride_vh,
     stride_ob,
     stride_oh,
+    stride_blocks_b,
+    stride_blocks_h,
     q_len,
     kv_len,
-    scale_log2,
+    scale,
     stride_qm: tl.constexpr,
     stride_kn: tl.constexpr,
     stride_vn: tl.constexpr,
     stride_om: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """Grid (ceil(q_len / BLOCK_M), heads, batch). Lse: float32 (batch, heads, q_len), contiguous."""
     # Which queries. The last tiles of a causal head see the most keys, so they start first.
-    tile = tl.program_id(0)
-    if CAUSAL:
-        tile = tl.num_programs(0) - 1 - tile
-    first_row = tile * BLOCK_M
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    Q += batch * stride_qb + head * stride_qh
-    K += batch * stride_kb + head // GROUP * stride_kh
-    V += batch * stride_vb + head // GROUP * stride_vh
-    Out += batch * stride_ob + head * stride_oh
-    Lse += (batch * tl.num_programs(1) + head) * q_len
-
-    q = load_rows(Q, first_row, q_len, stride_qm, HEAD_DIM, BLOCK_D, BLOCK_M, True)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-
-    # Which keys. The masked edge goes first: the other way round ptxas serialises the tensor cores (C7515).
-    first_0, last_0 = visible_keys(first_row, q_len, kv_len, CAUSAL)
-    first_1, last_1 = visible_keys(tl.minimum(first_row + BLOCK_M, q_len) - 1, q_len, kv_len, CAUSAL)
-    _, full, tail, end = tiles_to_visit(first_0, last_0, first_1, last_1, kv_len, BLOCK_N)
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, K, V, first_row, tail, end, q_len, kv_len, scale_log2, True,
-        stride_kn, stride_vn, CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+    index = tl.program_id(0)
+    if SPEC.CAUSAL:
+        index = tl.num_programs(0) - 1 - index
+    first_row = index * SPEC.BLOCK_M
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    rules = rules_of(
+        batch, head, Seed, Slopes, DocumentStart, DocumentEnd, KvLengths, q_len, kv_len, scale
     )  # fmt: skip
+    batch_64, q_head, kv_head = batch.to(tl.int64), head.to(tl.int64), (head // SPEC.GROUP).to(tl.int64)
+    Q += batch_64 * stride_qb + q_head * stride_qh
+    K += batch_64 * stride_kb + kv_head * stride_kh
+    V += batch_64 * stride_vb + kv_head * stride_vh
+    Out += batch_64 * stride_ob + q_head * stride_oh
+    Lse += (batch_64 * tl.num_programs(1) + head) * q_len
+
+    q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
+    acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
+    row_max = tl.full([SPEC.BLOCK_M], LOWEST, tl.float32)
+    row_sum = tl.zeros([SPEC.BLOCK_M], tl.float32)
+    if Sinks is not None:  # a key that every row has seen before the first, and whose value is 0
+        row_max = tl.maximum(row_max, tl.load(Sinks + head).to(tl.float32) * LOG2_E)
+        row_sum += 1.0
+
+    # Which keys. The masked edges go first: the other way round ptxas serialises the tensor cores (C7515).
+    keys = key_count(rules)
+    first_0, last_0 = visible_keys(first_row, rules, SPEC)
+    first_1, last_1 = visible_keys(tl.minimum(first_row + SPEC.BLOCK_M, q_len) - 1, rules, SPEC)
+    begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
+    BlockList = None
+    if Blocks is not None:  # the list says where to go, so everything is masked
+        BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len)
+        tail = 0
+        end = tl.load(BlockList) * BLOCK_MASK_SIZE
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, K, V, first_row, full, tail, q_len, kv_len, scale_log2, False,
-        stride_kn, stride_vn, CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        acc, row_max, row_sum, q, K, V, first_row, tail, end, BlockList, keys,
+        rules, SPEC, True, stride_kn, stride_vn,
     )  # fmt: skip
+    if Blocks is None and (SPEC.LEFT >= 0 or DocumentStart is not None):
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q, K, V, first_row, begin, full, None, keys,
+            rules, SPEC, True, stride_kn, stride_vn,
+        )  # fmt: skip
+    if Blocks is None:
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q, K, V, first_row, full, tail, None, keys,
+            rules, SPEC, False, stride_kn, stride_vn,
+        )  # fmt: skip
 
     # A row that saw nothing has row_sum 0: out 0, lse -inf.
     blind = row_sum == 0
     row_sum = tl.where(blind, 1.0, row_sum)
-    store_rows(Out, acc / row_sum[:, None], first_row, q_len, stride_om, HEAD_DIM, BLOCK_D, BLOCK_M)
+    share = row_sum * (1 - SPEC.DROPOUT_P) if Seed is not None else row_sum
+    store_rows(Out, acc / share[:, None], first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
     lse = tl.where(blind, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
-    rows = first_row + tl.arange(0, BLOCK_M)
+    rows = first_row + tl.arange(0, SPEC.BLOCK_M)
     tl.store(Lse + rows, lse, mask=rows < q_len)
 
 
@@ -98,33 +133,35 @@ def attend(
     first_row,
     begin,
     end,
-    q_len,
+    BlockList,
     kv_len,
-    scale_log2,
+    rules,
+    SPEC: tl.constexpr,
     MASKED: tl.constexpr,
     stride_kn: tl.constexpr,
     stride_vn: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Take the keys [begin, end) into the online softmax; begin is a multiple of BLOCK_N."""
-    for first_key in range(begin, end, BLOCK_N):
-        k = load_rows(K, first_key, kv_len, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
+    """Take keys [begin, end), of BlockList if it is one, into the online softmax; begin is a multiple of BLOCK_N."""
+    for step in range(begin, end, SPEC.BLOCK_N):
+        first_key = listed(step, BlockList)
+        rows = (first_row + tl.arange(0, SPEC.BLOCK_M))[:, None]
+        keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[None, :]
+        k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, MASKED)
+        scores, _ = modify(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
-            _, last = visible_keys(first_row + tl.arange(0, BLOCK_M), q_len, kv_len, CAUSAL)
-            keys = first_key + tl.arange(0, BLOCK_N)
-            scores = tl.where(keys[None, :] < last[:, None], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-        p = tl.exp2(scores * scale_log2 - new_max[:, None])
+            first, last = visible_keys(rows, rules, SPEC)
+            scores = tl.where(keys < last, scores, float("-inf"))
+            if SPEC.LEFT >= 0 or rules.DocumentStart is not None:
+                scores = tl.where(keys >= first, scores, float("-inf"))
+        unit = score_unit(rules, SPEC)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
+        p = tl.exp2(scores * unit - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
+        row_sum = row_sum * rescale + tl.sum(p, 1)  # the softmax's sum counts what dropout drops
+        if rules.seed is not None:
+            p = tl.where(is_kept(rows, keys, rules, SPEC), p, 0.0)
         acc = acc * rescale[:, None]
-        v = load_rows(V, first_key, kv_len, stride_vn, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         row_max = new_max
     return acc, row_max, row_sum

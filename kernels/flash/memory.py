@@ -10,36 +10,33 @@ def load_rows(
     first,
     length,
     stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SPEC: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Rows [first, first + ROWS) of a (length, HEAD_DIM) matrix; zeros beyond `length` if MASKED."""
     # The tile's start in 64 bits, once; offsets inside a tile fit 32.
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, SPEC.BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
-    if MASKED and HEAD_DIM != BLOCK_D:
+    if MASKED and SPEC.HEAD_DIM != SPEC.BLOCK_D:
         return tl.load(
-            pointers, mask=(first + rows < length)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+            pointers, mask=(first + rows < length)[:, None] & (dims < SPEC.HEAD_DIM)[None, :], other=0.0
         )
     if MASKED:
         return tl.load(pointers, mask=(first + rows < length)[:, None], other=0.0)
-    if HEAD_DIM != BLOCK_D:
-        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    if SPEC.HEAD_DIM != SPEC.BLOCK_D:
+        return tl.load(pointers, mask=(dims < SPEC.HEAD_DIM)[None, :], other=0.0)
     return tl.load(pointers)
 
 
 @triton.jit
-def store_rows(
-    base, values, first, length, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
-):
+def store_rows(base, values, first, length, stride, SPEC: tl.constexpr, ROWS: tl.constexpr):
     """Write (ROWS, BLOCK_D) values to rows [first, first + ROWS) below `length`, in the type of `base`."""
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, SPEC.BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
     mask = (first + rows < length)[:, None]
-    if HEAD_DIM != BLOCK_D:
-        mask = mask & (dims < HEAD_DIM)[None, :]
+    if SPEC.HEAD_DIM != SPEC.BLOCK_D:
+        mask = mask & (dims < SPEC.HEAD_DIM)[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
 
 

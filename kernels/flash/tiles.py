@@ -4,9 +4,14 @@ Each entry has passed `python -m kernels.compile_report`: no spills, tensor core
 of them serialised. Which candidate is fastest is not measured; LOG.md has what was compiled.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
+
+from ..philox import drop_threshold
+from .rules import Spec
 
 
 @dataclass(frozen=True)
@@ -40,22 +45,31 @@ HALF = {
 SINGLE = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
 
-def padded(head_dim: int) -> int:
-    """head_dim as the kernels hold it: the next power of two, 16 at least."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def constants(tile: Tile, head_dim: int, dtype: torch.dtype, causal: bool, group: int) -> dict[str, object]:
-    """The compile-time arguments that all kernels share. group: query heads to a key head."""
-    return {
-        "GROUP": group,
-        "CAUSAL": causal,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": padded(head_dim),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PRECISION": "ieee" if dtype is torch.float32 else "tf32",  # says nothing for 16-bit types
-    }
+@functools.cache
+def specify(
+    tile: Tile,
+    head_dim: int,
+    causal: bool,
+    group: int = 1,
+    dropout_p: float = 0.0,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+) -> Spec:
+    """The compile-time argument of a kernel at a tile. group: query heads to a key head."""
+    return Spec(
+        HEAD_DIM=tl.constexpr(head_dim),
+        BLOCK_D=tl.constexpr(max(16, 1 << (head_dim - 1).bit_length())),
+        BLOCK_M=tl.constexpr(tile.block_m),
+        BLOCK_N=tl.constexpr(tile.block_n),
+        GROUP=tl.constexpr(group),
+        CAUSAL=tl.constexpr(causal),
+        LEFT=tl.constexpr(left),
+        RIGHT=tl.constexpr(right),
+        SOFTCAP=tl.constexpr(softcap),
+        DROPOUT_P=tl.constexpr(dropout_p),
+        DROP_BELOW=tl.constexpr(drop_threshold(dropout_p)),
+    )
 
 
 def tile_for(kernel: str, architecture: int, head_dim: int, dtype: torch.dtype) -> Tile:

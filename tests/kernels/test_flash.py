@@ -115,11 +115,13 @@ def test_extreme_scores(dtype: torch.dtype) -> None:
 def test_the_operators_pass_torchs_own_checks() -> None:
     *tensors, d_out = inputs(20, 33, 16, torch.float32, heads=2, kv_heads=1)
     api = kernels.flash.api
-    torch.library.opcheck(api.flash_forward, (*tensors, True, 0.25))
-    out, lse = api.flash_forward(*(x.detach() for x in tensors), True, 0.25)
-    leaves = [x.detach() for x in (*tensors, out, lse)]
+    none = (None,) * 8
+    rules = (True, 0.25, 0.0, -1, -1, 0.0)
+    torch.library.opcheck(api.flash_forward, (*tensors, *none, *rules))
+    out, lse = api.flash_forward(*(x.detach() for x in tensors), *none, *rules)
+    leaves = [x.detach() for x in (out, lse, *tensors)]
     for d_lse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, True, 0.25))
+        torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, *none[:7], *rules))
 
 
 def test_torch_compile_takes_it_whole() -> None:
@@ -143,7 +145,8 @@ def test_a_second_derivative_is_refused() -> None:
         ({"dtype": torch.float64}, "it takes float16, bfloat16 and float32, not torch.float64"),
         ({"head_dim": 8}, "it takes head_dim 16 to 256, not 8"),
         ({"head_dim": 257}, "it takes head_dim 16 to 256, not 257"),
-        ({"window": (4, 0)}, "attention=flash does not do window; attention=naive does"),
+        ({"precise_delta": True}, "attention=flash does not do precise_delta; attention=naive does"),
+        ({"alibi_slopes": torch.ones(1, requires_grad=True)}, "no gradient for alibi_slopes"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(change: dict[str, object], message: str) -> None:

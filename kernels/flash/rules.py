@@ -1,0 +1,200 @@
+"""What a score goes through between q k^T and the softmax: softcap, ALiBi, masks; and dropout behind it.
+
+All three kernels call these functions, on tiles with queries along either axis: `rows` and `keys` are index tensors
+that broadcast against the tile. A rule that is off is None, 0 or -1 at compile time and leaves no code.
+
+Every mask but the block mask is an interval of keys for each query, and of queries for each key. Neither end of it
+decreases from one query to the next, so the first and last row of a tile say what all of the tile sees. A block mask
+comes as lists: for each 128 queries (or keys), how many blocks of 128 keys (or queries) to visit, and which.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+BLOCK_MASK_SIZE = tl.constexpr(128)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All that is known at compile time. Passed to a kernel as one argument, whose fields are then constants too."""
+
+    HEAD_DIM: tl.constexpr
+    BLOCK_D: tl.constexpr  # HEAD_DIM rounded up to a power of two
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP: tl.constexpr  # query heads to a key head
+    CAUSAL: tl.constexpr
+    LEFT: tl.constexpr  # keys a query sees before its position; -1 for all
+    RIGHT: tl.constexpr
+    SOFTCAP: tl.constexpr
+    DROPOUT_P: tl.constexpr
+    DROP_BELOW: tl.constexpr  # a Philox word below this drops
+
+
+class Rules(NamedTuple):
+    """What one batch and query head asks of its scores, at run time."""
+
+    q_len: tl.tensor
+    kv_len: tl.tensor
+    kv_end: tl.tensor  # keys from here on are padding, or None
+    scale: tl.tensor
+    slope: tl.tensor  # ALiBi's, or None
+    seed: tl.tensor  # dropout's, or None
+    batch: tl.tensor
+    head: tl.tensor
+    DocumentStart: (
+        tl.tensor
+    )  # pointers to the first and last + 1 token of the document of each of this batch's
+    DocumentEnd: tl.tensor  # tokens, or None
+
+
+@triton.jit
+def rules_of(
+    batch,
+    head,
+    Seed,
+    Slopes,
+    DocumentStart,
+    DocumentEnd,
+    KvLengths,
+    q_len,
+    kv_len,
+    scale,
+):
+    """The rules of a batch and query head, from the kernels' arguments."""
+    kv_end = None
+    if KvLengths is not None:
+        kv_end = tl.minimum(tl.load(KvLengths + batch), kv_len)
+    slope = None
+    if Slopes is not None:
+        slope = tl.load(Slopes + head).to(tl.float32)
+    seed = None
+    if Seed is not None:
+        seed = tl.load(Seed)
+    if DocumentStart is not None:
+        DocumentStart += batch.to(tl.int64) * q_len
+        DocumentEnd += batch.to(tl.int64) * q_len
+    return Rules(q_len, kv_len, kv_end, scale, slope, seed, batch, head, DocumentStart, DocumentEnd)
+
+
+@triton.jit
+def key_count(rules):
+    """How many keys there are to see."""
+    count = rules.kv_len
+    if rules.kv_end is not None:
+        count = rules.kv_end
+    return count
+
+
+@triton.jit
+def visible_keys(row, rules, SPEC: tl.constexpr):
+    """[first, last) of the keys that a query, or each of a vector of queries, sees; empty if last <= first."""
+    position = row + (rules.kv_len - rules.q_len)
+    first = row * 0
+    last = first + rules.kv_len
+    if SPEC.CAUSAL:
+        last = position + 1
+    elif SPEC.RIGHT >= 0:
+        last = tl.minimum(last, position + SPEC.RIGHT + 1)
+    if rules.kv_end is not None:
+        last = tl.minimum(last, rules.kv_end)
+    if SPEC.LEFT >= 0:
+        first = tl.maximum(first, position - SPEC.LEFT)
+    if rules.DocumentStart is not None:
+        first = tl.maximum(first, tl.load(rules.DocumentStart + row, mask=row < rules.q_len, other=0))
+        last = tl.minimum(last, tl.load(rules.DocumentEnd + row, mask=row < rules.q_len, other=0))
+    return first, last
+
+
+@triton.jit
+def visible_rows(key, rows, rules, SPEC: tl.constexpr):
+    """[first, last) of the `rows` queries that see a key, or each of a vector of keys; padding is the caller's."""
+    own = key - (rules.kv_len - rules.q_len)  # the query that stands at the key
+    first = key * 0
+    last = first + rows
+    if SPEC.CAUSAL:
+        first = own
+    elif SPEC.RIGHT >= 0:
+        first = own - SPEC.RIGHT
+    if SPEC.LEFT >= 0:
+        last = tl.minimum(last, own + SPEC.LEFT + 1)
+    if rules.DocumentStart is not None:
+        first = tl.maximum(first, tl.load(rules.DocumentStart + key, mask=key < rules.kv_len, other=0))
+        last = tl.minimum(last, tl.load(rules.DocumentEnd + key, mask=key < rules.kv_len, other=0))
+    return first, last
+
+
+@triton.jit
+def parts(first_0, last_0, first_1, last_1, length, BLOCK: tl.constexpr):
+    """Cut what a tile sees into whole BLOCKs: [begin, full) masked, [full, tail) not, [tail, end) masked.
+
+    [first_0, last_0) is what the tile's first row sees and [first_1, last_1) what its last one sees, of `length`.
+    """
+    begin = tl.maximum(first_0, 0) // BLOCK * BLOCK
+    end = tl.minimum(last_1, length)
+    full = tl.cdiv(tl.maximum(first_1, 0), BLOCK) * BLOCK
+    tail = tl.maximum(tl.minimum(last_0, length), 0) // BLOCK * BLOCK
+    if tail < full:  # no BLOCK is seen by all: everything is tail
+        full = begin
+        tail = begin
+    return begin, full, tail, end
+
+
+@triton.jit
+def block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first, others):
+    """The list of the block that begins at or before `first`; `others` is the length of the other axis."""
+    width = 1 + tl.cdiv(others, BLOCK_MASK_SIZE)
+    return Blocks + batch * stride_blocks_b + head * stride_blocks_h + first // BLOCK_MASK_SIZE * width
+
+
+@triton.jit
+def listed(step, BlockList):
+    """Where the tile at `step` of a walk begins: there, or in the block of the list that `step` has come to."""
+    first = step
+    if BlockList is not None:
+        index = step // BLOCK_MASK_SIZE
+        first = step + (tl.load(BlockList + 1 + index) - index) * BLOCK_MASK_SIZE
+    return first
+
+
+@triton.jit
+def modify(products, rows, keys, rules, SPEC: tl.constexpr):
+    """q k^T to scores, and d scores / d (scale * q k^T) where it is not 1. Scores are in units of `score_unit`."""
+    gain = 1.0
+    if SPEC.SOFTCAP > 0:
+        tanh = 1 - 2 / (tl.exp2(products * (2 * LOG2_E / SPEC.SOFTCAP * rules.scale)) + 1)
+        products = tanh * (SPEC.SOFTCAP * LOG2_E)
+        gain = 1 - tanh * tanh
+    elif rules.slope is not None:
+        products = products * (rules.scale * LOG2_E)
+    if rules.slope is not None:
+        products -= rules.slope * LOG2_E * tl.abs(keys - rows - (rules.kv_len - rules.q_len))
+    return products, gain
+
+
+@triton.jit
+def score_unit(rules, SPEC: tl.constexpr):
+    """What turns scores into exponents of 2: left out of plain scores, where exp2 takes it in a multiply-add."""
+    unit = rules.scale * LOG2_E
+    if SPEC.SOFTCAP > 0 or rules.slope is not None:
+        unit = 1.0
+    return unit
+
+
+@triton.jit
+def is_kept(rows, keys, rules, SPEC: tl.constexpr):
+    """Whether dropout keeps a probability; kernels/philox.py has the layout. One Philox call serves four elements.
+
+    Every element asks for its call and picks its word, and the compiler sees that four elements in the registers of a
+    thread ask for the same: LOG.md has the count.
+    """
+    column, row = tl.broadcast((keys >> 4 << 3) | (keys & 7), (rows >> 4 << 3) | (rows & 7))
+    head, batch = row * 0 + rules.head, row * 0 + rules.batch
+    word_0, word_1, word_2, word_3 = tl.philox(rules.seed, column, row, head, batch)
+    right = (keys & 8) != 0
+    word = tl.where((rows & 8) != 0, tl.where(right, word_3, word_2), tl.where(right, word_1, word_0))
+    return word >= SPEC.DROP_BELOW

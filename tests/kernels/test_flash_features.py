@@ -1,0 +1,171 @@
+"""What training needs beyond a causal softmax, in the interpreter against the naive oracle. About 35 s on 2 cores."""
+
+import pytest
+import torch
+
+import kernels
+from kernels.flash.rules import is_kept, rules_of
+from kernels.flash.tiles import Tile, specify
+from kernels.philox import dropout_mask
+from tests.kernels.accuracy import assert_as_accurate, inputs, run
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+if torch.cuda.is_available():
+    pytest.skip("the interpreter's checks; test_flash_gpu.py has the GPU's", allow_module_level=True)
+
+flash = kernels.get_attention("flash")
+
+
+def check(options: dict[str, object], q_len=200, kv_len=200, dtype=torch.float32, **shape: int) -> None:
+    *tensors, d_out = inputs(q_len, kv_len, 16, dtype, **shape)
+    assert_as_accurate(run(flash, tensors, d_out, **options), tensors, d_out, **options)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@triton.jit
+def mask_kernel(Seed, Kept, batch, head, TRANSPOSED: tl.constexpr, SPEC: tl.constexpr):
+    rules = rules_of(batch, head, Seed, None, None, None, None, SPEC.BLOCK_M, SPEC.BLOCK_N, 1.0)
+    rows, keys = tl.arange(0, SPEC.BLOCK_M), tl.arange(0, SPEC.BLOCK_N)
+    index = rows[:, None] * SPEC.BLOCK_N + keys[None, :]
+    if TRANSPOSED:
+        kept = is_kept(rows[None, :], keys[:, None], rules, SPEC)
+        tl.store(Kept + tl.trans(index), kept.to(tl.int8))
+    else:
+        tl.store(Kept + index, is_kept(rows[:, None], keys[None, :], rules, SPEC).to(tl.int8))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_dropout_mask_is_the_oracles_element_by_element(transposed: bool) -> None:
+    seed = torch.tensor(2**40 + 17)
+    kept = torch.zeros(64, 128, dtype=torch.int8)
+    spec = specify(Tile(64, 128, 4, 1), 16, causal=True, dropout_p=0.3)
+    mask_kernel[1,](seed, kept, 2, 5, TRANSPOSED=transposed, SPEC=spec)
+    assert torch.equal(kept.bool(), dropout_mask(seed, 0.3, 3, 6, 64, 128)[2, 5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_dropout(causal: bool, dtype: torch.dtype) -> None:
+    options = {"causal": causal, "dropout_p": 0.2, "dropout_seed": torch.tensor(5)}
+    check(options, 130, 200, dtype, batch=2, heads=2, kv_heads=1)
+
+
+def test_dropout_takes_a_plain_number_as_seed() -> None:
+    q, k, v, _ = inputs(40, 40, 16, torch.float32)
+    outs = [flash(q, k, v, dropout_p=0.5, dropout_seed=seed) for seed in (3, torch.tensor(3), 4)]
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads(kv_heads: int) -> None:
+    check({}, 97, 130, torch.float16, batch=2, heads=4, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (7, 0), (70, 40), (-1, 20), (20, -1), (300, 300)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_window(causal: bool, window: tuple[int, int]) -> None:
+    check({"causal": causal, "window": window})
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(130, 200), (200, 130)])
+def test_window_at_unequal_lengths(q_len: int, kv_len: int) -> None:
+    check({"causal": False, "window": (20, 5)}, q_len, kv_len)
+    check({"window": (20, 5)}, q_len, kv_len)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_softcap(dtype: torch.dtype) -> None:
+    *tensors, d_out = inputs(130, 200, 16, dtype)
+    with torch.no_grad():
+        tensors[0].mul_(5)  # so that the cap bends
+    assert_as_accurate(run(flash, tensors, d_out, softcap=4.0), tensors, d_out, rtol=3.0, softcap=4.0)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_alibi(causal: bool) -> None:
+    check({"causal": causal, "alibi_slopes": torch.tensor([0.5, 0.03])}, 130, 200, heads=2, kv_heads=2)
+
+
+def test_sinks_and_their_gradient() -> None:
+    *tensors, d_out = inputs(
+        200, 130, 16, torch.float32, heads=3, kv_heads=3
+    )  # 70 queries see the sink alone
+    sinks = torch.tensor([0.5, -1.0, 4.0], requires_grad=True)
+    d_lse = torch.randn(1, 3, 200)
+    assert_as_accurate(run(flash, tensors, d_out, sinks=sinks), tensors, d_out, sinks=sinks.detach())
+    gradients = []
+    for attention in (flash, kernels.get_attention("naive")):
+        out, lse = attention(*tensors, sinks=sinks, return_lse=True)
+        gradients.append(torch.autograd.grad((out * d_out).sum() + (lse * d_lse).sum(), [sinks, *tensors]))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_kv_lengths(causal: bool) -> None:
+    *tensors, d_out = inputs(150, 200, 16, torch.float32, batch=4)
+    lengths = ints(200, 70, 0, 129)
+    got = run(flash, tensors, d_out, causal=causal, kv_lengths=lengths)
+    assert_as_accurate(got, tensors, d_out, causal=causal, kv_lengths=lengths)
+    with torch.no_grad():  # padding may hold anything
+        for x in tensors[1:]:
+            for batch, length in enumerate(lengths):
+                x[batch, :, length:] = torch.nan
+    poisoned = run(flash, tensors, d_out, causal=causal, kv_lengths=lengths)
+    assert all(torch.equal(poisoned[name], got[name]) for name in got)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_packed_documents(causal: bool) -> None:
+    bounds = ints(0, 3, 3, 67, 68, 150, 310, 399, 400)  # an empty one, one token, one across the end of a row
+    check({"causal": causal, "cu_seqlens": bounds}, batch=2)
+
+
+def test_documents_are_as_if_each_were_alone() -> None:
+    q, k, v, _ = (x.detach() for x in inputs(100, 100, 16, torch.float32))
+    out = flash(q, k, v, cu_seqlens=ints(0, 30, 100))
+    for part in (slice(0, 30), slice(30, 100)):
+        torch.testing.assert_close(out[:, :, part], flash(q[:, :, part], k[:, :, part], v[:, :, part]))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_block_mask(causal: bool) -> None:
+    mask = torch.tensor([[[[1, 0, 1], [0, 1, 0], [0, 0, 0]], [[1, 1, 1], [1, 0, 1], [0, 1, 0]]]]).bool()
+    check({"causal": causal, "block_mask": mask}, 300, 300, heads=2, kv_heads=1)
+    check({"causal": causal, "block_mask": mask[:, :1]}, 300, 300, batch=2, heads=2, kv_heads=2)
+
+
+def test_features_together() -> None:
+    slopes, sinks = torch.tensor([0.1, 0.01]), torch.tensor([0.0, 1.0])
+    shape = {"batch": 2, "heads": 2, "kv_heads": 1}
+    dropout = {"dropout_p": 0.1, "dropout_seed": 1}
+    check({"window": (60, 0), "softcap": 5.0, "sinks": sinks, **dropout}, **shape)
+    check(
+        {"cu_seqlens": ints(0, 77, 300, 400), "window": (50, 0), "alibi_slopes": slopes, **dropout}, **shape
+    )
+    mask = torch.tensor([[[[1, 0], [1, 1]]]]).bool()
+    check({"kv_lengths": ints(190, 20), "block_mask": mask, "softcap": 3.0, "alibi_slopes": slopes}, **shape)
+
+
+def test_every_feature_passes_torchs_own_checks() -> None:
+    *tensors, d_out = inputs(33, 33, 16, torch.float32, heads=2, kv_heads=1)
+    slopes, sinks = torch.tensor([0.1, 0.01]), torch.tensor([0.0, 1.0], requires_grad=True)
+    starts, ends = torch.zeros(1, 33, dtype=torch.int32), torch.full((1, 33), 33, dtype=torch.int32)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    blocks = kernels.flash.api._block_lists(mask, 33, 33, True, 20, -1)
+    options = (torch.tensor(3), slopes, sinks, starts, ends, None, *blocks, True, 0.25, 0.1, 20, -1, 5.0)
+    torch.library.opcheck(kernels.flash.api.flash_forward, (*tensors, *options))
+    compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)
+    features = {
+        "dropout_p": 0.1,
+        "dropout_seed": torch.tensor(3),
+        "cu_seqlens": ints(0, 5, 33),
+        "sinks": sinks,
+    }
+    got, want = run(compiled, tensors, d_out, **features), run(flash, tensors, d_out, **features)
+    assert all(torch.equal(got[name], want[name]) for name in want)
