@@ -10,7 +10,7 @@ import argparse
 import html
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def _draw(module: object, document: Results, directory: Path) -> Path | None:
 def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
     """The row of what no document holds."""
     if not claim.experiment:
-        yield Verdict(claim.name, claim.statement, claim.paper, why=claim.missing)
+        yield Verdict(claim.name, "the claim", claim.paper, why=claim.missing)
         return
     devices = [d["environment"]["device"] for d in page.documents if d["experiment"] == claim.experiment]
     if not any(device.startswith("cuda") for device in devices):
@@ -168,17 +168,20 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; }
 body { max-width: 1180px; margin: 2.5rem auto; padding: 0 1.5rem; }
 h1 { font-size: 1.7rem; margin-bottom: .3rem; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
-h3 { font-size: 1.02rem; margin: 1.8rem 0 .1rem; } h3 a { color: #888; text-decoration: none; margin-right: .4rem; }
-p.source { color: #777; margin: 0 0 .4rem; font-size: .88rem; } p.summary { font-weight: 600; }
+nav a, .map a { text-decoration: none; } nav a { color: #0072b2; margin-right: 1rem; }
+p.key, small, tr.claim p { color: #777; font-size: .85rem; } p.summary { font-weight: 600; }
 .table { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .86rem; }
-th { text-align: left; color: #777; font-weight: 500; border-bottom: 1px solid #ccc; padding: .25rem .6rem .25rem 0; }
-td { border-bottom: 1px solid #eee; padding: .3rem .6rem .3rem 0; vertical-align: top; }
-td.number { white-space: nowrap; font-variant-numeric: tabular-nums; }
+th { text-align: left; color: #777; font-weight: 500; border-bottom: 1px solid #ccc; }
+th, td { padding: .3rem .8rem .3rem 0; vertical-align: top; } td { border-bottom: 1px solid #eee; }
+th.what { width: 23%; } th.paper { width: 15%; } th.why { width: 25%; } th.from { width: 11%; }
+tr.claim td { padding: 1.5rem 0 .35rem; font-size: 1rem; border-bottom: 1px solid #ccc; }
+tr.claim b { color: #888; margin-right: .3rem; } tr.claim small { margin-left: .6rem; }
+tr.claim p { margin: .1rem 0 0; } span.none { white-space: nowrap; }
 .chip { display: inline-block; border-radius: 4px; padding: 0 .45em; white-space: nowrap; font-size: .8rem; }
 .good { background: #d9f2e3; color: #0b5c34; } .bad { background: #fbdfd8; color: #8c2210; }
-.grey { background: #e6e8ee; color: #3d4663; } .none { background: #f3f3f3; color: #777; }
-.map { display: flex; flex-wrap: wrap; gap: .3rem; margin: 1rem 0; } .map a { text-decoration: none; }
-ul.notes { color: #8c5a10; } figure { margin: 1.2rem 0; } figure svg { max-width: 100%; height: auto; }
+.grey { background: #e6e8ee; color: #3d4663; } .chip.none { background: #f3f3f3; } .none { color: #888; }
+.map { display: flex; flex-wrap: wrap; gap: .3rem; margin: 1rem 0 .6rem; }
+ul.notes { color: #8c5a10; } figure { margin: 1.2rem 0 2rem; } figure svg { max-width: 100%; height: auto; }
 figcaption { color: #777; font-size: .88rem; } svg text { font-family: system-ui, sans-serif; }
 """
 
@@ -191,20 +194,16 @@ def as_html(page: Page) -> str:
     ]
     parts += [f"<title>tilegpt: the papers' claims</title><style>{STYLE}</style>"]
     parts += ["<h1>The papers' claims, reproduced</h1>", f"<p>{e(INTRODUCTION)}</p>"]
+    parts += ["<nav><a href=#claims>claims</a><a href=#pictures>pictures</a><a href=#runs>runs</a></nav>"]
     parts += [f"<p class=summary>{e(summary(page))}</p>", _html_map(page)]
     parts += (
         ["<ul class=notes>", *(f"<li>{e(note)}</li>" for note in page.notes), "</ul>"] if page.notes else []
     )
-    parts += ["<h2>Claims</h2>"]
-    for name, claim in CLAIMS.items():
-        parts += [f"<h3 id={name}><a href=#{name}>{name}</a>{e(claim.statement)}</h3>"]
-        parts += [f"<p class=source>{e(claim.source)}</p>"]
-        parts += [_html_table(COLUMNS, [_cells(verdict) for verdict in page.verdicts[name]])]
-        parts += [f"<p class=source>Estimate, not a run: {e(claim.estimate)}.</p>"] if claim.estimate else []
-    parts += ["<h2>Pictures</h2>"] if page.pictures else []
+    parts += ["<h2 id=claims>Claims</h2>", _html_claims(page)]
+    parts += ["<h2 id=pictures>Pictures</h2>"] if page.pictures else []
     for title, path in page.pictures:
         parts += [f"<figure>{_svg(path)}<figcaption>{e(title)}</figcaption></figure>"]
-    parts += ["<h2>Runs</h2>", _html_table(RUN_COLUMNS, _runs(page))]
+    parts += ["<h2 id=runs>Runs</h2>", _html_table(RUN_COLUMNS, map(_html_row(RUN_COLUMNS), _runs(page)))]
     return "\n".join(parts) + "\n"
 
 
@@ -218,21 +217,42 @@ def _html_map(page: Page) -> str:
         label = f"{name}{'*' if open_rows else ''}"
         chips.append(f'<a href="#{name}" class="chip {MARKS[status]}" title="{status}">{label}</a>')
     key = " ".join(f'<span class="chip {MARKS[each]}">{each}</span>' for each in order)
-    return f"<div class=map>{''.join(chips)}</div><p class=source>{key} &nbsp; * with figures not measured yet</p>"
+    return (
+        f"<div class=map>{''.join(chips)}</div><p class=key>{key} &nbsp; * with figures not measured yet</p>"
+    )
 
 
-def _html_table(header: tuple[str, ...], rows: list[list[str]]) -> str:
-    parts = ["<div class=table><table><tr>", *(f"<th>{html.escape(cell)}</th>" for cell in header), "</tr>"]
-    for row in rows:
+def _html_claims(page: Page) -> str:
+    """One table, a heading row a claim, so that the columns of all claims are aligned."""
+    row = _html_row(COLUMNS)
+    rows = []
+    for name, claim in CLAIMS.items():
+        text = f"<b>{name}</b> {html.escape(claim.statement)} <small>{html.escape(claim.source)}</small>"
+        if claim.estimate:
+            text += f"<p>Estimate, not a run: {html.escape(claim.estimate)}.</p>"
+        rows.append(f"<tr class=claim id={name}><td colspan={len(COLUMNS)}>{text}</td></tr>")
+        rows += [row(_cells(verdict)) for verdict in page.verdicts[name]]
+    return _html_table(COLUMNS, rows)
+
+
+def _html_table(header: tuple[str, ...], rows: Iterable[str]) -> str:
+    heading = "".join(f'<th class="{cell.split("/")[0]}">{html.escape(cell)}</th>' for cell in header)
+    return f"<div class=table><table><tr>{heading}</tr>{''.join(rows)}</table></div>"
+
+
+def _html_row(header: tuple[str, ...]) -> Callable[[list[str]], str]:
+    def row(values: list[str]) -> str:
         cells = []
-        for column, cell in zip(header, row, strict=True):
-            text = html.escape(cell)
+        for column, value in zip(header, values, strict=True):
+            text = html.escape(value)
             if column == "status":
-                text = f'<span class="chip {MARKS[cell]}">{text}</span>'
-            kind = " class=number" if column in ("paper", "ours", "ours/paper") and len(cell) < 24 else ""
-            cells.append(f"<td{kind}>{text}</td>")
-        parts.append(f"<tr>{''.join(cells)}</tr>")
-    return "".join(parts) + "</table></div>"
+                text = f'<span class="chip {MARKS[value]}">{text}</span>'
+            elif value == NOT_MEASURED:
+                text = f"<span class=none>{text}</span>"
+            cells.append(f"<td>{text}</td>")
+        return f"<tr>{''.join(cells)}</tr>"
+
+    return row
 
 
 def _svg(path: Path) -> str:
