@@ -57,7 +57,7 @@ class Settings:
     lr: float = 6e-4
     contexts: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     context_backend: str = "auto"
-    # A longer context learns slower at first: 400 steps of 2048 tokens on a CPU had it behind (256 against 16: +0.25).
+    # A longer context learns slower at first: after 400 steps of 2048 tokens on a CPU, 256 was 0.25 behind 16.
     context_steps: int = 2000
 
 
