@@ -162,7 +162,9 @@ def _draw_memory(axis: plots.Axes, results: Results) -> None:
     axis.set_yscale("log", base=2)
     axis.set_ylabel("peak MiB" + (", one head" if heads == 1 else ""))
     axis.set_title("Peak memory, forward and backward")
-    plots.legend(axis)
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, 4 * high)  # room for the legend
+    plots.legend(axis, ncols=2, loc="upper left")
 
 
 def _on_cpu(results: Results) -> bool:

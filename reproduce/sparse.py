@@ -225,7 +225,8 @@ def _relative_times(sample: Sample) -> dict[float, float]:
 def draw(results: Results, path: Path) -> None:
     """Time (or counted work) against the share of blocks, and the butterfly against length."""
     butterflies = pick(results, kind="butterfly", backend=OURS)
-    with plots.picture(path, 2, title=f"Block-sparse attention, {results['device']}") as (left, right):
+    title = f"Block-sparse attention, {results['device']}"
+    with plots.picture(path, 1 + bool(butterflies), title=title) as (left, *right):
         theirs = {p: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
         left.plot(*zip(*theirs.items(), strict=True), "k:", label="FA1's Figure 2")
         for sample in pick(results, kind="shares", backend=OURS):
@@ -240,18 +241,15 @@ def draw(results: Results, path: Path) -> None:
         left.set_ylabel("over dense")
         left.set_title("Cost against sparsity")
         plots.legend(left)
-        for name in ("dense", "butterfly"):
-            points = [(s["length"], statistics.median(s["ms"][name])) for s in butterflies]
-            if points:
-                right.plot(*zip(*points, strict=True), "o-", label=name)
-        if butterflies:
-            plots.length_axis(right, [s["length"] for s in butterflies])
-            right.set_yscale("log")
-            plots.legend(right)
-        else:
-            right.text(0.5, 0.5, "not measured", ha="center", va="center", color="#888888")
-        right.set_ylabel("ms, forward and backward")
-        right.set_title("Butterfly mask against length")
+        for axis in right:
+            for name in ("dense", "butterfly"):
+                points = [(s["length"], statistics.median(s["ms"][name])) for s in butterflies]
+                axis.plot(*zip(*points, strict=True), "o-", label=name)
+            plots.length_axis(axis, [s["length"] for s in butterflies])
+            axis.set_yscale("log")
+            axis.set_ylabel("ms, forward and backward")
+            axis.set_title("Butterfly mask against length")
+            plots.legend(axis)
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -15,6 +15,7 @@ from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.counting import compulsory_bytes, counting, flash_bytes, flash_tiles
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse
+from reproduce.results import Store
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,6 +117,27 @@ def test_all_shares_its_budget_in_order_of_worth(tmp_path, capsys, monkeypatch):
     assert main(["all", "--tiny", "--device", "cpu", "--budget", "1s"]) == 0
     assert not started
     assert "the budget is spent" in capsys.readouterr().out
+
+
+def test_what_goes_wrong_costs_one_sample(tmp_path):
+    def store():
+        tiny = EXPERIMENTS["sparse"].module.TINY
+        return Store(tmp_path, EXPERIMENTS["sparse"], device=torch.device("cpu"), settings=tiny, tiny=True)
+
+    def fail(error):
+        raise error
+
+    first = store()
+    assert "refused" in first.sample(lambda: fail(RuntimeError("No available kernel. Aborting")), n=1)
+    assert first.sample(lambda: fail(torch.OutOfMemoryError("65 GiB")), n=2)["out_of_memory"]
+    assert first.sample(lambda: fail(TypeError("flaky")), n=3)["failed"] == "TypeError: flaky"
+    assert first.sample(lambda: {"x": 1}, n=4) == {"n": 4, "x": 1}
+    with pytest.raises(ReproduceError, match="broke the device"):
+        first.sample(lambda: fail(RuntimeError("CUDA error: illegal memory access")), n=5)
+
+    second = store()
+    assert [sample["n"] for sample in second.document["samples"]] == [1, 2, 4, 5]  # 3 is tried again
+    assert "failed" in second.sample(lambda: {"x": 2}, n=5)  # what broke the device is not
 
 
 def test_the_list_needs_no_torch():
