@@ -1,10 +1,11 @@
-"""Files that are whole or not there: written beside, flushed to disk, renamed."""
+"""Files that are whole or not there: written beside and renamed, on the disk before they are vouched for."""
 
 import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -17,15 +18,13 @@ from .progress import Progress
 def written_whole(path: Path, scratch: Path) -> Iterator[BinaryIO]:
     """Open a file in the folder `scratch` that becomes `path` when the block ends without an error.
 
-    Whoever sees `path` sees all of it, also after a kill or a power cut. Raises DataError when the disk is full
-    or the folder may not be written.
+    Whoever sees `path` sees all of it, also after a kill; after a power cut only what flush_to_disk() has had.
+    Raises DataError when the disk is full or the folder may not be written.
     """
     beside = scratch / f"{path.name}.{os.getpid()}.tmp"
     try:
         with open(beside, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
         beside.unlink(missing_ok=True)
@@ -33,6 +32,21 @@ def written_whole(path: Path, scratch: Path) -> Iterator[BinaryIO]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def flush_to_disk(paths: Iterable[Path]) -> None:
+    """Wait until the files are on the disk; the system has been writing most of them all along."""
+
+    def flush(path: Path) -> None:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    paths = list(paths)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(flush, paths))
+    except OSError as error:
+        raise unwritable(paths[0].parent, error) from None
 
 
 def make_folder(path: Path) -> None:

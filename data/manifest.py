@@ -5,12 +5,13 @@ It is written last. A folder without one is unfinished work, whatever else lies 
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from . import DataError
-from .files import written_whole
+from .files import flush_to_disk, written_whole
 
 VERSION = 1
 FILE = "manifest.json"
@@ -40,8 +41,12 @@ class Manifest:
         return asdict(self)
 
     def write(self, directory: Path, scratch: Path) -> None:
+        """Write it once the shards it vouches for are on the disk."""
+        flush_to_disk(directory / shard["file"] for shard in self.shards)
         with written_whole(directory / FILE, scratch) as file:
             file.write((json.dumps(self.to_dict(), indent=1) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_manifest(directory: Path) -> Manifest:

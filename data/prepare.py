@@ -25,9 +25,10 @@ from .shards import (
     dtype_for,
     group,
     measure,
-    read_record,
     split_order,
+    split_result,
     split_unit,
+    staged_documents,
     tokenise_unit,
     write_val_shard,
 )
@@ -104,7 +105,7 @@ def prepare(
             _check_expected(source, manifest, val_fraction)
             manifest.write(directory, workshop.partial)
         shutil.rmtree(workshop.partial, ignore_errors=True)
-    return open_corpus(directory)
+    return Corpus(directory)
 
 
 def _make(
@@ -158,15 +159,15 @@ def _tokenise(
     units: list[list[Part]], workshop: Workshop, limit: int | None, workers: Workers, progress: Progress
 ) -> list[int]:
     """Stage every unit that is not; return the documents of each, up to the unit that reaches the limit."""
-    staged = [read_record(workshop.staged_record(unit)) for unit in range(len(units))]
-    todo = [unit for unit, record in enumerate(staged) if record is None]
+    staged = [staged_documents(workshop, unit) for unit in range(len(units))]
+    todo = [unit for unit, documents in enumerate(staged) if documents is None]
     jobs = ((workshop, unit, units[unit], limit) for unit in todo)
     with closing(workers.run(tokenise_unit, jobs)) as results:
         report = _Report("tokenising", units, todo, progress)
         counts: list[int] = []
-        for unit, record in enumerate(staged):
-            counts.append(next(results) if record is None else record["documents"])
-            if record is None:
+        for unit, documents in enumerate(staged):
+            counts.append(next(results) if documents is None else documents)
+            if documents is None:
                 report.finished(unit)
             if limit is not None and sum(counts) >= limit:
                 report.finish()
@@ -184,7 +185,7 @@ def _split(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Split every unit that is not; return the records of all."""
-    records = [read_record(workshop.split_record(unit)) for unit in range(len(counts))]
+    records = [split_result(workshop, unit) for unit in range(len(counts))]
     todo = [unit for unit, record in enumerate(records) if record is None]
     firsts = np.concatenate([[0], np.cumsum(counts)]).tolist()
     val_documents = np.sort(order)

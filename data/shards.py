@@ -80,12 +80,13 @@ def group(parts: Iterable[Part], shard_bytes: int) -> list[list[Part]]:
 
 def tokenise_unit(workshop: Workshop, unit: int, parts: list[Part], limit: int | None) -> int:
     """Write the staged file of a unit, at most `limit` documents of it; return the number of documents."""
-    documents = 0
+    documents = size = 0
     with written_whole(workshop.staged(unit), workshop.partial) as file:
         for tokens, ends in encode(parts, workshop, limit):
             documents += ends
+            size += len(tokens)
             file.write(tokens)
-    _write_record(workshop.staged_record(unit), {"documents": documents})
+    _write_record(workshop.staged_record(unit), {"documents": documents, "tokens": size})
     return documents
 
 
@@ -292,8 +293,38 @@ def _end_of_text_positions(tokens: np.ndarray, tokenizer: str) -> np.ndarray:
     return np.concatenate(found)
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_bytes()) if path.exists() else None
+def staged_documents(workshop: Workshop, unit: int) -> int | None:
+    """Return how many documents the first step found in a unit, None if it is not done."""
+    record = _read_record(workshop.staged_record(unit))
+    if record is None:
+        return None
+    whole = split_result(workshop, unit) or _holds(workshop, workshop.staged(unit), record["tokens"])
+    return record["documents"] if whole else None
+
+
+def split_result(workshop: Workshop, unit: int) -> dict[str, Any] | None:
+    """Return the record of the second step of a unit, None if it is not done."""
+    record = _read_record(workshop.split_record(unit))
+    if record is None:
+        return None
+    shard_tokens = record["shard"]["tokens"] if "shard" in record else 0
+    whole = _holds(workshop, workshop.shard("train", unit), shard_tokens) and _holds(
+        workshop, workshop.val_part(unit), sum(record["val_lengths"])
+    )
+    return record if whole else None
+
+
+def _holds(workshop: Workshop, path: Path, tokens: int) -> bool:
+    """Whether a file has its size: a power cut can leave less of what was not yet flushed."""
+    size = path.stat().st_size if path.exists() else 0
+    return size == tokens * np.dtype(workshop.dtype).itemsize
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _write_record(path: Path, record: dict[str, Any]) -> None:

@@ -113,6 +113,18 @@ def test_killed_at_any_stage_it_goes_on_to_the_same_bytes(
     assert content(tmp_path) == undisturbed
 
 
+def test_what_a_power_cut_shortened_is_made_again(
+    parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+):
+    run(parquet, tmp_path, kill=["splitting", 9])
+    (folder,) = tmp_path.iterdir()
+    for short in ("train-00002.bin", "partial/00015.tokens", "partial/00016.tokens.json"):
+        os.truncate(folder / short, 0)
+    resumed = run(parquet, tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert content(tmp_path) == undisturbed
+
+
 def test_killed_at_random_moments_until_it_is_done(
     parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ):
