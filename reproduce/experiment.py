@@ -75,6 +75,8 @@ class Experiment:
         claims: which claims it bears on, as numbered in `claims.py`.
         needs: "cpu" if its figures mean something anywhere, "cuda" if only its --tiny form runs without a GPU.
         minutes: what `all` gives it on one H200; an estimate until results/ has a run of it.
+        code: files and folders, beside its own module, whose code its figures depend on; a change there makes them
+            stale.
     """
 
     name: str
@@ -82,47 +84,71 @@ class Experiment:
     claims: tuple[str, ...]
     needs: str
     minutes: float
+    code: tuple[str, ...]
 
     @property
     def module(self) -> ModuleType:
         return importlib.import_module(f"{__package__}.{self.name}")
 
 
+_ATTENTION = ("kernels", "reproduce/standard.py", "reproduce/timing.py")
+_TRAINING = ("kernels", "model", "training/optimizer.py", "reproduce/contenders.py")
 # In order of worth: `all` runs them in this order.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each
     for each in (
         Experiment(
-            "attention",
-            "time and peak memory of attention against length, every backend",
-            ("C7", "C8", "C17", "C20", "C24"),
-            "cpu",
-            3.0,
+            name="attention",
+            title="time and peak memory of attention against length, every backend",
+            claims=("C7", "C8", "C17", "C20", "C24"),
+            needs="cpu",
+            minutes=3.0,
+            code=_ATTENTION,
         ),
         Experiment(
-            "traffic",
-            "FLOPs and memory traffic, standard against flash, and the tile size",
-            ("C3", "C6", "C29"),
-            "cpu",
-            1.0,
+            name="traffic",
+            title="FLOPs and memory traffic, standard against flash, and the tile size",
+            claims=("C3", "C6", "C29"),
+            needs="cpu",
+            minutes=1.0,
+            code=(
+                *_ATTENTION,
+                "reproduce/attention.py",
+                "reproduce/counting.py",
+                "reproduce/hardware_counters.py",
+            ),
         ),
         Experiment(
-            "training",
-            "tokens/s and memory of GPT-2 training, attention swapped alone and the whole stack",
-            ("C11", "C13", "C23"),
-            "cuda",
-            3.0,
-        ),
-        Experiment("numerics", "errors against float64, with outliers", ("C1", "C2"), "cpu", 0.5),
-        Experiment(
-            "sparse", "block-sparse attention against the share of blocks", ("C5", "C10"), "cpu", 1.0
+            name="training",
+            title="tokens/s and memory of GPT-2 training, attention swapped alone and the whole stack",
+            claims=("C11", "C13", "C23"),
+            needs="cuda",
+            minutes=3.0,
+            code=(*_TRAINING, "reproduce/nanogpt.py", "reproduce/timing.py"),
         ),
         Experiment(
-            "perplexity",
-            "loss curves of every backend, and of longer contexts at equal tokens",
-            ("C12", "C14"),
-            "cuda",
-            10.0,
+            name="numerics",
+            title="errors against float64, with outliers",
+            claims=("C1", "C2"),
+            needs="cpu",
+            minutes=0.5,
+            code=(*_ATTENTION, "reproduce/attention.py"),
+        ),
+        Experiment(
+            name="sparse",
+            title="block-sparse attention against the share of blocks",
+            claims=("C5", "C10"),
+            needs="cpu",
+            minutes=1.0,
+            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/counting.py"),
+        ),
+        Experiment(
+            name="perplexity",
+            title="loss curves of every backend, and of longer contexts at equal tokens",
+            claims=("C12", "C14"),
+            needs="cuda",
+            minutes=10.0,
+            code=(*_TRAINING, "training", "data"),
         ),
     )
 }

@@ -59,7 +59,7 @@ def build(directory: Path) -> Page:
         where = f"{experiment.name} on {document['device']}"
         if document["state"] != "complete":
             page.notes.append(f"{where} is partial: it was interrupted or ran out of time")
-        if document["code"] != code_hash(experiment.name):
+        if document["code"] != code_hash(experiment):
             page.notes.append(f"{where} was made by other code than this checkout's; run it again")
         # One bad document must not take the others' rows with it.
         try:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 VERSION = 1  # of the document; a file of another version is left alone and not read
 ROOT = Path(__file__).parents[1]
-# The rooms whose code a figure depends on; the experiment's own file joins them.
-ROOMS = ("kernels", "model")
 
 
 def slug(device_name: str) -> str:
@@ -37,13 +35,13 @@ def slug(device_name: str) -> str:
     )
 
 
-def code_hash(name: str) -> str:
-    """Of the source files that experiment `name` depends on, so that uncommitted changes count too."""
+def code_hash(experiment: Experiment) -> str:
+    """Of the source files that the experiment's figures depend on, so that uncommitted changes count too."""
     digest = hashlib.sha256()
-    files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-    for path in [*files, ROOT / "reproduce" / "timing.py", ROOT / "reproduce" / f"{name}.py"]:
-        if path.exists():
-            digest.update(path.read_bytes())
+    for name in (*experiment.code, f"reproduce/{experiment.name}.py"):
+        path = ROOT / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -78,7 +76,7 @@ class Store:
             "device": record["device_name"],
             "command": record["command"],
             "commit": record["commit"],
-            "code": code_hash(experiment.name),
+            "code": code_hash(experiment),
             "settings": json.loads(json.dumps(asdict(settings))),
             "environment": record,
             "date": time.strftime("%Y-%m-%d"),
