@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from kernels import AttentionError
@@ -47,8 +47,10 @@ def counting() -> Iterator[Traffic]:
 def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
     """The door: every load, store and dot of an interpreted kernel goes through its builder's `create_` methods.
 
-    Lanes that are masked off move nothing. Descriptor loads and stores end in the masked ones.
+    Lanes that are masked off move nothing. Descriptor loads and stores end in the masked ones. What the interpreter
+    itself does with tensors, to fetch and return the arguments of a kernel, is not counted.
     """
+    from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_dot")
@@ -76,11 +78,19 @@ def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
         traffic.flops += 2 * math.prod(batch) * m * k * b.data.shape[-1]
         return original["create_dot"](self, a, b, *rest)
 
+    launch = GridExecutor.__call__
+
+    def uncounted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return launch(self, *args, **kwargs)
+
+    GridExecutor.__call__ = uncounted
     for name, replacement in zip(names, (load, store, atomic, dot), strict=True):
         setattr(Builder, name, replacement)
     try:
         yield
     finally:
+        GridExecutor.__call__ = launch
         for name, method in original.items():
             setattr(Builder, name, method)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+from triton import language as tl
 
 from kernels import ATTENTION, get_attention, register_attention
 from reproduce import sparse, timing
@@ -226,6 +228,22 @@ def test_the_kernels_move_what_the_formula_says():
     formula, floor = flash_bytes(192, 32, tiles), compulsory_bytes(192, 32)
     assert forward.read + forward.written == formula["forward"] >= floor["forward"]
     assert backward.read + backward.written == formula["backward"] >= floor["backward"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+def test_a_bare_kernel_is_counted_by_its_lanes():
+    x, y = torch.ones(100), torch.zeros(100)
+    with counting() as traffic:
+        double_kernel[(4,)](x, y, 100, BLOCK=32)
+    assert (y == 2).all()
+    assert (traffic.read, traffic.written) == (400, 400)
+
+
+@triton.jit
+def double_kernel(X, Y, length, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + index, mask=index < length)
+    tl.store(Y + index, 2 * x, mask=index < length)
 
 
 def test_torch_operators_are_counted_and_views_are_not():
