@@ -13,6 +13,9 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block; n_embd / n_head is the head dimension
     n_embd: int = 768  # width of the residual stream; the MLP is four times as wide
     dropout: float = 0.0  # probability, for embeddings, residual branches and attention weights alike
+    document_end: int | None = (
+        None  # token id after which a new document begins, unseen by the next; None: one text
+    )
     scale_attn_by_inverse_layer_idx: bool = False  # divide the scores of block i (from 0) by i + 1 (Mistral)
 
     def __post_init__(self) -> None:

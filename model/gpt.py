@@ -60,7 +60,9 @@ class CausalSelfAttention(nn.Module):
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer + 1
 
-    def forward(self, x: Tensor, dropout_seed: Tensor | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
         B, T, C = x.shape
         # unbind, not split: its backward writes dq, dk and dv straight into one (B, T, 3, H, D) buffer
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
@@ -71,6 +73,8 @@ class CausalSelfAttention(nn.Module):
         if self.training and self.dropout > 0.0:
             # consecutive seeds of the caller must not meet in neighbouring layers
             options = {"dropout_p": self.dropout, "dropout_seed": dropout_seed * self.n_layer + self.layer}
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = cu_seqlens
         out = self.attention(q, k, v, causal=True, scale=self.scale, **options)  # (B, H, T, D)
         out = self.c_proj(out.transpose(1, 2).reshape(B, T, C))
         return F.dropout(out, self.dropout, self.training)
@@ -96,8 +100,10 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, dropout_seed: Tensor | None, cache: KVCache | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), dropout_seed, cache)
+    def forward(
+        self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x), dropout_seed, cu_seqlens, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -116,12 +122,24 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: i
     return total / (targets != -1).sum().clamp(min=1)
 
 
+def document_offsets(tokens: Tensor, end: int) -> Tensor:
+    """Where the documents of packed tokens (B, T) begin, as flash kernels take it: int32 (B T + 1,), ascending.
+
+    A document ends with the token `end`, or with its row. The offsets are filled up with B T, that is with empty
+    documents, so that their shape does not depend on the data and nothing waits for the device.
+    """
+    first = torch.ones_like(tokens, dtype=torch.bool)
+    first[:, 1:] = tokens[:, :-1] == end
+    index = torch.arange(tokens.numel() + 1, dtype=torch.int32, device=tokens.device)
+    return torch.where(F.pad(first.flatten(), (0, 1)), index, tokens.numel()).sort().values
+
+
 class GPT(nn.Module):
     """GPT-2 with the attention (and the loss) it is given.
 
-    attention: (q, k, v, *, causal, scale[, dropout_p, dropout_seed]) -> out, all (B, H, T, D); q, k and v are
+    attention: (q, k, v, *, causal, scale[, dropout_p, dropout_seed, cu_seqlens]) -> out, all (B, H, T, D); they are
         views of one packed buffer. With more keys than queries, causal lets the last query see all keys.
-        The dropout arguments are only passed when they apply.
+        The optional arguments are only passed when they apply.
     loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
     generator: draws the initial weights (see init_weights); None is one seeded with 0. Built under
         `torch.device("meta")` the model draws none.
@@ -191,8 +209,11 @@ class GPT(nn.Module):
             )
         x = self.wte(tokens) + self.wpe.weight[start:end]  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
+        cu_seqlens = None
+        if self.config.document_end is not None and cache is None:  # what is generated is one document
+            cu_seqlens = document_offsets(tokens, self.config.document_end)
         for block in self.h:
-            x = block(x, dropout_seed, cache)
+            x = block(x, dropout_seed, cu_seqlens, cache)
         if cache is not None:
             cache.length = end
         return self.ln_f(x)

@@ -71,6 +71,9 @@ class DataConfig:
     val_fraction: float = 0.01
     # Take the first documents only; what they do not need is not downloaded.
     limit_documents: int | None = None
+    # Attention stays within a document: no token sees the documents packed before its own. Perplexity rises or falls
+    # with it, so compare runs that agree in it.
+    document_mask: bool = False
     # Tokenising processes; null: one per CPU core.
     workers: int | None = None
     # python_source: folders searched for .py files; empty: the standard library of this Python.

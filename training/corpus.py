@@ -11,13 +11,13 @@ from data.progress import ConsoleProgress
 
 from .config import DataConfig
 
-# What `prepare` takes; every other field of DataConfig describes the source.
-_PREPARATION = ("tokenizer", "cache_dir", "val_fraction", "workers")
+# What `prepare` and the trainer take; every other field of DataConfig describes the source.
+_NOT_SOURCE = ("tokenizer", "cache_dir", "val_fraction", "workers", "document_mask")
 
 
 def prepare_corpus(config: DataConfig, *, quiet: bool = False) -> Corpus:
     """The prepared corpus of `config`: reused when it is there, made when it is not. Raises data.DataError."""
-    source = {name: value for name, value in asdict(config).items() if name not in _PREPARATION}
+    source = {name: value for name, value in asdict(config).items() if name not in _NOT_SOURCE}
     return prepare(
         make_corpus(**source),
         config.tokenizer,

@@ -64,17 +64,20 @@ class Trainer:
         self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
         self.dtype = resolve_precision(config.trainer.precision, ranks.device)
         # First what can be refused at once, then what takes time.
+        features: dict[str, object] = {"dropout_p": config.model.dropout}
+        if config.data.document_mask:
+            features["cu_seqlens"] = True
         self.attention_name, attention = resolve_attention(
             config.attention.name,
             device=ranks.device,
             dtype=self.dtype,
             head_dim=config.model.head_dim,
-            **({"dropout_p": config.model.dropout} if config.model.dropout else {}),
+            **features,
         )
         if config.model.loss is Loss.fused:
             check_fused_loss(ranks.device)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
-        model_config = _with_vocabulary(config.model, self.corpus, config.data.tokenizer)
+        model_config = _with_vocabulary(config, self.corpus)
         self.config = config = dataclasses.replace(config, model=model_config)
         sequences = config.trainer.batch_tokens // model_config.seq_len
         data_seed = stream_seed(config.seed, "data")
@@ -338,11 +341,12 @@ def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _with_vocabulary(config: ModelConfig, corpus: Corpus, tokenizer: str) -> ModelConfig:
-    """The model's config with the tokenizer's vocabulary."""
-    if config.vocab_size not in (GPTConfig.vocab_size, corpus.n_vocab):
+def _with_vocabulary(config: Config, corpus: Corpus) -> ModelConfig:
+    """The model's config with what the tokenizer decides."""
+    if config.model.vocab_size not in (GPTConfig.vocab_size, corpus.n_vocab):
         raise ConfigError(
-            f"model.vocab_size={config.vocab_size}, but the tokenizer {tokenizer} has {corpus.n_vocab} tokens; "
-            "leave model.vocab_size out."
+            f"model.vocab_size={config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
+            f"{corpus.n_vocab} tokens; leave model.vocab_size out."
         )
-    return dataclasses.replace(config, vocab_size=corpus.n_vocab)
+    document_end = corpus.eot_token if config.data.document_mask else None
+    return dataclasses.replace(config.model, vocab_size=corpus.n_vocab, document_end=document_end)

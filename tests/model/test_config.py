@@ -38,7 +38,7 @@ def test_vocabulary_is_padded_to_64(vocab_size, padded):
 
 @pytest.mark.parametrize("path", YAML, ids=lambda path: path.stem)
 def test_yaml_fits_the_structured_config(path):
-    merged = OmegaConf.merge(OmegaConf.structured(GPTConfig), OmegaConf.load(path))
+    merged = OmegaConf.merge(OmegaConf.structured(GPTConfig), OmegaConf.load(path).model)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, GPTConfig)
     assert config.vocab_size == 50257  # left to the tokenizer

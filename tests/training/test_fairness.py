@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import AttentionError
 from training.config import (
     AttentionConfig,
     Config,
@@ -97,3 +98,25 @@ def test_the_fused_loss_is_the_same_loss(text_file, tmp_path):
     assert trained(fused, tmp_path / "fused")[0] == pytest.approx(
         trained(plain, tmp_path / "plain")[0], rel=1e-5
     )
+
+
+def test_flash_drops_what_naive_drops(text_file, tmp_path):
+    """One mask, a function of the seed: with dropout, too, the losses agree."""
+    losses, state = trained(config(text_file, "naive", dropout=0.2), tmp_path / "naive")
+    switched, switched_state = trained(config(text_file, "flash", dropout=0.2), tmp_path / "flash")
+    assert switched == pytest.approx(losses, rel=1e-5)
+    assert torch.equal(state, switched_state)
+
+
+def test_document_mask_keeps_attention_within_documents(tmp_path):
+    """Backends agree on it, it changes the loss, and one that cannot do it is refused."""
+    text_file = tmp_path / "short.txt"  # documents of a few tokens, several to a sequence
+    text_file.write_text("\n\n".join(str(i) * 5 for i in range(200)))
+    masked = config(text_file, "naive")
+    masked = replace(masked, data=replace(masked.data, document_mask=True))
+    switched = replace(masked, attention=AttentionConfig("flash"))
+    losses = trained(masked, tmp_path / "naive")[0]
+    assert trained(switched, tmp_path / "flash")[0] == pytest.approx(losses, rel=1e-5)
+    assert losses[1:] != trained(config(text_file, "naive"), tmp_path / "unmasked")[0][1:]
+    with pytest.raises(AttentionError, match="cu_seqlens"):
+        train(replace(masked, attention=AttentionConfig("sdpa")), tmp_path / "sdpa")
