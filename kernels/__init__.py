@@ -17,6 +17,14 @@ from .registry import (
     resolve_attention,
 )
 
+
+def register() -> None:
+    """Announce the flash kernels to PyTorch, to run under scaled_dot_product_attention: `flash.under_sdpa`."""
+    from .flash.under_sdpa import register as announce
+
+    announce()
+
+
 __all__ = [
     "ATTENTION",
     "AttentionError",
@@ -26,6 +34,7 @@ __all__ = [
     "get_attention",
     "library",
     "naive",
+    "register",
     "register_attention",
     "resolve_attention",
 ]

@@ -1,0 +1,101 @@
+"""Our kernels under torch's own scaled_dot_product_attention, for models that call nothing else.
+
+    kernels.register()
+    torch.nn.attention.activate_flash_attention_impl("tilegpt")
+
+From then on SDPA runs them wherever it would have run its flash backend, forward and backward, until
+`torch.nn.attention.restore_flash_attention_impl()`.
+"""
+
+import torch
+
+from ..arguments import check_scale
+from ..registry import AttentionError
+from . import refuses_inputs
+from .api import INTERPRETED, flash_backward, flash_forward
+
+NAME = "tilegpt"
+Tensor = torch.Tensor
+
+
+def register() -> None:
+    """Announce the kernels to PyTorch as the flash attention "tilegpt"; nothing changes until it is activated.
+
+    Raises:
+        AttentionError: this torch has no register_flash_attention_impl.
+    """
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        raise AttentionError(
+            f"torch {torch.__version__} has no register_flash_attention_impl: use 2.11 or later"
+        )
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=activate)
+
+
+class Override:
+    """Keeps our implementations of torch's operators in force until `remove`."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self.library = library
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+
+def activate(dispatch_key: str = "CUDA") -> Override:
+    """Replace the two operators behind SDPA's flash backend, for tensors of one device type."""
+    library = torch.library.Library("aten", "IMPL", dispatch_key)
+    library.impl("_scaled_dot_product_flash_attention", _forward)
+    library.impl("_scaled_dot_product_flash_attention_backward", _backward)
+    return Override(library)
+
+
+def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    reason = refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED)
+    if reason is not None or return_debug_mask:
+        raise AttentionError(f"{NAME} under SDPA: {reason or 'it has no debug mask'}")
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    # As SDPA does, from the global generator. Two words, because that is what torch expects to save.
+    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    if dropout_p:
+        state.random_()
+    out, lse = flash_forward(q, k, v, *_rules(state, dropout_p, is_causal, scale, q.shape[-1], sinks=(None,)))
+    nothing = q.new_empty(0)
+    return out, lse, None, None, q.shape[2], k.shape[2], state.view(torch.uint64), nothing, nothing
+
+
+def _backward(
+    d_out,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    state,
+    unused,
+    *,
+    scale=None,
+):
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    rules = _rules(state.view(torch.int64), dropout_p, is_causal, scale, q.shape[-1])
+    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, q, k, v, *rules)
+    return dq, dk, dv
+
+
+def _rules(
+    state: Tensor,
+    dropout_p: float,
+    causal: bool,
+    scale: float | None,
+    head_dim: int,
+    sinks: tuple[None, ...] = (),
+) -> tuple[object, ...]:
+    """What follows q, k and v in our operators; only the forward knows sinks."""
+    seed = state[0] if dropout_p else None
+    absent = (None,) * 5
+    return seed, None, *sinks, *absent, causal, check_scale(scale, head_dim), dropout_p, -1, -1, 0.0

@@ -1,0 +1,58 @@
+"""Our kernels as torch's own flash attention, in the interpreter. About 3 s."""
+
+import pytest
+import torch
+
+import kernels
+from kernels.flash.under_sdpa import activate
+from kernels.naive import naive_attention
+from tests.kernels.accuracy import inputs
+
+if torch.cuda.is_available():
+    pytest.skip("the interpreter's checks", allow_module_level=True)
+
+
+@pytest.fixture
+def activated():
+    override = activate("CPU")  # the operators SDPA calls on CUDA, so that the interpreter can run them here
+    yield torch.ops.aten._scaled_dot_product_flash_attention
+    override.remove()
+
+
+def test_torch_lists_activates_and_restores_it() -> None:
+    kernels.register()
+    assert "tilegpt" in torch.nn.attention.list_flash_attention_impls()
+    torch.nn.attention.activate_flash_attention_impl("tilegpt")
+    assert torch.nn.attention.current_flash_attention_impl() == "tilegpt"
+    torch.nn.attention.restore_flash_attention_impl()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_as_naive_forward_and_backward(activated, causal: bool) -> None:
+    *tensors, d_out = inputs(70, 70, 16, torch.float32, heads=2, kv_heads=2)
+    out = activated(*tensors, is_causal=causal, scale=0.3)[0]
+    want = naive_attention(*tensors, causal=causal, scale=0.3)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(*(torch.autograd.grad(each, tensors, d_out) for each in (out, want)))
+
+
+def test_dropout_comes_from_torchs_generator_and_is_replayed(activated) -> None:
+    *tensors, d_out = inputs(40, 40, 16, torch.float32)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(activated(*tensors, dropout_p=0.5, is_causal=True))
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert not torch.equal(outs[0][0], outs[2][0])
+    seed = outs[0][6].view(torch.int64)[0]
+    want = naive_attention(*tensors, dropout_p=0.5, dropout_seed=seed)
+    torch.testing.assert_close(outs[0][0], want)
+    torch.testing.assert_close(*(torch.autograd.grad(each, tensors, d_out) for each in (outs[0][0], want)))
+
+
+def test_removed_it_is_gone() -> None:
+    activate("CPU").remove()
+    q, k, v, _ = inputs(8, 8, 16, torch.float32)
+    with pytest.raises(NotImplementedError):
+        torch.ops.aten._scaled_dot_product_flash_attention(q.detach(), k.detach(), v.detach())
