@@ -35,6 +35,7 @@ FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 OPTIONAL_POINTERS = {
+    "OutLow": "*bf16",
     "DLse": "*fp32",
     "Seed": "*i64",
     "Slopes": "*fp32",
@@ -57,6 +58,7 @@ FEATURES = {
     "padding": ({}, ("KvLengths",)),
     "blocks": ({}, ("Blocks",)),
     "lse_grad": ({}, ("DLse",)),
+    "precise": ({}, ("OutLow",)),
 }
 # The least of the eight tiles tried there (LOG.md); stored before the loops and loaded after them.
 SPILLS_ALLOWED = {(90, "dkdv", 256, True): 48}

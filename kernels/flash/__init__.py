@@ -9,7 +9,7 @@ from ..registry import FEATURES, AttentionFn, AttentionRequest, register_attenti
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
-SUPPORTED = set(FEATURES) - {"precise_delta"}
+SUPPORTED = set(FEATURES)
 
 
 def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, interpreted: bool) -> str | None:

@@ -47,6 +47,8 @@ def flash_attention(
     q, k and v may have any strides whose last is 1: views of a packed qkv go in without a copy. Beyond inputs and
     outputs it keeps 4 bytes a query for the log-sum-exp, and 4 more during the backward. Gradients are bit for bit
     repeatable. float32 is computed in full precision, without tensor cores. Tiles that a mask hides cost nothing.
+    precise_delta also keeps what rounding took from the output, as large as the output, so that delta =
+    rowsum(dO * O) does not inherit a rounding that can lean one way (arXiv 2510.04212).
 
     Raises:
         AttentionError: an argument that is not supported, by name.
@@ -62,8 +64,6 @@ def flash_attention(
         raise AttentionError(f"attention=flash: {reason}")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise AttentionError("attention=flash has no gradient for alibi_slopes; attention=naive does")
-    if precise_delta:
-        raise AttentionError("attention=flash does not do precise_delta; attention=naive does")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             raise AttentionError(
@@ -75,9 +75,9 @@ def flash_attention(
     blocks = (None, None)
     if block_mask is not None:
         blocks = _block_lists(block_mask, q.shape[2], k.shape[2], causal, left, right)
-    out, lse = flash_forward(
+    out, lse, _ = flash_forward(
         q, k, v, seed, alibi_slopes, sinks, starts, ends, kv_lengths, *blocks,
-        causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap,
+        causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap, precise_delta,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -101,27 +101,30 @@ def flash_forward(
     left: int,
     right: int,
     softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """(out like q, lse float32 (batch, heads, q_len): natural log-sum-exp of the scaled scores).
+    precise_delta: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out like q; lse float32 (batch, heads, q_len), natural log-sum-exp of the scaled scores; out_low.
+
+    out_low: with precise_delta what rounding took from out, like out; otherwise empty.
 
     document_starts, document_ends: int32 (batch, q_len), first and last + 1 token of each token's document.
     key_blocks, query_blocks: see `_block_lists`.
     """
     batch, heads, q_len, _ = q.shape
-    out, lse = _empty_like(q), _empty_rows(q)
+    out, lse, out_low = _outputs(q, precise_delta)
     if out.numel() == 0:
-        return out, lse
+        return out, lse, out_low
     tile, options = _launch("forward", q, k, causal, dropout_p, left, right, softcap)
     with _on_device(q):
         forward_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
-            q, k, v, out, lse,
+            q, k, v, out, out_low if precise_delta else None, lse,
             seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks,
             *_strides(q, k, v, out), *_block_strides(key_blocks),
             q_len, k.shape[2], scale,
             *_row_strides(q, k, v, out),
             **options,
         )  # fmt: skip
-    return out, lse
+    return out, lse, out_low
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_backward", mutates_args=())
@@ -130,6 +133,7 @@ def flash_backward(
     d_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    out_low: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -161,7 +165,7 @@ def flash_backward(
         if dq.numel():
             tile, options = _launch("dq", q, k, *constant_rules)
             dq_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
-                q, k, v, out, d_out, lse, d_lse, delta, dq, *rules, key_blocks,
+                q, k, v, out, out_low, d_out, lse, d_lse, delta, dq, *rules, key_blocks,
                 *_strides(q, k, v, out, d_out, dq), *_block_strides(key_blocks),
                 q_len, kv_len, scale,
                 *_row_strides(q, k, v, out, d_out, dq),
@@ -181,27 +185,28 @@ def flash_backward(
 
 @flash_forward.register_fake
 def _(q, *rest):
-    return _empty_like(q), _empty_rows(q)
+    return _outputs(q, precise_delta=rest[-1])
 
 
 @flash_backward.register_fake
-def _(d_out, d_lse, out, lse, q, k, v, *rest):
+def _(d_out, d_lse, out, lse, out_low, q, k, v, *rest):
     return _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
 
 
 def _save(ctx, inputs, output):
     q, k, v, seed, alibi_slopes, sinks, starts, ends, kv_lengths, *blocks = inputs[:11]
-    ctx.constant_rules = inputs[11:]
+    *ctx.constant_rules, precise_delta = inputs[11:]
+    out, lse, out_low = output
     rules = (seed, alibi_slopes, starts, ends, kv_lengths, *blocks)
-    ctx.save_for_backward(*output, sinks, q, k, v, *rules)
+    ctx.save_for_backward(sinks, out, lse, out_low if precise_delta else None, q, k, v, *rules)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, d_out, d_lse):
-    nothing = (None,) * (8 + len(ctx.constant_rules))
+def _backward(ctx, d_out, d_lse, d_out_low):
+    nothing = (None,) * (9 + len(ctx.constant_rules))
     if d_out is None and d_lse is None:
         return None, None, None, *nothing
-    out, lse, sinks, *tensors = ctx.saved_tensors
+    sinks, out, lse, *tensors = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(out)
     dq, dk, dv, delta = flash_backward(d_out, d_lse, out, lse, *tensors, *ctx.constant_rules)
@@ -287,6 +292,11 @@ def _empty_like(x: Tensor) -> Tensor:
     if x.stride(1) < x.stride(2):
         return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
     return x.new_empty(batch, heads, length, head_dim)
+
+
+def _outputs(q: Tensor, precise_delta: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised out, lse and out_low."""
+    return _empty_like(q), _empty_rows(q), _empty_like(q) if precise_delta else q.new_empty(0)
 
 
 def _empty_rows(q: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ def dq_kernel(
     K,
     V,
     Out,
+    OutLow,
     DOut,
     Lse,
     DLse,
@@ -94,9 +95,12 @@ def dq_kernel(
 
     # delta needs the whole row of O and dO; both kernels need it for every score of the row.
     q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
-    out = load_rows(Out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M, True)
+    out = load_rows(Out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M, True).to(tl.float32)
+    if OutLow is not None:
+        OutLow += batch_64 * stride_ob + q_head * stride_oh
+        out += load_rows(OutLow, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M, True).to(tl.float32)
     d_out = load_rows(DOut, first_row, q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
-    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    delta = tl.sum(out * d_out.to(tl.float32), 1)
     if DLse is not None:  # d lse / d S = P, so a gradient of lse joins dS = P * (dP - delta) through delta
         delta -= load_vector(DLse + statistics, first_row, q_len, SPEC.BLOCK_M)
     rows = first_row + tl.arange(0, SPEC.BLOCK_M)

@@ -34,6 +34,7 @@ def forward_kernel(
     K,
     V,
     Out,
+    OutLow,
     Lse,
     Seed,
     Slopes,
@@ -116,7 +117,12 @@ def forward_kernel(
     blind = row_sum == 0
     row_sum = tl.where(blind, 1.0, row_sum)
     share = row_sum * (1 - SPEC.DROPOUT_P) if Seed is not None else row_sum
-    store_rows(Out, acc / share[:, None], first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
+    out = acc / share[:, None]
+    store_rows(Out, out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
+    if OutLow is not None:  # what rounding took from out, laid out as out is
+        OutLow += batch_64 * stride_ob + q_head * stride_oh
+        low = out - out.to(Out.dtype.element_ty).to(tl.float32)
+        store_rows(OutLow, low, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
     lse = tl.where(blind, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
     rows = first_row + tl.arange(0, SPEC.BLOCK_M)
     tl.store(Lse + rows, lse, mask=rows < q_len)

@@ -58,7 +58,8 @@ def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p:
         state.random_()
-    out, lse = flash_forward(q, k, v, *_rules(state, dropout_p, is_causal, scale, q.shape[-1], sinks=(None,)))
+    rules = _rules(state, dropout_p, is_causal, scale, q.shape[-1], sinks=(None,))
+    out, lse, _ = flash_forward(q, k, v, *rules, False)
     nothing = q.new_empty(0)
     return out, lse, None, None, q.shape[2], k.shape[2], state.view(torch.uint64), nothing, nothing
 
@@ -83,7 +84,7 @@ def _backward(
 ):
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     rules = _rules(state.view(torch.int64), dropout_p, is_causal, scale, q.shape[-1])
-    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, q, k, v, *rules)
+    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *rules)
     return dq, dk, dv
 
 

@@ -117,10 +117,11 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     api = kernels.flash.api
     none = (None,) * 8
     rules = (True, 0.25, 0.0, -1, -1, 0.0)
-    torch.library.opcheck(api.flash_forward, (*tensors, *none, *rules))
-    out, lse = api.flash_forward(*(x.detach() for x in tensors), *none, *rules)
-    leaves = [x.detach() for x in (out, lse, *tensors)]
-    for d_lse in (None, torch.randn_like(lse)):
+    for precise_delta in (False, True):
+        torch.library.opcheck(api.flash_forward, (*tensors, *none, *rules, precise_delta))
+    results = api.flash_forward(*(x.detach() for x in tensors), *none, *rules, True)
+    leaves = [x.detach() for x in (*results, *tensors)]
+    for d_lse in (None, torch.randn_like(results[1])):
         torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, *none[:7], *rules))
 
 
@@ -145,7 +146,6 @@ def test_a_second_derivative_is_refused() -> None:
         ({"dtype": torch.float64}, "it takes float16, bfloat16 and float32, not torch.float64"),
         ({"head_dim": 8}, "it takes head_dim 16 to 256, not 8"),
         ({"head_dim": 257}, "it takes head_dim 16 to 256, not 257"),
-        ({"precise_delta": True}, "attention=flash does not do precise_delta; attention=naive does"),
         ({"alibi_slopes": torch.ones(1, requires_grad=True)}, "no gradient for alibi_slopes"),
     ],
 )

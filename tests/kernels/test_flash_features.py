@@ -7,7 +7,7 @@ import kernels
 from kernels.flash.rules import is_kept, rules_of
 from kernels.flash.tiles import Tile, specify
 from kernels.philox import dropout_mask
-from tests.kernels.accuracy import assert_as_accurate, inputs, run
+from tests.kernels.accuracy import assert_as_accurate, golden, inputs, run
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -140,6 +140,33 @@ def test_block_mask(causal: bool) -> None:
     check({"causal": causal, "block_mask": mask[:, :1]}, 300, 300, batch=2, heads=2, kv_heads=2)
 
 
+def test_precise_delta_undoes_a_rounding_that_leans_one_way() -> None:
+    """The case of arXiv 2510.04212, in float16: two keys share the maximum, their values are negative and average to
+    half way between two numbers, and the small rest, negative too, always tips the rounding the same way."""
+    q, k = torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16)
+    q[..., 0], k[:, :, :2, 0] = 4.0, 10.0  # logits 10, 10, 0, 0, ...
+    ulp = 2.0**-10
+    v = torch.full((1, 1, 64, 16), -1.0)
+    v[:, :, 0], v[:, :, 1] = -1.5 - ulp, -1.5 - 2 * ulp
+    d_out = torch.rand(1, 1, 64, 16, generator=torch.Generator().manual_seed(0)) + 0.5
+    *tensors, d_out = (x.half() for x in (q, k, v, d_out))
+    want = (golden(tensors, d_out, causal=False)["out"] * d_out.double()).sum(-1)
+    leaning = {}
+    for precise_delta in (False, True):
+        rules = (False, 0.25, 0.0, -1, -1, 0.0)
+        api, none = kernels.flash.api, (None,) * 8
+        out, lse, low = api.flash_forward(*tensors, *none, *rules, precise_delta)
+        low = low if precise_delta else None
+        delta = api.flash_backward(d_out, None, out, lse, low, *tensors, *none[:7], *rules)[3]
+        leaning[precise_delta] = (delta - want).mean().item()
+    assert leaning[False] < -3e-3, "the case no longer shows the bias"
+    assert abs(leaning[True]) < 1e-4
+
+
+def test_precise_delta_changes_nothing_else() -> None:
+    check({"precise_delta": True}, 130, 130, torch.float16)
+
+
 def test_features_together() -> None:
     slopes, sinks = torch.tensor([0.1, 0.01]), torch.tensor([0.0, 1.0])
     shape = {"batch": 2, "heads": 2, "kv_heads": 1}
@@ -158,7 +185,22 @@ def test_every_feature_passes_torchs_own_checks() -> None:
     starts, ends = torch.zeros(1, 33, dtype=torch.int32), torch.full((1, 33), 33, dtype=torch.int32)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     blocks = kernels.flash.api._block_lists(mask, 33, 33, True, 20, -1)
-    options = (torch.tensor(3), slopes, sinks, starts, ends, None, *blocks, True, 0.25, 0.1, 20, -1, 5.0)
+    options = (
+        torch.tensor(3),
+        slopes,
+        sinks,
+        starts,
+        ends,
+        None,
+        *blocks,
+        True,
+        0.25,
+        0.1,
+        20,
+        -1,
+        5.0,
+        True,
+    )
     torch.library.opcheck(kernels.flash.api.flash_forward, (*tensors, *options))
     compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)
     features = {
