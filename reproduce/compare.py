@@ -143,11 +143,13 @@ def warnings(runs: list[Run]) -> list[str]:
         )
     if environment := differing_environment(runs):
         said.append(f"they ran in different environments: {', '.join(environment)}.")
+    if silent := [run.label for run in runs if not run.config]:
+        said.append(f"the settings are not known of: {', '.join(silent)}.")
     if silent := [run.label for run in runs if not run.environment]:
         said.append(f"where they ran is not known of: {', '.join(silent)}.")
     if other := [run.label for run in runs if not same_tokens(runs[0], run)]:
         said.append(
-            f"losses are not compared: {', '.join(other)} predicted other tokens than {runs[0].label}."
+            f"losses are not compared: {', '.join(other)} may have predicted other tokens than {runs[0].label}."
         )
     if unfinished := [run.label for run in runs if not run.finished]:
         said.append(f"not finished: {', '.join(unfinished)}; figures are those so far.")

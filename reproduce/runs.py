@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ class Run:
 
     @property
     def attention(self) -> str:
-        """The backend that ran; what was asked for where the run never said."""
-        return self.facts.get("attention") or str(self.config.get("attention.name", "?"))
+        """The backend that ran; what was asked for where the run never said, its folder where not even that."""
+        return self.facts.get("attention") or str(self.config.get("attention.name", self.path.name))
 
     @property
     def finished(self) -> bool:
@@ -244,24 +245,28 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """What the runs do not have in common beside attention: setting -> its value in each run.
 
-    Facts a run resolved (dtype, compiled, ...) stand for the settings they were resolved from.
+    Facts a run resolved (dtype, compiled, ...) stand for the settings they were resolved from. Runs of unknown
+    settings are left out.
     """
-    facts_known = all(all(fact in run.facts for fact in _FACTS) for run in runs)
+    known = [run for run in runs if run.config]
+    facts_known = all(all(fact in run.facts for fact in _FACTS) for run in known)
     ignored = [*_BOOKKEEPING, "attention.name", *(_RESOLVED_SETTINGS if facts_known else ())]
     pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
-    settings = dict.fromkeys(key for run in runs for key in run.config if not pattern.fullmatch(key))
+    settings = dict.fromkeys(key for run in known for key in run.config if not pattern.fullmatch(key))
     values = {key: [run.config.get(key) for run in runs] for key in settings}
     if facts_known:
-        values |= {fact: [run.facts[fact] for run in runs] for fact in _FACTS}
-    return {key: each for key, each in values.items() if _differ(each)}
+        values |= {fact: [run.facts.get(fact) for run in runs] for fact in _FACTS}
+    is_known = [bool(run.config) for run in runs]
+    return {key: each for key, each in values.items() if _differ(list(compress(each, is_known)))}
 
 
 def differing_environment(runs: list[Run]) -> dict[str, list[Any]]:
     """What the machines do not have in common: fact -> its value in each run; runs that never said are left out."""
-    known = [run for run in runs if run.environment]
+    is_known = [bool(run.environment) for run in runs]
+    known = list(compress(runs, is_known))
     keys = dict.fromkeys(key for run in known for key in run.environment if key not in ("command", "device"))
     values = {key: [run.environment.get(key) for run in runs] for key in keys}
-    return {key: each for key, each in values.items() if _differ([run.environment.get(key) for run in known])}
+    return {key: each for key, each in values.items() if _differ(list(compress(each, is_known)))}
 
 
 def _differ(values: list[Any]) -> bool:
@@ -272,6 +277,8 @@ def same_tokens(first: Run, other: Run) -> bool:
     """Whether both predict the same tokens, so that their losses can be compared."""
     if "corpus" in first.facts and "corpus" in other.facts:
         return first.facts["corpus"] == other.facts["corpus"]
+    if not (first.config and other.config):
+        return first is other
     return not any(key.startswith("data.") for key in differing_settings([first, other]))
 
 

@@ -153,3 +153,15 @@ def test_a_path_without_runs_is_one_line(argument, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {argument}: no run there")
     assert len(error.splitlines()) == 1
+
+
+def test_a_run_that_left_no_settings_is_not_guessed_about(copies, capsys):
+    (copies / "1_sdpa" / "config.yaml").unlink()
+    for name in ("summary.json", "environment.json"):
+        (copies / "1_sdpa" / name).unlink()
+    assert main(["compare", str(copies)]) == 0
+    said = capsys.readouterr().out
+    assert "the settings are not known of: 1_sdpa" in said
+    assert "where they ran is not known of: 1_sdpa" in said
+    assert "differ in more than attention" not in said
+    assert "losses are not compared: 1_sdpa" in said
