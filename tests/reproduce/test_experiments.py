@@ -1,4 +1,4 @@
-"""The experiments run to the end in their tiny form, resume, and say no in one line. 20 s on two cores."""
+"""The experiments run to the end in their tiny form, resume, and say no in one line. About 30 s on 2 cores."""
 
 import json
 import subprocess
@@ -17,17 +17,20 @@ from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.counting import compulsory_bytes, counting, flash_bytes, flash_tiles
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse
-from reproduce.results import Store
+from reproduce.results import Store, slug
+from training.environment import device_name
 
 ROOT = Path(__file__).parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FOLDER = slug(device_name(torch.device(DEVICE)))
 
 
 def run(directory: Path, name: str, *arguments: str) -> int:
-    return main([name, "--tiny", "--device", "cpu", "--results", str(directory), *arguments])
+    return main([name, "--tiny", "--device", DEVICE, "--results", str(directory), *arguments])
 
 
 def document(directory: Path, name: str) -> dict:
-    return json.loads((directory / "cpu" / f"{name}.json").read_text())
+    return json.loads((directory / FOLDER / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse"])
@@ -38,7 +41,7 @@ def test_the_tiny_form_runs_to_the_end(name, tmp_path):
     assert results["samples"]
     assert not [sample for sample in results["samples"] if "failed" in sample]
     assert {"torch", "commit", "command"} <= results["environment"].keys()
-    assert (tmp_path / "cpu" / f"{name}.svg").read_text().startswith("<?xml")
+    assert (tmp_path / FOLDER / f"{name}.svg").read_text().startswith("<?xml")
     module = EXPERIMENTS[name].module
     assert module.table(results)
     for verdict in module.judge(results):
@@ -70,12 +73,12 @@ def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
 
 def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):
     assert run(tmp_path, "numerics", "backends=naive", "--budget", "0.0001s") == 75
-    assert not (tmp_path / "cpu" / "numerics.json").exists()
+    assert not (tmp_path / FOLDER / "numerics.json").exists()
     assert run(tmp_path, "numerics", "backends=naive") == 0
     whole = document(tmp_path, "numerics")["samples"]
 
     # What a killed run leaves: a partial document with some of the samples.
-    path = tmp_path / "cpu" / "numerics.json"
+    path = tmp_path / FOLDER / "numerics.json"
     killed = json.loads(path.read_text()) | {"state": "partial"}
     killed["samples"] = [{**whole[0], "rmse": 12345.0}, {**whole[1], "failed": "RuntimeError"}]
     path.with_name("numerics.partial.json").write_text(json.dumps(killed))
