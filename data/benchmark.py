@@ -79,6 +79,7 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Run every kind in turn and return the figures."""
     kinds = [kind for kind in KINDS if options.nanogpt or kind not in ("nanogpt", "tuned")]
     turns: list[dict[str, Any]] = []
+    loads = [os.getloadavg()[0]]
     for turn in range(options.repeats):
         # the order is turned around every time, so that no kind always comes first
         results = {
@@ -86,6 +87,8 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             for kind in kinds[:: -1 if turn % 2 else 1]
         }
         turns.append(results)
+        loads.append(os.getloadavg()[0])
+    loads.sort()
     folders = {kind: scratch / f"{options.repeats - 1}-{kind}" for kind in kinds}
     documents, text_bytes = turns[0]["bare"]["documents"], turns[0]["bare"]["text_bytes"]
 
@@ -106,8 +109,10 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         ratios["nanogpt / all"] = ratio("nanogpt", "all")
         ratios["tuned / all"] = ratio("tuned", "all")
     return {
-        "command": "python -m data.benchmark "
-        + " ".join(f"--{k} {getattr(options, k)}" for k in ("repeats", "megabytes")),
+        "command": f"python -m data.benchmark --megabytes {options.megabytes} --repeats {options.repeats}"
+        + (" --nanogpt CHECKOUT" if options.nanogpt else ""),
+        "load": f"the machine's load average was {loads[0]:.1f} to {loads[-1]:.1f} on {cpu_count()} cores meanwhile; "
+        "above that number, seconds say little and CPU seconds are what to compare",
         "machine": {"cpu": _cpu_model(), "cores": cpu_count(), "python": platform.python_version()},
         "text": {"documents": documents, "bytes": text_bytes, "tokenizer": Path(options.tokenizer).stem},
         "megabytes_per_second": {

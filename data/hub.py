@@ -30,7 +30,6 @@ OPENWEBTEXT = "Skylion007/openwebtext"
 OPENWEBTEXT_COMMIT = "79d93d786212f7344586290adb811d4ae6a1762c"
 OPENWEBTEXT_FILES = tuple(f"plain_text/train-{index:05d}-of-00080.parquet" for index in range(80))
 _OPENWEBTEXT_DOWNLOAD_BYTES = 24_193_092_408
-_OPENWEBTEXT_TEXT_BYTES = 39_769_491_688
 # nanoGPT's counts for the split of val_fraction 0.0005 with GPT-2's tokenizer
 _OPENWEBTEXT_COUNTS = {"documents": 8_013_769, "train": 9_035_582_198, "val": 4_434_897}
 _OPENWEBTEXT_VAL_FRACTION = 0.0005
@@ -225,7 +224,8 @@ class HubDataset:
             self._remove_damaged()
             raise _refused(self.repo, error) from error
         if not self.streaming:
-            self._remove_damaged(Path(dataset.cache_files[0]["filename"]).parent)
+            arrow_files = [Path(file["filename"]) for file in dataset.cache_files]
+            self._remove_damaged(arrow_files[0].parent if arrow_files else None)
         if self.column not in names:
             raise missing_column(self.column, names, f"{self.repo} ({self.split})")
         return dataset.select_columns([self.column])

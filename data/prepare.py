@@ -136,7 +136,7 @@ def _make_shards(
         documents = min(documents, source.limit_documents)
     if documents < 2:
         raise DataError(
-            f"{source.name} is a single document, so training or validation would have none: give more files, or "
+            f"{source.name} has {documents} documents, training and validation need one each: give more files, or "
             "say what separates the documents in a .txt file, data.separator='\\n\\n' for paragraphs"
         )
     order = split_order(documents, val_fraction, SPLIT_SEED)

@@ -248,7 +248,7 @@ BAD_FILES = {
     "cut.parquet": (b"PAR1 and nothing else", "cut.parquet cannot be read as parquet"),
     "one.txt": (b"a single document", r"data\.separator"),
     "empty.txt": (b"", "no .* file with text|all empty"),
-    "separators.txt": (b"\n\n\n\n", "single document"),
+    "separators.txt": (b"\n\n\n\n", "has 0 documents"),
     "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
     "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl"),
 }
