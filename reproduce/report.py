@@ -52,10 +52,7 @@ def build(directory: Path) -> Page:
     """Judge every document below `directory`, draw its picture, and fill in what is not measured."""
     page = Page()
     for document in read_all(directory, page.notes.append):
-        experiment = EXPERIMENTS.get(document["experiment"])
-        if experiment is None:
-            page.notes.append(f"{document['experiment']}: no such experiment here; left out")
-            continue
+        experiment = EXPERIMENTS[document["experiment"]]
         where = f"{experiment.name} on {document['device']}"
         if document["state"] != "complete":
             page.notes.append(f"{where} is partial: it was interrupted or ran out of time")

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .experiment import Experiment, OutOfTime, ReproduceError, Results, Sample
+from .experiment import EXPERIMENTS, Experiment, OutOfTime, ReproduceError, Results, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -174,11 +174,12 @@ def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
 
 
 def read_all(directory: Path, say: Callable[[str], None] = print) -> Iterator[Results]:
-    """Every document below `directory`, by device and name; a partial one only where no complete one is."""
-    for path in sorted(directory.glob("*/*.json")):
-        name = path.name.removesuffix(".json").removesuffix(".partial")
-        if path.name.endswith(".partial.json") and path.with_name(f"{name}.json").exists():
-            continue
-        document = read(path, say)
-        if document is not None and not document["tiny"]:
-            yield document
+    """Every experiment's document below `directory`, by device; a partial one only where no complete one is.
+
+    Files of other names are other rooms' results.
+    """
+    for folder in sorted(path for path in directory.glob("*") if path.is_dir()):
+        for name in EXPERIMENTS:
+            document = read(folder / f"{name}.json", say) or read(folder / f"{name}.partial.json", say)
+            if document is not None and not document["tiny"]:
+                yield document

@@ -120,13 +120,15 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
     write(tmp_path, "numerics", [{"kind": "errors", "backend": "flash"}])  # not what this version writes
     write(tmp_path, "sparse", [], version=VERSION - 1)
     write(tmp_path, "traffic", [], state="partial")
-    (tmp_path / "nvidia-test-3000" / "broken.json").write_text("{")
+    (tmp_path / "nvidia-test-3000" / "perplexity.json").write_text("{")
+    (tmp_path / "nvidia-test-3000" / "prepare.json").write_text("another room's")
     write(tmp_path, "training", [], tiny=True)
     assert main(["report", "--results", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "numerics on NVIDIA Test 3000 cannot be judged" in out
     assert "is of version" in out
-    assert "broken.json cannot be read" in out
+    assert "perplexity.json cannot be read" in out
+    assert "prepare.json" not in out
     assert "traffic on NVIDIA Test 3000 is partial" in out
     assert "made by other code" in out
     assert "20.4x" in (tmp_path / "REPORT.md").read_text()
