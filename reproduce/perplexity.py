@@ -85,6 +85,9 @@ def run(options: Options) -> None:
         )
     if unknown := set(settings.backends) - set(ATTENTION):
         raise ReproduceError(f"backends={sorted(unknown)[0]} is unknown; there are {', '.join(ATTENTION)}")
+    for context in (settings.context, *settings.contexts):
+        if settings.batch_tokens % context:
+            raise ReproduceError(f"batch_tokens={settings.batch_tokens} is no multiple of context {context}")
     corpus = _corpus(options)
     about = {
         "corpus": corpus.directory.name,
@@ -140,8 +143,6 @@ def _train(
     resolved, attention = resolve_attention(
         backend, device=options.device, dtype=dtype, head_dim=config.head_dim
     )
-    if settings.batch_tokens % context:
-        raise ReproduceError(f"batch_tokens={settings.batch_tokens} is no multiple of context {context}")
     sequences = settings.batch_tokens // context
     data_seed = stream_seed(settings.seeds[0], "data")
     batches = Batches(corpus.train, context, sequences, data_seed)
