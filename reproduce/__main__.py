@@ -12,7 +12,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .experiment import EXPERIMENTS, Options, OutOfTime, ReproduceError, find_experiment, parse_settings
+from .experiment import (
+    EXPERIMENTS,
+    Experiment,
+    Options,
+    OutOfTime,
+    ReproduceError,
+    find_experiment,
+    parse_settings,
+)
+from .results import Store, read
 
 if TYPE_CHECKING:
     import torch
@@ -51,17 +60,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def listing() -> str:
     """The experiments and the other subcommands."""
-    lines = [f"{'experiment':12}{'claims':21}{'needs':7}{'H200':>7}  what"]
+    lines = [f"{'experiment':12}{'claims':21}{'needs':7}{'takes':>7}  what"]
     for each in EXPERIMENTS.values():
         claims = " ".join(each.claims)
-        lines.append(f"{each.name:12}{claims:21}{each.needs:7}{each.minutes:>4g}min  {each.title}")
+        lines.append(f"{each.name:12}{claims:21}{each.needs:7}{_takes(each):>7}  {each.title}")
     lines += ["", "python -m reproduce NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]"]
     lines += [
         "python -m reproduce all --budget 10m      as many as fit, in this order; goes on where it stopped"
     ]
     lines += [f"python -m reproduce {name:22}{what}" for name, what in TOOLS.items()]
-    lines += ["", "Minutes are estimates for one H200. --tiny runs on any machine, for its own sake."]
+    lines += [
+        "",
+        "Minutes are of one GPU, ~ where they are estimates for an H200; needs cpu: a CPU counts what it can.",
+    ]
+    lines += ["--tiny runs any of them on any machine in seconds, for its own sake."]
     return "\n".join(lines)
+
+
+def _takes(experiment: Experiment) -> str:
+    """Minutes a GPU took by results/, or the estimate."""
+    for path in sorted(Path(RESULTS).glob(f"*/{experiment.name}.json")):
+        if path.parent.name != "cpu" and (document := read(path)):
+            return f"{document['seconds'] / 60:.1f}min"
+    return f"~{experiment.minutes:g}min"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,8 +120,6 @@ def _run_one(arguments: argparse.Namespace) -> int:
             raise ReproduceError(
                 f"{experiment.name} needs a CUDA device; --tiny runs its small form here, for its own sake"
             )
-
-    from .results import Store
 
     module = experiment.module
     defaults = module.TINY if arguments.tiny else module.Settings()

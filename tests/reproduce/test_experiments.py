@@ -16,7 +16,7 @@ from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.counting import compulsory_bytes, counting, flash_bytes, flash_tiles
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
-from reproduce.hardware_counters import parse
+from reproduce.hardware_counters import parse, read_counters
 from reproduce.results import Store, slug
 from training.environment import device_name
 
@@ -275,6 +275,28 @@ def test_hardware_counters_are_summed_over_kernels():
     assert counters["dram_written"] == 500
     assert counters["kernels"] == 2
     assert parse("==ERROR== ERR_NVGPUCTRPERM")["kernels"] == 0
+
+
+def test_programs_that_read_the_device_are_asked_and_believed(tmp_path, monkeypatch):
+    """nvidia-smi and ncu stand-ins that print what the real ones print."""
+    for name, body in {
+        "nvidia-smi": "echo 'clocks.current.sm [MHz], power.draw [W]'; echo '1980 MHz, 412.5 W'",
+        "ncu": r'''case "$*" in *flash*) echo '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 1;; esac
+echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
+        + "'",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert (
+        timing.clocks(torch.device("cuda", 0)) == "clocks.current.sm [MHz] 1980 MHz; power.draw [W] 412.5 W"
+    )
+    workload = Workload("test", 1, 1, 64, 32, False)
+    assert read_counters("standard", workload)["dram_read"] == 2048
+    refused = read_counters("flash", workload)
+    assert "no permission" in refused["refused"]
+    assert "--clock-control none" in refused["command"]
 
 
 def test_block_masks_have_the_share_they_say():
