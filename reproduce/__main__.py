@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = _parser().parse_intermixed_args(argv)
         if arguments.name == "all":
             return _run_all(arguments)
-        return _run_one(arguments)
+        return _run_one(arguments, argv)
     except ValueError as error:  # ReproduceError, AttentionError, ConfigError, DataError
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -109,7 +109,7 @@ def _seconds(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
 
 
-def _run_one(arguments: argparse.Namespace) -> int:
+def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
     experiment = find_experiment(arguments.name)
     deadline = time.monotonic() + arguments.budget if arguments.budget else None
 
@@ -131,6 +131,7 @@ def _run_one(arguments: argparse.Namespace) -> int:
         device=device,
         settings=settings,
         tiny=arguments.tiny,
+        command=command,
         deadline=deadline,
         again=arguments.again,
     )

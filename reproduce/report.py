@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import html
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ def _runs(page: Page) -> list[list[str]]:
         commit = (document["commit"] or "unknown")[:9] + (
             "+changes" if "+" in (document["commit"] or "") else ""
         )
-        command = "python -m reproduce " + " ".join(document["command"][2:])
+        command = shlex.join(document["command"])
         took = f"{document['seconds']:.0f} s"
         row = [document["experiment"], document["state"], document["device"], command, took, document["date"]]
         rows.append([*row, versions, commit])

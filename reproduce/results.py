@@ -56,10 +56,11 @@ class Store:
         device: torch.device,
         settings: Any,
         tiny: bool,
+        command: list[str],
         deadline: float | None = None,
         again: bool = False,
     ) -> None:
-        """`deadline`: on the clock of `time.monotonic`; `again`: start from nothing, whatever is there."""
+        """`command`: the arguments after `python -m reproduce`; `deadline`: on the clock of `time.monotonic`; `again`: start from nothing, whatever is there."""
         from training.environment import device_name, environment
 
         self.folder = directory / slug(device_name(device))
@@ -68,13 +69,14 @@ class Store:
         self.picture = self.folder / f"{experiment.name}.svg"
         self.deadline, self.began = deadline, time.monotonic()
         record = environment(device)
+        del record["command"], record["platform"]  # paths and names of one machine say nothing to others
         self.document: Results = {
             "version": VERSION,
             "experiment": experiment.name,
             "state": "partial",
             "tiny": tiny,
             "device": record["device_name"],
-            "command": record["command"],
+            "command": ["python", "-m", "reproduce", *command],
             "commit": record["commit"],
             "code": code_hash(experiment),
             "settings": json.loads(json.dumps(asdict(settings))),

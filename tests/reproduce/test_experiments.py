@@ -40,7 +40,9 @@ def test_the_tiny_form_runs_to_the_end(name, tmp_path):
     assert results["state"] == "complete"
     assert results["samples"]
     assert not [sample for sample in results["samples"] if "failed" in sample]
-    assert {"torch", "commit", "command"} <= results["environment"].keys()
+    assert {"torch", "triton", "commit"} <= results["environment"].keys()
+    assert results["command"][:4] == ["python", "-m", "reproduce", name]
+    assert str(ROOT) not in json.dumps(results)  # a result can be shared
     assert (tmp_path / FOLDER / f"{name}.svg").read_text().startswith("<?xml")
     module = EXPERIMENTS[name].module
     assert module.table(results)
@@ -127,7 +129,9 @@ def test_all_shares_its_budget_in_order_of_worth(tmp_path, capsys, monkeypatch):
 def test_what_goes_wrong_costs_one_sample(tmp_path):
     def store():
         tiny = EXPERIMENTS["sparse"].module.TINY
-        return Store(tmp_path, EXPERIMENTS["sparse"], device=torch.device("cpu"), settings=tiny, tiny=True)
+        return Store(
+            tmp_path, EXPERIMENTS["sparse"], device=torch.device("cpu"), settings=tiny, tiny=True, command=[]
+        )
 
     def fail(error):
         raise error
