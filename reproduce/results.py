@@ -60,7 +60,13 @@ class Store:
         deadline: float | None = None,
         again: bool = False,
     ) -> None:
-        """`command`: the arguments after `python -m reproduce`; `deadline`: on the clock of `time.monotonic`; `again`: start from nothing, whatever is there."""
+        """A document for a new run, with what an earlier one that was cut short has measured.
+
+        Args:
+            command: the arguments after `python -m reproduce`.
+            deadline: on the clock of `time.monotonic`; no sample is started after it.
+            again: start from nothing, whatever is there.
+        """
         from training.environment import device_name, environment
 
         self.folder = directory / slug(device_name(device))
