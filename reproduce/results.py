@@ -92,10 +92,13 @@ class Store:
             "samples": [],
         }
         self.earlier_seconds = 0.0
-        earlier = None if again else self._same(read(self.partial))
-        self.finished = None if again else self._same(read(self.complete))
+        earlier = None
+        self.finished = False
+        if not again:
+            earlier = self._same(read(self.partial)) or self._same(read(self.complete))
         if earlier:
             retried = [s for s in earlier["samples"] if s.get("failed") and not s.get("broke_device")]
+            self.finished = earlier["state"] == "complete" and not retried
             self.document["samples"] = [s for s in earlier["samples"] if s not in retried]
             self.earlier_seconds = earlier["seconds"]
 

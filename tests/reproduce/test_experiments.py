@@ -147,6 +147,13 @@ def test_what_goes_wrong_costs_one_sample(tmp_path):
     second = store()
     assert [sample["n"] for sample in second.document["samples"]] == [1, 2, 4, 5]  # 3 is tried again
     assert "failed" in second.sample(lambda: {"x": 2}, n=5)  # what broke the device is not
+    second.sample(lambda: fail(TypeError("flaky")), n=3)
+    second.finish()
+    third = store()
+    assert not third.finished  # 3 is tried once more
+    third.sample(lambda: {"x": 3}, n=3)
+    third.finish()
+    assert store().finished
 
 
 def test_the_list_needs_no_torch():
