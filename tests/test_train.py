@@ -119,7 +119,7 @@ def test_sampling_from_a_run(command_line, tiny, tmp_path):
         (["trainer.steps=many"], "could not be converted to Integer"),
         (["trainer.precision=fp8"], "expected one of [auto, fp32, bf16, fp16]"),
         (["+unknown=1"], "unknown is not a setting"),
-        (["trainer.batch_tokens=4000"], "3840 or 4096"),
+        (["trainer.batch_tokens=4000"], "3968 or 4032"),
         (["model.n_head=3"], "n_head=2 or 4"),
         (["attention=naive,sdpa"], "attention=naive,sdpa"),
     ],

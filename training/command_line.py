@@ -51,6 +51,8 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
             config = from_hydra(cfg)
             if settings.mode is RunMode.MULTIRUN and config.logger.group is None:
                 config.logger.group = run_dir.parent.name
+            if recipe := settings.runtime.choices.get("experiment"):
+                config.logger.tags.append(recipe)
             task(config, Path(os.path.relpath(run_dir)))
         except ValueError as error:
             if not _is_users(error):
