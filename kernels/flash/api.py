@@ -114,7 +114,8 @@ def flash_forward(
     out, lse, out_low = _outputs(q, precise_delta)
     if out.numel() == 0:
         return out, lse, out_low
-    tile, options = _launch("forward", q, k, causal, dropout_p, left, right, softcap)
+    given = (alibi_slopes, document_starts, kv_lengths)
+    tile, options = _launch("forward", q, k, given, causal, dropout_p, left, right, softcap)
     with _on_device(q):
         forward_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
             q, k, v, out, out_low if precise_delta else None, lse,
@@ -160,7 +161,7 @@ def flash_backward(
     if d_lse is not None:
         d_lse = d_lse.contiguous()
     rules = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
-    constant_rules = (causal, dropout_p, left, right, softcap)
+    constant_rules = ((alibi_slopes, document_starts, kv_lengths), causal, dropout_p, left, right, softcap)
     with _on_device(q):
         if dq.numel():
             tile, options = _launch("dq", q, k, *constant_rules)
@@ -266,10 +267,13 @@ def _block_lists(
     return lists(mask), lists(mask.transpose(2, 3))
 
 
-def _launch(kernel: str, q: Tensor, k: Tensor, causal: bool, *rules: float) -> tuple[Tile, dict[str, object]]:
-    """The tile of a kernel and the keyword arguments every kernel takes."""
+def _launch(
+    kernel: str, q: Tensor, k: Tensor, given: tuple[Tensor | None, ...], causal: bool, *rules: float
+) -> tuple[Tile, dict[str, object]]:
+    """The tile of a kernel and the keyword arguments every kernel takes. given: ALiBi slopes, documents, lengths."""
     tile = tile_for(kernel, _architecture(q.device), q.shape[3], q.dtype)
-    spec = specify(tile, q.shape[3], causal, q.shape[1] // k.shape[1], *rules)
+    flags = (tensor is not None for tensor in given)
+    spec = specify(tile, q.shape[3], causal, q.shape[1] // k.shape[1], *rules, *flags)
     return tile, {"SPEC": spec, "num_warps": tile.warps, "num_stages": tile.stages}
 
 

@@ -19,7 +19,6 @@ from .rules import (
     LOG2_E,
     block_list,
     is_kept,
-    key_count,
     listed,
     modify,
     parts,
@@ -109,7 +108,7 @@ def dq_kernel(
     dq = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
 
     # Which keys; the masked edges first, as in the forward.
-    keys = key_count(rules)
+    keys = rules.kv_end
     first_0, last_0 = visible_keys(first_row, rules, SPEC)
     first_1, last_1 = visible_keys(tl.minimum(first_row + SPEC.BLOCK_M, q_len) - 1, rules, SPEC)
     begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
@@ -122,7 +121,7 @@ def dq_kernel(
         dq, q, d_out, lse_log2, delta, K, V, first_row, tail, end, BlockList, keys,
         rules, SPEC, True, stride_kn, stride_vn,
     )  # fmt: skip
-    if Blocks is None and (SPEC.LEFT >= 0 or DocumentStart is not None):
+    if Blocks is None and (SPEC.LEFT >= 0 or SPEC.DOCUMENTS):
         dq = add_dq(
             dq, q, d_out, lse_log2, delta, K, V, first_row, begin, full, None, keys,
             rules, SPEC, True, stride_kn, stride_vn,
@@ -166,11 +165,11 @@ def add_dq(
         if MASKED:
             first, last = visible_keys(rows, rules, SPEC)
             scores = tl.where(keys < last, scores, float("-inf"))
-            if SPEC.LEFT >= 0 or rules.DocumentStart is not None:
+            if SPEC.LEFT >= 0 or SPEC.DOCUMENTS:
                 scores = tl.where(keys >= first, scores, float("-inf"))
         p = tl.exp2(scores * score_unit(rules, SPEC) - lse_log2[:, None])
         dp = tl.dot(d_out, v.T, input_precision="ieee")
-        if rules.seed is not None:
+        if SPEC.DROPOUT_P > 0:
             dp = tl.where(is_kept(rows, keys, rules, SPEC), dp / (1 - SPEC.DROPOUT_P), 0.0)
         ds = p * (dp - delta[:, None]) * gain
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -256,16 +255,16 @@ def dkdv_kernel(
             )
             begin = 0
             full = tl.load(BlockList) * BLOCK_MASK_SIZE
-        if KvLengths is not None and first_key >= keys:  # nothing but padding
+        if SPEC.PADDED and first_key >= keys:  # nothing but padding
             full = begin
             tail = begin
             end = begin
-        if Blocks is not None or SPEC.CAUSAL or SPEC.RIGHT >= 0 or DocumentStart is not None:
+        if Blocks is not None or SPEC.CAUSAL or SPEC.RIGHT >= 0 or SPEC.DOCUMENTS:
             dk, dv = add_dkdv(
                 dk, dv, k, v, Q, DOut, Lse + statistics, Delta + statistics, first_key, begin, full, BlockList,
                 rules, SPEC, True, stride_qm, stride_dom,
             )  # fmt: skip
-        if Blocks is None and (SPEC.LEFT >= 0 or DocumentStart is not None):
+        if Blocks is None and (SPEC.LEFT >= 0 or SPEC.DOCUMENTS):
             dk, dv = add_dkdv(
                 dk, dv, k, v, Q, DOut, Lse + statistics, Delta + statistics, first_key, tail, end, None,
                 rules, SPEC, True, stride_qm, stride_dom,
@@ -278,11 +277,11 @@ def dkdv_kernel(
         Q += stride_qh
         DOut += stride_doh
         statistics += q_len
-    if KvLengths is not None:  # padding may have been given numbers, but has no gradient
+    if SPEC.PADDED:  # padding may have been given numbers, but has no gradient
         padding = (first_key + tl.arange(0, SPEC.BLOCK_N) >= keys)[:, None]
         dk = tl.where(padding, 0.0, dk)
         dv = tl.where(padding, 0.0, dv)
-    if Seed is not None:
+    if SPEC.DROPOUT_P > 0:
         dv = dv / (1 - SPEC.DROPOUT_P)
     store_rows(DK, dk * scale, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
     store_rows(DV, dv, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
@@ -320,19 +319,19 @@ def add_dkdv(
         scores_t, gain = modify(tl.dot(k, q.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
             first, last = visible_rows(keys, rules.q_len, rules, SPEC)
-            if SPEC.CAUSAL or SPEC.RIGHT >= 0 or rules.DocumentStart is not None:
+            if SPEC.CAUSAL or SPEC.RIGHT >= 0 or SPEC.DOCUMENTS:
                 scores_t = tl.where(rows >= first, scores_t, float("-inf"))
-            if SPEC.LEFT >= 0 or rules.DocumentStart is not None:
+            if SPEC.LEFT >= 0 or SPEC.DOCUMENTS:
                 scores_t = tl.where(rows < last, scores_t, float("-inf"))
             lse_log2 = tl.maximum(lse_log2, LOWEST)
         p_t = tl.exp2(scores_t * score_unit(rules, SPEC) - lse_log2[None, :])
         kept_t = p_t
-        if rules.seed is not None:
+        if SPEC.DROPOUT_P > 0:
             keep = is_kept(rows, keys, rules, SPEC)
             kept_t = tl.where(keep, p_t, 0.0)
         dv = tl.dot(kept_t.to(d_out.dtype), d_out, dv, input_precision="ieee")
         dp_t = tl.dot(v, d_out.T, input_precision="ieee")
-        if rules.seed is not None:
+        if SPEC.DROPOUT_P > 0:
             dp_t = tl.where(keep, dp_t / (1 - SPEC.DROPOUT_P), 0.0)
         ds_t = p_t * (dp_t - delta[None, :]) * gain
         dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")

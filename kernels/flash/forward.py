@@ -13,7 +13,6 @@ from .rules import (
     LOG2_E,
     block_list,
     is_kept,
-    key_count,
     listed,
     modify,
     parts,
@@ -89,7 +88,7 @@ def forward_kernel(
         row_sum += 1.0
 
     # Which keys. The masked edges go first: the other way round ptxas serialises the tensor cores (C7515).
-    keys = key_count(rules)
+    keys = rules.kv_end
     first_0, last_0 = visible_keys(first_row, rules, SPEC)
     first_1, last_1 = visible_keys(tl.minimum(first_row + SPEC.BLOCK_M, q_len) - 1, rules, SPEC)
     begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
@@ -102,7 +101,7 @@ def forward_kernel(
         acc, row_max, row_sum, q, K, V, first_row, tail, end, BlockList, keys,
         rules, SPEC, True, stride_kn, stride_vn,
     )  # fmt: skip
-    if Blocks is None and (SPEC.LEFT >= 0 or DocumentStart is not None):
+    if Blocks is None and (SPEC.LEFT >= 0 or SPEC.DOCUMENTS):
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, K, V, first_row, begin, full, None, keys,
             rules, SPEC, True, stride_kn, stride_vn,
@@ -116,7 +115,7 @@ def forward_kernel(
     # A row that saw nothing has row_sum 0: out 0, lse -inf.
     blind = row_sum == 0
     row_sum = tl.where(blind, 1.0, row_sum)
-    share = row_sum * (1 - SPEC.DROPOUT_P) if Seed is not None else row_sum
+    share = row_sum * (1 - SPEC.DROPOUT_P) if SPEC.DROPOUT_P > 0 else row_sum
     out = acc / share[:, None]
     store_rows(Out, out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
     if OutLow is not None:  # what rounding took from out, laid out as out is
@@ -157,14 +156,14 @@ def attend(
         if MASKED:
             first, last = visible_keys(rows, rules, SPEC)
             scores = tl.where(keys < last, scores, float("-inf"))
-            if SPEC.LEFT >= 0 or rules.DocumentStart is not None:
+            if SPEC.LEFT >= 0 or SPEC.DOCUMENTS:
                 scores = tl.where(keys >= first, scores, float("-inf"))
         unit = score_unit(rules, SPEC)
         new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
         p = tl.exp2(scores * unit - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)  # the softmax's sum counts what dropout drops
-        if rules.seed is not None:
+        if SPEC.DROPOUT_P > 0:
             p = tl.where(is_kept(rows, keys, rules, SPEC), p, 0.0)
         acc = acc * rescale[:, None]
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)

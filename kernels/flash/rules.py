@@ -30,26 +30,29 @@ class Spec:
     CAUSAL: tl.constexpr
     LEFT: tl.constexpr  # keys a query sees before its position; -1 for all
     RIGHT: tl.constexpr
-    SOFTCAP: tl.constexpr
+    SOFTCAP: tl.constexpr  # 0 for none
+    ALIBI: tl.constexpr
+    DOCUMENTS: tl.constexpr
+    PADDED: tl.constexpr
     DROPOUT_P: tl.constexpr
     DROP_BELOW: tl.constexpr  # a Philox word below this drops
 
 
 class Rules(NamedTuple):
-    """What one batch and query head asks of its scores, at run time."""
+    """What one batch and query head asks of its scores, at run time. What SPEC says is off holds any number."""
 
     q_len: tl.tensor
     kv_len: tl.tensor
-    kv_end: tl.tensor  # keys from here on are padding, or None
+    kv_end: tl.tensor  # keys from here on are padding
     scale: tl.tensor
-    slope: tl.tensor  # ALiBi's, or None
-    seed: tl.tensor  # dropout's, or None
+    slope: tl.tensor  # ALiBi's
+    seed: tl.tensor  # dropout's
     batch: tl.tensor
     head: tl.tensor
     DocumentStart: (
         tl.tensor
     )  # pointers to the first and last + 1 token of the document of each of this batch's
-    DocumentEnd: tl.tensor  # tokens, or None
+    DocumentEnd: tl.tensor  # tokens
 
 
 @triton.jit
@@ -66,28 +69,17 @@ def rules_of(
     scale,
 ):
     """The rules of a batch and query head, from the kernels' arguments."""
-    kv_end = None
+    kv_end, slope, seed, starts, ends = kv_len, scale, batch, batch, batch
     if KvLengths is not None:
         kv_end = tl.minimum(tl.load(KvLengths + batch), kv_len)
-    slope = None
     if Slopes is not None:
         slope = tl.load(Slopes + head).to(tl.float32)
-    seed = None
     if Seed is not None:
         seed = tl.load(Seed)
     if DocumentStart is not None:
-        DocumentStart += batch.to(tl.int64) * q_len
-        DocumentEnd += batch.to(tl.int64) * q_len
-    return Rules(q_len, kv_len, kv_end, scale, slope, seed, batch, head, DocumentStart, DocumentEnd)
-
-
-@triton.jit
-def key_count(rules):
-    """How many keys there are to see."""
-    count = rules.kv_len
-    if rules.kv_end is not None:
-        count = rules.kv_end
-    return count
+        starts = DocumentStart + batch.to(tl.int64) * q_len
+        ends = DocumentEnd + batch.to(tl.int64) * q_len
+    return Rules(q_len, kv_len, kv_end, scale, slope, seed, batch, head, starts, ends)
 
 
 @triton.jit
@@ -100,11 +92,11 @@ def visible_keys(row, rules, SPEC: tl.constexpr):
         last = position + 1
     elif SPEC.RIGHT >= 0:
         last = tl.minimum(last, position + SPEC.RIGHT + 1)
-    if rules.kv_end is not None:
+    if SPEC.PADDED:
         last = tl.minimum(last, rules.kv_end)
     if SPEC.LEFT >= 0:
         first = tl.maximum(first, position - SPEC.LEFT)
-    if rules.DocumentStart is not None:
+    if SPEC.DOCUMENTS:
         first = tl.maximum(first, tl.load(rules.DocumentStart + row, mask=row < rules.q_len, other=0))
         last = tl.minimum(last, tl.load(rules.DocumentEnd + row, mask=row < rules.q_len, other=0))
     return first, last
@@ -122,7 +114,7 @@ def visible_rows(key, rows, rules, SPEC: tl.constexpr):
         first = own - SPEC.RIGHT
     if SPEC.LEFT >= 0:
         last = tl.minimum(last, own + SPEC.LEFT + 1)
-    if rules.DocumentStart is not None:
+    if SPEC.DOCUMENTS:
         first = tl.maximum(first, tl.load(rules.DocumentStart + key, mask=key < rules.kv_len, other=0))
         last = tl.minimum(last, tl.load(rules.DocumentEnd + key, mask=key < rules.kv_len, other=0))
     return first, last
@@ -169,9 +161,9 @@ def modify(products, rows, keys, rules, SPEC: tl.constexpr):
         tanh = 1 - 2 / (tl.exp2(products * (2 * LOG2_E / SPEC.SOFTCAP * rules.scale)) + 1)
         products = tanh * (SPEC.SOFTCAP * LOG2_E)
         gain = 1 - tanh * tanh
-    elif rules.slope is not None:
+    elif SPEC.ALIBI:
         products = products * (rules.scale * LOG2_E)
-    if rules.slope is not None:
+    if SPEC.ALIBI:
         products -= rules.slope * LOG2_E * tl.abs(keys - rows - (rules.kv_len - rules.q_len))
     return products, gain
 
@@ -180,7 +172,7 @@ def modify(products, rows, keys, rules, SPEC: tl.constexpr):
 def score_unit(rules, SPEC: tl.constexpr):
     """What turns scores into exponents of 2: left out of plain scores, where exp2 takes it in a multiply-add."""
     unit = rules.scale * LOG2_E
-    if SPEC.SOFTCAP > 0 or rules.slope is not None:
+    if SPEC.SOFTCAP > 0 or SPEC.ALIBI:
         unit = 1.0
     return unit
 

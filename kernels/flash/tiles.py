@@ -55,6 +55,9 @@ def specify(
     left: int = -1,
     right: int = -1,
     softcap: float = 0.0,
+    alibi: bool = False,
+    documents: bool = False,
+    padded: bool = False,
 ) -> Spec:
     """The compile-time argument of a kernel at a tile. group: query heads to a key head."""
     return Spec(
@@ -67,6 +70,9 @@ def specify(
         LEFT=tl.constexpr(left),
         RIGHT=tl.constexpr(right),
         SOFTCAP=tl.constexpr(softcap),
+        ALIBI=tl.constexpr(alibi),
+        DOCUMENTS=tl.constexpr(documents),
+        PADDED=tl.constexpr(padded),
         DROPOUT_P=tl.constexpr(dropout_p),
         DROP_BELOW=tl.constexpr(drop_threshold(dropout_p)),
     )

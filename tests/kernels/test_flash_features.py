@@ -176,7 +176,16 @@ def test_features_together() -> None:
         {"cu_seqlens": ints(0, 77, 300, 400), "window": (50, 0), "alibi_slopes": slopes, **dropout}, **shape
     )
     mask = torch.tensor([[[[1, 0], [1, 1]]]]).bool()
-    check({"kv_lengths": ints(190, 20), "block_mask": mask, "softcap": 3.0, "alibi_slopes": slopes}, **shape)
+    check(
+        {
+            "window": (100, 0),
+            "kv_lengths": ints(190, 20),
+            "block_mask": mask,
+            "softcap": 3.0,
+            "alibi_slopes": slopes,
+        },
+        **shape,
+    )
 
 
 def test_every_feature_passes_torchs_own_checks() -> None:

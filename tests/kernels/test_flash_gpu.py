@@ -42,6 +42,48 @@ def test_packed_views_and_grouped_heads(flash, head_dim: int) -> None:
     assert_as_accurate(run(flash, tensors, d_out), tensors, d_out)
 
 
+def features() -> dict[str, dict[str, object]]:
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.0], device="cuda")
+    blocks = torch.rand(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).gt(0.5).cuda()
+    return {
+        "dropout": {"dropout_p": 0.1, "dropout_seed": torch.tensor(7)},
+        "window": {"window": (100, 0)},
+        "full window": {"window": (100, 30), "causal": False},
+        "softcap": {"softcap": 10.0},
+        "alibi": {"alibi_slopes": slopes},
+        "sinks": {"sinks": slopes},
+        "documents": {"cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000)},
+        "padding": {"kv_lengths": ints(700, 0), "causal": False},
+        "blocks": {"block_mask": blocks},
+        "precise_delta": {"precise_delta": True},
+        "together": {
+            "window": (300, 0),
+            "softcap": 10.0,
+            "sinks": slopes,
+            "dropout_p": 0.1,
+            "dropout_seed": 3,
+        },
+    }
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", features() if torch.cuda.is_available() else ["every feature"])
+def test_features_and_their_repeats(flash, name: str, kv_heads: int, head_dim: int) -> None:
+    options = features()[name]
+    *tensors, d_out = inputs(
+        1000, 1000, head_dim, torch.bfloat16, batch=2, heads=4, kv_heads=kv_heads, device="cuda"
+    )  # fmt: skip
+    first = run(flash, tensors, d_out, **options)
+    assert_as_accurate(first, tensors, d_out, rtol=3.0 if "softcap" in options else 2.0, **options)
+    for _ in range(50):
+        again = run(flash, tensors, d_out, **options)
+        assert all(torch.equal(again[each], first[each]) for each in first)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_fifty_repeats_agree_bit_for_bit(flash, causal: bool, head_dim: int) -> None:
