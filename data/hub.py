@@ -24,6 +24,7 @@ from .readers import Part, as_text, missing_column, parquet_parts
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SECONDS = 5
+_GOES_ON = " (the same command goes on from what is done)"
 _DOWNLOADS_AT_ONCE = 4
 
 OPENWEBTEXT = "Skylion007/openwebtext"
@@ -266,6 +267,11 @@ class HubPart:
     text_bytes: int
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
+        import datasets
+
+        # Each of these retries is half a minute of huggingface_hub's own; the default, 20, is ten minutes, and what
+        # is finished stays when this gives up.
+        datasets.config.STREAMING_READ_MAX_RETRIES = 2
         try:
             for rows in self.dataset.iter(256):
                 for text in rows[self.column]:
@@ -273,7 +279,7 @@ class HubPart:
         except DataError:
             raise
         except Exception as error:  # whatever a network, a file system and a file format can raise
-            raise _refused(self.path, error) from error
+            raise _refused(self.path, error, _GOES_ON) from error
 
 
 def require_hub(what: str) -> None:
@@ -316,11 +322,11 @@ def _remove(path: Path) -> None:
     path.unlink()
 
 
-def _refused(what: str, error: BaseException) -> DataError:
+def _refused(what: str, error: BaseException, remedy: str = "") -> DataError:
     if type(error).__name__ == "DatasetGenerationError" and error.__cause__:  # itself it says nothing
         error = error.__cause__
     message = " ".join(str(error).split())
-    return DataError(f"{what} cannot be read: {type(error).__name__}: {message}")
+    return DataError(f"{what} cannot be read: {type(error).__name__}: {message}{remedy}")
 
 
 def _hub_cache() -> Path:
@@ -349,9 +355,9 @@ def _download(name: str, revision: str, received: "_Received") -> Path:
     except OSError as error:
         if error.errno is not None:
             raise unwritable(_hub_cache(), error, "HF_HOME") from None
-        raise _refused(f"{OPENWEBTEXT}/{name}", error) from error
+        raise _refused(f"{OPENWEBTEXT}/{name}", error, _GOES_ON) from error
     except Exception as error:
-        raise _refused(f"{OPENWEBTEXT}/{name}", error) from error
+        raise _refused(f"{OPENWEBTEXT}/{name}", error, _GOES_ON) from error
     if _damaged(Path(path)):
         _remove(Path(path))
         raise arrived_damaged(f"{OPENWEBTEXT}/{name}")

@@ -5,7 +5,7 @@
         ... a subprocess with HF_ENDPOINT=hub.url and HF_HOME=an empty folder ...
 
 Misbehaviour is asked for by path: `cut` closes the connection in the middle of the next so many answers, `spoilt`
-serves other bytes of the same length, `down` closes every connection unanswered.
+serves other bytes of the same length, `down` closes every connection unanswered, and `dead` those for some paths.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ class HubStub:
         self.repos: dict[str, dict[str, Files]] = {}  # repository -> commit -> path -> content
         self.cut: dict[str, int] = {}
         self.spoilt: set[str] = set()
+        self.dead: set[str] = set()
         self.down = False
         self.log: list[tuple[str, str, str]] = []  # method, path, range
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -66,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self):
         hub, path = self.hub, self.path.split("?")[0]
         hub.log.append((self.command, path, self.headers.get("Range", "")))
-        if hub.down:
+        if hub.down or any(path.endswith(name) for name in hub.dead):
             self.close_connection = True
             return
         if match := re.fullmatch(r"/datasets/(.+?)/resolve/([^/]+)/(.+)", path):

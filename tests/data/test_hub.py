@@ -203,6 +203,20 @@ def test_a_dead_network_fails_in_seconds_with_the_remedy(hub: HubStub, tmp_path:
     assert "HF_HUB_OFFLINE=1" in message
 
 
+def test_a_network_that_dies_in_the_middle_fails_at_once_and_goes_on_later(hub: HubStub, tmp_path: Path):
+    hub.dead.add(OPENWEBTEXT_FILES[2])
+    start = time.perf_counter()
+    message = refused(hub, tmp_path, source="openwebtext", limit_documents=12)
+    assert time.perf_counter() - start < 10
+    assert OPENWEBTEXT_FILES[2] in message
+    assert "the same command goes on" in message
+    hub.dead.clear()
+    hub.log.clear()
+    result = prepared(hub, tmp_path, source="openwebtext", limit_documents=12)
+    assert result["documents"] == documents(range(3))[:12]
+    assert hub.fetched() == [OPENWEBTEXT_FILES[2]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
