@@ -277,7 +277,7 @@ def dkdv_kernel(
         Q += stride_qh
         DOut += stride_doh
         statistics += q_len
-    if SPEC.PADDED:  # padding may have been given numbers, but has no gradient
+    if SPEC.PADDED:  # padding was not masked, and may have got NaN from a query that sees nothing
         padding = (first_key + tl.arange(0, SPEC.BLOCK_N) >= keys)[:, None]
         dk = tl.where(padding, 0.0, dk)
         dv = tl.where(padding, 0.0, dv)

@@ -167,6 +167,9 @@ def test_precise_delta_changes_nothing_else() -> None:
     check({"precise_delta": True}, 130, 130, torch.float16)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+)
 def test_features_together() -> None:
     slopes, sinks = torch.tensor([0.1, 0.01]), torch.tensor([0.0, 1.0])
     shape = {"batch": 2, "heads": 2, "kv_heads": 1}
