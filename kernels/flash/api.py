@@ -62,6 +62,8 @@ def flash_attention(
     reason = refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED)
     if reason is not None:
         raise AttentionError(f"attention=flash: {reason}")
+    if max(q.shape[:2]) > 65535:  # they are grid axes of the launch
+        raise AttentionError(f"attention=flash takes batch and heads up to 65535, got {tuple(q.shape[:2])}")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise AttentionError("attention=flash has no gradient for alibi_slopes; attention=naive does")
     for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -156,6 +156,12 @@ def test_what_it_cannot_do_is_refused_by_name(change: dict[str, object], message
         flash(q, k, v, **change)
 
 
+def test_a_batch_larger_than_a_grid_is_refused() -> None:
+    q = torch.zeros(65536, 1, 1, 16)
+    with pytest.raises(AttentionError, match=r"batch and heads up to 65535, got \(65536, 1\)"):
+        flash(q, q, q)
+
+
 def test_a_last_stride_other_than_one_is_refused() -> None:
     q, k, v, _ = inputs(16, 16, 16, torch.float32)
     with pytest.raises(AttentionError, match=r"k's last stride must be 1, .*pass k.contiguous\(\)"):
