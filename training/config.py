@@ -69,7 +69,7 @@ class DataConfig:
     cache_dir: str = "data/cache"
     # Part of the documents held out for validation, at least one document.
     val_fraction: float = 0.01
-    # Take the first documents only; what they do not need is not downloaded.
+    # Take the first documents only; what they do not need is not downloaded (hub: only with streaming).
     limit_documents: int | None = None
     # Attention stays within a document: no token sees the documents packed before its own. Perplexity rises or falls
     # with it, so compare runs that agree in it.
@@ -89,7 +89,7 @@ class DataConfig:
     repo: str = ""
     config: str | None = None
     split: str = "train"
-    # hub, openwebtext: commit, branch or tag; null: main (hub), the pinned commit (openwebtext).
+    # hub: commit, branch or tag; null: main. openwebtext: a commit; null: the pinned one.
     revision: str | None = None
     # hub: read over the network without a local copy.
     streaming: bool = False

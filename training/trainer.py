@@ -269,6 +269,7 @@ class Trainer:
             return []
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(to_yaml(self.config))
+        (self.run_dir / "corpus").write_text(f"{self.corpus.directory}\n")  # for python -m data.inspect RUN
         where = environment(self.world.device)
         write_json(self.run_dir / "environment.json", where)
         loggers: list[Logger] = [CsvLogger(self.run_dir / "metrics.csv")]
@@ -291,7 +292,11 @@ class Trainer:
         if config.sample_tokens:
             generator = torch.Generator().manual_seed(stream_seed(self.config.seed, "sampling"))
             text = sample_text(
-                self.model, self.corpus.tokenizer(), config.sample_prompt, config.sample_tokens, generator
+                self.model,
+                self.corpus.tokenizer(self.config.data.tokenizer),
+                config.sample_prompt,
+                config.sample_tokens,
+                generator,
             )
             (self.run_dir / "sample.txt").write_text(text)
             print(f"\nsample\n{text}")
