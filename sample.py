@@ -1,20 +1,38 @@
 """Text from a trained run: `python sample.py RUN "prompt"`."""
 
 import argparse
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+
+def at_least(smallest: float, kind: type) -> Callable[[str], float]:
+    """An argparse type: a number of `kind`, `smallest` or more."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not smallest <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: it must be {smallest} or more")
+        return value
+
+    return parse
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory, or one of its checkpoints")
     parser.add_argument("prompt", nargs="?", default="", help="what to continue; empty: a new document")
-    parser.add_argument("-n", "--tokens", type=int, default=200, help="tokens to add at most (200)")
     parser.add_argument(
-        "-t", "--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)"
+        "-n", "--tokens", type=at_least(0, int), default=200, help="tokens to add at most (200)"
     )
-    parser.add_argument("-k", "--top-k", type=int, default=50, help="sample among that many tokens (50)")
-    parser.add_argument("--samples", type=int, default=1, help="how many texts (1)")
+    parser.add_argument(
+        "-t", "--temperature", type=at_least(0, float), default=0.8, help="0 takes the likeliest token (0.8)"
+    )
+    parser.add_argument(
+        "-k", "--top-k", type=at_least(1, int), default=50, help="sample among that many tokens (50)"
+    )
+    parser.add_argument("--samples", type=at_least(1, int), default=1, help="how many texts (1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default="auto", help="attention backend (auto)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

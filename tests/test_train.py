@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from training.checkpoint import find, load_training
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -143,6 +145,8 @@ def test_a_mistake_is_one_line_that_names_it(command_line, tmp_path, overrides, 
         (["model.vocab_size=100"], "leave model.vocab_size out"),
         (["trainer.resume=nowhere"], "nowhere does not exist"),
         (["trainer.device=cuda:7"], "cuda:7"),
+        (["optimizer.betas=[0.9]"], "two numbers"),
+        (["model.document_end=5"], "data.document_mask=true"),
     ],
 )
 def test_what_cannot_run_is_refused_before_the_first_step(command_line, tiny, tmp_path, overrides, said):
@@ -160,8 +164,53 @@ def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
     assert json.loads((only_run(tmp_path) / "summary.json").read_text())["attention"] == "flash"
 
 
-def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny):
-    done = command_line("train.py", *tiny, "logger=wandb", "logger.mode=online")
+def test_a_directory_holds_one_run(command_line, tiny, tmp_path):
+    """Another run is refused there; the run itself goes on and keeps its rows."""
+    here = [*tiny, "hydra.run.dir=here", "trainer.save_every=6"]
+    assert command_line("train.py", *here).returncode == 0
+    refused = command_line("train.py", *here)
+    assert refused.returncode == 1
+    assert "holds a run already" in refused.stderr
+    resumed = command_line(
+        "train.py", *here, "trainer.steps=15", "trainer.resume=here/checkpoints/step-00000006"
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert sorted(losses_by_step(tmp_path / "here")) == list(range(1, 16))
+
+
+def test_on_resume_the_command_line_decides_the_optimizer(command_line, tiny, tmp_path):
+    assert command_line("train.py", *tiny, "hydra.run.dir=a").returncode == 0
+    changed = [*tiny, "trainer.steps=20", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.6]"]
+    assert command_line("train.py", *changed, "hydra.run.dir=b", "trainer.resume=a").returncode == 0
+    group = load_training(find(tmp_path / "b"), "cpu")["optimizer"]["param_groups"][0]
+    assert (group["weight_decay"], tuple(group["betas"])) == (0.5, (0.5, 0.6))
+
+
+def test_refusing_leaves_the_current_directory_alone(command_line, tmp_path):
+    done = command_line("prepare.py", "data=text_files", "data.files=nothing.txt")
+    assert done.returncode == 1
+    assert "nothing.txt" in done.stderr
+    assert tmp_path.is_dir()
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
+    done = command_line("train.py", *tiny, "hydra.run.dir=/proc/run")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the run directory cannot be made")
+
+
+@pytest.mark.parametrize("options", [["-n", "-5"], ["-t", "nan"], ["--samples", "0"]])
+def test_sample_refuses_impossible_numbers(command_line, options):
+    done = command_line("sample.py", "nowhere", *options)
+    assert done.returncode == 2
+    assert "it must be" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "env"), [("logger.mode=online", {}), ("logger.mode=auto", {"WANDB_MODE": "online"})]
+)
+def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, override, env):
+    done = command_line("train.py", *tiny, "logger=wandb", override, env=env)
     assert done.returncode == 1
     assert "wandb login" in done.stderr.splitlines()[-1]
 

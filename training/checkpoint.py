@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from data import DataError
+from data.files import flush_to_disk
+
 from .config import ConfigError
 
 FOLDER = "checkpoints"
@@ -26,16 +29,25 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    files = partial / "weights.pt", partial / "training.pt"
     try:
-        torch.save(weights, partial / "weights.pt")
-        torch.save({"step": step, **training}, partial / "training.pt")
-    except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
+        torch.save(weights, files[0])
+        torch.save({"step": step, **training}, files[1])
+        flush_to_disk(files)
+    except (
+        OSError,
+        RuntimeError,
+        DataError,
+    ) as error:  # torch's zip writer raises RuntimeError on a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}"
         ) from error
-    shutil.rmtree(final, ignore_errors=True)
+    replaced = final.with_suffix(".replaced")
+    if final.exists():
+        final.rename(replaced)
     partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
     for old in _checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -70,4 +82,4 @@ def _load(path: Path, device: torch.device | str) -> Any:
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:
-    return sorted(path for path in (run_dir / FOLDER).glob("step-*") if path.suffix != ".partial")
+    return sorted(path for path in (run_dir / FOLDER).glob("step-*") if not path.suffix)

@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from . import torchrun
 from .config import Config, from_hydra
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -32,19 +33,22 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
         task: raises ValueError's subclasses of this project for what a user can mend.
         makes_run: whether the task fills a run directory; otherwise Hydra leaves no files at all.
     """
-    under_torchrun, rank = "RANK" in os.environ, os.environ.get("RANK", "0")
-    if under_torchrun and {"-m", "--multirun"} & set(sys.argv):
+    makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
+    if torchrun.launched() and {"-m", "--multirun"} & set(sys.argv):
         sys.exit(
             "error: -m does not work under torchrun; start one torchrun a setting, with one logger.group."
         )
-    if rank != "0" or not makes_run:
-        # Rank 0 names the run directory and tells the others, so only it may have Hydra make one.
+    if not makes_run:
         sys.argv.append("hydra.run.dir=.")
     OmegaConf.register_new_resolver("run_name", _run_name, use_cache=True, replace=True)
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
 
+    begun = False
+
     def main(cfg: DictConfig) -> None:
+        nonlocal begun
+        begun = True
         settings = HydraConfig.get()
         run_dir = Path(settings.runtime.output_dir)
         try:
@@ -57,7 +61,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
         except ValueError as error:
             if not _is_users(error):
                 raise
-            if not any(run_dir.iterdir()):
+            if makes_run and not any(run_dir.iterdir()):
                 run_dir.rmdir()  # refused before it began
             sys.exit(f"error: {error}")
 
@@ -65,6 +69,10 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_explain(error)}")
+    except OSError as error:
+        if begun:
+            raise
+        sys.exit(f"error: the run directory cannot be made: {error}")
 
 
 def _is_users(error: ValueError) -> bool:

@@ -7,6 +7,7 @@ rest of this room can be used where it is not installed.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -129,7 +130,7 @@ class TrainerConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1.")
         for name in ("grad_clip", "eval_every", "save_every", "sample_tokens"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be 0 or more.")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")

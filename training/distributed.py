@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import torchrun
 from .config import ConfigError
 
 
@@ -47,30 +48,24 @@ class World:
             torch.cuda.synchronize(self.device)
 
 
-def launched_by_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device that `trainer.device` names; under torchrun each rank takes the GPU of its local rank."""
+def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
+    """The device called `name`; under torchrun each rank takes the GPU of its local rank. `option`: for errors."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"trainer.device={name} is no device; use auto, cpu, cuda or cuda:N.") from None
+        raise ConfigError(f"{option}{name} is no device; use auto, cpu, cuda or cuda:N.") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError(f"trainer.device={name}: torch sees no CUDA device; use trainer.device=cpu.")
-        index = int(os.environ["LOCAL_RANK"]) if launched_by_torchrun() else device.index or 0
+            raise ConfigError(f"{option}{name}: torch sees no CUDA device; use {option}cpu.")
+        index = int(os.environ["LOCAL_RANK"]) if torchrun.launched() else device.index or 0
         if index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"trainer.device=cuda:{index}: there are {torch.cuda.device_count()} CUDA devices."
-            )
+            raise ConfigError(f"{option}cuda:{index}: there are {torch.cuda.device_count()} CUDA devices.")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     elif device.type != "cpu":
-        raise ConfigError(f"trainer.device={name} is not supported; use auto, cpu or cuda.")
+        raise ConfigError(f"{option}{name} is not supported; use auto, cpu or cuda.")
     return device
 
 
@@ -78,7 +73,7 @@ def resolve_device(name: str) -> torch.device:
 def world(device_name: str) -> Iterator[World]:
     """The process group of a torchrun launch (nccl between GPUs, gloo between CPUs), or the single process."""
     device = resolve_device(device_name)
-    if not launched_by_torchrun():
+    if not torchrun.launched():
         yield World(device)
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -20,10 +20,13 @@ class Interrupt:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note the signals instead of dying of them; a second one raises KeyboardInterrupt at once."""
+        """Note the signals instead of dying of them; a second Ctrl-C raises KeyboardInterrupt at once.
+
+        A second SIGTERM does not: torchrun sends one to every rank when the first has left.
+        """
 
         def note(number: int, _frame: object) -> None:
-            if self.signal:
+            if self.signal and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.signal = number
 

@@ -38,12 +38,20 @@ class Logger(Protocol):
 
 
 class CsvLogger:
-    """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once."""
+    """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once.
 
-    def __init__(self, path: Path) -> None:
+    A run that is gone on with in its own directory keeps its rows up to `step`, where it goes on.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = []
+        if path.exists():
+            with path.open(newline="") as file:
+                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
         self._file = path.open("w", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
         self._writer.writeheader()
+        self._writer.writerows(kept)
 
     def log(self, metrics: dict[str, float]) -> None:
         self._writer.writerow({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in metrics.items()})
@@ -90,6 +98,8 @@ class WandbLogger:
         """How to look at the run, as rows of the banner."""
         if self.mode == "online":
             return [("wandb", self._run.url)]
+        if self.mode == "disabled":
+            return [("wandb", "disabled by WANDB_MODE")]
         folder = os.path.relpath(Path(self._run.dir).parent)
         return [("wandb", f"{self._why}; look: wandb leet {folder}"), ("", f"upload: wandb sync {folder}")]
 
@@ -108,13 +118,14 @@ def _wandb_mode(mode: WandbMode) -> str:
     if mode is WandbMode.offline:
         return "offline"
     if mode is WandbMode.auto:
-        return os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-    if not _has_wandb_key():
+        chosen = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+    else:
+        chosen = mode.value
+    if chosen == "online" and not _has_wandb_key():
         raise ConfigError(
-            "logger.mode=online needs a wandb API key: run `wandb login`, set WANDB_API_KEY, or use "
-            "logger.mode=offline."
+            "wandb online needs an API key: run `wandb login`, set WANDB_API_KEY, or use logger.mode=offline."
         )
-    return "online"
+    return chosen
 
 
 def _has_wandb_key() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import sys
 import time
 from contextlib import suppress
@@ -14,16 +13,18 @@ import torch
 
 from .distributed import World
 
-# Dense bf16/fp16 tensor-core peak in TFLOP/s, no sparsity, from the vendors' datasheets. The first name found in
-# torch.cuda.get_device_name() counts. A device that is not here gets no MFU rather than a wrong one.
+# Dense bf16/fp16 tensor-core peak in TFLOP/s, no sparsity, from the vendors' datasheets. The words must begin what
+# torch.cuda.get_device_name() says after "NVIDIA" and "GeForce"; the first that do count. A device that is not here
+# gets no MFU rather than a wrong one.
 PEAK_TFLOPS = {
+    "GB200": 2500,
     "B200": 2250,
+    "H200 NVL": 835,
     "H200": 989,
     "GH200": 989,
     "H100 PCIe": 756,
     "H100 NVL": 835,
     "H100": 989,
-    "H800": 989,
     "A100": 312,
     "A800": 312,
     "L40S": 362,
@@ -31,21 +32,29 @@ PEAK_TFLOPS = {
     "RTX 4090": 165,
     "RTX 3090": 71,
 }
+# Same words, another chip or a part of one.
+OTHER_CHIPS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense half-precision peak of `device` in FLOP/s, or None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), None)
+    name = torch.cuda.get_device_name(device).replace("-", " ")
+    words = [word for word in name.split() if word not in {"NVIDIA", "GeForce"}]
+    if OTHER_CHIPS & set(words):
+        return None
+    for known, tflops in PEAK_TFLOPS.items():
+        if words[: len(known.split())] == known.split():
+            return tflops * 1e12
+    return None
 
 
 @dataclass
 class Throughput:
     """Tokens per second between two synchronised clock reads, without warm-up, evaluation and checkpoints.
 
-    `mark` closes a window at a step; a `pause` drops what follows the last mark, up to `resume`.
+    `mark` closes a window at a step; `resume` starts the next one, and drops what came since the last mark.
     """
 
     world: World
@@ -123,5 +132,14 @@ def memory(device: torch.device) -> dict[str, float]:
             "perf/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
             "perf/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         }
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-    return {"perf/peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    return {"perf/peak_resident_gib": _peak_resident_bytes() / 2**30}
+
+
+def _peak_resident_bytes() -> int:
+    """Of this process since it began or reset_peak_memory. Linux's ru_maxrss would count a larger parent's."""
+    if sys.platform == "linux":
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS

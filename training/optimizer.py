@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,13 @@ class OptimizerConfig:
     decay_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr is {self.lr}; it must be above 0.")
-        if self.weight_decay < 0:
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must be above 0.")
+        if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"optimizer.weight_decay is {self.weight_decay}; it must be 0 or more.")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas is {list(self.betas)}; both must be in [0, 1).")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas is {list(self.betas)}; it must be two numbers in [0, 1).")
 
 
 def parameter_groups(

@@ -27,7 +27,7 @@ def load_run(
             f"{config_file} is missing; a checkpoint needs the run directory it was written in."
         )
     config = load_config(config_file)
-    device = resolve_device(device_name)
+    device = resolve_device(device_name, "--device ")
     _, attention = resolve_attention(
         attention_name, device=device, dtype=torch.float32, head_dim=config.model.head_dim
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -60,6 +58,7 @@ def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype
 class Trainer:
     def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
         self.run_dir, self.world = run_dir, ranks
+        self._refuse_used_directory(config.trainer.resume)
         reset_peak_memory(ranks.device)
         self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
         self.dtype = resolve_precision(config.trainer.precision, ranks.device)
@@ -96,10 +95,15 @@ class Trainer:
 
         compiled = config.trainer.compile
         self.compiled = ranks.device.type == "cuda" if compiled is None else compiled
-        self.forward = torch.compile(self.model) if self.compiled else self.model
-        self.parallel = self.forward
+        # `parallel` trains and `forward` evaluates. DDP goes inside torch.compile, which then splits the graph at
+        # DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
+        self.forward: torch.nn.Module = self.model
+        self.parallel: torch.nn.Module = self.model
         if ranks.size > 1:
-            self.parallel = DistributedDataParallel(self.forward)
+            self.parallel = DistributedDataParallel(self.model)
+        if self.compiled:
+            torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
+            self.forward, self.parallel = torch.compile(self.forward), torch.compile(self.parallel)
         self.throughput = Throughput(ranks)
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -128,20 +132,21 @@ class Trainer:
                     self.throughput.step()
                     progress.step()
                     done = step + 1
-                    logging = _due(done, config.log_every) or done in (1, config.steps)
-                    stopping = interrupt.requested(may_wait=logging)
-                    last = stopping or done == config.steps
+                    saving = _due(done, config.save_every) or done == config.steps
+                    # A model that is saved was looked at: only checkpoints of a finite loss are kept.
+                    logging = saving or _due(done, config.log_every) or done == 1
+                    stopping = interrupt.requested(may_wait=logging) and done < config.steps
                     # Only here does the host wait for the device.
                     if logging or stopping:
                         metrics = self._training_metrics(done, loss, grad_norm)
                         log(metrics)
                         progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
                     # Saved before the evaluation, so that nothing an evaluation breaks is lost.
-                    if _due(done, config.save_every) or last:
+                    if saving or stopping:
                         self._save(done)
                     if stopping:
                         break
-                    if _due(done, config.eval_every) or last:
+                    if _due(done, config.eval_every) or done == config.steps:
                         evaluation = self._evaluate()
                         log(evaluation.metrics())
                         progress.say(f"step {done:,}: validation {evaluation}")
@@ -155,6 +160,9 @@ class Trainer:
         if self.world.is_main:
             self._close_run(summary, done)
         if stopping:
+            self.world.share(
+                None
+            )  # a rank that left before rank 0 has saved would have torchrun end rank 0 as well
             raise SystemExit(128 + interrupt.signal)
         return summary
 
@@ -187,7 +195,7 @@ class Trainer:
         return total, grad_norm
 
     def _load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
-        """This rank's part of batches `start` to `stop`, read ahead by a thread and copied while the GPU works."""
+        """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting."""
         on_gpu = self.world.device.type == "cuda"
         ranks = {"rank": self.world.rank, "world_size": self.world.size}
         with closing(prefetch(batches, start, stop, pin_memory=on_gpu, **ranks)) as loaded:
@@ -263,6 +271,16 @@ class Trainer:
 
     # ---- what it leaves behind -------------------------------------------------------------------
 
+    def _refuse_used_directory(self, resume: str | None) -> None:
+        """A directory holds one run; only that run may go on in it."""
+        goes_on = resume is not None and self.run_dir.resolve() in (Path(resume) / "x").resolve().parents
+        used = (self.run_dir / "metrics.csv").exists() and not goes_on
+        if self.world.share(used):
+            raise ConfigError(
+                f"{self.run_dir} holds a run already: choose another hydra.run.dir, or go on with it by "
+                f"trainer.resume={self.run_dir}."
+            )
+
     def _open_run(self) -> list[Logger]:
         """Write what is known beforehand, print the banner, and return the loggers (none but on rank 0)."""
         if not self.world.is_main:
@@ -272,7 +290,7 @@ class Trainer:
         (self.run_dir / "corpus").write_text(f"{self.corpus.directory}\n")  # for python -m data.inspect RUN
         where = environment(self.world.device)
         write_json(self.run_dir / "environment.json", where)
-        loggers: list[Logger] = [CsvLogger(self.run_dir / "metrics.csv")]
+        loggers: list[Logger] = [CsvLogger(self.run_dir / "metrics.csv", self.start)]
         rows = banner(self)
         if self.config.logger.wandb:
             wandb_logger = WandbLogger(self.config, self.run_dir, self._facts(), where)
@@ -284,20 +302,24 @@ class Trainer:
     def _close_run(self, summary: dict[str, Any], done: int) -> None:
         """Print how it ended; a finished run gets its summary.json and a sample."""
         if not summary:
-            command = shlex.join(["python", *sys.argv, f"trainer.resume={self.run_dir}"])
-            print(f"stopped at step {done:,} and saved; go on with: {command}", flush=True)
+            print(
+                f"stopped at step {done:,} and saved; to go on, give this run's command again and add "
+                f"trainer.resume={self.run_dir}",
+                flush=True,
+            )
             return
         write_json(self.run_dir / "summary.json", summary)
         config = self.config.trainer
         if config.sample_tokens:
             generator = torch.Generator().manual_seed(stream_seed(self.config.seed, "sampling"))
-            text = sample_text(
-                self.model,
-                self.corpus.tokenizer(self.config.data.tokenizer),
-                config.sample_prompt,
-                config.sample_tokens,
-                generator,
-            )
+            with self._autocast():  # in the precision its attention was picked for
+                text = sample_text(
+                    self.model,
+                    self.corpus.tokenizer(self.config.data.tokenizer),
+                    config.sample_prompt,
+                    config.sample_tokens,
+                    generator,
+                )
             (self.run_dir / "sample.txt").write_text(text)
             print(f"\nsample\n{text}")
         print("\n" + table("done", result(summary, self.run_dir)), flush=True)
@@ -321,6 +343,7 @@ class Trainer:
             "corpus": self.corpus.directory.name,
             "seed": self.config.seed,
             "trainer.batch_tokens": self.config.trainer.batch_tokens,
+            "optimizer.decay_embeddings": self.config.optimizer.decay_embeddings,
         }
 
     def _resume(self, path: str) -> int:
@@ -337,8 +360,12 @@ class Trainer:
                 f"trainer.resume={path} is at step {state['step']}; set trainer.steps above that."
             )
         self.model.load_state_dict(checkpoint.load_weights(found, self.world.device))
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        for group, now in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(now)  # rates and decays are this run's; only the moments are the checkpoint's
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
         return state["step"]
 
 
@@ -353,5 +380,7 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> ModelConfig:
             f"model.vocab_size={config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
             f"{corpus.n_vocab} tokens; leave model.vocab_size out."
         )
+    if config.model.document_end is not None:
+        raise ConfigError("model.document_end is the tokenizer's; use data.document_mask=true.")
     document_end = corpus.eot_token if config.data.document_mask else None
     return dataclasses.replace(config.model, vocab_size=corpus.n_vocab, document_end=document_end)

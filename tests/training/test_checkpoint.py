@@ -64,6 +64,13 @@ def test_pickled_code_is_not_run(tmp_path):
         checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
 
 
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 5)
+    checkpoint.save(tmp_path, 5, {"w": torch.full((4,), 7.0)}, {"identity": {}}, 2)
+    assert checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")["w"][0] == 7
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+
+
 @pytest.mark.parametrize(("place", "said"), [("nowhere", "does not exist"), (".", "holds no checkpoint")])
 def test_a_path_without_a_checkpoint_is_refused(tmp_path, place, said):
     with pytest.raises(ConfigError, match=said):

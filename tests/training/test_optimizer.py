@@ -45,7 +45,17 @@ def test_step_follows_adamw_by_hand(model):
     torch.testing.assert_close(bias.detach(), torch.full_like(bias, -0.01))
 
 
-@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"lr": 0.0},
+        {"weight_decay": -0.1},
+        {"betas": (0.9, 1.0)},
+        {"betas": (0.9,)},
+        {"eps": 0.0},
+        {"lr": float("nan")},
+    ],
+)
 def test_impossible_values_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         OptimizerConfig(**bad)
