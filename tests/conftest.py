@@ -8,6 +8,7 @@ from pathlib import Path
 
 # Read when a library is first imported, so before anything else.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and one thread keeps sums in order
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
@@ -53,18 +54,23 @@ CommandLine = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture
-def command_line(tmp_path: Path) -> CommandLine:
+def user_environment() -> dict[str, str]:
+    """The variables of a user's shell: without the interpreter that the tests switch on, and without a key."""
+    return {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "WANDB_API_KEY"}}
+
+
+@pytest.fixture
+def command_line(tmp_path: Path, user_environment: dict[str, str]) -> CommandLine:
     """Run `python SCRIPT args...` in an empty directory, as a user would; `env` adds variables."""
 
     def run(script: str, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-        environment = {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "WANDB_API_KEY"}}
         return subprocess.run(
             [sys.executable, str(ROOT / script), *args],
             capture_output=True,
             text=True,
             timeout=240,
             cwd=tmp_path,
-            env=environment | {"OMP_NUM_THREADS": "1"} | (env or {}),
+            env=user_environment | (env or {}),
         )
 
     return run

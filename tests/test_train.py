@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -224,13 +223,14 @@ def test_help_answers_at_once(command_line, flags):
     assert "attention" in done.stdout
 
 
-def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, tiny, tmp_path):
+def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_environment, tiny, tmp_path):
     """SIGTERM in the middle: a checkpoint, a resume line; the resumed run's losses are the undisturbed run's."""
     long = [*tiny, "trainer.steps=150", "model.dropout=0.1", "trainer.log_every=7"]
     assert command_line("train.py", *long, "hydra.run.dir=whole").returncode == 0
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", *long, "hydra.run.dir=cut"],
         cwd=tmp_path,
+        env=user_environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -251,7 +251,7 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, tiny, tmp
     assert {step: loss for step, loss in (before | after).items() if step in whole} == whole
 
 
-def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, tiny, tmp_path):
+def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, user_environment, tiny, tmp_path):
     process = subprocess.Popen(
         [
             sys.executable,
@@ -262,6 +262,7 @@ def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, tiny
             "hydra.run.dir=cut",
         ],
         cwd=tmp_path,
+        env=user_environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -274,7 +275,7 @@ def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, tiny
     assert done.returncode == 0, done.stderr
 
 
-def test_two_ranks_train_as_one_does(command_line, tiny, tmp_path):
+def test_two_ranks_train_as_one_does(command_line, user_environment, tiny, tmp_path):
     """Real gloo ranks: same losses, same evaluation, one run directory."""
     assert command_line("train.py", *tiny, "hydra.run.dir=one").returncode == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -284,7 +285,7 @@ def test_two_ranks_train_as_one_does(command_line, tiny, tmp_path):
         text=True,
         timeout=240,
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=user_environment,
     )
     assert two.returncode == 0, two.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
