@@ -80,6 +80,7 @@ def _forward(
             if with_gradient:
                 torch.mm(logits, head, out=d_hidden[rows])
                 total = _add_product(total, logits.T, hidden[rows])
+            del logits  # before the next chunk's are made, so that one chunk is held and not two
     d_weight.copy_(total)
     loss.copy_(losses.sum() / counted)
     return loss, d_hidden, d_weight, counted

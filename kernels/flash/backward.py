@@ -314,7 +314,8 @@ def add_dkdv(
         keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[:, None]
         q = load_rows(Q, first_row, rules.q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
         d_out = load_rows(DOut, first_row, rules.q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
-        lse_log2 = load_vector(Lse, first_row, rules.q_len, SPEC.BLOCK_M) * LOG2_E
+        # Rows beyond q_len get p = exp2(score - inf) = 0: with 0 for their lse it could be inf, and inf * 0 is NaN.
+        lse_log2 = load_vector(Lse, first_row, rules.q_len, SPEC.BLOCK_M, float("inf")) * LOG2_E
         delta = load_vector(Delta, first_row, rules.q_len, SPEC.BLOCK_M)
         scores_t, gain = modify(tl.dot(k, q.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:

@@ -41,7 +41,7 @@ def store_rows(base, values, first, length, stride, SPEC: tl.constexpr, ROWS: tl
 
 
 @triton.jit
-def load_vector(base, first, length, SIZE: tl.constexpr):
-    """Elements [first, first + SIZE) of a contiguous vector, zeros beyond `length`."""
+def load_vector(base, first, length, SIZE: tl.constexpr, BEYOND: tl.constexpr = 0.0):
+    """Elements [first, first + SIZE) of a contiguous vector, BEYOND from `length` on."""
     index = first + tl.arange(0, SIZE)
-    return tl.load(base + index, mask=index < length, other=0.0)
+    return tl.load(base + index, mask=index < length, other=BEYOND)

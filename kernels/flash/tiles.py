@@ -1,7 +1,8 @@
 """Which tile each kernel runs with: a table keyed by architecture, kernel, head_dim and dtype.
 
-Each entry has passed `python -m kernels.compile_report`: no spills, tensor cores and asynchronous loads in use, none
-of them serialised. Which candidate is fastest is not measured; LOG.md has what was compiled.
+Each 16-bit entry has passed `python -m kernels.compile_report`: tensor cores and asynchronous loads in use, none of
+them serialised, and no spills but those its SPILLS_ALLOWED names. Which candidate is fastest is not measured; LOG.md
+has what was compiled.
 """
 
 import functools

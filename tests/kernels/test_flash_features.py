@@ -16,6 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter's checks; test_flash_gpu.py has the GPU's", allow_module_level=True)
 
 flash = kernels.get_attention("flash")
+naive = kernels.get_attention("naive")
 
 
 def check(options: dict[str, object], q_len=200, kv_len=200, dtype=torch.float32, **shape: int) -> None:
@@ -223,3 +224,20 @@ def test_every_feature_passes_torchs_own_checks() -> None:
     }
     got, want = run(compiled, tensors, d_out, **features), run(flash, tensors, d_out, **features)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_numbers_a_head_or_batch_may_be_strided() -> None:
+    slopes = torch.tensor([0.5, 9.0, 0.1, 9.0])[::2]
+    sinks = torch.tensor([[0.3, 9.0], [1.0, 9.0]])[:, 0]
+    lengths = ints(50, 1, 30, 1)[::2]
+    check({"alibi_slopes": slopes, "sinks": sinks, "kv_lengths": lengths}, 60, 60, batch=2, heads=2)
+    check({"alibi_slopes": torch.tensor(0.5).expand(2)}, 60, 60, heads=2)
+
+
+def test_rows_beyond_the_end_add_nothing_whatever_the_scores() -> None:
+    """Slopes below 0 let scores grow with distance; a row that is not there must not turn them into inf * 0."""
+    options = {"causal": False, "alibi_slopes": torch.tensor([-5.0, -3.0])}
+    *tensors, d_out = inputs(70, 70, 16, torch.float32, heads=2)
+    exact = run(naive, [x.double() for x in tensors], d_out.double(), **options)
+    for name, x in run(flash, tensors, d_out, **options).items():
+        torch.testing.assert_close(x.double(), exact[name], rtol=1e-3, atol=1e-3, msg=name)
