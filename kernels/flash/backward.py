@@ -316,10 +316,10 @@ def add_dkdv(
         d_out = load_rows(DOut, first_row, rules.q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
         # Beyond q_len queries are zeros, so scores are 0 and any lse will do; but ALiBi still counts there, and
         # exp2(large - 0) * 0 is NaN where exp2(large - inf) is 0. (For all: 144 B spilled, sm_100 d64 grouped heads.)
-        if rules.slope is None:
-            lse_log2 = load_vector(Lse, first_row, rules.q_len, SPEC.BLOCK_M) * LOG2_E
-        else:
+        if SPEC.ALIBI:
             lse_log2 = load_vector(Lse, first_row, rules.q_len, SPEC.BLOCK_M, float("inf")) * LOG2_E
+        else:
+            lse_log2 = load_vector(Lse, first_row, rules.q_len, SPEC.BLOCK_M) * LOG2_E
         delta = load_vector(Delta, first_row, rules.q_len, SPEC.BLOCK_M)
         scores_t, gain = modify(tl.dot(k, q.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
