@@ -34,15 +34,15 @@ class Progress:
             file=sys.stderr if self._live else _Lines(),
             mininterval=0.1 if self._live else 10,
             maxinterval=0.1 if self._live else 10,
-            bar_format=f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live}{{postfix}} · {{remaining}} left",
+            bar_format=f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live} · {{desc}}{{remaining}} left",
         )
 
     def step(self) -> None:
         self._bar.update()
 
     def report(self, loss: float, tokens_per_second: float | None) -> None:
-        rate = f" · {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
-        self._bar.set_postfix_str(f"loss {loss:.4f}{rate}", refresh=False)
+        rate = f"{tokens_per_second:,.0f} tokens/s · " if tokens_per_second else ""
+        self._bar.set_description_str(f"loss {loss:.4f} · {rate}", refresh=False)
 
     def say(self, text: str) -> None:
         """Print a line that stays, above the live one."""
