@@ -55,8 +55,10 @@ CommandLine = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture
 def user_environment() -> dict[str, str]:
-    """The variables of a user's shell: without the interpreter that the tests switch on, and without a key."""
-    return {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "WANDB_API_KEY"}}
+    """The variables of a user's shell: without the interpreter that the tests switch on, without a key, and without
+    what a wandb used by an earlier test of this process left (a child would talk to that one's service)."""
+    ours = ("TRITON_INTERPRET", "WANDB_API_KEY", "WANDB_SERVICE", "_WANDB", "PYTEST_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(ours)}
 
 
 @pytest.fixture

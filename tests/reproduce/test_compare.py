@@ -91,7 +91,9 @@ def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path, capsys):
     for offline in sweep.glob("*/wandb/offline-run-*"):
         shutil.copytree(offline, tmp_path / "wandb" / offline.name)
     from_files = table(find_runs([str(sweep)]))
-    from_wandb = table(find_runs([str(tmp_path / "wandb")]))
+    # Two runs may have started in one second, and then nothing orders their folders.
+    runs = sorted(find_runs([str(tmp_path / "wandb")]), key=lambda run: run.facts["attention"])
+    from_wandb = table(runs)
     assert [row[:6] for row in from_wandb] == [row[:6] for row in from_files]
     assert [row[-1] for row in from_wandb] == ["finished", "finished"]
     assert find_runs([str(tmp_path / "wandb")])[0].environment["torch"]
