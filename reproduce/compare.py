@@ -10,7 +10,7 @@ import html
 import os
 from pathlib import Path
 
-from .runs import Run, differing_environment, differing_settings, find_runs, same_tokens
+from .runs import STEP_PHASES, Run, differing_environment, differing_settings, find_runs, same_tokens
 
 HEADER = (
     "run",
@@ -19,6 +19,7 @@ HEADER = (
     "bits/byte",
     "tokens/s",
     "step ms",
+    "data / fwd+bwd / opt",
     "MFU",
     "peak GiB",
     "time",
@@ -72,6 +73,7 @@ def _row(first: Run, run: Run) -> list[str]:
         _number(bits, ".3f"),
         _number(run.speed("perf/tokens_per_second"), ",.0f") + _speed_ratio(first, run),
         _number(step_ms, ".1f"),
+        _step_split(run),
         _number(mfu, ".1%"),
         _number(run.peak_memory and run.peak_memory[1], ".2f") + _memory_ratio(first, run),
         _duration(seconds),
@@ -112,6 +114,11 @@ def _loss_difference(first: Run, run: Run) -> str:
         return ""
     step = max(common)
     return f" ({_signed(ours[step] - theirs[step])} at step {step:,.0f})"
+
+
+def _step_split(run: Run) -> str:
+    split = run.step_split()
+    return " / ".join(f"{split[name]:.2f}" for name in STEP_PHASES) if split else "-"
 
 
 def _signed(difference: float) -> str:
@@ -168,6 +175,11 @@ def notes(runs: list[Run]) -> list[str]:
             "memory on a CPU is the process's resident peak, Python and libraries included, and what an earlier run "
             "of the same sweep left."
         )
+    if any(run.step_split() for run in runs):
+        said.append(
+            "data / fwd+bwd / opt are ms of a step: until its batch is on the device, forward and backward, the "
+            "optimizer with clipping; on a GPU as the device saw them."
+        )
     if any(run.speed("perf/mfu") for run in runs):
         said.append("MFU counts 6 N + 12 L H Q T FLOPs a token: attention in full, no recomputation.")
     return said
@@ -223,7 +235,16 @@ ul.warn { background: #fff4f2; border: 1px solid #f3b8ae; border-left: 5px solid
 .red { color: #c8321f; font-weight: 600; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 16px; }
 .plots figure { margin: 0; padding: 10px; } .plots svg { width: 100%; height: auto; display: block; }
+.split td:nth-child(2) { width: 60%; } .split tr:last-child td { color: #616e7c; font-size: 13px; }
+.bar { display: flex; height: 18px; } .bar b { display: block; }
 """
+# In the colours of the plots' own split of a run's time.
+_SPLIT_COLOURS = {
+    "data": "#d9b45b",
+    "forward+backward": "#5b7c99",
+    "optimizer": "#9db4c7",
+    "other": "#c9cfd6",
+}
 
 
 def page(runs: list[Run]) -> str:
@@ -245,6 +266,7 @@ def page(runs: list[Run]) -> str:
         f'<ul class="warn">{warned}</ul>' if warned else "",
         f'<section class="card"><table><tr>{head}</tr>{body}</table></section>',
         f'<p class="note">{_escape(" ".join(each[0].upper() + each[1:] for each in notes(runs)))}</p>',
+        _split_bars(runs, shades),
         f'<h2>Plots</h2><div class="plots">{figures}</div>' if figures else "",
         _facts_table("Settings that differ", runs, differing_settings(runs), shades),
         _facts_table("Environment", runs, _environment(runs), shades, differing_environment(runs)),
@@ -255,6 +277,31 @@ def page(runs: list[Run]) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
         f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _split_bars(runs: list[Run], shades: list[str]) -> str:
+    """A stacked bar a run: where a step's time goes."""
+    splits = {run.label: split for run in runs if (split := run.step_split())}
+    if not splits:
+        return ""
+    longest = max(sum(split.values()) for split in splits.values())
+    rows = ""
+    for run, shade in zip(runs, shades, strict=True):
+        split = splits.get(run.label, {})
+        pieces = "".join(
+            f'<b style="width:{ms / longest:.2%};background:{_SPLIT_COLOURS[name]}" title="{name} {ms:.2f} ms"></b>'
+            for name, ms in split.items()
+        )
+        told = ", ".join(f"{name} {ms:.2f}" for name, ms in split.items()) or "not logged"
+        rows += f'<tr>{_named(run, shade)}<td><div class="bar">{pieces}</div></td><td>{told}</td></tr>'
+    legend = " ".join(
+        f'<i class="dot" style="background:{shade}"></i>{name}' for name, shade in _SPLIT_COLOURS.items()
+    )
+    return (
+        '<h2>Where the time of a step goes</h2><section class="card"><table class="split">'
+        f"<tr><th></th><th></th><th>ms a step</th></tr>{rows}<tr><td></td><td>{legend}</td><td></td></tr>"
+        "</table></section>"
     )
 
 

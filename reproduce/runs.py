@@ -30,6 +30,12 @@ _BOOKKEEPING = (
 _FACTS = ("dtype", "compiled", "world_size", "corpus")
 _RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device")
 _LEET_TIMEOUT = 120
+# What a step's time goes to, and the column that says how much.
+STEP_PHASES = {
+    "data": "perf/data_ms",
+    "forward+backward": "perf/forward_backward_ms",
+    "optimizer": "perf/optimizer_ms",
+}
 
 
 @dataclass
@@ -92,6 +98,17 @@ class Run:
             if (peak := self.last(f"perf/peak_{kind}_gib")) is not None:
                 return kind, peak
         return None
+
+    def step_split(self) -> dict[str, float] | None:
+        """Milliseconds of a step by what they went to, None for a run from before this was logged.
+
+        `other` is what these leave of the step: logging and the loop's own.
+        """
+        step_ms = self.speed("perf/step_ms")
+        split = {name: self.speed(column) for name, column in STEP_PHASES.items()}
+        if None in (step_ms, *split.values()):
+            return None
+        return {**split, "other": max(0.0, step_ms - sum(split.values()))}
 
     def time_split(self) -> dict[str, float] | None:
         """Seconds by what they went to, or None where the rows do not tell.

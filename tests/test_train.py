@@ -42,6 +42,10 @@ def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_pa
     summary = json.loads((run / "summary.json").read_text())
     assert summary["attention"] == "sdpa"
     assert summary["val/loss"] < first
+    for measured in (summary, {name: float(cell) for name, cell in rows(run)[-2].items() if cell}):
+        phases = [measured[f"perf/{phase}_ms"] for phase in ("data", "forward_backward", "optimizer")]
+        assert min(phases) > 0
+        assert sum(phases) <= measured["perf/step_ms"]
     assert {path.name for path in run.iterdir()} >= {
         *(
             "config.yaml",

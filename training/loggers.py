@@ -21,6 +21,10 @@ COLUMNS = [
     "val/perplexity",
     "val/bits_per_byte",
     "perf/step_ms",
+    # Of which; on CUDA as the device saw it. The rest is logging and the loop's own.
+    "perf/data_ms",
+    "perf/forward_backward_ms",
+    "perf/optimizer_ms",
     "perf/tokens_per_second",
     "perf/mfu",
     "perf/peak_allocated_gib",

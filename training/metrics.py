@@ -1,13 +1,16 @@
-"""What a run measures of itself: tokens per second, step time, MFU and peak memory."""
+"""What a run measures of itself: tokens per second, where a step's time goes, MFU and peak memory."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -50,23 +53,44 @@ def peak_flops(device: torch.device) -> float | None:
     return None
 
 
-@dataclass
-class Throughput:
-    """Tokens per second between two synchronised clock reads, without warm-up, evaluation and checkpoints.
+Batch = TypeVar("Batch")
 
-    `mark` closes a window at a step; `resume` starts the next one, and drops what came since the last mark.
+
+class Throughput:
+    """The time of a step and of its phases, without warm-up, evaluation and checkpoints.
+
+    `mark` closes a window at a step; `resume` starts the next one, and drops what came since the last mark. A step is
+    measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
+
+    Times are dicts of mean seconds a step: `step`, and of it `data` (until a batch is on the device),
+    `forward_backward` and `optimizer` (unscaling and clipping included). What is left is logging and the loop's own.
     """
 
-    world: World
-    # Steps that compile, allocate and pick algorithms.
-    warmup_steps: int = 3
-    _started: float | None = None
-    _window_steps: int = 0
-    total_steps: int = 0
-    total_seconds: float = 0.0
+    def __init__(self, world: World, warmup_steps: int = 3) -> None:
+        self.world = world
+        # Steps that compile, allocate and pick algorithms.
+        self.warmup_steps = warmup_steps
+        self.total_steps = 0
+        self._totals: Counter[str] = Counter()  # seconds
+        self._window_steps = 0
+        self._started = 0.0
+        self._phases = Phases(world.device)
+
+    def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """`batches`; the time until each is there counts as `data`, and what follows as `forward_backward`."""
+        self._phases.begin("data")
+        for batch in batches:
+            self._phases.begin("forward_backward")
+            yield batch
+            self._phases.begin("data")
+
+    def optimizer_begins(self) -> None:
+        """The rest of this step is the optimizer's."""
+        self._phases.begin("optimizer")
 
     def step(self) -> None:
         """Count one optimizer step, just done or at least queued on the device."""
+        self._phases.end()
         if self.warmup_steps:
             self.warmup_steps -= 1
             if not self.warmup_steps:
@@ -74,41 +98,82 @@ class Throughput:
         else:
             self._window_steps += 1
 
-    def mark(self) -> float | None:
-        """Seconds per step since the last mark, with the device synchronised; None without a measured step."""
+    def mark(self) -> dict[str, float] | None:
+        """Times since the last mark, with the device synchronised; None without a measured step."""
         if not self._window_steps:
             return None
         self.world.synchronize()
         now = time.perf_counter()
-        seconds, steps = now - self._started, self._window_steps
-        self.total_seconds += seconds
+        seconds, steps = {"step": now - self._started, **self._phases.read()}, self._window_steps
+        self._totals.update(seconds)
         self.total_steps += steps
         self._started, self._window_steps = now, 0
-        return seconds / steps
+        return {name: total / steps for name, total in seconds.items()}
 
     def resume(self) -> None:
         """Start the clock anew, after warm-up or after work that is not training."""
         self.world.synchronize()
+        self._phases.read()
         self._started, self._window_steps = time.perf_counter(), 0
 
     @property
-    def seconds_per_step(self) -> float | None:
-        """The mean over every measured window."""
-        return self.total_seconds / self.total_steps if self.total_steps else None
+    def mean(self) -> dict[str, float] | None:
+        """Times over every measured window."""
+        return {name: total / self.total_steps for name, total in self._totals.items()} or None
+
+
+class Phases:
+    """Seconds by phase; a phase lasts from its `begin` to the next `begin` or `end`.
+
+    On CUDA a phase is what passes on the stream: an event is recorded where it begins, the host waits for nothing,
+    and `data` is what the device lost to it, not how long the host waited while the device had other work. On a CPU
+    it is the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._stamps: list[tuple[str | None, torch.cuda.Event | float]] = []
+        self._spare: list[torch.cuda.Event] = []
+
+    def begin(self, phase: str) -> None:
+        self._stamps.append((phase, self._now()))
+
+    def end(self) -> None:
+        """What follows is not counted."""
+        self._stamps.append((None, self._now()))
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase since the last read. The device must have been synchronised since the last `end`."""
+        seconds: Counter[str] = Counter()
+        for (phase, start), (_, stop) in pairwise(self._stamps):
+            if phase:
+                seconds[phase] += start.elapsed_time(stop) / 1e3 if self._on_gpu else stop - start
+        if self._on_gpu:
+            self._spare += [event for _, event in self._stamps]
+        self._stamps.clear()
+        return dict(seconds)
+
+    def _now(self) -> torch.cuda.Event | float:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def performance(
-    seconds_per_step: float | None, tokens_per_step: int, flops_per_token: int, world: World
+    seconds: dict[str, float] | None, tokens_per_step: int, flops_per_token: int, world: World
 ) -> dict[str, float]:
-    """The perf/ metrics of a step time.
+    """The perf/ metrics of a step's times (see Throughput).
 
     perf/mfu is model FLOP/s over the devices' dense half-precision peak. Model FLOPs per token are
     6 N + 12 L H Q T (PaLM, arXiv 2204.02311, appendix B): full attention, no discount for causality, no recompute.
     """
-    if seconds_per_step is None:
+    if seconds is None:
         return {}
-    tokens_per_second = tokens_per_step / seconds_per_step
-    metrics = {"perf/step_ms": seconds_per_step * 1e3, "perf/tokens_per_second": tokens_per_second}
+    tokens_per_second = tokens_per_step / seconds["step"]
+    metrics = {f"perf/{name}_ms": each * 1e3 for name, each in seconds.items()}
+    metrics["perf/tokens_per_second"] = tokens_per_second
     if peak := peak_flops(world.device):
         metrics["perf/mfu"] = tokens_per_second * flops_per_token / (peak * world.size)
     return metrics

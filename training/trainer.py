@@ -127,7 +127,7 @@ class Trainer:
                 interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
-                for step, (inputs, targets) in enumerate(batches, self.start):
+                for step, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start):
                     loss, grad_norm = self.train_step(step, inputs, targets)
                     self.throughput.step()
                     progress.step()
@@ -186,6 +186,7 @@ class Trainer:
                     loss = self.parallel(x, y, dropout_seed=self._dropout_seed(step, micro))
                 self.scaler.scale(loss / self.accumulation).backward()
             total += loss.detach() / self.accumulation
+        self.throughput.optimizer_begins()
         self.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_clip or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
@@ -231,9 +232,9 @@ class Trainer:
             **memory(self.world.device),
         }
 
-    def _speed(self, seconds_per_step: float | None) -> dict[str, float]:
+    def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)
-        return performance(seconds_per_step, self.config.trainer.batch_tokens, flops, self.world)
+        return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
 
     def _evaluate(self) -> Evaluation:
         with closing(self._load(self.validation, 0, len(self.validation))) as batches:
@@ -265,7 +266,7 @@ class Trainer:
             **evaluation.metrics(),
             "val/tokens": evaluation.tokens,
             "val/text_bytes": evaluation.text_bytes,
-            **self._speed(self.throughput.seconds_per_step),
+            **self._speed(self.throughput.mean),
             **memory(self.world.device),
         }
 

@@ -1,5 +1,6 @@
 """`python -m reproduce compare` on real runs: what it shows, what it says differs, what it survives."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reproduce.__main__ import main
-from reproduce.compare import table
+from reproduce.compare import HEADER, page, table
 from reproduce.runs import find_runs
 from training.config import (
     AttentionConfig,
@@ -78,6 +79,45 @@ def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
     assert page.count("<svg") == 6
     assert "<script src" not in page
     assert "<link" not in page
+
+
+def test_a_step_is_split_in_the_table_and_as_a_bar_a_run(sweep):
+    runs = find_runs([str(sweep)])
+    column = HEADER.index("data / fwd+bwd / opt")
+    for run, row in zip(runs, table(runs), strict=True):
+        summary = run.summary
+        split = run.step_split()
+        assert sum(split.values()) == pytest.approx(summary["perf/step_ms"])
+        shown = [summary[f"perf/{phase}_ms"] for phase in ("data", "forward_backward", "optimizer")]
+        assert row[column] == " / ".join(f"{ms:.2f}" for ms in shown)
+        assert split["forward+backward"] > split["other"]
+    content = page(runs)
+    assert content.count('<div class="bar">') == 2
+    longest = max(sum(run.step_split().values()) for run in runs)
+    for run in runs:
+        share = run.summary["perf/optimizer_ms"] / longest
+        assert f'width:{share:.2%};background:#9db4c7" title="optimizer' in content
+
+
+def test_a_run_from_before_steps_were_split_is_compared_all_the_same(copies, capsys):
+    old = copies / "0_naive"
+    with (old / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    gone = [f"perf/{phase}_ms" for phase in ("data", "forward_backward", "optimizer")]
+    columns = [name for name in rows[0] if name not in gone]
+    with (old / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    summary = json.loads((old / "summary.json").read_text())
+    (old / "summary.json").write_text(json.dumps({k: v for k, v in summary.items() if k not in gone}))
+    runs = find_runs([str(copies)])
+    assert [run.step_split() is None for run in runs] == [True, False]
+    assert main(["compare", str(copies)]) == 0
+    assert table(runs)[0][HEADER.index("data / fwd+bwd / opt")] == "-"
+    content = (copies / "compare.html").read_text()
+    assert content.count('<div class="bar">') == 2
+    assert "not logged" in content
 
 
 def test_the_difference_of_losses_is_that_of_the_summaries(sweep):

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,29 +13,90 @@ from training.metrics import Throughput, peak_flops, performance
 CPU = World(torch.device("cpu"))
 
 
+def arriving(seconds: list[float]) -> Iterator[float]:
+    """A batch after each so many seconds."""
+    for each in seconds:
+        time.sleep(each)
+        yield each
+
+
 def test_warmup_and_pauses_are_not_counted():
     meter = Throughput(CPU, warmup_steps=2)
-    for _ in range(2):
-        time.sleep(0.2)  # compiling, say
+    for number, _ in enumerate(meter.waiting(arriving([0.2] * 2 + [0.01] * 10)), 1):
+        time.sleep(0.2 if number <= 2 else 0.01)  # compiling, say
+        meter.optimizer_begins()
         meter.step()
-    assert meter.mark() is None
-    for _ in range(5):
-        time.sleep(0.02)
-        meter.step()
-    assert meter.mark() == pytest.approx(0.02, rel=0.5)
-    time.sleep(0.3)  # an evaluation
-    meter.resume()
-    for _ in range(5):
-        time.sleep(0.02)
-        meter.step()
+        if number == 2:
+            assert meter.mark() is None
+        if number == 7:
+            assert 0.02 <= meter.mark()["step"] < 0.06
+            time.sleep(0.3)  # an evaluation
+            meter.resume()
     meter.mark()
-    assert meter.seconds_per_step == pytest.approx(0.02, rel=0.5)
+    step, *phases = meter.mean.values()
+    assert 0.02 <= sum(phases) <= step < 0.06
     assert meter.total_steps == 10
 
 
+def test_a_step_is_split_into_its_phases():
+    meter = Throughput(CPU, warmup_steps=1)
+    for number, _ in enumerate(meter.waiting(arriving([0.01] * 7)), 1):
+        time.sleep(0.04)
+        meter.optimizer_begins()
+        time.sleep(0.02)
+        meter.step()
+        time.sleep(0.01)  # logging, say
+        if number == 4:
+            meter.mark()
+    times = meter.mark()
+    assert list(times) == ["step", "data", "forward_backward", "optimizer"]
+    for step, data, forward_backward, optimizer in (times.values(), meter.mean.values()):
+        assert 0.01 <= data < 0.03
+        assert 0.04 <= forward_backward < 0.06
+        assert 0.02 <= optimizer < 0.04
+        # logging is of the step and of no phase
+        assert data + forward_backward + optimizer <= step - 0.005
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_phase_is_what_passes_on_the_stream():
+    """The host queues steps of some 20 ms and waits for none; slow data shows, data that is in time does not."""
+    meter = Throughput(World(torch.device("cuda", torch.cuda.current_device())), warmup_steps=1)
+    cycles = _cycles(0.01)
+
+    def queue_steps(count: int, late: float) -> None:
+        for _ in meter.waiting(arriving([late] * count)):
+            torch.cuda._sleep(cycles)
+            meter.optimizer_begins()
+            torch.cuda._sleep(cycles)
+            meter.step()
+
+    queue_steps(1, late=0.0)  # warm-up, which ends with the device idle
+    began = time.perf_counter()
+    queue_steps(5, late=0.0)
+    assert time.perf_counter() - began < 0.05  # the device will take twice as long
+    split = {"forward_backward": 0.01, "optimizer": 0.01}
+    assert meter.mark() == pytest.approx({"step": 0.02, "data": 0.0, **split}, abs=0.004)
+    queue_steps(5, late=0.05)
+    # All of the first wait, of the others what the device was not busy for.
+    assert meter.mark() == pytest.approx({"step": 0.054, "data": 0.034, **split}, abs=0.006)
+
+
+def _cycles(seconds: float) -> int:
+    """How many clock cycles the device sleeps in so many seconds."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    start.record()
+    torch.cuda._sleep(10**7)
+    stop.record()
+    torch.cuda.synchronize()
+    return int(10**7 * seconds / (start.elapsed_time(stop) / 1e3))
+
+
 def test_performance_of_a_step_time():
-    metrics = performance(0.5, tokens_per_step=1000, flops_per_token=10, world=CPU)
-    assert metrics == {"perf/step_ms": 500.0, "perf/tokens_per_second": 2000.0}
+    times = {"step": 0.5, "data": 0.1}
+    metrics = performance(times, tokens_per_step=1000, flops_per_token=10, world=CPU)
+    assert metrics == {"perf/step_ms": 500.0, "perf/data_ms": 100.0, "perf/tokens_per_second": 2000.0}
     assert performance(None, 1000, 10, CPU) == {}
 
 
@@ -59,7 +121,7 @@ def test_mfu_only_for_a_known_device(monkeypatch, name, tflops):
     gpu = World(torch.device("cuda", 0), size=2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert peak_flops(gpu.device) == (tflops and tflops * 1e12)
-    metrics = performance(1.0, tokens_per_step=1000, flops_per_token=10**9, world=gpu)
+    metrics = performance({"step": 1.0}, tokens_per_step=1000, flops_per_token=10**9, world=gpu)
     if tflops:
         assert metrics["perf/mfu"] == pytest.approx(1e12 / (2 * tflops * 1e12))
     else:
