@@ -26,10 +26,14 @@ def flash():
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_exact_at_every_length(flash, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
-    lengths = [length for length in LENGTHS if dtype is not torch.float32 or length <= 1024]
+    single = dtype is torch.float32
+    # ex2.approx is wrong by 2 ulp where exp is by 1, and cuBLAS splits its sums where we add in order: on an H200
+    # float32 errors were up to 1.5 times the limit of 16-bit types, where neither shows.
+    limits = {"rtol": 4.0, "ulp": 4.0} if single else {}
+    lengths = [length for length in LENGTHS if not single or length <= 1024]
     for q_len, kv_len in [(length, length) for length in lengths] + UNEQUAL:
         *tensors, d_out = inputs(q_len, kv_len, head_dim, dtype, batch=2, heads=2, seed=q_len, device="cuda")
-        assert_as_accurate(run(flash, tensors, d_out, causal=causal), tensors, d_out, causal=causal)
+        assert_as_accurate(run(flash, tensors, d_out, causal=causal), tensors, d_out, causal=causal, **limits)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
