@@ -1,25 +1,14 @@
-"""Flash attention as a function: checks, the two custom operators, and their gradient.
-
-The operators are opaque to torch.compile (`fullgraph=True` takes them whole) and live in a namespace named after this
-package, so that a checkout's `kernels` and an installed `tilegpt.kernels` can share a process.
-"""
-
-import functools
-import os
-from contextlib import AbstractContextManager, nullcontext
+"""Flash attention as a function: checks, the two operators, and their gradient."""
 
 import torch
-import triton
 
-from ..arguments import BLOCK_MASK_SIZE, check_dropout, check_features, check_inputs, check_scale
+from ..arguments import check_dropout, check_features, check_inputs, check_scale
 from ..registry import AttentionError
 from . import refuses_inputs
-from .backward import dkdv_kernel, dq_kernel
-from .forward import forward_kernel
-from .tiles import Tile, specify, tile_for
+from .launch import INTERPRETED, launch
+from .masks import block_lists, document_bounds
+from .operators import below_autograd, operator
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NAMESPACE = __package__.replace(".", "_")
 Tensor = torch.Tensor
 
 
@@ -79,18 +68,20 @@ def flash_attention(
     )
     left, right = window or (-1, -1)
     seed = _seed(dropout_seed, q.device) if dropout_p else None
-    starts, ends = _documents(cu_seqlens, q.shape[0], q.shape[2]) if cu_seqlens is not None else (None, None)
-    blocks = (None, None)
+    documents = blocks = (None, None)
+    if cu_seqlens is not None:
+        documents = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if block_mask is not None:
-        blocks = _block_lists(block_mask, q.shape[2], k.shape[2], causal, left, right)
-    out, lse, _ = _Flash.apply(
-        q, k, v, seed, alibi_slopes, sinks, starts, ends, kv_lengths, *blocks,
-        causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap, precise_delta,
-    )  # fmt: skip
+        blocks = block_lists(block_mask, q.shape[2], k.shape[2], causal, left, right)
+    tensors = (seed, alibi_slopes, *documents, kv_lengths, *blocks)
+    rules = (causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap, precise_delta)
+    if torch.compiler.is_compiling():
+        out, lse, _ = flash_forward(q, k, v, *tensors[:2], sinks, *tensors[2:], *rules)
+    else:  # what the operator would call, without the way there: 8 us
+        out, lse, _ = _Flash.apply(q, k, v, sinks, tensors, rules)
     return (out, lse) if return_lse else out
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_forward", mutates_args=())
 def flash_forward(
     q: Tensor,
     k: Tensor,
@@ -115,28 +106,20 @@ def flash_forward(
 
     out_low: with precise_delta what rounding took from out, like out; otherwise empty.
 
-    document_starts, document_ends: int32 (batch, q_len), first and last + 1 token of each token's document.
-    key_blocks, query_blocks: see `_block_lists`.
+    document_starts, document_ends: see `document_bounds`. key_blocks, query_blocks: see `block_lists`.
     """
-    batch, heads, q_len, _ = q.shape
-    out, lse, out_low = _outputs(q, precise_delta)
-    if out.numel() == 0:
-        return out, lse, out_low
-    given = (alibi_slopes, document_starts, kv_lengths)
-    tile, options = _launch("forward", q, k, given, causal, dropout_p, left, right, softcap)
-    with _on_device(q):
-        forward_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
+    out, lse, out_low = results = _forward_like(q, precise_delta)
+    if out.numel():
+        pointers = (
             q, k, v, out, out_low if precise_delta else None, lse,
             seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks,
-            *_strides(q, k, v, out), *_block_strides(key_blocks),
-            q_len, k.shape[2], scale,
-            *_row_strides(q, k, v, out),
-            **options,
         )  # fmt: skip
-    return out, lse, out_low
+        given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
+        rules = (causal, dropout_p, left, right, softcap, *given)
+        launch("forward", pointers, (q, k, v, out), key_blocks, q, k, scale, rules)
+    return results
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_backward", mutates_args=())
 def flash_backward(
     d_out: Tensor,
     d_lse: Tensor | None,
@@ -161,189 +144,101 @@ def flash_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq like q, dk like k, dv like v, delta like lse) for the gradients of out and, if it has one, of lse."""
-    batch, heads, q_len, _ = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    dq, dk, dv, delta = _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
+    dq, dk, dv, delta = results = _backward_like(q, k, v)
     if d_out.stride(-1) != 1:  # a gradient that was expanded from fewer elements
         d_out = d_out.contiguous()
     if d_lse is not None:
         d_lse = d_lse.contiguous()
-    rules = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
-    constant_rules = ((alibi_slopes, document_starts, kv_lengths), causal, dropout_p, left, right, softcap)
-    with _on_device(q):
-        if dq.numel():
-            tile, options = _launch("dq", q, k, *constant_rules)
-            dq_kernel[triton.cdiv(q_len, tile.block_m), heads, batch](
-                q, k, v, out, out_low, d_out, lse, d_lse, delta, dq, *rules, key_blocks,
-                *_strides(q, k, v, out, d_out, dq), *_block_strides(key_blocks),
-                q_len, kv_len, scale,
-                *_row_strides(q, k, v, out, d_out, dq),
-                **options,
-            )  # fmt: skip
-        if dk.numel():
-            tile, options = _launch("dkdv", q, k, *constant_rules)
-            dkdv_kernel[triton.cdiv(kv_len, tile.block_n), kv_heads, batch](
-                q, k, v, d_out, lse, delta, dk, dv, *rules, query_blocks,
-                *_strides(q, k, v, d_out, dk, dv), *_block_strides(query_blocks),
-                q_len, kv_len, scale,
-                *_row_strides(q, k, v, d_out, dk, dv),
-                **options,
-            )  # fmt: skip
-    return dq, dk, dv, delta
-
-
-@flash_forward.register_fake
-def _(q, *rest):
-    return _outputs(q, precise_delta=rest[-1])
-
-
-@flash_backward.register_fake
-def _(d_out, d_lse, out, lse, out_low, q, k, v, *rest):
-    return _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, seed, alibi_slopes, sinks, starts, ends, kv_lengths, *blocks = inputs[:11]
-    *ctx.constant_rules, precise_delta = inputs[11:]
-    out, lse, out_low = output
-    rules = (seed, alibi_slopes, starts, ends, kv_lengths, *blocks)
-    ctx.save_for_backward(sinks, out, lse, out_low if precise_delta else None, q, k, v, *rules)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, d_out, d_lse, d_out_low):
-    nothing = (None,) * (9 + len(ctx.constant_rules))
-    if d_out is None and d_lse is None:
-        return None, None, None, *nothing
-    sinks, out, lse, *tensors = ctx.saved_tensors
-    if d_out is None:
-        d_out = torch.zeros_like(out)
-    dq, dk, dv, delta = flash_backward(d_out, d_lse, out, lse, *tensors, *ctx.constant_rules)
-    if sinks is None:
-        return dq, dk, dv, *nothing
-    # A sink is a score like another, P = exp(sink - lse), whose value is 0: dS = P * (0 - delta).
-    d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
-    return dq, dk, dv, None, None, d_sinks, *nothing[3:]
-
-
-def _second_backward(ctx, *gradients):
-    raise AttentionError("attention=flash has no second derivative; use attention=naive")
-
-
-# For those who call the operator itself, and for opcheck.
-flash_forward.register_autograd(_backward, setup_context=_save)
+    masks = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
+    given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
+    rules = (causal, dropout_p, left, right, softcap, *given)
+    if dq.numel():
+        pointers = (q, k, v, out, out_low, d_out, lse, d_lse, delta, dq, *masks, key_blocks)
+        launch("dq", pointers, (q, k, v, out, d_out, dq), key_blocks, q, k, scale, rules)
+    if dk.numel():
+        pointers = (q, k, v, d_out, lse, delta, dk, dv, *masks, query_blocks)
+        launch("dkdv", pointers, (q, k, v, d_out, dk, dv), query_blocks, q, k, scale, rules)
+    return results
 
 
 class _Flash(torch.autograd.Function):
-    """The same gradient without what register_autograd does in Python on each call: on a CPU host, with the launch
-    itself stubbed out, a forward that will need gradients took 82 us instead of 166."""
+    """The gradient of `flash_forward`: in q, k, v and sinks. The other inputs come in two tuples: to autograd each
+    argument costs 0.3 us a call."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        results = flash_forward(*inputs)
-        _save(ctx, inputs, results)
+    def forward(ctx, q, k, v, sinks, tensors, rules):
+        seed, alibi_slopes, *masks = tensors
+        results = below_autograd(flash_forward, q, k, v, seed, alibi_slopes, sinks, *masks, *rules)
+        out, lse, out_low = results
+        *ctx.rules, precise_delta = rules
+        ctx.save_for_backward(sinks, out, lse, out_low if precise_delta else None, q, k, v, *tensors)
+        ctx.mark_non_differentiable(out_low)
+        ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
+    def backward(ctx, d_out, d_lse, _):
+        if d_out is None and d_lse is None:
+            return (None,) * 6
+        sinks, out, lse, *tensors = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        inputs = (d_out, d_lse, out, lse, *tensors, *ctx.rules)
+        # Gradients that are to be differentiated themselves meet the error of _Gradient.
+        twice = torch.is_grad_enabled()
+        dq, dk, dv, delta = flash_backward(*inputs) if twice else below_autograd(flash_backward, *inputs)
+        d_sinks = None
+        if sinks is not None:
+            # A sink is a score like another, P = exp(sink - lse), whose value is 0: dS = P * (0 - delta).
+            d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+        return dq, dk, dv, d_sinks, None, None
+
+    @classmethod
+    def of_operator(cls, q, k, v, seed, alibi_slopes, sinks, *rest):
+        """`flash_forward` to autograd."""
+        return cls.apply(q, k, v, sinks, (seed, alibi_slopes, *rest[:5]), rest[5:])
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        return below_autograd(flash_backward, *inputs)
+
+    @staticmethod
     def backward(ctx, *gradients):
-        return _backward(ctx, *gradients)
+        raise AttentionError("attention=flash has no second derivative; use attention=naive")
 
 
-flash_backward.register_autograd(_second_backward)
+def _forward_like(q: Tensor, precise_delta: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised out, lse and out_low."""
+    return _empty_like(q), _empty_rows(q), _empty_like(q) if precise_delta else q.new_empty(0)
 
 
-def _seed(seed: int | Tensor, device: torch.device) -> Tensor:
-    if isinstance(seed, Tensor):
-        return seed.to(device)
-    return torch.full(
-        (), seed, dtype=torch.int64, device=device
-    )  # a fill, where a copy would wait for the device
-
-
-def _documents(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """First and last + 1 token of each token's document, counted from the start of its row: int32 (batch, length)."""
-    tokens = torch.arange(batch * length, dtype=torch.int32, device=cu_seqlens.device)
-    # Offsets that do not end at batch * length give wrong documents, but never an index out of range on the device.
-    document = torch.searchsorted(cu_seqlens, tokens, right=True).clamp(1, cu_seqlens.shape[0] - 1)
-    row_start = tokens // length * length
-    starts, ends = cu_seqlens[document - 1] - row_start, cu_seqlens[document] - row_start
-    return starts.clamp(min=0).view(batch, length), ends.clamp(max=length).view(batch, length)
-
-
-def _block_lists(
-    mask: Tensor, q_len: int, kv_len: int, causal: bool, left: int, right: int
-) -> tuple[Tensor, Tensor]:
-    """A block mask as lists, without what the causal mask and the window hide anyway.
-
-    Returns:
-        int32 (batch or 1, heads or 1, query blocks, 1 + key blocks): for each 128 queries the number of key blocks to
-        visit, then which; and the same with queries and keys exchanged.
-    """
-    first_row = torch.arange(mask.shape[2], device=mask.device)[:, None] * BLOCK_MASK_SIZE + (kv_len - q_len)
-    first_key = torch.arange(mask.shape[3], device=mask.device) * BLOCK_MASK_SIZE
-    last_row, last_key = first_row + BLOCK_MASK_SIZE - 1, first_key + BLOCK_MASK_SIZE - 1
-    if causal or right >= 0:
-        mask = mask & (first_key <= last_row + (0 if causal else right))
-    if left >= 0:
-        mask = mask & (last_key >= first_row - left)
-
-    def lists(mask: Tensor) -> Tensor:
-        which = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return torch.cat([mask.sum(-1, keepdim=True), which], -1).to(torch.int32)
-
-    return lists(mask), lists(mask.transpose(2, 3))
-
-
-def _launch(
-    kernel: str, q: Tensor, k: Tensor, given: tuple[Tensor | None, ...], causal: bool, *rules: float
-) -> tuple[Tile, dict[str, object]]:
-    """The tile of a kernel and the keyword arguments every kernel takes. given: ALiBi slopes, documents, lengths."""
-    tile = tile_for(kernel, _architecture(q.device), q.shape[3], q.dtype)
-    flags = (tensor is not None for tensor in given)
-    spec = specify(tile, q.shape[3], causal, q.shape[1] // k.shape[1], *rules, *flags)
-    return tile, {"SPEC": spec, "num_warps": tile.warps, "num_stages": tile.stages}
-
-
-@functools.cache
-def _architecture(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def _on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the one of the tensors."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+def _backward_like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised dq, dk, dv and delta."""
+    return _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Uninitialised, shaped as x, dense, with heads inside tokens where x has them so (a view of a packed qkv)."""
-    batch, heads, length, head_dim = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
-    return x.new_empty(batch, heads, length, head_dim)
-
-
-def _outputs(q: Tensor, precise_delta: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised out, lse and out_low."""
-    return _empty_like(q), _empty_rows(q), _empty_like(q) if precise_delta else q.new_empty(0)
+    """As torch.empty_like: dense, with the axes in memory as x has them, so heads inside tokens for a packed qkv."""
+    like = torch.empty_like(x)
+    # Of windows that overlap (Tensor.unfold) it may put another axis last.
+    return like if like.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 def _empty_rows(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
+flash_forward = operator(flash_forward, lambda q, *rest: _forward_like(q, rest[-1]), _Flash.of_operator)
+flash_backward = operator(
+    flash_backward,
+    lambda d_out, d_lse, out, lse, low, q, k, v, *rest: _backward_like(q, k, v),
+    _Gradient.apply,
+)
 
 
-def _row_strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.stride(2) for tensor in tensors)
-
-
-def _block_strides(lists: Tensor | None) -> tuple[int, int]:
-    """From one batch and head to the next; 0 where they share a mask."""
-    if lists is None:
-        return 0, 0
-    return tuple(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1))
+def _seed(seed: int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(seed, Tensor):
+        return seed.to(device, non_blocking=True)  # of one on the CPU, without waiting for the device
+    return torch.full((), seed, dtype=torch.int64, device=device)  # a fill: to copy would be to wait

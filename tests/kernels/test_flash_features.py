@@ -197,7 +197,7 @@ def test_every_feature_passes_torchs_own_checks() -> None:
     slopes, sinks = torch.tensor([0.1, 0.01]), torch.tensor([0.0, 1.0], requires_grad=True)
     starts, ends = torch.zeros(1, 33, dtype=torch.int32), torch.full((1, 33), 33, dtype=torch.int32)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    blocks = kernels.flash.api._block_lists(mask, 33, 33, True, 20, -1)
+    blocks = kernels.flash.masks.block_lists(mask, 33, 33, True, 20, -1)
     options = (
         torch.tensor(3),
         slopes,

@@ -1,6 +1,6 @@
-"""What the interpreter skips of a launch: Triton's own reading of the arguments, and compilation from it. About 10 s.
+"""What the interpreter skips of a launch: Triton's reading of the arguments, compilation, and the way around both.
 
-In a process of its own, where Triton is told that an H100 is there and every launch stops once compiled.
+About 15 s. In a process of its own, where Triton is told that an H100 is there and a launch is only noted down.
 """
 
 import os
@@ -11,43 +11,106 @@ PROGRAM = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 
+launched = []
+
+class Launcher:
+    def __init__(self, src, metadata): self.takes = len(src.fn.arg_names)
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, exit, *arguments):
+        assert len(arguments) == self.takes
+        launched.append((self, (x, y, z)))
+
+class Utils:
+    def load_binary(self, *arguments): return object(), object(), 0, 0, 1024
+    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+
 class Driver:
+    utils, launcher_cls = Utils(), Launcher
     def get_current_device(self): return 0
     def get_current_stream(self, device): return 0
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 triton.runtime.driver.set_active(Driver())
-from kernels.flash import api
-from kernels.flash.backward import dkdv_kernel, dq_kernel
-from kernels.flash.forward import forward_kernel
+from kernels.flash import api, launch, masks
 
-api._architecture = lambda device: 90
-KERNELS = forward_kernel, dq_kernel, dkdv_kernel
+launch.architecture = lambda device: 90
+KERNELS = launch.KERNELS.values()
+slow = []
 for kernel in KERNELS:
-    kernel.run = lambda *arguments, run=kernel.run, **options: run(*arguments, **{**options, "warmup": True})
+    kernel.run = lambda *arguments, run=kernel.run, **options: slow.append(run) or run(*arguments, **options)
 
-def step(length, rules, tensors, kv_heads=4):
-    qkv = torch.randn(2, length, 3, 4, 64, dtype=torch.bfloat16)
-    q, k, v = (qkv[:, :, each].transpose(1, 2) for each in range(3))
-    k, v = k[:, :kv_heads], v[:, :kv_heads]
+def step(q, k, v, rules, tensors):
     out, lse, low = api.flash_forward(q, k, v, *tensors, *rules, True)
     api.flash_backward(out, lse, out, lse, low, q, k, v, *tensors[:2], *tensors[3:], *rules)
 
-plain = (True, 0.125, 0.0, -1, -1, 0.0), (None,) * 8
+def packed(length, heads=4, kv_heads=4, batch=2, offset=0, dtype=torch.bfloat16):
+    numbers = torch.randn(batch * length * 3 * heads * 64 + offset).to(dtype)
+    qkv = numbers[offset:].view(batch, length, 3, heads, 64)
+    q, k, v = (qkv[:, :, each].transpose(1, 2) for each in range(3))
+    return q, k[:, :kv_heads], v[:, :kv_heads]
+
+def compiled():
+    return [len(kernel.device_caches[0][0]) for kernel in KERNELS]
+
+plain, nothing = (True, 0.125, 0.0, -1, -1, 0.0), (None,) * 8
 for length in (256, 1024, 1, 77):
-    step(length, *plain)
-assert [len(kernel.device_caches[0][0]) for kernel in KERNELS] == [1, 1, 1], "a new length compiled again"
-documents = torch.zeros(2, 256, dtype=torch.int32)
-blocks = api._block_lists(torch.ones(1, 1, 2, 2, dtype=torch.bool), 256, 256, True, -1, -1)
-slopes = torch.rand(4)
-everything = (torch.tensor(3), slopes, slopes, documents, documents, documents[:, 0].contiguous(), *blocks)
-step(256, (True, 0.125, 0.1, 30, -1, 5.0), everything, kv_heads=1)
-print([len(kernel.device_caches[0][0]) for kernel in KERNELS])
+    step(*packed(length), plain, nothing)
+assert compiled() == [1, 1, 1], "a new length compiled again"
+documents = masks.document_bounds(torch.tensor([0, 100, 512], dtype=torch.int32), 2, 256)
+blocks = masks.block_lists(torch.ones(1, 1, 2, 2, dtype=torch.bool), 256, 256, True, -1, -1)
+slopes, lengths = torch.rand(4), torch.zeros(2, dtype=torch.int32)
+everything = (torch.tensor(3), slopes, slopes, *documents, lengths, *blocks)
+step(*packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0), everything)
+assert compiled() == [2, 2, 2]
+
+# What was launched once goes around Triton the next time, and comes to the same kernel and grid.
+def alone(q, k, v): return q.contiguous(), k.contiguous(), v.contiguous()
+cases = [
+    (packed(256), plain, nothing),
+    (packed(100, batch=1), plain, nothing),
+    (alone(*packed(77)), plain, nothing),
+    (packed(256, dtype=torch.float16), plain, nothing),
+    (packed(256, kv_heads=2), plain, nothing),
+    (packed(256), (False, *plain[1:]), nothing),
+    (packed(256), (*plain[:3], 64, -1, 0.0), nothing),
+    (packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0), everything),
+    (packed(256), plain, (None, slopes.bfloat16(), slopes, *nothing[3:])),
+    (packed(256), plain, (None, slopes, slopes.bfloat16(), *nothing[3:])),
+    (packed(256), plain, (*nothing[:6], *blocks)),
+    ([x[:, :, :, :48] for x in packed(256)], plain, nothing),
+    ([x.new_zeros(1, 4, 64, 65)[..., :64] for x in packed(64)], plain, nothing),
+]
+def launches(case):
+    del launched[:], slow[:]
+    (q, k, v), rules, tensors = case
+    step(q, k, v, rules, tensors)
+    assert len(launched) == 3
+    return launched[:]
+
+chosen = []
+for case in cases:
+    launch._compiled.clear()
+    chosen.append(launches(case))
+    assert len(slow) == 3
+launch._compiled.clear()
+for repeat in range(2):
+    for number, (case, want) in enumerate(zip(cases, chosen)):
+        assert launches(case) == want, f"case {number}: another kernel or grid"
+        assert not (repeat and slow), f"case {number}: Triton read the arguments again"
+kernels = [[launcher for launcher, grid in each] for each in chosen]
+assert kernels[8] != kernels[9] and kernels[0] != kernels[2]
+
+# A pointer that is no multiple of 16 bytes: never through the shortcut, and a kernel of its own.
+step(*packed(256), plain, nothing)
+del slow[:], launched[:]
+for _ in range(2):
+    step(*packed(256, offset=1), plain, nothing)
+assert len(slow) == 6 and launched[0][0] is not kernels[0][0]
+print("done")
 """
 
 
-def test_launches_compile_and_lengths_do_not_compile_again() -> None:
+def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "[2, 2, 2]"
+    assert done.stdout.strip() == "done"
