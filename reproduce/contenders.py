@@ -21,7 +21,8 @@ from training.optimizer import OptimizerConfig, build_optimizer
 
 from . import nanogpt
 
-HF_EAGER, HF_SDPA, NANOGPT, FUSED_LOSS = "hf_eager", "hf_sdpa", "nanogpt", "+fused_loss"
+HF_EAGER, HF_SDPA, FUSED_LOSS = "hf_eager", "hf_sdpa", "+fused_loss"
+NANOGPT, NANOGPT_BIASES = "nanogpt", "nanogpt_biases"
 # (tokens, targets, dropout seed) -> mean NLL
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -37,7 +38,8 @@ class Contender:
 
     Args:
         name: a backend of `kernels.ATTENTION` (with "+fused_loss": and kernels' head and loss in one operator),
-            hf_eager or hf_sdpa (transformers' GPT2LMHeadModel), or nanogpt.
+            hf_eager or hf_sdpa (transformers' GPT2LMHeadModel), nanogpt (as its train.py makes one, without
+            biases) or nanogpt_biases (as GPT-2 and ours are).
         config: shape, context and dropout.
         micro_batch, accumulation: sequences a forward takes, and forwards a step.
         compiler: torch.compile's backend, for the model as a whole; None: eager.
@@ -115,8 +117,8 @@ def _make(
     compiler: str | None,
     nanogpt_path: str,
 ) -> tuple[nn.Module, Loss]:
-    if name == NANOGPT:
-        theirs = nanogpt.build(nanogpt_path, config).to(device)
+    if name in (NANOGPT, NANOGPT_BIASES):
+        theirs = nanogpt.build(nanogpt_path, config, biases=name == NANOGPT_BIASES).to(device)
         forward = _compiled(theirs, compiler)
         return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
     if name in (HF_EAGER, HF_SDPA):

@@ -28,8 +28,10 @@ def load(path: str) -> ModuleType:
     return module
 
 
-def build(path: str, config: GPTConfig) -> nn.Module:
-    """nanoGPT's GPT in the shape of `config`, as its train.py makes one: no biases, its own initial weights.
+def build(path: str, config: GPTConfig, *, biases: bool) -> nn.Module:
+    """nanoGPT's GPT in the shape of `config`, with its own initial weights.
+
+    Its train.py leaves the biases of GPT-2 out; with them it has the parameters that ours has.
 
     `model(tokens, targets)` gives (logits, loss); attention is torch's, which takes its flash kernels on a GPU.
     """
@@ -43,6 +45,6 @@ def build(path: str, config: GPTConfig) -> nn.Module:
                 n_head=config.n_head,
                 n_embd=config.n_embd,
                 dropout=config.dropout,
-                bias=False,
+                bias=biases,
             )
         )

@@ -21,7 +21,7 @@ from model.gpt import GPT
 from training.metrics import peak_flops
 
 from . import contenders, nanogpt, timing
-from .contenders import FUSED_LOSS, HF_EAGER, HF_SDPA, NANOGPT, Contender, initial_model
+from .contenders import FUSED_LOSS, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES, Contender, initial_model
 from .experiment import Options, ReproduceError, Sample
 from .training_figures import draw, judge, table
 
@@ -123,7 +123,7 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
     """The groups with their contenders, in order of worth."""
     base, small, core = settings.contexts[0], settings.small, settings.core
     everyone = settings.backends or tuple(contenders.backends())
-    peers = (NANOGPT,) if settings.nanogpt else ()
+    peers = (NANOGPT, NANOGPT_BIASES) if settings.nanogpt else ()
 
     def group(part: str, model: str, context: int, dropout: float = 0.0, mode: str = "eager") -> Group:
         large = part == "gpt3"
@@ -204,7 +204,7 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
     _collect(options.device)
     began = time.perf_counter()
     contender = _build(options, group, name)
-    error = None if name == NANOGPT else _logit_error(contender, group)
+    error = None if name in (NANOGPT, NANOGPT_BIASES) else _logit_error(contender, group)
     weights = sum(p.numel() * p.element_size() for p in contender.model.parameters())
 
     def two_steps() -> None:
