@@ -125,6 +125,38 @@ def test_the_operators_pass_torchs_own_checks() -> None:
         torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, *none[:7], *rules))
 
 
+def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The numbers of x (2, 3, 40, 16), laid out as q may be; and one that is not dense in any order."""
+    packed = torch.stack([x.transpose(1, 2)] * 3, 2)
+    return {
+        "dense": x,
+        "heads inside tokens": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "heads outside": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "packed": packed[:, :, 1].transpose(1, 2),
+        "padded": torch.cat([x, x], 3)[..., :16],
+        "shared heads": x[:, :1].expand(2, 3, 40, 16),
+        "one head": x[:, :1],
+        "one token": x[:, :, :1],
+        "overlapping": x[..., 0].contiguous().view(2, 3, 40).unfold(2, 32, 1),
+    }
+
+
+@pytest.mark.parametrize("name", layouts(torch.zeros(2, 3, 40, 16)))
+def test_results_are_laid_out_as_torch_would(name: str) -> None:
+    """What SDPA promises a compiler (torch.empty_like of q, k and v), and what the operators promise it."""
+    x = layouts(torch.randn(2, 3, 40, 16))[name]
+    q, k, v = (x.detach().as_strided(x.shape, x.stride()).requires_grad_() for _ in range(3))
+    api = kernels.flash.api
+    none, rules = (None,) * 8, (True, 0.25, 0.0, -1, -1, 0.0)
+    out, lse, low = api.flash_forward(q, k, v, *none, *rules, True)
+    results = (out, low, *api.flash_backward(out, None, out, lse, low, q, k, v, *none[:7], *rules)[:3])
+    for result in results:
+        want = torch.empty_like(x)
+        assert result.stride() == want.stride() or want.stride(-1) != 1
+        assert result.stride(-1) == 1
+    torch.library.opcheck(api.flash_forward, (q, k, v, *none, *rules, True), test_utils="test_faketensor")
+
+
 def test_torch_compile_takes_it_whole() -> None:
     *tensors, d_out = inputs(40, 40, 16, torch.float32)
     compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)

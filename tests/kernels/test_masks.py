@@ -1,0 +1,135 @@
+"""Documents and block masks as the kernels read them, against the same in plain torch. About 5 s."""
+
+import pytest
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+
+import kernels
+from tests.kernels.accuracy import inputs
+
+masks = pytest.importorskip("kernels.flash.masks")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CPU_ONLY = pytest.mark.skipif(DEVICE == "cuda", reason="shapes that take the interpreter seconds")
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def bounds_in_torch(cu_seqlens: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.arange(batch * length, dtype=torch.int32, device=DEVICE)
+    document = torch.searchsorted(cu_seqlens, tokens, right=True).clamp(1, cu_seqlens.shape[0] - 1)
+    row_start = tokens // length * length
+    starts, ends = cu_seqlens[document - 1] - row_start, cu_seqlens[document] - row_start
+    return starts.clamp(min=0).view(batch, length), ends.clamp(max=length).view(batch, length)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        [0, 600],
+        [0, 3, 3, 67, 68, 299, 301, 599, 600],
+        [0, 0, 0, 600, 600, 600],
+        list(range(601)),
+        [0, 250, 400],  # documents that end early
+        [5, 10, 700],  # that begin late and end late
+    ],
+    ids=lambda bounds: str(bounds[:9]),
+)
+def test_document_bounds(bounds: list[int]) -> None:
+    bounds = ints(bounds)
+    for batch, length in ((1, 600), (2, 300), (600, 1)):
+        got, want = masks.document_bounds(bounds, batch, length), bounds_in_torch(bounds, batch, length)
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    strided = bounds.repeat_interleave(2)[::2]
+    assert torch.equal(masks.document_bounds(strided, 2, 300)[0], masks.document_bounds(bounds, 2, 300)[0])
+
+
+def test_no_tokens_have_no_bounds() -> None:
+    assert [x.shape for x in masks.document_bounds(ints([0, 0]), 2, 0)] == [(2, 0), (2, 0)]
+
+
+def lists_in_torch(mask, q_len, kv_len, causal, left, right):
+    """For each block the list of what it visits, as Python lists: of the queries' blocks, and of the keys'."""
+    rows, keys = (
+        torch.arange(mask.shape[2])[:, None] * 128 + (kv_len - q_len),
+        torch.arange(mask.shape[3]) * 128,
+    )
+    visible = mask.cpu().clone()
+    if causal or right >= 0:
+        visible &= keys <= rows + 127 + (0 if causal else right)
+    if left >= 0:
+        visible &= keys + 127 >= rows - left
+    return [
+        [each.nonzero().flatten().tolist() for each in of.flatten(0, 2)]
+        for of in (visible, visible.transpose(2, 3))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("causal", "left", "right"), [(True, -1, -1), (True, 300, -1), (False, -1, -1), (False, 200, 90)]
+)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(700, 700), (300, 1000), (1000, 300)])
+def test_block_lists(causal: bool, left: int, right: int, q_len: int, kv_len: int) -> None:
+    shape = (2, 3, -(-q_len // 128), -(-kv_len // 128))
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)).gt(0.4).to(DEVICE)
+    for part in (mask, mask[:1, :1], mask[:1].transpose(2, 3).contiguous().transpose(2, 3)):
+        got = masks.block_lists(part, q_len, kv_len, causal, left, right)
+        for of, want in zip(got, lists_in_torch(part, q_len, kv_len, causal, left, right), strict=True):
+            assert [each[1 : 1 + each[0]] for each in of.flatten(0, 2).tolist()] == want
+
+
+@CPU_ONLY
+def test_more_blocks_than_one_step_of_the_kernel() -> None:
+    mask = torch.rand(1, 1, 2, 300, generator=torch.Generator().manual_seed(0)).gt(0.5)
+    got = masks.block_lists(mask, 256, 300 * 128, False, -1, -1)
+    for of, want in zip(got, lists_in_torch(mask, 256, 300 * 128, False, -1, -1), strict=True):
+        assert [each[1 : 1 + each[0]] for each in of.flatten(0, 2).tolist()] == want
+
+
+def test_torchs_own_checks() -> None:
+    torch.library.opcheck(masks.document_bounds, (ints([0, 5, 40]), 2, 20))
+    mask = torch.ones(1, 2, 2, 3, dtype=torch.bool, device=DEVICE)
+    torch.library.opcheck(masks.block_lists, (mask, 200, 300, True, 20, -1))
+
+
+@CPU_ONLY
+def test_a_mask_that_changed_in_place_is_seen() -> None:
+    flash = kernels.get_attention("flash")
+    q, k, v, _ = (x.detach() for x in inputs(256, 256, 16, torch.float32))
+    bounds, blocks = ints([0, 100, 256]), torch.eye(2, dtype=torch.bool)[None, None]
+    for name, mask, change in (("cu_seqlens", bounds, (1, 30)), ("block_mask", blocks, ((0, 0, 1, 0), True))):
+        before = flash(q, k, v, **{name: mask})
+        mask[change[0]] = change[1]
+        after = flash(q, k, v, **{name: mask})
+        assert not torch.equal(before, after)
+        assert torch.equal(after, flash(q, k, v, **{name: mask.clone()}))
+
+
+@CPU_ONLY
+def test_in_a_compiled_step_layers_share_what_they_make_of_a_mask() -> None:
+    flash, counts = kernels.get_attention("flash"), []
+
+    def layers(q, k, v, cu_seqlens, block_mask):
+        for _ in range(3):
+            q = flash(q, k, v, cu_seqlens=cu_seqlens)
+            q = flash(q, k, v, block_mask=block_mask)
+        return q
+
+    def count(graph, _):
+        names = [str(node.target) for node in graph.graph.nodes]
+        counts.append(
+            [
+                sum(name in each for each in names)
+                for name in ("document_bounds", "block_lists", "flash_forward")
+            ]
+        )
+        return graph.forward
+
+    q, k, v, _ = inputs(40, 40, 16, torch.float32)
+    arguments = (q, k, v, ints([0, 7, 40]), torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)  # as inductor
+    compiled = torch.compile(layers, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(*arguments), layers(*arguments))
+    assert counts == [[1, 1, 6]]
