@@ -1,0 +1,106 @@
+"""The Hopper forward kernel alone, on a Hopper GPU: the accuracy gate at every length, views, bit for bit repeats."""
+
+import pytest
+import torch
+
+from kernels.naive import naive_attention
+from tests.kernels.accuracy import inputs
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+LENGTHS = [1, 17, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2048, 4096]
+UNEQUAL = [
+    (1, 239),
+    (113, 203),
+    (108, 256),
+    (256, 512),
+    (512, 256),
+    (1023, 1024),
+    (1024, 1023),
+    (1, 4096),
+    (700, 30),
+]
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    from kernels.flash.hopper_forward import hopper_forward, supports
+
+    assert supports(q, k, v)
+    out = torch.full_like(q, float("nan"))
+    lse = torch.full(q.shape[:3], float("nan"), device=q.device)
+    hopper_forward(q, k, v, out, lse, causal=causal, scale=q.shape[3] ** -0.5)
+    return out, lse
+
+
+def assert_accurate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+    """The gate of accuracy.py for out and lse."""
+    out, lse = run(q, k, v, causal)
+    want, want_lse = naive_attention(q.double(), k.double(), v.double(), causal=causal, return_lse=True)
+    peer = naive_attention(q, k * q.shape[3] ** -0.5, v, scale=1.0, causal=causal)
+    error, peer_error = (out.double() - want).abs(), (peer.double() - want).abs()
+    ulps = 2 * torch.finfo(q.dtype).eps * max(want.abs().max().item(), 0.5)
+    assert torch.isfinite(out).all()
+    assert error.max() <= 2 * peer_error.max() + ulps
+    assert error.mean() <= 1.25 * peer_error.mean() + ulps / 4
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+def normal(q_len: int, kv_len: int, head_dim: int, dtype: torch.dtype, **options) -> list[torch.Tensor]:
+    tensors = inputs(q_len, kv_len, head_dim, dtype, seed=q_len, device="cuda", **options)
+    return [x.detach() for x in tensors[:3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_exact_at_every_length(causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    for q_len, kv_len in [(length, length) for length in LENGTHS] + UNEQUAL:
+        assert_accurate(*normal(q_len, kv_len, head_dim, dtype, batch=2, heads=3, kv_heads=3), causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_several_tiles_a_program(causal: bool, head_dim: int) -> None:
+    """More tiles than the GPU has processors, with diagonals that do and do not begin on a block."""
+    for q_len, kv_len in [(1024, 1024), (1000, 1000), (700, 777), (777, 700), (130, 1300)]:
+        assert_accurate(
+            *normal(q_len, kv_len, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12), causal
+        )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
+def test_packed_views_and_grouped_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    qkv = torch.randn(2, 333, heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.transpose(1, 2) for x in qkv.split([heads, kv_heads, kv_heads], 2))
+    assert_accurate(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_250_repeats_agree_bit_for_bit(causal: bool, head_dim: int) -> None:
+    tensors = normal(1000, 1000, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12)
+    out, lse = run(*tensors, causal)
+    for _ in range(250):
+        again_out, again_lse = run(*tensors, causal)
+        assert torch.equal(again_out, out)
+        assert torch.equal(again_lse, lse)
+
+
+def test_extreme_scores_stay_finite() -> None:
+    """All scores equal and hugely negative, one key that wins everything, zeros."""
+    q, k, v = normal(300, 300, 64, torch.bfloat16, heads=2, kv_heads=2)
+    for a, b in [(q.abs() * 30, -k.abs() * 30), (q * 0, k), (q * 30, k * 30)]:
+        assert_accurate(a, b, v, causal=True)
+
+
+def test_refuses_what_tma_does_not_take() -> None:
+    from kernels.flash.hopper_forward import supports
+
+    x = torch.randn(2, 4, 64, 80, device="cuda", dtype=torch.bfloat16)
+    assert not supports(x, x, x)
+    odd = torch.randn(2, 4, 64, 68, device="cuda", dtype=torch.bfloat16)[..., :64]
+    assert not supports(odd, odd, odd)
+    shifted = torch.randn(2 * 4 * 64 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 4, 64, 64)
+    assert not supports(shifted, shifted, shifted)
