@@ -160,8 +160,7 @@ class TextFiles(LocalFiles):
     """Local .txt, .jsonl (also .gz, .zst) and .parquet files, in the order of the patterns, sorted within each.
 
     A .txt file is one document, or several with `separator` between them; a line or a row of the others is one.
-    Lines and row groups are read directly rather than through `datasets`, which would copy them to Arrow files or
-    stream each file in one process.
+    readers.py says why they are not read through `datasets`.
     """
 
     files: tuple[str, ...]

@@ -5,6 +5,7 @@ Both are pinned to a commit before anything is read, and say within seconds when
 
 import fnmatch
 import math
+import os
 import re
 import shutil
 import threading
@@ -209,6 +210,7 @@ class HubDataset:
         from datasets import load_dataset
         from huggingface_hub import constants
 
+        _limit_retries()
         if not constants.HF_HUB_OFFLINE:
             require_hub(self.repo)
         try:
@@ -223,7 +225,7 @@ class HubDataset:
             names = dataset.column_names or list(next(iter(dataset)))
         except Exception as error:  # a dozen kinds, and what they say is what helps
             self._remove_damaged()
-            raise _refused(self.repo, error) from error
+            raise _failed(self.repo, error) from error
         if not self.streaming:
             arrow_files = [Path(file["filename"]) for file in dataset.cache_files]
             self._remove_damaged(arrow_files[0].parent if arrow_files else None)
@@ -267,11 +269,7 @@ class HubPart:
     text_bytes: int
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
-        import datasets
-
-        # Each of these retries is half a minute of huggingface_hub's own; the default, 20, is ten minutes, and what
-        # is finished stays when this gives up.
-        datasets.config.STREAMING_READ_MAX_RETRIES = 2
+        _limit_retries()
         try:
             for rows in self.dataset.iter(256):
                 for text in rows[self.column]:
@@ -279,10 +277,43 @@ class HubPart:
         except DataError:
             raise
         except Exception as error:  # whatever a network, a file system and a file format can raise
-            raise _refused(self.path, error, _GOES_ON) from error
+            raise _failed(self.path, error, _GOES_ON) from error
 
 
-def require_hub(what: str) -> None:
+def _limit_patience() -> None:
+    """Have every request to the Hub wait no longer than this for an answer, unless the user says how long.
+
+    huggingface_hub waits 60 s in each of its last six tries for the headers of a file: six minutes of a mute network.
+    """
+    from huggingface_hub import get_session
+
+    hooks = get_session().event_hooks["request"]
+    if _in_a_hurry not in hooks:
+        hooks.append(_in_a_hurry)
+
+
+def _in_a_hurry(request: Any) -> None:
+    longest = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", _SECONDS))
+    timeouts = request.extensions["timeout"]
+    for phase in ("connect", "read"):
+        timeouts[phase] = min(timeouts[phase] or longest, longest)
+
+
+def _limit_retries() -> None:
+    """Have a stream give up a refused connection after 25 s and a mute one after a minute (both measured).
+
+    That is huggingface_hub's own patience, six tries and 23 s of pauses; `datasets` would begin it again up to 20
+    times, nine minutes where connections are refused. What is finished stays when this gives up.
+    """
+    import datasets
+
+    _limit_patience()
+    for kind in ("READ", "OPEN"):
+        setattr(datasets.config, f"STREAMING_{kind}_MAX_RETRIES", 1)
+        setattr(datasets.config, f"STREAMING_{kind}_RETRY_INTERVAL", 0)
+
+
+def require_hub(what: str, remedy: str = "") -> None:
     """Fail within seconds if the Hub cannot be reached; its clients would retry for half a minute or more."""
     from huggingface_hub import constants, get_session
 
@@ -293,7 +324,7 @@ def require_hub(what: str) -> None:
     except Exception as error:  # the HTTP library behind it is an implementation detail of huggingface_hub
         raise DataError(
             f"{what} cannot be had: no answer from {constants.ENDPOINT} ({type(error).__name__}): check the network, "
-            "or name a mirror in HF_ENDPOINT; what the Hub cache has already is used with HF_HUB_OFFLINE=1"
+            f"or name a mirror in HF_ENDPOINT; what the Hub cache has already is used with HF_HUB_OFFLINE=1{remedy}"
         ) from None
 
 
@@ -329,6 +360,18 @@ def _refused(what: str, error: BaseException, remedy: str = "") -> DataError:
     return DataError(f"{what} cannot be read: {type(error).__name__}: {message}{remedy}")
 
 
+def _failed(what: str, error: BaseException, remedy: str = "") -> DataError:
+    """Return the error of something that the network may be to blame for."""
+    from huggingface_hub import constants
+
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            require_hub(what, remedy)
+    except DataError as unreachable:
+        return unreachable
+    return _refused(what, error, remedy)
+
+
 def _hub_cache() -> Path:
     from huggingface_hub import constants
 
@@ -343,21 +386,21 @@ def _download(name: str, revision: str, received: "_Received") -> Path:
     """Return the file in the Hub cache, downloaded if it was not there (or in part), and whole."""
     from huggingface_hub import hf_hub_download
 
+    _limit_patience()
     try:
         path = hf_hub_download(
             OPENWEBTEXT,
             name,
             repo_type="dataset",
             revision=revision,
-            etag_timeout=_SECONDS,
             tqdm_class=received.bar_class(),
         )
     except OSError as error:
         if error.errno is not None:
             raise unwritable(_hub_cache(), error, "HF_HOME") from None
-        raise _refused(f"{OPENWEBTEXT}/{name}", error, _GOES_ON) from error
+        raise _failed(f"{OPENWEBTEXT}/{name}", error, _GOES_ON) from error
     except Exception as error:
-        raise _refused(f"{OPENWEBTEXT}/{name}", error, _GOES_ON) from error
+        raise _failed(f"{OPENWEBTEXT}/{name}", error, _GOES_ON) from error
     if _damaged(Path(path)):
         _remove(Path(path))
         raise arrived_damaged(f"{OPENWEBTEXT}/{name}")

@@ -4,17 +4,16 @@ No state and no scan: a batch is a pure function of (corpus, seed, n), so resumi
 sequences of a step do not depend on how many ranks share it.
 """
 
-import queue
-import threading
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import DataError
+from .ahead import ahead
 from .files import sha256_of
 from .manifest import read_manifest
 from .permutation import Permutation
@@ -222,37 +221,11 @@ def prefetch(
     """
     import torch
 
-    ready: queue.Queue = queue.Queue(maxsize=depth)
-    closed = threading.Event()
+    def make() -> Iterator[tuple[Any, Any]]:
+        for n in count(start) if stop is None else range(start, stop):
+            pair = (
+                torch.from_numpy(np.ascontiguousarray(array)) for array in batches.batch(n, rank, world_size)
+            )
+            yield tuple(tensor.pin_memory() if pin_memory else tensor for tensor in pair)
 
-    def put(item: Any) -> None:
-        while not closed.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        n = start
-        try:
-            while not closed.is_set() and n != stop:
-                pair = [
-                    torch.from_numpy(np.ascontiguousarray(array))
-                    for array in batches.batch(n, rank, world_size)
-                ]
-                put(tuple(tensor.pin_memory() if pin_memory else tensor for tensor in pair))
-                n += 1
-            put(None)
-        except Exception as error:
-            put(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        closed.set()
-        thread.join()
+    return ahead(make(), depth)

@@ -3,6 +3,18 @@
 A part is a small picklable description of some text (a byte range of a file, row groups of a parquet file, ...)
 with `text_bytes`, its approximate size, and `pieces()`, which yields (text, ends): `ends` says that the document
 ends with this piece. Parts can be read in any order by any process, so preparation is parallel and resumable.
+
+Local files are read with json and pyarrow, which `datasets` uses itself, rather than through `datasets`. Tried with
+5.2, streaming in each worker so that it makes no Arrow copy:
+
+    .parquet  The same tokens, a row group a unit; but a worker takes 2 to 4 CPU seconds and 260 MB to import it and
+              open the first file. With two workers 121 MB of text took 1.8 instead of 2.9 times fewer CPU seconds
+              than nanoGPT's prepare.py, and 545 MB went 1.26 instead of 1.82 times as fast as with one.
+    .jsonl    A file is one unit, for one process, and a kill loses all of it. A row without the column becomes an
+              empty document; a field that first appears after 10 MB, or changes its type there, stops the reading;
+              text that looks like a date becomes one. A broken line has it read the file again as a whole, 974 MB of
+              memory for 316 MB.
+    .txt      A document is read whole, 1,145 MB of memory for 288 MB, and its \\r\\n become \\n.
 """
 
 import io

@@ -8,8 +8,6 @@ Then the validation documents of all units are put in the order of the split.
 
 import hashlib
 import json
-import queue
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,11 +20,12 @@ import numpy as np
 import tiktoken
 
 from . import DataError
+from .ahead import ahead
 from .files import written_whole
 from .readers import Part
 from .tokenizer import load_encoder, load_tokenizer
 
-_READ_AHEAD_CHARACTERS = 1 << 20
+_BLOCK_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ def encode(
     encoding = load_encoder(workshop.tokenizer)
     documents = 0
     end_of_text = np.array([encoding.eot_token], np.uint32)
-    for block in _read_ahead(parts):
+    # a thread reads the next blocks while this one tokenises, which frees the GIL
+    for block in ahead(_blocks(parts), depth=2):
         tokens = []
         before = documents
         for text, ends in block:
@@ -130,48 +130,15 @@ def _encode_text(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
         raise DataError(f"a document of {len(text):,} characters beginning {text[:40]!r}: {error}") from None
 
 
-def _read_ahead(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
-    """Yield blocks of pieces; a thread reads the next ones while the caller tokenises, which frees the GIL."""
-    blocks: queue.Queue = queue.Queue(maxsize=2)
-    stop = threading.Event()
-
-    def put(item) -> None:
-        while not stop.is_set():
-            try:
-                return blocks.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def read() -> None:
-        try:
-            for block in _blocks(parts):
-                put(block)
-                if stop.is_set():
-                    return
-            put(None)
-        except Exception as error:
-            put(error)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        while (item := blocks.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        reader.join()
-
-
 def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
+    """Yield the pieces in blocks of about a million characters."""
     block, characters = [], 0
     for part in parts:
         try:
             for piece in part.pieces():
                 block.append(piece)
                 characters += len(piece[0])
-                if characters >= _READ_AHEAD_CHARACTERS:
+                if characters >= _BLOCK_CHARACTERS:
                     yield block
                     block, characters = [], 0
         except OSError as error:

@@ -5,7 +5,8 @@
         ... a subprocess with HF_ENDPOINT=hub.url and HF_HOME=an empty folder ...
 
 Misbehaviour is asked for by path: `cut` closes the connection in the middle of the next so many answers, `spoilt`
-serves other bytes of the same length, `down` closes every connection unanswered, and `dead` those for some paths.
+serves other bytes of the same length, `dead` paths have their connections closed unanswered, `down` has all of
+them, `mute` leaves all of them open unanswered, and `dies_at` sets one of these two when a path is asked for.
 """
 
 import hashlib
@@ -23,7 +24,9 @@ class HubStub:
         self.cut: dict[str, int] = {}
         self.spoilt: set[str] = set()
         self.dead: set[str] = set()
-        self.down = False
+        self.down = self.mute = False
+        self.dies_at: dict[str, str] = {}  # path -> "down" or "mute"
+        self.closed = threading.Event()
         self.log: list[tuple[str, str, str]] = []  # method, path, range
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -50,6 +53,7 @@ class HubStub:
         return self
 
     def __exit__(self, *_):
+        self.closed.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -67,7 +71,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self):
         hub, path = self.hub, self.path.split("?")[0]
         hub.log.append((self.command, path, self.headers.get("Range", "")))
-        if hub.down or any(path.endswith(name) for name in hub.dead):
+        for name, how in hub.dies_at.items():
+            if path.endswith(name):
+                setattr(hub, how, True)
+        if hub.mute:
+            hub.closed.wait()
+        if hub.mute or hub.down or any(path.endswith(name) for name in hub.dead):
             self.close_connection = True
             return
         if match := re.fullmatch(r"/datasets/(.+?)/resolve/([^/]+)/(.+)", path):
