@@ -19,6 +19,7 @@ from .registry import AttentionError
 
 # Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient.
 CHUNK_BYTES = 512 << 20
+TILE = 128  # rows of a matrix product's tile: chunks of whole tiles leave none partly empty
 NAMESPACE = __package__.replace(".", "_")
 
 
@@ -69,8 +70,9 @@ def _forward(
     loss, d_hidden, d_weight, counted = _empty_results(hidden, weight, with_gradient)
     counted.copy_((targets != -1).sum().clamp(min=1))
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    total = torch.zeros_like(d_weight, dtype=torch.float32)
-    chunk = max(1, CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+    # Chunks summed in 16 bits would lose digits.
+    total = d_weight.float().zero_()  # d_weight itself where that is float32
+    chunk = _chunk(hidden.shape[0], weight.shape[0] * hidden.element_size())
     with torch.autocast(hidden.device.type, enabled=False):
         head = weight.to(hidden.dtype)
         for begin in range(0, hidden.shape[0], chunk):
@@ -79,18 +81,26 @@ def _forward(
             _kernel().launch(logits, targets[rows], losses[rows], vocab_size, with_gradient)
             if with_gradient:
                 torch.mm(logits, head, out=d_hidden[rows])
-                total = _add_product(total, logits.T, hidden[rows])
+                _add_product(total, logits.T, hidden[rows])
             del logits  # before the next chunk's are made, so that one chunk is held and not two
     d_weight.copy_(total)
     loss.copy_(losses.sum() / counted)
     return loss, d_hidden, d_weight, counted
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a @ b with a float32 total: chunks summed in 16 bits would lose digits."""
+def _chunk(rows: int, row_bytes: int) -> int:
+    """Rows of a chunk: as few chunks as CHUNK_BYTES allows, all but the last of one size."""
+    chunks = max(1, -(-rows * row_bytes // CHUNK_BYTES))
+    chunk = max(1, -(-rows // chunks))
+    return chunk if chunk < TILE else -(-chunk // TILE) * TILE
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a @ b to a float32 total."""
     if a.device.type == "cuda" and a.dtype != total.dtype:
-        return torch.addmm(total, a, b, out_dtype=total.dtype)
-    return total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _empty_results(

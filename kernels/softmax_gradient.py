@@ -4,10 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-# A row of 50,304 16-bit logits is 98 KiB: read twice, the second time from the L2 cache. Not measured on a GPU yet.
-BLOCK = 4096
-WARPS = 8
+# A row of 50,304 16-bit logits is 98 KiB: read twice, the second time from the L2 cache.
+LANES = 1024  # columns that keep a maximum and a sum of their own: 16 bytes of each of 4 warps' threads
+DEPTH = 4  # times LANES columns a step: for so many exponentials there is one of a maximum that has grown
+WARPS = 4
 LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: -inf - -inf would be NaN
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def launch(
@@ -23,7 +26,7 @@ def launch(
     """
     softmax_gradient_kernel[(logits.shape[0],)](
         logits, targets, losses, logits.stride(0), vocab_size, logits.shape[1],
-        with_gradient, BLOCK, num_warps=WARPS,
+        with_gradient, DEPTH, LANES, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -36,38 +39,58 @@ def softmax_gradient_kernel(
     vocab_size,
     width,
     WITH_GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     Logits += row * stride_row
     target = tl.load(Targets + row)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    whole = vocab_size // (DEPTH * LANES) * (DEPTH * LANES)
 
-    # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), each column of
-    # the block for itself: one reduction over the block at the end instead of two a block.
-    lane_max = tl.full([BLOCK], LOWEST, tl.float32)
-    lane_sum = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, width, BLOCK):
-        at = begin + columns
-        # Masked by width, a multiple of 64, and not by vocab_size, so that a thread loads 16 bytes at once.
-        x = tl.load(Logits + at, mask=at < width, other=0.0).to(tl.float32)
-        x = tl.where(at < vocab_size, x, float("-inf"))
-        new_max = tl.maximum(lane_max, x)
-        lane_sum = lane_sum * tl.exp(lane_max - new_max) + tl.exp(x - new_max)
-        lane_max = new_max
+    # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), each lane for
+    # itself: one reduction over the lanes at the end instead of two a step. Logits in units of log 2, for exp2.
+    lane_max = tl.full([LANES], LOWEST, tl.float32)
+    lane_sum = tl.zeros([LANES], tl.float32)
+    for begin in range(0, whole, DEPTH * LANES):
+        x = tl.load(Logits + begin + columns).to(tl.float32) * LOG2_E
+        lane_max, lane_sum = add_exponentials(lane_max, lane_sum, x)
+    for begin in range(whole, width, DEPTH * LANES):
+        x = load_tail(Logits, begin + columns, vocab_size, width)
+        lane_max, lane_sum = add_exponentials(lane_max, lane_sum, x)
     row_max = tl.max(lane_max)
-    lse = row_max + tl.log(tl.sum(lane_sum * tl.exp(lane_max - row_max)))
-    at_target = tl.load(Logits + target, mask=target >= 0, other=0.0).to(tl.float32)
+    lse = row_max + tl.log2(tl.sum(lane_sum * tl.exp2(lane_max - row_max)))
     counts = target >= 0
-    tl.store(Losses + row, tl.where(counts, lse - at_target, 0.0))
+    at_target = tl.load(Logits + target, mask=counts, other=0.0).to(tl.float32) * LOG2_E
+    tl.store(Losses + row, tl.where(counts, (lse - at_target) * LN_2, 0.0))
 
     # Pass 2: d NLL / d logit = softmax - 1 at the target; 0 in the padding and in rows that do not count.
     if WITH_GRADIENT:
         tl.debug_barrier()  # every thread has read its logit at the target
-        for begin in range(0, width, BLOCK):
-            at = begin + columns
-            x = tl.load(Logits + at, mask=at < width, other=0.0).to(tl.float32)
-            x = tl.where(at < vocab_size, x, float("-inf"))
-            gradient = tl.where(counts, tl.exp(x - lse) - tl.where(at == target, 1.0, 0.0), 0.0)
-            tl.store(Logits + at, gradient.to(Logits.dtype.element_ty), mask=at < width)
+        shift = tl.where(counts, lse, float("inf"))
+        for begin in range(0, whole, DEPTH * LANES):
+            x = tl.load(Logits + begin + columns).to(tl.float32) * LOG2_E
+            tl.store(Logits + begin + columns, tl.exp2(x - shift).to(Logits.dtype.element_ty))
+        for begin in range(whole, width, DEPTH * LANES):
+            x = load_tail(Logits, begin + columns, vocab_size, width)
+            gradient = tl.exp2(x - shift).to(Logits.dtype.element_ty)
+            tl.store(Logits + begin + columns, gradient, mask=begin + columns < width)
+        tl.debug_barrier()  # and written its softmax there
+        tl.store(Logits + target, (tl.exp2(at_target - lse) - 1.0).to(Logits.dtype.element_ty), mask=counts)
+
+
+@triton.jit
+def load_tail(Logits, columns, vocab_size, width):
+    """Logits from the last whole step on: -inf from vocab_size on."""
+    # Masked by width, a multiple of 64, and not by vocab_size, so that a thread loads 16 bytes at once.
+    x = tl.load(Logits + columns, mask=columns < width, other=0.0).to(tl.float32) * LOG2_E
+    return tl.where(columns < vocab_size, x, float("-inf"))
+
+
+@triton.jit
+def add_exponentials(lane_max, lane_sum, x):
+    """The running maximum and sum of 2^(x - maximum) of each lane, with x (DEPTH, LANES) taken in."""
+    new_max = tl.maximum(lane_max, tl.max(x, 0))
+    lane_sum = lane_sum * tl.exp2(lane_max - new_max) + tl.sum(tl.exp2(x - new_max[None, :]), 0)
+    return new_max, lane_sum
