@@ -57,10 +57,36 @@ def test_auto_is_flash(text_file, tmp_path):
     assert train(config(text_file, "auto"), tmp_path)["attention"] == "flash"
 
 
-def test_fp16_scales_its_gradients(text_file, tmp_path):
-    full = train(config(text_file, "flash", Precision.fp32), tmp_path / "fp32")
-    half = train(config(text_file, "flash", Precision.fp16), tmp_path / "fp16")
-    assert half["val/loss"] == pytest.approx(full["val/loss"], rel=0.02)
+def test_fp16_scales_its_gradients(text_file, tmp_path, monkeypatch):
+    """The scaler begins at 2^16, overflows, and skips those steps. After 20 steps a skipped one still shows (the
+    second, in 2.931 instead of 2.850 on an H200), so the float32 run leaves out the same."""
+    skipped = []
+
+    class Noting(torch.amp.GradScaler):
+        steps = 0
+
+        def update(self):
+            before = self.get_scale()
+            super().update()
+            if self.get_scale() < before:
+                skipped.append(self.steps)
+            self.steps += 1
+
+    class LeavingOut(torch.amp.GradScaler):
+        steps = 0
+
+        def step(self, optimizer):
+            if self.steps not in skipped:
+                super().step(optimizer)
+            self.steps += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.amp, "GradScaler", Noting)
+        half = train(config(text_file, "flash", Precision.fp16), tmp_path / "fp16")
+        patch.setattr(torch.amp, "GradScaler", LeavingOut)
+        full = train(config(text_file, "flash", Precision.fp32), tmp_path / "fp32")
+    assert len(skipped) < 5
+    assert half["val/loss"] == pytest.approx(full["val/loss"], rel=0.005)
 
 
 def test_flash_needs_less_memory_than_naive(text_file, tmp_path):
