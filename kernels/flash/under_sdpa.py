@@ -60,8 +60,8 @@ def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *
         state.random_()
     rules = _rules(state, dropout_p, is_causal, scale, q.shape[-1], sinks=(None,))
     out, lse, _ = flash_forward(q, k, v, *rules, False)
-    nothing = q.new_empty(0)
-    return out, lse, None, None, q.shape[2], k.shape[2], state.view(torch.uint64), nothing, nothing
+    unused, no_debug_mask = q.new_empty((), dtype=torch.uint64), q.new_empty(0)
+    return out, lse, None, None, q.shape[2], k.shape[2], state.view(torch.uint64), unused, no_debug_mask
 
 
 def _backward(

@@ -1,0 +1,194 @@
+"""Flash attention inside PyTorch on a GPU: CUDA graphs, torch's checks of operators, inductor, and under SDPA."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kernels
+from tests.kernels.accuracy import inputs
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {"batch": 2, "heads": 4, "device": "cuda"}
+RULES = (True, 0.125, 0.0, -1, -1, 0.0)
+Tensor = torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def flash() -> Callable[..., Tensor]:
+    return kernels.get_attention("flash")
+
+
+def forward_and_backward(attention, tensors: list[Tensor], d_out: Tensor, **options) -> tuple[Tensor, ...]:
+    out = attention(*tensors, **options)
+    return out, *torch.autograd.grad(out, tensors, d_out)
+
+
+def captured(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles, which a capture must not
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(a, b, strict=True))
+
+
+def test_a_graph_replays_forward_and_backward_with_new_numbers_and_new_dropout(flash) -> None:
+    *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, **SHAPE)
+    seed = torch.tensor(3, device="cuda")
+    options = {"dropout_p": 0.2, "dropout_seed": seed}
+    graph, results = captured(lambda: forward_and_backward(flash, tensors, d_out, **options))
+    replays = []
+    for value in (3, 4):
+        seed.fill_(value)
+        graph.replay()
+        replays.append([x.clone() for x in results])
+        assert equal(replays[-1], forward_and_backward(flash, tensors, d_out, **options))
+    assert not torch.equal(replays[0][0], replays[1][0])
+    with torch.no_grad():
+        for x in (*tensors, d_out):
+            x.normal_()
+    graph.replay()
+    assert equal(results, forward_and_backward(flash, tensors, d_out, **options))
+
+
+def test_a_graph_reads_the_masks_of_each_replay_and_a_call_reads_what_a_replay_wrote(flash) -> None:
+    *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, **SHAPE)
+    bounds = [
+        torch.tensor([0, *inner, 600], dtype=torch.int32, device="cuda") for inner in ((100, 300), (7, 450))
+    ]
+    blocks = [torch.rand(1, 4, 3, 3, device="cuda") > 0.5 for _ in range(2)]
+    for name, masks in (("cu_seqlens", bounds), ("block_mask", blocks)):
+        source, mask = masks[0].clone(), masks[0].clone()
+        graph, results = captured(lambda: forward_and_backward(flash, tensors, d_out, **{name: mask}))  # noqa: B023
+        writer, _ = captured(lambda: (mask.copy_(source),))  # noqa: B023
+        for each in masks:
+            source.copy_(each)
+            writer.replay()
+            graph.replay()
+            assert equal(results, forward_and_backward(flash, tensors, d_out, **{name: each}))
+            assert equal(results, forward_and_backward(flash, tensors, d_out, **{name: mask}))
+
+
+def test_a_seed_on_the_cpu_does_not_wait_for_the_device(flash) -> None:
+    *tensors, _ = inputs(100, 100, 64, torch.bfloat16, **SHAPE)
+    want = flash(*tensors, dropout_p=0.5, dropout_seed=torch.tensor(7, device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outs = [flash(*tensors, dropout_p=0.5, dropout_seed=seed) for seed in (7, torch.tensor(7))]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(out, want) for out in outs)
+
+
+@pytest.mark.parametrize("precise_delta", [False, True])
+def test_the_operators_pass_torchs_own_checks(flash, precise_delta: bool) -> None:
+    *tensors, d_out = inputs(130, 200, 64, torch.bfloat16, kv_heads=2, **SHAPE)
+    api, slopes = kernels.flash.api, torch.rand(4, device="cuda")
+    seed, rules = torch.tensor(5, device="cuda"), (True, 0.125, 0.1, 100, -1, 20.0)
+    rest = (seed, slopes, *(None,) * 6)
+    torch.library.opcheck(api.flash_forward, (*tensors, *rest, *rules, precise_delta))
+    out, lse, low = api.flash_forward(*(x.detach() for x in tensors), *rest, *rules, True)
+    leaves = (out, lse, low if precise_delta else None, *(x.detach() for x in tensors))
+    for d_lse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, *rest[:2], *rest[3:], *rules))
+
+
+class Attention(torch.nn.Module):
+    """As in GPT-2: views of a packed qkv go in, and heads are merged by a view."""
+
+    def __init__(self, attention: Callable[..., Tensor], width: int = 256, heads: int = 4) -> None:
+        super().__init__()
+        self.attention, self.heads = attention, heads
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_views_of_a_packed_qkv_under_inductor(flash, mode: str) -> None:
+    torch.manual_seed(0)
+    model = Attention(flash).to("cuda", torch.bfloat16)
+    x, d_out = torch.randn(2, 4, 300, 256, device="cuda", dtype=torch.bfloat16)[:, :2].unbind()
+    results = []
+    for step in (model, torch.compile(model, fullgraph=True, mode=mode)):
+        for _ in range(
+            4 if step is not model else 1
+        ):  # with CUDA graphs: twice to warm up, to record, to replay
+            torch.compiler.cudagraph_mark_step_begin()
+            model.zero_grad()
+            out = step(x)
+            out.backward(d_out)
+        results.append([out.detach().clone(), *(each.grad.clone() for each in model.parameters())])
+    for got, want in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2 * want.abs().max().item(), rtol=0)
+
+
+@pytest.fixture
+def under_sdpa() -> Iterator[None]:
+    kernels.register()
+    torch.nn.attention.activate_flash_attention_impl("tilegpt")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_sdpa_gives_our_result_to_the_bit(
+    flash, under_sdpa, causal: bool, packed: bool, compiled: bool
+) -> None:
+    *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, kv_heads=4, **SHAPE)
+    if packed:
+        qkv = torch.stack([x.detach().transpose(1, 2) for x in tensors], 2)
+        tensors = [qkv[:, :, each].transpose(1, 2).requires_grad_() for each in range(3)]
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    ran = []
+    forward = kernels.flash.under_sdpa.flash_forward
+    kernels.flash.under_sdpa.flash_forward = lambda *inputs: ran.append(1) or forward(*inputs)
+    try:
+        sdpa = torch.compile(sdpa, fullgraph=True) if compiled else sdpa
+        got = forward_and_backward(sdpa, tensors, d_out)
+    finally:
+        kernels.flash.under_sdpa.flash_forward = forward
+    assert ran
+    assert equal(got, forward_and_backward(flash, tensors, d_out, causal=causal))
+
+
+def test_a_model_that_knows_nothing_of_us(flash, under_sdpa) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.MultiheadAttention(256, 4, bias=False, batch_first=True).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 100, 256, device="cuda", dtype=torch.bfloat16)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(100, device="cuda", dtype=torch.bfloat16)
+    got = model(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    q, k, v = F.linear(x, model.in_proj_weight).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+    want = F.linear(flash(q, k, v).transpose(1, 2).flatten(2), model.out_proj.weight)
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-2)
+
+
+def test_dropout_under_sdpa_comes_from_torchs_generator(under_sdpa) -> None:
+    q, k, v, _ = inputs(100, 100, 64, torch.bfloat16, kv_heads=4, **SHAPE)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
