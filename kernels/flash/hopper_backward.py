@@ -1,0 +1,527 @@
+"""The backward for Hopper (sm_90a), in Gluon: five products in one kernel, and still bit for bit repeatable.
+
+A program owns KEYS keys, half of them in each of two warpgroups. One warp moves tiles of Q and dO into rings of
+shared memory by TMA, one lays the rows' log-sum-exp and delta beside them. The warpgroups issue their products
+asynchronously (FlashAttention-3's schedule, Shah et al. 2024) on the transposes S^T = K Q^T and dP^T = V dO^T, as
+backward.py does.
+
+dQ sums over keys, so over programs: two more warps add each tile to a float32 sum in memory by TMA. They do it in one
+order, programs with later keys first, handed on by a counter for each block of queries. Programs start in that order,
+so none waits for one that starts after it; and each begins with the first queries that see its keys, so that it
+hardly ever waits (at most 3 % of its time was measured, LOG.md).
+
+Plain attention only; the rest is the portable kernels' (backward.py).
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
+KEYS = gl.constexpr(128)
+STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory
+# head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
+BLOCK_M = {64: 128, 128: 64}
+GLUON_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+Tensor = torch.Tensor
+
+
+class Ring(NamedTuple):
+    """Tiles in shared memory; barriers that say of each that it has come, and that it may be overwritten."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Work(NamedTuple):
+    """What a program does: keys from first_key on, and `steps` blocks of queries from `first` on.
+
+    The first `masked` blocks need a mask.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    sequence: gl.tensor  # head of the whole batch
+    key_block: gl.tensor
+    first: gl.tensor
+    steps: gl.tensor
+    masked: gl.tensor
+    q_len: gl.tensor
+    kv_len: gl.tensor
+
+
+@gl._core.builtin
+def tma_add(descriptor, coordinates, source, _semantic=None):
+    """As tma.async_copy_shared_to_global, but adds; Gluon has no name for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def wait_turn(Turn, turn):
+    """Spin until the counter is at `turn`; then what was added before is there."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred other;
+        .reg .b32 now;
+        again:
+        ld.acquire.gpu.global.b32 now, [$1];
+        setp.ne.b32 other, now, $2;
+        @other bra again;
+        fence.proxy.async;
+        mov.b32 $0, now;
+        }""",
+        "=r,l,r",
+        [Turn, turn],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def pass_turn(Turn, turn):
+    """Set the counter to `turn` when what this warp adds is in memory."""
+    gl.inline_asm_elementwise(
+        """{
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
+        fence.proxy.async;
+        st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, $2;
+        }""",
+        "=r,l,r",
+        [Turn, turn],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def meet():
+    """Wait for the other warpgroup."""
+    one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    token = gl.full([128], 0, gl.int32, one_each)
+    gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
+
+
+@gluon.jit
+def load_tiles(q_desc, k_desc, v_desc, do_desc, k_tile, v_tile, kv_full, queries, d_outs, work):
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    first_key = work.key_block * KEYS
+    mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [work.batch, work.head, first_key, 0], kv_full, k_tile)
+    tma.async_copy_global_to_shared(v_desc, [work.batch, work.head, first_key, 0], kv_full, v_tile)
+    for step in range(work.steps):
+        place = [work.batch, work.head, (work.first + step) * BLOCK_M, 0]
+        fetch(q_desc, place, queries, step)
+        fetch(do_desc, place, d_outs, step)
+
+
+@gluon.jit
+def fetch(desc, place, ring, step):
+    """Start the copy of a tile as soon as both warpgroups have left its stage."""
+    stage = step % STAGES
+    mbarrier.wait(ring.empty.index(stage), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, place, ring.full.index(stage), ring.tiles.index(stage))
+
+
+@gluon.jit
+def load_rows(Lse, Delta, lse_ring, delta_ring, rows_full, queries, work):
+    """Lay lse, in powers of two, and delta beside the tiles of queries."""
+    BLOCK_M: gl.constexpr = lse_ring.shape[1]
+    offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
+    Lse += work.sequence.to(gl.int64) * work.q_len
+    Delta += work.sequence.to(gl.int64) * work.q_len
+    for step in range(work.steps):
+        stage = step % STAGES
+        rows = (work.first + step) * BLOCK_M + offsets
+        lse = gl.load(Lse + rows, mask=rows < work.q_len, other=float("-inf")) * LOG2_E
+        delta = gl.load(Delta + rows, mask=rows < work.q_len, other=0.0)
+        # Of a row that sees nothing, or lies beyond the end, exp2(S - inf) is 0.
+        lse = gl.where(lse == float("-inf"), float("inf"), lse)
+        mbarrier.wait(queries.empty.index(stage), (step // STAGES & 1) ^ 1)
+        lse_ring.index(stage).store(lse)
+        delta_ring.index(stage).store(delta)
+        mbarrier.arrive(rows_full.index(stage))
+
+
+@gluon.jit
+def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constexpr, CAUSAL: gl.constexpr):
+    """Add every other tile of dQ, from the WHICH-th on, each in its turn."""
+    # The warpgroups' halves of a tile are 64 of its queries, or 64 of the head's dimensions.
+    DOWN: gl.constexpr = 64 if BLOCK_M > 64 else 0
+    ACROSS: gl.constexpr = 64 - DOWN
+    row_blocks = gl.cdiv(work.q_len, BLOCK_M)
+    last_key_block = gl.cdiv(work.kv_len, KEYS) - 1
+    Turns += work.sequence * row_blocks
+    for step in range(WHICH, work.steps, 2):
+        block = work.first + step
+        seen_last = last_key_block
+        if CAUSAL:
+            last_seen_key = (block + 1) * BLOCK_M - 1 + work.kv_len - work.q_len
+            seen_last = gl.minimum(last_key_block, last_seen_key // KEYS)
+        turn = seen_last - work.key_block
+        row = (work.sequence * row_blocks + block) * BLOCK_M
+        wait_turn(Turns + block, turn)
+        for half in gl.static_range(2):
+            tile = 2 * WHICH + half
+            mbarrier.wait(sums.full.index(tile), step // 2 & 1)
+            place = [row + half * DOWN, half * ACROSS]
+            if turn == 0:
+                tma.async_copy_shared_to_global(sum_desc, place, sums.tiles.index(tile))
+            else:
+                tma_add(sum_desc, place, sums.tiles.index(tile))
+        tma.store_wait(0)
+        mbarrier.arrive(sums.empty.index(WHICH))
+        pass_turn(Turns + block, turn + 1)
+
+
+@gluon.jit
+def consume(
+    dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full, ds_ring, sums,
+    work, scale, HALF_: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of half of the keys, and half of each tile of dQ."""
+    BLOCK_M: gl.constexpr = queries.tiles.shape[3]
+    HEAD_DIM: gl.constexpr = queries.tiles.shape[4]
+    dtype: gl.constexpr = k_tile.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    keys = k_tile.reshape([KEYS, HEAD_DIM])
+    k = keys.slice(HALF_ * HALF, HALF)
+    v = v_tile.reshape([KEYS, HEAD_DIM]).slice(HALF_ * HALF, HALF)
+    dk = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
+    dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
+    mbarrier.wait(kv_full, 0)
+
+    for step in range(work.steps):
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        q = queries.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        d_out = d_outs.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
+        # The mask goes in before the product: no branch may stand between products under way.
+        bias = zeros
+        if MASKED and step < work.masked:
+            bias = mask(zeros, HALF_, (work.first + step) * BLOCK_M, work, CAUSAL)
+        mbarrier.wait(queries.full.index(stage), phase)
+        s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
+        mbarrier.wait(d_outs.full.index(stage), phase)
+        dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(rows_full.index(stage), phase)
+        s = warpgroup_mma_wait(1, [s])
+        lse = lse_ring.index(stage).load(gl.SliceLayout(0, scores_layout))
+        p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+        rounded_p = gl.convert_layout(p.to(dtype), operand)
+        # Before the wait for dP: ptxas would move that wait in front of the exponentials.
+        dv = warpgroup_mma(rounded_p, d_out, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp])
+        delta = delta_ring.index(stage).load(gl.SliceLayout(0, scores_layout))
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds_tile = ds_ring.index(step & 1)
+        ds_tile.slice(HALF_ * HALF, HALF).store(ds)
+        fence_async_shared()
+        meet()
+        if BLOCK_M > HALF:
+            ds_part = ds_tile.slice(HALF_ * HALF, HALF, dim=1)
+            k_part = keys
+        else:
+            ds_part = ds_tile
+            k_part = keys.slice(HALF_ * HALF, HALF, dim=1)
+        dq = gl.zeros([HALF, HALF], gl.float32, dq_layout)
+        dq = warpgroup_mma(ds_part.permute((1, 0)), k_part, dq, use_acc=False, is_async=True)
+        rounded_ds = gl.convert_layout(ds, operand)
+        dk = warpgroup_mma(rounded_ds, q, dk, is_async=True)
+        # The left operands stay named until they have been read: ptxas before 13.3 reuses their registers at once.
+        dv, rounded_p = warpgroup_mma_wait(2, [dv, rounded_p])
+        mbarrier.arrive(d_outs.empty.index(stage))
+        dq = warpgroup_mma_wait(1, [dq])
+        buffer = step & 1
+        mbarrier.wait(sums.empty.index(buffer), (step // 2 & 1) ^ 1)
+        sums.tiles.index(2 * buffer + HALF_).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(sums.full.index(2 * buffer + HALF_))
+        dk, rounded_ds = warpgroup_mma_wait(0, [dk, rounded_ds])
+        mbarrier.arrive(queries.empty.index(stage))
+
+    meet()  # K and V are not needed any more
+    k.store((dk * scale).to(dtype))
+    v.store(dv.to(dtype))
+    fence_async_shared()
+    meet()
+    if HALF_ == 0:
+        place = [work.batch, work.head, work.key_block * KEYS, 0]
+        tma.async_copy_shared_to_global(dk_desc, place, k_tile)
+        tma.async_copy_shared_to_global(dv_desc, place, v_tile)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def mask(zeros, HALF_: gl.constexpr, first_row, work, CAUSAL: gl.constexpr):
+    """zeros, but -inf where a query must not see a key or there is no key."""
+    layout: gl.constexpr = zeros.type.layout
+    keys = work.key_block * KEYS + HALF_ * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    seen_from = keys * 0
+    if CAUSAL:
+        seen_from = keys - (work.kv_len - work.q_len) - first_row
+    seen_from = gl.where(keys < work.kv_len, seen_from, zeros.shape[1])
+    rows = gl.arange(0, zeros.shape[1], gl.SliceLayout(0, layout))
+    return gl.where(rows[None, :] >= seen_from[:, None], zeros, float("-inf"))
+
+
+@gluon.jit
+def plan(heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+    """The work of this program. Heads come in groups; in a group the last keys come first."""
+    key_blocks = gl.cdiv(kv_len, KEYS)
+    row_blocks = gl.cdiv(q_len, BLOCK_M)
+    index = gl.program_id(0)
+    first_sequence = index // (together * key_blocks) * together
+    index -= first_sequence * key_blocks
+    in_group = gl.minimum(together, sequences - first_sequence)
+    sequence = first_sequence + index % in_group
+    key_block = key_blocks - 1 - index // in_group
+    first_key = key_block * KEYS
+    first = 0
+    masked = 0
+    if CAUSAL:
+        offset = kv_len - q_len
+        first = gl.maximum(first_key - offset, 0) // BLOCK_M
+        masked = gl.cdiv(gl.maximum(first_key + KEYS - 1 - offset, 0), BLOCK_M) - first
+    steps = row_blocks - first
+    if first_key + KEYS > kv_len:
+        masked = steps
+    return Work(
+        sequence // heads, sequence % heads, sequence, key_block, first, steps, masked, q_len, kv_len
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(each), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def make_ring(desc):
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+    return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+
+
+@gluon.jit(do_not_specialize=["heads", "sequences", "together", "q_len", "kv_len"])
+def hopper_backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns,
+    heads, sequences, together, q_len, kv_len, scale,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """dK, dV and the float32 sum of dQ / scale. Grid (ceil(kv_len / KEYS) * sequences,).
+
+    Lse, Delta: float32 (batch, heads, q_len), contiguous. Turns: int32 zeros, one a block of queries.
+    """
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    work = plan(heads, sequences, together, q_len, kv_len, BLOCK_M, CAUSAL)
+
+    k_tile = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
+    queries = make_ring(q_desc)
+    d_outs = make_ring(do_desc)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
+    ds_ring = gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_M], ds_layout)
+    sum_tiles = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], sum_desc.layout)
+    sums = Ring(sum_tiles, make_barriers(4, 1), make_barriers(2, 1))
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    rows_full = make_barriers(STAGES, 1)
+    kv_full = make_barriers(1, 1).index(0)
+    fence_async_shared()
+
+    gl.warp_specialize(
+        [
+            (consume, (
+                dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
+                ds_ring, sums, work, scale, gl.constexpr(0), CAUSAL, MASKED,
+            )),
+            (consume, (
+                dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
+                ds_ring, sums, work, scale, gl.constexpr(1), CAUSAL, MASKED,
+            )),
+            (load_tiles, (q_desc, k_desc, v_desc, do_desc, k_tile, v_tile, kv_full, queries, d_outs, work)),
+            (load_rows, (Lse, Delta, lse_ring, delta_ring, rows_full, queries, work)),
+            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(0), CAUSAL)),
+            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(1), CAUSAL)),
+        ],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def delta_kernel(
+    Out, DOut, Delta, Turns,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O), and all turns to 0. Grid (heads, ceil(q_len / BLOCK_M), batch)."""
+    head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    sequence = batch * tl.num_programs(0) + head
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (rows < q_len)[:, None]
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    Out += batch * stride_ob + head * stride_oh
+    DOut += batch * stride_dob + head * stride_doh
+    out = tl.load(Out + rows[:, None].to(tl.int64) * stride_om + dims, mask=inside, other=0.0)
+    d_out = tl.load(DOut + rows[:, None].to(tl.int64) * stride_dom + dims, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    tl.store(Delta + sequence * q_len + rows, delta, mask=rows < q_len)
+    tl.store(Turns + sequence * tl.num_programs(1) + block, 0)
+
+
+@triton.jit(do_not_specialize=["q_len", "blind"])
+def round_kernel(
+    Sum,
+    DQ,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    q_len,
+    blind,
+    scale,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """dQ = scale * its float32 sum, which the `blind` first queries have none of. Grid as delta_kernel's."""
+    head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    sequence = batch * tl.num_programs(0) + head
+    offsets = tl.arange(0, BLOCK_M)[:, None]
+    rows = block * BLOCK_M + offsets
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    Sum += (sequence * tl.num_programs(1) + block) * (BLOCK_M * HEAD_DIM)
+    dq = tl.load(Sum + offsets * HEAD_DIM + dims, mask=rows >= blind, other=0.0) * scale
+    DQ += batch * stride_qb + head * stride_qh
+    tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq.to(DQ.dtype.element_ty), mask=rows < q_len)
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
+    """Whether `hopper_backward` takes these: 16-bit on Hopper, head_dim 64 or 128, as many heads in k and v as in q,
+    no length 0, and q, k, v and d_out with strides that TMA takes (a contiguous copy of d_out always has them)."""
+    return (
+        q.device.type == "cuda"
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] in BLOCK_M
+        and q.shape[1] == k.shape[1]
+        and q.numel() > 0
+        and k.numel() > 0
+        and q.numel() // q.shape[3] + q.shape[0] * q.shape[1] * 128 < 2**31  # rows of dQ's sum, an int32
+        and all(_fits_tma(x) for x in (q, k, v, d_out))
+        and out.stride(3) == 1
+    )
+
+
+def _fits_tma(x: Tensor) -> bool:
+    """Whether rows begin on multiples of 16 bytes, none twice."""
+    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
+
+
+def hopper_backward(
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    delta: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> None:
+    """Fill dq, dk, dv and delta with the gradients of attention; see `supports`.
+
+    Needs 4 * head_dim bytes a query and head for the sum of dQ, freed on return.
+
+    Args:
+        d_out, out, q, dq: (batch, heads, q_len, head_dim); k, v, dk, dv: (batch, heads, kv_len, head_dim).
+        lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
+        dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
+    """
+    batch, heads, q_len, head_dim = q.shape
+    kv_len = k.shape[2]
+    sequences = batch * heads
+    block_m = BLOCK_M[head_dim]
+    row_blocks, key_blocks = triton.cdiv(q_len, block_m), triton.cdiv(kv_len, KEYS.value)
+    dq_sum = q.new_empty(sequences * row_blocks * block_m, head_dim, dtype=torch.float32)
+    turns = q.new_empty(sequences * row_blocks, dtype=torch.int32)
+    with torch.cuda.device(q.device):
+        delta_kernel[heads, row_blocks, batch](
+            out, d_out, delta, turns, *out.stride()[:3], *d_out.stride()[:3], q_len, block_m, head_dim
+        )  # fmt: skip
+        hopper_backward_kernel[(sequences * key_blocks,)](
+            _describe(q, block_m), _describe(k), _describe(v), _describe(d_out, block_m),
+            _describe(dk), _describe(dv),
+            TensorDescriptor(dq_sum, dq_sum.shape, dq_sum.stride(), [64, 64], _layout((64, 64), torch.float32)),
+            lse, delta, turns,
+            heads, sequences, _together(row_blocks, q.device), q_len, kv_len, scale,
+            causal, causal or kv_len % KEYS.value != 0,
+        )  # fmt: skip
+        blind = max(q_len - kv_len, 0) if causal else 0
+        round_kernel[heads, row_blocks, batch](
+            dq_sum, dq, *dq.stride()[:3], q_len, blind, scale, block_m, head_dim
+        )  # fmt: skip
+
+
+def _together(row_blocks: int, device: torch.device) -> int:
+    """Heads whose programs take turns, few enough for the L2 cache.
+
+    A program follows the one before it in its head by a block of queries or more; with so many heads between the two
+    it does so without waiting.
+    """
+    return max(1, triton.cdiv(2 * _processors(device), row_blocks))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _describe(x: Tensor, rows: int = KEYS.value) -> TensorDescriptor:
+    """A TMA descriptor of x, to be moved `rows` rows at a time."""
+    block = (1, 1, rows, x.shape[3])
+    # The stride of a dimension of one may be anything, but not for TMA.
+    strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape, x.stride(), strict=True)]
+    strides[3] = 1
+    return TensorDescriptor(x, x.shape, strides, list(block), _layout(block, x.dtype))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
