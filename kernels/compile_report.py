@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
-from .flash.tiles import ARCHITECTURES, KERNELS, Tile, specify, tile_for
+from .flash.tiles import ARCHITECTURES, KERNELS, Tile, candidates, specify
 
 FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -79,10 +79,9 @@ class Job:
     feature: str = ""
 
     def __str__(self) -> str:
-        t, mask = self.tile, "causal" if self.causal else "full"
-        shape = f"{t.block_m}x{t.block_n} w{t.warps} s{t.stages}"
+        mask = "causal" if self.causal else "full"
         what = f"{self.kernel:8} {TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
-        return f"sm_{self.architecture:<4}{what} {shape:14} {self.feature:9}"
+        return f"sm_{self.architecture:<4}{what} {self.tile!s:14} {self.feature:9}"
 
 
 @dataclass(frozen=True)
@@ -172,23 +171,22 @@ def _read(ptx: str, log: str, shared_bytes: int) -> Report:
 
 
 def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
-    """A job for every tile of the table, causal; full, dropout, grouped heads and float32 where they matter."""
+    """A job for every tile of the table, causal and full; with dropout and grouped heads where they matter."""
     jobs = []
     for architecture in architectures:
         for kernel in KERNELS:
             for head_dim in head_dims:
-                tile = tile_for(kernel, architecture, head_dim, torch.bfloat16)
-                job = Job(architecture, kernel, head_dim, True, tile)
-                jobs.append(job)
-                if head_dim > 128 or (head_dim == 128 and architecture != 90):
-                    continue
-                jobs.append(replace(job, feature="dropout"))
-                if kernel == "dkdv":  # the others only look up another head
-                    jobs.append(replace(job, feature="gqa"))
-                if architecture == 90:
-                    jobs.append(replace(job, causal=False))
+                for causal in (True, False):
+                    for tile in candidates(kernel, architecture, head_dim, torch.bfloat16, causal):
+                        job = Job(architecture, kernel, head_dim, causal, tile)
+                        jobs.append(job)
+                        if not causal or head_dim > 128 or (head_dim == 128 and architecture != 90):
+                            continue
+                        jobs.append(replace(job, feature="dropout"))
+                        if kernel == "dkdv":  # the others only look up another head
+                            jobs.append(replace(job, feature="gqa"))
             if architecture == 80 and 64 in head_dims:
-                tile = tile_for(kernel, architecture, 64, torch.float32)
+                (tile,) = candidates(kernel, architecture, 64, torch.float32, True)
                 jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
     return jobs
 

@@ -5,6 +5,7 @@ from an `AttentionRequest`, why it cannot serve it (or None). Nothing outside th
 name.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,14 @@ class AttentionRequest:
         dtype: their type.
         head_dim: their last size.
         features: names of the optional arguments that will be used (keys of `FEATURES`).
+        tier: which of a backend's kernels may run; "auto" for the fastest that serve.
     """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     features: frozenset[str] = frozenset()
+    tier: str = "auto"
 
     def unsupported(self, supported: set[str]) -> str | None:
         """A reason to refuse: the first used feature outside `supported`, or None."""
@@ -60,17 +63,23 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class Backend:
-    """A registered attention: `load()` gives the function, `refuses(request)` the reason why not, or None."""
+    """A registered attention: `load()` gives the function, `refuses(request)` the reason why not, or None, and
+    `tier(request)`, of a backend that has several sets of kernels, the one that serves."""
 
     load: Callable[[], AttentionFn]
     refuses: Callable[[AttentionRequest], str | None]
+    tier: Callable[[AttentionRequest], str] | None
 
 
 ATTENTION: dict[str, Backend] = {}
 
 
 def register_attention(
-    name: str, *, refuses: Callable[[AttentionRequest], str | None], lazy: bool = False
+    name: str,
+    *,
+    refuses: Callable[[AttentionRequest], str | None],
+    lazy: bool = False,
+    tier: Callable[[AttentionRequest], str] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: add the attention function under `name`.
 
@@ -79,11 +88,13 @@ def register_attention(
         refuses: gets an `AttentionRequest`; returns None, or why it cannot be served ("it needs ...").
         lazy: the decorated function takes no arguments and returns the attention function, for backends whose
             imports are heavy.
+        tier: for a backend with several sets of kernels: gets a request that it does not refuse, returns the name
+            of the one that serves it. Its function takes the name as the argument `tier`.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         load = function if lazy else lambda: function
-        ATTENTION[name] = Backend(load, refuses)
+        ATTENTION[name] = Backend(load, refuses, tier)
         return function
 
     return register
@@ -113,13 +124,20 @@ def used_features(features: Mapping[str, object]) -> frozenset[str]:
 
 
 def resolve_attention(
-    name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, **features: object
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    tier: str = "auto",
+    **features: object,
 ) -> tuple[str, AttentionFn]:
     """The attention function that a run gets when it asks for `name`, checked before its first step.
 
     Args:
         name: a key of `ATTENTION`, or "auto": flash on CUDA where it can, else torch's SDPA, else what can.
         device, dtype, head_dim: of the q, k and v that will be passed.
+        tier: which of flash's kernels may run: "triton", "hopper", or "auto" for the fastest that serve.
         features: the optional arguments that will be passed, e.g. dropout_p=0.1.
 
     Returns:
@@ -128,16 +146,42 @@ def resolve_attention(
     Raises:
         AttentionError: one line that says what cannot be done, why, and the nearest backend that can.
     """
-    request = AttentionRequest(torch.device(device), dtype, head_dim, used_features(features))
+    request = AttentionRequest(torch.device(device), dtype, head_dim, used_features(features), tier)
     # On a CPU flash means Triton's interpreter: right, and thousands of times too slow to be recommended.
     candidates = [each for each in PREFERENCE if each != "flash" or request.device.type == "cuda"]
-    able = [each for each in candidates if ATTENTION[each].refuses(request) is None]
+    able = [each for each in candidates if _reason(each, request) is None]
     if name == "auto":
         if not able:
-            raise AttentionError(f"attention=auto: no backend can do {', '.join(sorted(request.features))}")
-        return able[0], get_attention(able[0])
-    reason = _backend(name).refuses(request)
-    if reason is not None:
+            wanted = sorted(request.features) + ([f"tier={tier}"] if tier != "auto" else [])
+            raise AttentionError(f"attention=auto: no backend can do {', '.join(wanted)}")
+        name = able[0]
+    elif (reason := _reason(name, request)) is not None:
         nearest = f"; use attention={able[0]}" if able else ""
         raise AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
-    return name, get_attention(name)
+    function = get_attention(name)
+    return name, function if tier == "auto" else functools.partial(function, tier=tier)
+
+
+def attention_tier(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    tier: str = "auto",
+    **features: object,
+) -> str | None:
+    """Which of the backend's sets of kernels serves; None if it has but one. Arguments: `resolve_attention`, which
+    must have accepted them."""
+    choose = _backend(name).tier
+    return choose and choose(
+        AttentionRequest(torch.device(device), dtype, head_dim, used_features(features), tier)
+    )
+
+
+def _reason(name: str, request: AttentionRequest) -> str | None:
+    """Why the backend cannot serve the request, or None."""
+    backend = _backend(name)
+    if request.tier != "auto" and backend.tier is None:
+        return f"attention.tier={request.tier}: it has no tiers"
+    return backend.refuses(request)

@@ -7,7 +7,7 @@ the compulsory traffic (each input read once, each output written once), and onl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -142,27 +142,6 @@ def _bytes(x: torch.Tensor) -> int:
     """Distinct bytes: an expanded dimension is read once."""
     distinct = math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
     return distinct * x.element_size()
-
-
-@contextmanager
-def flash_tiles(choose: Callable[[str, Callable[[int], Any]], Any]) -> Iterator[None]:
-    """Let our kernels run with other tiles than their table says.
-
-    Args:
-        choose: gets the kernel's name and the table, a function of the architecture; returns a `Tile`.
-    """
-    from kernels.flash import api
-
-    original = api.tile_for
-
-    def tile_for(kernel: str, architecture: int, *rest: Any) -> Any:
-        return choose(kernel, lambda wanted: original(kernel, wanted, *rest))
-
-    api.tile_for = tile_for
-    try:
-        yield
-    finally:
-        api.tile_for = original
 
 
 def flash_bytes(

@@ -6,13 +6,13 @@ Attention's traffic is proportional to batch * heads, so one head is counted and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
 from kernels import resolve_attention
+from kernels.flash.tiles import KERNELS, Tile, forced, tile_for
 
 from . import counting, hardware_counters, timing
 from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, backend_names, check, time_all
@@ -86,24 +86,28 @@ def count(
 ) -> Sample:
     """{"forward": {"read", "written", "flops"}, "backward": ..., "tiles"}, tiles being those our kernels used."""
     _refuse(backend, workload, torch.device("cpu"))
-    tiles: dict[str, tuple[int, int]] = {}
-
-    def choose(kernel: str, table: Callable[[int], Any]) -> Any:
-        tile = table(architecture)
-        if kernel == "forward" and forward_tile is not None:
-            tile = replace(tile, block_m=forward_tile[0], block_n=forward_tile[1])
-        tiles[kernel] = (tile.block_m, tile.block_n)
-        return tile
-
+    tiles = _tiles(architecture, workload)
+    if forward_tile is not None:
+        tiles["forward"] = replace(tiles["forward"], block_m=forward_tile[0], block_n=forward_tile[1])
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
     attend = attend_with(backend)
     with torch.no_grad():
         attend(inputs, 0)  # masks are built, and lookups done, before the count
-    with counting.flash_tiles(choose), counting.counting() as traffic:
+    with forced(**tiles), counting.counting() as traffic:
         out = attend(inputs, 0)
         forward = traffic.copy()
         torch.autograd.grad(out, inputs.qkv, inputs.d_out)
-    return {"forward": asdict(forward), "backward": asdict(traffic.since(forward)), "tiles": tiles}
+    return {"forward": asdict(forward), "backward": asdict(traffic.since(forward)), "tiles": _shapes(tiles)}
+
+
+def _tiles(architecture: int, workload: Workload) -> dict[str, Tile]:
+    """The tile of each of our kernels on that architecture."""
+    shape = (workload.head_dim, torch.float16, workload.causal, workload.length)
+    return {kernel: tile_for(kernel, architecture, *shape) for kernel in KERNELS}
+
+
+def _shapes(tiles: dict[str, Tile]) -> dict[str, tuple[int, int]]:
+    return {kernel: (tile.block_m, tile.block_n) for kernel, tile in tiles.items()}
 
 
 def _refuse(backend: str, workload: Workload, device: torch.device) -> None:
@@ -201,8 +205,7 @@ def time_tile(tile: tuple[int, int], workload: Workload, options: Options) -> Sa
     inputs = Inputs(workload, torch.float16, options.device)
     attend = attend_with(OURS)
 
-    def choose(kernel: str, table: Callable[[int], Any]) -> Any:
-        return replace(table(_architecture(options.device)), block_m=tile[0], block_n=tile[1])
+    forward = _tiles(_architecture(options.device), workload)["forward"]
 
     def call(number: int) -> Iterator[None]:
         with torch.no_grad():
@@ -210,7 +213,7 @@ def time_tile(tile: tuple[int, int], workload: Workload, options: Options) -> Sa
         yield
 
     rounds = (1, 1) if options.tiny else (10, 100)
-    with counting.flash_tiles(choose):
+    with forced(forward=replace(forward, block_m=tile[0], block_n=tile[1])):
         samples = timing.time_alternating(
             {OURS: call}, options.device, seconds=options.settings.seconds, rounds=rounds
         )

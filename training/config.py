@@ -53,9 +53,14 @@ class ModelConfig(GPTConfig):
 
 @dataclass
 class AttentionConfig:
-    """Which attention backend the model is given: a name in `kernels.ATTENTION`, or `auto`."""
+    """Which attention backend the model is given, and how it works."""
 
+    # A name in `kernels.ATTENTION`, or auto: flash on a GPU.
     name: str = "auto"
+    # Of flash: which of its kernels may run: triton (portable), hopper (sm_90), or auto, the fastest that serve.
+    tier: str = "auto"
+    # Of flash: keep what rounding takes from the output, so that bf16 training does not drift (arXiv 2510.04212).
+    precise_delta: bool = False
 
 
 @dataclass

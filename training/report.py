@@ -20,10 +20,11 @@ def banner(run: Trainer) -> Rows:
     config, model, ranks = run.config, run.config.model, run.world
     how = f"{dtype_name(run.dtype)}, {'torch.compile' if run.compiled else 'eager'}"
     asked = "" if config.attention.name == run.attention_name else f" (asked: {config.attention.name})"
+    tier = f", {run.attention_tier} kernels" if run.attention_tier else ""
     tokens = config.trainer.steps * config.trainer.batch_tokens
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {how}"),
-        ("attention", run.attention_name + asked),
+        ("attention", run.attention_name + tier + asked),
         (
             "model",
             f"{count(run.model.num_parameters())} parameters: {model.n_layer} layers, {model.n_head} heads, "

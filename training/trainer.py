@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, Corpus, EvaluationBatches, prefetch
-from kernels import resolve_attention
+from kernels import attention_tier, resolve_attention
 from kernels.linear_cross_entropy import check_fused_loss, linear_cross_entropy
 from model.config import GPTConfig
 from model.gpt import GPT, cross_entropy
@@ -66,13 +67,19 @@ class Trainer:
         features: dict[str, object] = {"dropout_p": config.model.dropout}
         if config.data.document_mask:
             features["cu_seqlens"] = True
-        self.attention_name, attention = resolve_attention(
-            config.attention.name,
-            device=ranks.device,
-            dtype=self.dtype,
-            head_dim=config.model.head_dim,
+        if config.attention.precise_delta:
+            features["precise_delta"] = True
+        request = {
+            "device": ranks.device,
+            "dtype": self.dtype,
+            "head_dim": config.model.head_dim,
+            "tier": config.attention.tier,
             **features,
-        )
+        }
+        self.attention_name, attention = resolve_attention(config.attention.name, **request)
+        self.attention_tier = attention_tier(self.attention_name, **request)
+        if config.attention.precise_delta:
+            attention = functools.partial(attention, precise_delta=True)
         if config.model.loss is Loss.fused:
             check_fused_loss(ranks.device)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
@@ -248,6 +255,7 @@ class Trainer:
         """What was resolved from the config."""
         return {
             "attention": self.attention_name,
+            "attention_tier": self.attention_tier,
             "dtype": dtype_name(self.dtype),
             "compiled": self.compiled,
             "parameters": self.model.num_parameters(),
