@@ -74,8 +74,10 @@ def make_corpus(
         "roots": roots,
         "files": files,
         "separator": separator,
+        "column": column != "text" and column,
         "repo": repo,
         "config": config,
+        "split": split != "train" and split,
         "revision": revision,
         "streaming": streaming,
     }
@@ -143,7 +145,7 @@ class PythonSource(LocalFiles):
         return {"source": "python_source", **asdict(self)}
 
     def paths(self) -> list[Path]:
-        roots = self.roots or (sysconfig.get_paths()["stdlib"],)
+        roots = tuple(map(os.path.expanduser, self.roots)) or (sysconfig.get_paths()["stdlib"],)
         found = [path for root in roots for path in _walk(root, (".py",))]
         if not found:
             raise DataError(
@@ -152,7 +154,8 @@ class PythonSource(LocalFiles):
         return found
 
     def parts(self, step: int) -> list[Part]:
-        return [TextPart(str(path), 0, path.stat().st_size) for path in self.paths()]
+        # some files of the standard library's own tests are in other encodings, or in none
+        return [TextPart(str(path), 0, path.stat().st_size, errors="replace") for path in self.paths()]
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ class TextFiles(LocalFiles):
             if os.path.isdir(pattern):
                 paths = _walk(pattern, SUFFIXES)
             else:
-                matches = sorted(glob.glob(pattern, recursive=True))
+                # a name with brackets in it is a name first
+                matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
                 paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
             if not paths:
                 raise DataError(f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}")
@@ -220,8 +224,12 @@ def _walk(root: str, suffixes: tuple[str, ...]) -> list[Path]:
     """Return the files below `root` that have one of the suffixes and are not empty, in path order."""
     if not os.path.isdir(root):
         raise DataError(f"{root} is not a folder that can be read")
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read the folder {error.filename}: {error.strerror}")
+
     found = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         # what is installed beside the standard library is not part of it
         folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
         found += [Path(folder, name) for name in names if name.endswith(suffixes)]

@@ -69,7 +69,7 @@ def prepare(
     if workers is not None and workers < 1:
         raise DataError(f"workers={workers}: at least one process, or null for one per core")
     if tokenizer.endswith(".tiktoken"):
-        tokenizer = str(Path(tokenizer).absolute())
+        tokenizer = str(Path(tokenizer).expanduser().absolute())
     encoding = load_tokenizer(tokenizer)
     state = source.state()
     settings = {
@@ -80,7 +80,7 @@ def prepare(
         "split_seed": SPLIT_SEED,
     }
     name = fingerprint(tokenizer=tokenizer_hash(encoding), **settings)
-    directory = Path(cache_root).absolute() / f"{source.name}-{name}"
+    directory = Path(cache_root).expanduser().absolute() / f"{source.name}-{name}"
     workshop = Workshop(directory, tokenizer, dtype_for(encoding))
     if (directory / FILE).exists() and not workshop.partial.exists():
         return open_corpus(directory)
@@ -105,7 +105,7 @@ def prepare(
             _check_expected(source, manifest, val_fraction)
             manifest.write(directory, workshop.partial)
         shutil.rmtree(workshop.partial, ignore_errors=True)
-    return Corpus(directory)
+    return open_corpus(directory)
 
 
 def _make(

@@ -40,7 +40,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             "bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
         )
     if name.endswith(".tiktoken"):
-        return _load_rank_file(Path(name))
+        return _load_rank_file(Path(name).expanduser())
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(sorted(["bytes", *tiktoken.list_encoding_names()]))
         raise DataError(f"no tokenizer {name!r}: choose one of {known}, or the path of a .tiktoken rank file")

@@ -1,10 +1,12 @@
 """Corpora of local files become the right tokens, whatever the format and the number of workers (12 s)."""
 
 import base64
+import errno
 import gzip
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import datasets
@@ -203,18 +205,63 @@ def test_a_finished_corpus_is_used_again_and_an_edit_makes_another(tmp_path: Pat
     assert prepare(source, "bytes", tmp_path).directory != corpus.directory
 
 
-def test_invalid_utf8_and_empty_documents(tmp_path: Path):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+def test_empty_documents_stay_and_half_characters_are_replaced(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
     (tmp_path / "b.txt").write_bytes(b"")
     (tmp_path / "c.jsonl").write_bytes(
-        b'{"text": ""}\n\n{"text": null}\n{"text": "a\\ud800b"}\n{"text": "\xff"}\n'
+        b'{"text": ""}\n\n{"text": null}\n{"text": "a\\ud800b"}\n{"text": "c"}\n'
     )
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "d.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["", None, "e"]}), tmp_path / "e.parquet")
     corpus = prepare(
         make_corpus("text_files", files=str(tmp_path)), "bytes", tmp_path / "c", val_fraction=0.2
     )
-    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == sorted(
-        ["caf\ufffd", "", "", "a\ufffdb", "\ufffd"]
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["", "", "", "", "a\ufffdb", "c", "e"]
+
+
+def test_source_code_in_another_encoding_is_taken(tmp_path: Path):
+    """The standard library's tests have such files."""
+    (tmp_path / "a.py").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "b.py").write_bytes(b"x\n")
+    corpus = prepare(make_corpus("python_source", roots=[str(tmp_path)]), "bytes", tmp_path / "cache")
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["# caf\ufffd\n", "x\n"]
+
+
+def test_a_separator_is_found_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also across the blocks in which it is looked for, and beyond many that do not have it."""
+    monkeypatch.setattr("data.readers._SEARCH_BYTES", 5)
+    monkeypatch.setattr("data.prepare.SHARD_BYTES", 50)
+    texts = ["é" * length for length in (1, 7, 300, 3, 30, 31, 32, 33, 90, 2)]
+    (tmp_path / "a.txt").write_text("<end>".join(texts))
+    source = make_corpus("text_files", files=str(tmp_path / "a.txt"), separator="<end>")
+    corpus = prepare(source, "bytes", tmp_path, workers=1)
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == sorted(texts)
+    assert len(corpus.manifest.shards) > 4
+
+
+def test_a_name_with_brackets_is_a_name(tmp_path: Path):
+    (tmp_path / "a[1].txt").write_text("one\n\ntwo")
+    corpus = prepare(
+        make_corpus("text_files", files=str(tmp_path / "a[1].txt"), separator="\n\n"), "bytes", tmp_path
     )
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "two"]
+
+
+def test_a_tilde_is_the_home_folder(
+    parquet: Path, rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A shell leaves it in data.cache_dir=~/tokens."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("x = 1\n")
+    (tmp_path / "code" / "b.py").write_text("y = 2\n")
+    (tmp_path / "small.tiktoken").write_bytes(Path(rank_file).read_bytes())
+    source = make_corpus("python_source", roots=["~/code"])
+    corpus = prepare(source, "~/small.tiktoken", "~/tokens")
+    assert corpus.directory.parent == tmp_path / "tokens"
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["x = 1\n", "y = 2\n"]
 
 
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path: Path):
@@ -251,6 +298,8 @@ BAD_FILES = {
     "separators.txt": (b"\n\n\n\n", "has 0 documents"),
     "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
     "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl"),
+    "latin1.txt": (b"caf\xe9 au lait", r"latin1.txt: byte 3 \(0xe9\) is not UTF-8.*iconv"),
+    "latin1.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', r"latin1.jsonl: byte 24 \(0xff\) is not UTF-8"),
 }
 
 
@@ -280,6 +329,8 @@ def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     assert "python_source, text_files" in refused({"source": "c4"}, tmp_path)
     assert "data.repo" in refused({"source": "hub"}, tmp_path)
     assert "data.roots means nothing to source text_files" in refused({**files, "roots": ["/"]}, tmp_path)
+    assert "data.split means nothing to source text_files" in refused({**files, "split": "test"}, tmp_path)
+    assert "data.column means nothing" in refused({"source": "openwebtext", "column": "content"}, tmp_path)
     assert "40 hexadecimal digits" in refused({"source": "openwebtext", "revision": "main"}, tmp_path)
     assert "at least 2" in refused({**files, "limit_documents": 1}, tmp_path)
     assert "not a folder" in refused({"source": "python_source", "roots": ["/nowhere"]}, tmp_path)
@@ -290,6 +341,23 @@ def test_a_folder_that_cannot_be_written_is_named(parquet: Path, tmp_path: Path)
     message = refused({"source": "text_files", "files": str(parquet)}, tmp_path / "file")
     assert str(tmp_path / "file") in message
     assert "data.cache_dir" in message
+
+
+def test_a_folder_that_cannot_be_read_is_named_not_left_out(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = shutil.copytree(parquet, tmp_path / "files")
+    (folder / "closed").mkdir()
+    scandir = os.scandir
+
+    def closed(path):  # for root every folder is open
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    message = refused({"source": "text_files", "files": str(folder)}, tmp_path / "cache")
+    assert f"cannot read the folder {folder / 'closed'}: Permission denied" in message
 
 
 def test_too_small_a_disk_is_refused_before_it_starts(
@@ -347,6 +415,15 @@ def test_a_damaged_shard_is_named_with_the_command_that_rebuilds_it(
     assert main(command) == 0
     assert shards(open_corpus(corpus.directory)) == good
     assert untouched == {name: os.stat(corpus.directory / name).st_mtime_ns for name in untouched}
+
+
+def test_a_corpus_that_was_left_in_the_middle_of_a_repair_is_looked_at_again(parquet: Path, tmp_path: Path):
+    source = make_corpus("text_files", files=str(parquet))
+    corpus = prepare(source, "bytes", tmp_path, workers=1)
+    os.truncate(corpus.directory / "train-00000.bin", 10)
+    (corpus.directory / "partial").mkdir()
+    with pytest.raises(DataError, match=r"train-00000\.bin has 10 bytes"):
+        prepare(source, "bytes", tmp_path, workers=1)
 
 
 def test_counts_that_are_not_the_published_are_not_trusted(parquet: Path, tmp_path: Path):
