@@ -5,7 +5,7 @@ import torch
 from ..arguments import check_dropout, check_features, check_inputs, check_scale
 from ..registry import AttentionError
 from . import refuses_inputs
-from .launch import INTERPRETED, launch
+from .launch import INTERPRETED, launch_flash
 from .masks import block_lists, document_bounds
 from .operators import below_autograd, operator
 
@@ -116,7 +116,7 @@ def flash_forward(
         )  # fmt: skip
         given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
         rules = (causal, dropout_p, left, right, softcap, *given)
-        launch("forward", pointers, (q, k, v, out), key_blocks, q, k, scale, rules)
+        launch_flash("forward", pointers, (q, k, v, out), key_blocks, q, k, scale, rules)
     return results
 
 
@@ -154,10 +154,10 @@ def flash_backward(
     rules = (causal, dropout_p, left, right, softcap, *given)
     if dq.numel():
         pointers = (q, k, v, out, out_low, d_out, lse, d_lse, delta, dq, *masks, key_blocks)
-        launch("dq", pointers, (q, k, v, out, d_out, dq), key_blocks, q, k, scale, rules)
+        launch_flash("dq", pointers, (q, k, v, out, d_out, dq), key_blocks, q, k, scale, rules)
     if dk.numel():
         pointers = (q, k, v, d_out, lse, delta, dk, dv, *masks, query_blocks)
-        launch("dkdv", pointers, (q, k, v, d_out, dk, dv), query_blocks, q, k, scale, rules)
+        launch_flash("dkdv", pointers, (q, k, v, d_out, dk, dv), query_blocks, q, k, scale, rules)
     return results
 
 
@@ -227,7 +227,8 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _empty_rows(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float32)
+    batch, heads, length, _ = q.shape
+    return q.new_empty((batch, heads, length), dtype=torch.float32)
 
 
 flash_forward = operator(flash_forward, lambda q, *rest: _forward_like(q, rest[-1]), _Flash.of_operator)

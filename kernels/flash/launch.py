@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import triton
 
+from . import tiles
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
-from .tiles import specify, tile_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
@@ -21,12 +22,50 @@ KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 REUSES = not INTERPRETED and torch.version.hip is None
 Tensor = torch.Tensor
 
-# What Triton looks at -> (compiled kernel, its SPEC, the tile's rows of the axis that the grid cuts).
-_compiled: dict[tuple[object, ...], tuple[Callable[..., Callable[..., None]], object, int]] = {}
-COMPILED_LIMIT = 4096  # layouts; one that is dropped only costs a slow launch
+# A launch that Triton has done -> its kernel on its grid, and the numbers it took behind the pointers.
+_known: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
+KNOWN_LIMIT = 4096  # to forget one only costs a slow launch
+
+# A kernel, its grid of three, its arguments behind the pointers, and Triton's options.
+Launch = tuple[triton.runtime.KernelInterface, tuple[int, int, int], tuple[object, ...], dict[str, int]]
 
 
 def launch(
+    pointers: tuple[Tensor | None, ...], key: tuple[object, ...], prepare: Callable[[], Launch]
+) -> None:
+    """Launch a kernel on the current stream of the device of the first pointer.
+
+    Args:
+        pointers: its first arguments.
+        key: all that `prepare` depends on, but for the types of the pointers.
+        prepare: what to launch; not asked when the launch is known.
+    """
+    # Triton looks at types, and at whether pointers and numbers are multiples of 16. Here numbers are compared as
+    # they are, and a pointer that is no multiple of 16 is left to Triton.
+    types, addresses = [], 0
+    for tensor in pointers:
+        if tensor is None:
+            types.append(None)
+        else:
+            types.append(tensor.dtype)
+            addresses |= tensor.data_ptr()
+    device = pointers[0].get_device()
+    key = (device, *key, *types)
+    reusable = REUSES and addresses % 16 == 0 and not tiles._forced
+    with _on_device(device):
+        if reusable and (known := _known.get(key)) is not None:
+            run, numbers = known
+            run(*pointers, *numbers)
+            return
+        kernel, grid, numbers, options = prepare()
+        compiled = kernel[grid](*pointers, *numbers, **options)
+        if reusable:
+            if len(_known) >= KNOWN_LIMIT:
+                _known.clear()
+            _known[key] = compiled[grid], numbers
+
+
+def launch_flash(
     kernel: str,
     pointers: tuple[Tensor | None, ...],
     strided: tuple[Tensor, ...],
@@ -36,53 +75,35 @@ def launch(
     scale: float,
     rules: tuple[float, ...],
 ) -> None:
-    """Run "forward", "dq" or "dkdv" on the current stream of q's device.
+    """Launch "forward", "dq" or "dkdv".
 
     Args:
         pointers: the kernel's tensors, in its order. strided: those of them whose strides it takes.
         blocks: the block lists among them.
         rules: causal, dropout_p, left, right, softcap, and whether there are ALiBi slopes, documents and lengths.
     """
-    batch, heads, q_len, head_dim = q.shape
-    _, kv_heads, kv_len, _ = k.shape
-    cut, cut_heads = (kv_len, kv_heads) if kernel == "dkdv" else (q_len, heads)
     strides = [x.stride() for x in strided]
-    block_strides = (0, 0) if blocks is None else _block_strides(blocks)
-    arguments = (
-        *pointers,
-        *[stride for of in strides for stride in of[:2]],
-        *block_strides,
-        q_len,
-        kv_len,
-        scale,
-        *[of[2] for of in strides],
-    )
-    # Triton looks at types, and whether pointers and integers are multiples of 16 or 1; not at the lengths. Strides
-    # are compared as they are, and a pointer that is no multiple of 16 is left to it.
-    types, addresses = [], 0
-    for tensor in pointers:
-        if tensor is None:
-            types.append(None)
-        else:
-            types.append(tensor.dtype)
-            addresses |= tensor.data_ptr()
-    group = heads // kv_heads
-    key = (kernel, q.get_device(), head_dim, group, rules, *types, *strides, *block_strides)
-    with on_device(q):
-        if addresses % 16 == 0 and (known := _compiled.get(key)) is not None:
-            compiled, spec, rows = known
-            compiled[-(-cut // rows), cut_heads, batch](*arguments, spec)
-            return
-        tile = tile_for(kernel, architecture(q.device), head_dim, q.dtype)
-        spec = specify(tile, head_dim, rules[0], group, *rules[1:])
-        rows = tile.block_n if kernel == "dkdv" else tile.block_m
-        compiled = KERNELS[kernel][-(-cut // rows), cut_heads, batch](
-            *arguments, SPEC=spec, num_warps=tile.warps, num_stages=tile.stages
+
+    def prepare() -> Launch:
+        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+        causal, *others = rules
+        tile = tiles.tile_for(kernel, architecture(q.device), head_dim, q.dtype, causal, kv_len)
+        grid = (triton.cdiv(q_len, tile.block_m), heads, batch)
+        if kernel == "dkdv":
+            grid = (triton.cdiv(kv_len, tile.block_n), kv_heads, batch)
+        numbers = (
+            *[stride for each in strides for stride in each[:2]],
+            *_block_strides(blocks),
+            q_len,
+            kv_len,
+            scale,
+            *[each[2] for each in strides],
+            tiles.specify(tile, head_dim, causal, heads // kv_heads, *others),
         )
-    if REUSES and addresses % 16 == 0:
-        if len(_compiled) >= COMPILED_LIMIT:
-            _compiled.clear()
-        _compiled[key] = compiled, spec, rows
+        return KERNELS[kernel], grid, numbers, {"num_warps": tile.warps, "num_stages": tile.stages}
+
+    listed = None if blocks is None else (blocks.shape, blocks.stride())
+    launch(pointers, (kernel, q.shape, k.shape, scale, rules, listed, *strides), prepare)
 
 
 @functools.cache
@@ -94,13 +115,15 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the one of the tensors."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
+def _on_device(device: int) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the one of the tensors. -1 is the CPU."""
+    if device >= 0 and device != torch.cuda.current_device():
+        return torch.cuda.device(device)
     return nullcontext()
 
 
-def _block_strides(lists: Tensor) -> tuple[int, ...]:
+def _block_strides(lists: Tensor | None) -> tuple[int, ...]:
     """From one batch and head to the next; 0 where they share a mask."""
+    if lists is None:
+        return 0, 0
     return tuple(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1))

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device
+from .launch import launch
 from .operators import operator
 from .rules import BLOCK_MASK_SIZE
 
@@ -26,10 +26,10 @@ def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor
     """
     starts, ends = _document_bounds_like(cu_seqlens, batch, length)
     if starts.numel():
-        with on_device(cu_seqlens):
-            documents_kernel[triton.cdiv(length, TOKENS), batch](
-                cu_seqlens.contiguous(), starts, ends, cu_seqlens.shape[0], length, TOKENS
-            )
+        bounds = cu_seqlens.shape[0]
+        grid, numbers = (triton.cdiv(length, TOKENS), batch, 1), (bounds, length, TOKENS)
+        pointers = (cu_seqlens.contiguous(), starts, ends)
+        launch(pointers, ("documents", grid, numbers), lambda: (documents_kernel, grid, numbers, {}))
     return starts, ends
 
 
@@ -48,11 +48,10 @@ def block_lists(
     batch, heads, q_blocks, k_blocks = mask.shape
     left, right = left if left >= 0 else ANY, 0 if causal else right if right >= 0 else ANY
     if mask.numel():
-        with on_device(mask):
-            block_lists_kernel[q_blocks + k_blocks, heads, batch](
-                mask.view(torch.uint8), of_queries, of_keys, *mask.stride(),
-                q_blocks, k_blocks, kv_len - q_len, left, right, CHUNK,
-            )  # fmt: skip
+        grid = (q_blocks + k_blocks, heads, batch)
+        numbers = (*mask.stride(), q_blocks, k_blocks, kv_len - q_len, left, right, CHUNK)
+        pointers = (mask.view(torch.uint8), of_queries, of_keys)
+        launch(pointers, ("blocks", grid, numbers), lambda: (block_lists_kernel, grid, numbers, {}))
     return results
 
 
