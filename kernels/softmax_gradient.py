@@ -4,10 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-# A row of 50,304 16-bit logits is 98 KiB: read twice, the second time from the L2 cache.
-LANES = 1024  # columns that keep a maximum and a sum of their own: 16 bytes of each of 4 warps' threads
-DEPTH = 4  # times LANES columns a step: for so many exponentials there is one of a maximum that has grown
-WARPS = 4
+# A row of 50,304 16-bit logits is 98 KiB and read twice. With this many warps few enough rows are under way for the
+# second reading to come from the L2 cache: 5,120 rows in 321 us on an H200, where 4 warps a row took 385.
+WARPS = 16
+LANES = 4096  # columns that keep a maximum and a sum of their own: 16 bytes of every thread
+DEPTH = 2  # times LANES columns a step: for so many exponentials there is one of a maximum that has grown
 LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: -inf - -inf would be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
