@@ -37,7 +37,7 @@ def flash_attention(
     outputs it keeps 4 bytes a query for the log-sum-exp, and 4 more during the backward; with documents 8 bytes a
     token, with a block mask two int32 lists of its tiles. Gradients are bit for bit repeatable. float32 is computed
     in full precision, without tensor cores. The kernels visit no tile that a mask hides. A CUDA graph needs
-    dropout_seed as a tensor on the device: another one is captured as a constant.
+    dropout_seed as a tensor on the device: a number, or a tensor on the CPU, is captured as a constant.
     precise_delta also keeps what rounding took from the output, as large as the output, so that delta =
     rowsum(dO * O) does not inherit a rounding that can lean one way (arXiv 2510.04212).
 
@@ -240,6 +240,7 @@ flash_backward = operator(
 
 
 def _seed(seed: int | Tensor, device: torch.device) -> Tensor:
-    if isinstance(seed, Tensor):
-        return seed.to(device, non_blocking=True)  # of one on the CPU, without waiting for the device
-    return torch.full((), seed, dtype=torch.int64, device=device)  # a fill: to copy would be to wait
+    if isinstance(seed, Tensor) and (seed.device.type == device.type or torch.compiler.is_compiling()):
+        return seed.to(device)
+    # From the host a fill: a copy would wait for all that is queued on the device.
+    return torch.full((), int(seed), dtype=torch.int64, device=device)
