@@ -42,20 +42,22 @@ def launch(
     """
     # Triton looks at types, and at whether pointers and numbers are multiples of 16. Here numbers are compared as
     # they are, and a pointer that is no multiple of 16 is left to Triton.
-    types, addresses = [], 0
+    types, addresses, bits = [], [], 0
     for tensor in pointers:
         if tensor is None:
             types.append(None)
+            addresses.append(None)
         else:
             types.append(tensor.dtype)
-            addresses |= tensor.data_ptr()
+            addresses.append(tensor.data_ptr())
+            bits |= addresses[-1]
     device = pointers[0].get_device()
     key = (device, *key, *types)
-    reusable = REUSES and addresses % 16 == 0 and not tiles._forced
+    reusable = REUSES and bits % 16 == 0 and not tiles._forced
     with _on_device(device):
         if reusable and (known := _known.get(key)) is not None:
             run, numbers = known
-            run(*pointers, *numbers)
+            run(*addresses, *numbers)  # of a tensor Triton would ask the driver whether it is on the device
             return
         kernel, grid, numbers, options = prepare()
         compiled = kernel[grid](*pointers, *numbers, **options)
