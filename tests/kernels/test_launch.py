@@ -31,7 +31,7 @@ class Driver:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 triton.runtime.driver.set_active(Driver())
-from kernels.flash import api, launch, masks
+from kernels.flash import api, launch, masks, tiles
 
 launch.architecture = lambda device: 90
 KERNELS = launch.KERNELS.values()
@@ -103,6 +103,11 @@ for repeat in range(2):
         assert not (repeat and slow), f"case {number}: Triton read the arguments again"
 kernels = [[launcher for launcher, *_ in each] for each in chosen]
 assert kernels[8] != kernels[9] and kernels[0] != kernels[2]
+
+# Another tile than the table's is another launch, and is not remembered.
+with tiles.forced(forward=tiles.Tile(32, 32, 4, 2)):
+    assert launches(cases[0])[0] != chosen[0][0] and slow
+assert launches(cases[0]) == chosen[0]
 
 # A pointer that is no multiple of 16 bytes: never through the shortcut, and a kernel of its own.
 step(*packed(256), plain, nothing)
