@@ -1,13 +1,15 @@
 """The forward kernel for Hopper (sm_90a), in Gluon: FlashAttention-3's schedule (Shah et al. 2024, section 3).
 
-One warp moves tiles of Q, K and V into rings of shared memory by TMA. Each of CONSUMERS warpgroups owns 64 queries:
-it issues the products of the next tile of keys asynchronously and computes the softmax of the one before meanwhile.
-The programs are persistent, and that pipeline runs on across tiles of queries.
+One warp moves tiles of Q, K and V into rings of shared memory by TMA. Each of two or three consumers, warpgroups that
+own 64 queries each, issues the products of its next tile of keys asynchronously and computes the softmax of the one
+before meanwhile. The programs are persistent: while the consumers finish their rows, the next tiles arrive.
 
 Plain attention only; the rest is the portable kernel's (forward.py), whose conventions this one keeps.
 """
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +29,10 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.0e38)  # see forward.py
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
+BLOCK_N = gl.constexpr(128)
+Q_STAGES = gl.constexpr(2)
+HEAD_DIMS = (64, 128)
+TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -35,25 +41,26 @@ class Spec:
 
     GROUP: gl.constexpr  # query heads to a key head
     CAUSAL: gl.constexpr
-    ALIGNED: gl.constexpr  # only the last block of keys that a consumer visits needs a mask
+    ALIGNED: gl.constexpr  # a consumer's last block of keys is the only one that needs a mask
+    # Of that block the first of two consumers sees no more than half, and computes no more: 0.93 of the time at 1024.
+    HALVED: gl.constexpr
     CONSUMERS: gl.constexpr
-    BLOCK_N: gl.constexpr
     STAGES: gl.constexpr  # tiles of K, and of V, in shared memory
-    Q_STAGES: gl.constexpr
-    PINGPONG: gl.constexpr
-    REGISTERS: gl.constexpr  # of a consumer's threads
+    REGISTERS: gl.constexpr  # of a consumer's thread
 
 
 class Sizes(NamedTuple):
+    """What a launch is about, at run time."""
+
     q_len: gl.tensor
     kv_len: gl.tensor
     heads: gl.tensor
     batches: gl.tensor
-    together: gl.tensor  # heads whose tiles are taken together, heaviest first
+    together: gl.tensor  # heads whose tiles are sorted by their keys
 
 
 class Ring(NamedTuple):
-    """Tiles in shared memory; barriers that say of each that it has come, and that it may be overwritten."""
+    """Tiles in shared memory, and for each a barrier that says it has come and one that it may be overwritten."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -61,6 +68,8 @@ class Ring(NamedTuple):
 
 
 class Output(NamedTuple):
+    """Where results go."""
+
     Out: gl.tensor
     stride_b: gl.tensor
     stride_h: gl.tensor
@@ -72,8 +81,10 @@ class Output(NamedTuple):
 def tile_at(step, sizes, SPEC: gl.constexpr):
     """First row, head and batch of the step-th tile of queries of this program.
 
-    Heads come in groups; in a group the tiles with most keys come first. Every other round goes in reverse, which
-    evens out what the programs get.
+    Programs are dealt tiles in turn, and every other round in reverse order. Heads come in groups, and in a group the
+    tiles with most keys first: with a group of half or a quarter as many heads as programs every program gets the
+    same work to 3 % at any length that is a multiple of 8 tiles; groups of what fits the L2 cache were off by 6 to
+    20 %.
     """
     programs = gl.num_programs(0)
     index = step * programs + gl.program_id(0)
@@ -89,12 +100,24 @@ def tile_at(step, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def count_steps(sizes, SPEC: gl.constexpr):
+    """How many tiles of queries this program gets."""
+    tiles = gl.cdiv(sizes.q_len, ROWS * SPEC.CONSUMERS) * sizes.heads * sizes.batches
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    rounds = tiles // programs
+    if rounds % 2 == 1:
+        place = programs - 1 - place
+    return rounds + (place < tiles % programs).to(gl.int32)
+
+
+@gluon.jit
 def key_blocks(rows, sizes, SPEC: gl.constexpr):
     """How many blocks of keys the first `rows` rows see; at least one, whose mask may hide all of it."""
     end = sizes.kv_len
     if SPEC.CAUSAL:
         end = gl.minimum(end, rows + sizes.kv_len - sizes.q_len)
-    return gl.maximum(gl.cdiv(end, SPEC.BLOCK_N), 1)
+    return gl.maximum(gl.cdiv(end, BLOCK_N), 1)
 
 
 @gluon.jit
@@ -106,7 +129,7 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def fetch(desc, coordinates, ring, stage, phase):
-    """Start the copy of a tile as soon as the consumers have left its stage."""
+    """Start the copy of a tile once the consumers have left its stage."""
     mbarrier.wait(ring.empty.index(stage), phase ^ 1)
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, coordinates, ring.full.index(stage), ring.tiles.index(stage))
@@ -114,18 +137,19 @@ def fetch(desc, coordinates, ring, stage, phase):
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, queries, keys, values, sizes, steps, SPEC: gl.constexpr):
+    """The producer: tiles of queries, each followed by all its keys and values, last block first."""
     stage = 0
     phase = 0
     for step in range(steps):
         first_row, head, batch = tile_at(step, sizes, SPEC)
         for which in gl.static_range(SPEC.CONSUMERS):
-            slot = step % SPEC.Q_STAGES * SPEC.CONSUMERS + which
+            slot = step % Q_STAGES * SPEC.CONSUMERS + which
             row = first_row + which * ROWS
-            fetch(q_desc, [batch, head, row, 0], queries, slot, step // SPEC.Q_STAGES & 1)
+            fetch(q_desc, [batch, head, row, 0], queries, slot, step // Q_STAGES & 1)
         blocks = key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
         kv_head = head // SPEC.GROUP
         for passed in range(blocks):
-            first_key = (blocks - 1 - passed) * SPEC.BLOCK_N
+            first_key = (blocks - 1 - passed) * BLOCK_N
             fetch(k_desc, [batch, kv_head, first_key, 0], keys, stage, phase)
             fetch(v_desc, [batch, kv_head, first_key, 0], values, stage, phase)
             stage, phase = following(stage, phase, SPEC.STAGES)
@@ -144,29 +168,53 @@ def skip(blocks, keys, values, stage, phase, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(queries, slot, keys, stage, phase, SPEC: gl.constexpr):
-    """Begin q k^T for the keys at `stage`."""
+def start_scores(queries, slot, keys, stage, phase, SEEN: gl.constexpr):
+    """Begin q k^T for the first SEEN keys at `stage`."""
     HEAD_DIM: gl.constexpr = queries.tiles.shape[4]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.BLOCK_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SEEN, 16])
     q = queries.tiles.index(slot).reshape([ROWS, HEAD_DIM])
-    k = keys.tiles.index(stage).reshape([SPEC.BLOCK_N, HEAD_DIM]).permute([1, 0])
-    nothing = gl.zeros([ROWS, SPEC.BLOCK_N], gl.float32, layout)
+    k = keys.tiles.index(stage).reshape([BLOCK_N, HEAD_DIM])
+    if SEEN < BLOCK_N:
+        k = k.slice(0, SEEN)
+    nothing = gl.zeros([ROWS, SEEN], gl.float32, layout)
     mbarrier.wait(keys.full.index(stage), phase)
-    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def start_output(p, acc, values, stage, phase, SPEC: gl.constexpr):
+def start_output(p, acc, values, stage, phase):
     """Begin acc + p v for the values at `stage`."""
-    v = values.tiles.index(stage).reshape([SPEC.BLOCK_N, acc.shape[1]])
+    v = values.tiles.index(stage).reshape([BLOCK_N, acc.shape[1]])
     p = unpack(p, values.tiles.dtype, acc.type.layout)
     mbarrier.wait(values.full.index(stage), phase)
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
+def pack(p, dtype: gl.constexpr):
+    """p rounded to dtype, two neighbours to an int32: a loop that carries 16-bit numbers repacks them every time, in
+    64 instructions of 470."""
+    low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1
+        )
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1
+    )  # fmt: skip
+
+
+@gluon.jit
+def unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """What `pack` packed, as the left operand of a product in `layout`."""
+    pairs = gl.join(packed.to(gl.int16), (packed >> 16).to(gl.int16))
+    p = pairs.reshape([packed.shape[0], 2 * packed.shape[1]]).to(dtype, bitcast=True)
+    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
 def partial_sums(p):
-    """(ROWS, 8): a sum over the columns that agree modulo 8, which one thread holds; no shuffles."""
+    """(ROWS, 8): sums over the columns that agree modulo 8, which one thread holds, so without shuffles."""
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
 
 
@@ -175,7 +223,7 @@ def hide(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
     """-inf where a row may not see a key."""
     layout: gl.constexpr = scores.type.layout
     end = sizes.kv_len - first_key
-    keys = gl.arange(0, SPEC.BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
+    keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     if SPEC.CAUSAL:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
         return gl.where(keys <= rows + (first_row + end - sizes.q_len), scores, float("-inf"))
@@ -183,8 +231,28 @@ def hide(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def first_softmax(scores, unit, dtype: gl.constexpr):
+    """Packed exponentials of the first tile of some rows, their maximum and their partial sums."""
+    row_max = gl.maximum(gl.max(scores, 1) * unit, LOWEST)
+    p = gl.exp2(scores * unit - row_max[:, None])
+    return pack(p, dtype), row_max, partial_sums(p)
+
+
+@gluon.jit
+def widen(p, row_max, row_sum, dtype: gl.constexpr):
+    """What first_softmax gives for the left half of a tile as what it gives for a tile whose right half is hidden."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    whole = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    p_layout: gl.constexpr = pack(whole, dtype).type.layout
+    sum_layout: gl.constexpr = partial_sums(whole).type.layout
+    p = gl.join(p, gl.zeros_like(p)).permute([0, 2, 1]).reshape([ROWS, BLOCK_N // 2])
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, layout))
+    return gl.convert_layout(p, p_layout), row_max, gl.convert_layout(row_sum, sum_layout)
+
+
+@gluon.jit
 def softmax(scores, row_max, row_sum, unit):
-    """Exponentials of a tile of scores, and what its rows' earlier results are to be multiplied by."""
+    """The same for a later tile, exponentials not packed, and what the earlier results are to be multiplied by."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * unit)
     p = gl.exp2(scores * unit - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
@@ -193,40 +261,33 @@ def softmax(scores, row_max, row_sum, unit):
 
 
 @gluon.jit
-def first_softmax(scores, unit):
-    """The same for the first tile of its rows."""
-    row_max = gl.maximum(gl.max(scores, 1) * unit, LOWEST)
-    p = gl.exp2(scores * unit - row_max[:, None])
-    return p, row_max, partial_sums(p)
-
-
-@gluon.jit
 def after(row_sum):
-    """row_sum, which depends on every exponential, behind a fence: without it ptxas waits for the products first."""
+    """row_sum, which depends on every exponential, behind a fence: else ptxas waits for p v before them."""
     return gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [row_sum], gl.float32, False, 1
     )
 
 
 @gluon.jit
-def take_turn(token, WHICH: gl.constexpr):
-    """Wait until the consumer before this one has issued its products."""
-    if WHICH == 0:
-        gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
-    elif WHICH == 1:
-        gl.inline_asm_elementwise("bar.sync 9, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
-    else:
-        gl.inline_asm_elementwise("bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
-
-
-@gluon.jit
-def give_turn(token, WHICH: gl.constexpr):
-    if WHICH == 0:
-        gl.inline_asm_elementwise("bar.arrive 8, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
-    elif WHICH == 1:
-        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
-    else:
-        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
+def advance(
+    acc, p, row_max, row_sum, queries, slot, keys, values, stage, phase,
+    unit, first_row, first_key, sizes, SPEC: gl.constexpr,
+):  # fmt: skip
+    """Multiply p with the values at `stage`, and meanwhile take the keys of the stage after it into the softmax."""
+    next_stage, next_phase = following(stage, phase, SPEC.STAGES)
+    scores = start_scores(queries, slot, keys, next_stage, next_phase, BLOCK_N)
+    acc = start_output(p, acc, values, stage, phase)
+    scores = warpgroup_mma_wait(1, [scores])
+    mbarrier.arrive(keys.empty.index(next_stage))
+    if not SPEC.ALIGNED:
+        scores = hide(scores, first_row, first_key, sizes, SPEC)
+    new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, unit)
+    row_sum = after(row_sum)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(values.empty.index(stage))
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    # Packed before that wait, ptxas would serialise the products (C7513).
+    return acc, pack(new_p, values.tiles.dtype), row_max, row_sum, next_stage, next_phase
 
 
 @gluon.jit
@@ -252,123 +313,50 @@ def finish(acc, row_max, row_sum, output, first_row, head, batch, sizes):
 
 
 @gluon.jit
-def pack(p, dtype: gl.constexpr):
-    """p rounded to dtype, two neighbours to an int32: a loop that carries 16-bit numbers repacks them every time."""
-    low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1
-        )
-    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1)
-
-
-@gluon.jit
-def unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """What `pack` packed, as the left operand of a product."""
-    pairs = gl.join(packed.to(gl.int16), (packed >> 16).to(gl.int16))
-    p = pairs.reshape([packed.shape[0], 2 * packed.shape[1]]).to(dtype, bitcast=True)
-    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
-
-
-@gluon.jit
 def consume(
     queries, keys, values, output, sizes, steps, unit, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
+    """A consumer: rows WHICH * 64 to WHICH * 64 + 63 of each tile of queries."""
     HEAD_DIM: gl.constexpr = queries.tiles.shape[4]
     dtype: gl.constexpr = queries.tiles.dtype
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    SEEN: gl.constexpr = BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else BLOCK_N
     stage = 0
     phase = 0
-    if SPEC.PINGPONG and WHICH == SPEC.CONSUMERS - 1:
-        give_turn(stage, 0)
-    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+    for step in range(steps):
+        tile_row, head, batch = tile_at(step, sizes, SPEC)
+        first_row = tile_row + WHICH * ROWS
+        blocks = key_blocks(first_row + ROWS, sizes, SPEC)
+        skipped = key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
+        stage, phase = skip(skipped, keys, values, stage, phase, SPEC)
+        slot = step % Q_STAGES * SPEC.CONSUMERS + WHICH
+        mbarrier.wait(queries.full.index(slot), step // Q_STAGES & 1)
 
-    tile_row, head, batch = tile_at(0, sizes, SPEC)
-    first_row = tile_row + WHICH * ROWS
-    blocks = key_blocks(first_row + ROWS, sizes, SPEC)
-    stage, phase = skip(
-        key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks, keys, values, stage, phase, SPEC
-    )
-    mbarrier.wait(queries.full.index(WHICH), 0)
-    scores = warpgroup_mma_wait(0, [start_scores(queries, WHICH, keys, stage, phase, SPEC)])
-    mbarrier.arrive(keys.empty.index(stage))
-    scores = hide(scores, first_row, (blocks - 1) * SPEC.BLOCK_N, sizes, SPEC)
-    p, row_max, row_sum = first_softmax(scores, unit)
-    p = pack(p, dtype)
-
-    for step in range(steps - 1):
-        slot = step % SPEC.Q_STAGES * SPEC.CONSUMERS + WHICH
+        scores = warpgroup_mma_wait(0, [start_scores(queries, slot, keys, stage, phase, SEEN)])
+        mbarrier.arrive(keys.empty.index(stage))
+        scores = hide(scores, first_row, (blocks - 1) * BLOCK_N, sizes, SPEC)
+        p, row_max, row_sum = first_softmax(scores, unit, dtype)
+        if SEEN < BLOCK_N:
+            p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
         for passed in range(blocks - 1):
+            first_key = (blocks - 2 - passed) * BLOCK_N
             acc, p, row_max, row_sum, stage, phase = advance(
                 acc, p, row_max, row_sum, queries, slot, keys, values, stage, phase,
-                unit, first_row, (blocks - 2 - passed) * SPEC.BLOCK_N, sizes, WHICH, SPEC,
+                unit, first_row, first_key, sizes, SPEC,
             )  # fmt: skip
         mbarrier.arrive(queries.empty.index(slot))
-
-        # The last values of this tile of queries, and the first keys of the next.
-        next_tile_row, next_head, next_batch = tile_at(step + 1, sizes, SPEC)
-        next_row = next_tile_row + WHICH * ROWS
-        blocks = key_blocks(next_row + ROWS, sizes, SPEC)
-        skipped = key_blocks(next_tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
-        next_stage, next_phase = following(stage, phase, SPEC.STAGES)
-        next_stage, next_phase = skip(skipped, keys, values, next_stage, next_phase, SPEC)
-        slot = (step + 1) % SPEC.Q_STAGES * SPEC.CONSUMERS + WHICH
-        mbarrier.wait(queries.full.index(slot), (step + 1) // SPEC.Q_STAGES & 1)
-        scores = start_scores(queries, slot, keys, next_stage, next_phase, SPEC)
-        acc = start_output(p, acc, values, stage, phase, SPEC)
-        scores = warpgroup_mma_wait(1, [scores])
-        mbarrier.arrive(keys.empty.index(next_stage))
-        scores = hide(scores, next_row, (blocks - 1) * SPEC.BLOCK_N, sizes, SPEC)
-        p, next_max, next_sum = first_softmax(scores, unit)
-        next_sum = after(next_sum)
-        acc = warpgroup_mma_wait(0, [acc])
+        acc = warpgroup_mma_wait(0, [start_output(p, acc, values, stage, phase)])
         mbarrier.arrive(values.empty.index(stage))
+        stage, phase = following(stage, phase, SPEC.STAGES)
         finish(acc, row_max, row_sum, output, first_row, head, batch, sizes)
-        stage, phase = next_stage, next_phase
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
-        p = pack(p, dtype)
-        row_max, row_sum = next_max, next_sum
-        first_row, head, batch = next_row, next_head, next_batch
-
-    slot = (steps - 1) % SPEC.Q_STAGES * SPEC.CONSUMERS + WHICH
-    for passed in range(blocks - 1):
-        acc, p, row_max, row_sum, stage, phase = advance(
-            acc, p, row_max, row_sum, queries, slot, keys, values, stage, phase,
-            unit, first_row, (blocks - 2 - passed) * SPEC.BLOCK_N, sizes, WHICH, SPEC,
-        )  # fmt: skip
-    acc = warpgroup_mma_wait(0, [start_output(p, acc, values, stage, phase, SPEC)])
-    finish(acc, row_max, row_sum, output, first_row, head, batch, sizes)
 
 
 @gluon.jit
-def advance(
-    acc, p, row_max, row_sum, queries, slot, keys, values, stage, phase,
-    unit, first_row, first_key, sizes, WHICH: gl.constexpr, SPEC: gl.constexpr,
-):  # fmt: skip
-    """Multiply p with the values at `stage`, and meanwhile take the keys of the stage after it into the softmax."""
-    next_stage, next_phase = following(stage, phase, SPEC.STAGES)
-    if SPEC.PINGPONG:
-        take_turn(stage, WHICH)
-    scores = start_scores(queries, slot, keys, next_stage, next_phase, SPEC)
-    acc = start_output(p, acc, values, stage, phase, SPEC)
-    if SPEC.PINGPONG:
-        give_turn(stage, (WHICH + 1) % SPEC.CONSUMERS)
-    scores = warpgroup_mma_wait(1, [scores])
-    mbarrier.arrive(keys.empty.index(next_stage))
-    if not SPEC.ALIGNED:
-        scores = hide(scores, first_row, first_key, sizes, SPEC)
-    new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, unit)
-    row_sum = after(row_sum)
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(values.empty.index(stage))
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, pack(new_p, values.tiles.dtype), row_max, row_sum, next_stage, next_phase
-
-
-@gluon.jit
-def make_ring(desc, ROWS_: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):
+def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A Ring of STAGES tiles of a descriptor, each of which READERS consumers read."""
     tiles = gl.allocate_shared_memory(
-        desc.dtype, [STAGES, 1, 1, ROWS_, desc.block_type.shape[3]], desc.layout
+        desc.dtype, [STAGES, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -383,22 +371,14 @@ def hopper_forward_kernel(
     q_desc, k_desc, v_desc, Out, Lse, stride_ob, stride_oh, stride_om,
     q_len, kv_len, heads, batches, together, scale, SPEC: gl.constexpr,
 ):  # fmt: skip
-    """Grid (up to as many programs as there are tiles,). Lse: float32 (batch, heads, q_len), contiguous."""
-    queries = make_ring(q_desc, ROWS, SPEC.Q_STAGES * SPEC.CONSUMERS, 1)
-    keys = make_ring(k_desc, SPEC.BLOCK_N, SPEC.STAGES, SPEC.CONSUMERS)
-    values = make_ring(v_desc, SPEC.BLOCK_N, SPEC.STAGES, SPEC.CONSUMERS)
+    """Grid (at most as many programs as tiles,). Lse: float32 (batch, heads, q_len), contiguous."""
+    queries = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
+    keys = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
+    values = make_ring(v_desc, SPEC.STAGES, SPEC.CONSUMERS)
     sizes = Sizes(q_len, kv_len, heads, batches, together)
     output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
+    steps = count_steps(sizes, SPEC)
     unit = scale * LOG2_E
-
-    tiles = gl.cdiv(q_len, ROWS * SPEC.CONSUMERS) * heads * batches
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    steps = tiles // programs
-    if steps % 2 == 1:  # see tile_at
-        place = programs - 1 - place
-    steps += (place < tiles % programs).to(gl.int32)
-
     if SPEC.CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -422,21 +402,37 @@ def hopper_forward_kernel(
         )
 
 
-# head_dim, causal -> consumers, block_n, stages, q_stages, ping-pong, registers
-CONFIGS = {
-    (64, True): (2, 128, 4, 2, False, 240),
-    (64, False): (2, 128, 4, 2, False, 240),
-    (128, True): (2, 128, 2, 2, False, 240),
-    (128, False): (2, 128, 2, 2, False, 240),
-}
-TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-TOGETHER = 2
-
-
 @functools.cache
-def specify(head_dim: int, causal: bool, aligned: bool, group: int) -> Spec:
-    """What the kernel is compiled with."""
-    return Spec(*map(gl.constexpr, (group, causal, aligned, *CONFIGS[head_dim, causal])))
+def specify(head_dim: int, causal: bool, q_len: int, kv_len: int, group: int = 1) -> Spec:
+    """What the kernel is compiled with for a shape. group: query heads to a key head."""
+    # With head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than
+    # two where tiles of 192 rows fit: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384, but 1.22
+    # at 1024 (causal).
+    many = head_dim == 64 and q_len >= (4096 if causal else 2048)
+    consumers, stages, registers = (3, 3, 160) if many else (2, 256 // head_dim, 240)
+    return Spec(
+        GROUP=gl.constexpr(group),
+        CAUSAL=gl.constexpr(causal),
+        ALIGNED=gl.constexpr(not causal or (kv_len - q_len) % ROWS.value == 0),
+        HALVED=gl.constexpr(causal and consumers == 2 and (kv_len - q_len) % BLOCK_N.value == 0),
+        CONSUMERS=gl.constexpr(consumers),
+        STAGES=gl.constexpr(stages),
+        REGISTERS=gl.constexpr(registers),
+    )
+
+
+class Descriptor(TensorDescriptor):
+    """How TMA is to read a tensor: `rows` rows of one head at a time.
+
+    Without the checks of its base, which `supports` has made: they are 2 us of host time each.
+    """
+
+    def __init__(self, x: torch.Tensor, rows: int) -> None:
+        self.base = x
+        self.shape = x.shape
+        self.strides = x.stride()
+        self.block_shape = [1, 1, rows, x.shape[3]]
+        self.layout = _layout(rows, x.shape[3], x.dtype)
 
 
 @functools.cache
@@ -450,15 +446,14 @@ def _processors(device: torch.device) -> int:
 
 
 def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `hopper_forward` takes these tensors: head_dim 64 or 128, 16 bits, and strides that TMA takes."""
-    return (
-        q.shape[3] in (64, 128)
-        and q.dtype in TYPES
-        and all(
-            x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:3])
-            for x in (q, k, v)
-        )
-    )
+    """Whether `hopper_forward` takes these: head_dim 64 or 128, 16 bits, none empty, strides of 16-byte multiples."""
+    return q.shape[3] in HEAD_DIMS and q.dtype in TYPES and all(map(_fits_tma, (q, k, v)))
+
+
+def _fits_tma(x: torch.Tensor) -> bool:
+    *strides, last = x.stride()
+    units = strides[0] | strides[1] | strides[2] | x.data_ptr() >> 1
+    return last == 1 and units % 8 == 0 and min(strides) > 0 and x.numel() > 0
 
 
 def hopper_forward(
@@ -474,24 +469,46 @@ def hopper_forward(
     """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
 
     Args:
-        q, k, v: float16 or bfloat16 (batch, heads, length, 64 or 128) that `supports` accepts; heads of q a multiple
-            of those of k and v. No length may be 0.
+        q: float16 or bfloat16 (batch, heads, q_len, 64 or 128).
+        k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `supports` must accept all.
         out: like q, with any strides whose last is 1.
         lse: float32 (batch, heads, q_len), contiguous.
         causal: bottom-right aligned where the lengths differ; a row that sees nothing gets out 0 and lse -inf.
     """
-    batch, heads, q_len, head_dim = q.shape
-    kv_len = k.shape[2]
-    aligned = not causal or (kv_len - q_len) % 64 == 0
-    spec = specify(head_dim, causal, aligned, heads // k.shape[1])
-    block_n = spec.BLOCK_N.value
-    tiles = triton.cdiv(q_len, 64 * spec.CONSUMERS.value) * heads * batch
+    descriptors = Descriptor(q, ROWS.value), Descriptor(k, BLOCK_N.value), Descriptor(v, BLOCK_N.value)
+    device, aligned = q.get_device(), (out.data_ptr() | lse.data_ptr()) % 16 == 0
+    key = (device, q.dtype, q.shape, k.shape, out.stride(), causal, scale, aligned)
+    with _on_device(device):
+        if (known := _known.get(key)) is not None:
+            run, numbers = known
+            run(*descriptors, out.data_ptr(), lse.data_ptr(), *numbers)
+            return
+        grid, numbers = _prepare(q, k, out, causal, scale)
+        compiled = hopper_forward_kernel[grid](*descriptors, out, lse, *numbers)
+        if len(_known) >= KNOWN_LIMIT:
+            _known.clear()
+        _known[key] = compiled[grid], numbers
+
+
+def _prepare(
+    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, causal: bool, scale: float
+) -> tuple[tuple[int, int, int], tuple[object, ...]]:
+    """The grid, and the arguments behind the pointers."""
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
+    tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
     processors = _processors(q.device)
-    together = processors // TOGETHER if causal else 1
-    descriptors = [
-        TensorDescriptor(x, x.shape, x.stride(), [1, 1, n, head_dim], _layout(n, head_dim, x.dtype))
-        for x, n in ((q, 64), (k, block_n), (v, block_n))
-    ]
-    hopper_forward_kernel[min(tiles, processors),](
-        *descriptors, out, lse, *out.stride()[:3], q_len, kv_len, heads, batch, together, scale, spec
-    )
+    together = max(1, processors // 2) if causal else 1
+    numbers = (*out.stride()[:3], q_len, kv_len, heads, batch, together, scale, spec)
+    return (min(tiles, processors), 1, 1), numbers
+
+
+# A launch that Triton has done -> its compiled kernel on its grid, and the arguments behind the pointers. Without it
+# Triton reads every argument again, which is most of a launch's time on the host.
+_known: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
+KNOWN_LIMIT = 4096  # to forget one only costs a slow launch
+
+
+def _on_device(device: int) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the one of the tensors."""
+    return nullcontext() if device == torch.cuda.current_device() else torch.cuda.device(device)

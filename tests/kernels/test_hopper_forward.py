@@ -69,12 +69,21 @@ def test_several_tiles_a_program(causal: bool, head_dim: int) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "causal"),
+    [(2100, 2100, False), (2100, 900, False), (4100, 4100, True), (4100, 4137, True), (4137, 4100, True)],
+)
+def test_several_tiles_a_program_of_three_consumers(q_len: int, kv_len: int, causal: bool) -> None:
+    assert_accurate(*normal(q_len, kv_len, 64, torch.bfloat16, batch=1, heads=16, kv_heads=16), causal)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
 def test_packed_views_and_grouped_heads(heads: int, kv_heads: int, head_dim: int) -> None:
     qkv = torch.randn(2, 333, heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.transpose(1, 2) for x in qkv.split([heads, kv_heads, kv_heads], 2))
     assert_accurate(q, k, v, causal=True)
+    assert_accurate(q.clone(), k, v, causal=False)  # laid out (batch, length, heads, head_dim), and so is out
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
