@@ -52,9 +52,9 @@ class Ring(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program does: keys from first_key on, and `steps` blocks of queries from `first` on.
+    """What a program does: a block of keys, with `steps` blocks of queries from block `first` on.
 
-    The first `masked` blocks need a mask.
+    The first `masked` of them need a mask.
     """
 
     batch: gl.tensor
@@ -202,7 +202,7 @@ def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constex
 @gluon.jit
 def consume(
     dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full, ds_ring, sums,
-    work, scale, HALF_: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    work, scale, WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of half of the keys, and half of each tile of dQ."""
     BLOCK_M: gl.constexpr = queries.tiles.shape[3]
@@ -213,8 +213,8 @@ def consume(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     keys = k_tile.reshape([KEYS, HEAD_DIM])
-    k = keys.slice(HALF_ * HALF, HALF)
-    v = v_tile.reshape([KEYS, HEAD_DIM]).slice(HALF_ * HALF, HALF)
+    k = keys.slice(WHICH * HALF, HALF)
+    v = v_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
     dk = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
     dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
     mbarrier.wait(kv_full, 0)
@@ -228,7 +228,7 @@ def consume(
         # The mask goes in before the product: no branch may stand between products under way.
         bias = zeros
         if MASKED and step < work.masked:
-            bias = mask(zeros, HALF_, (work.first + step) * BLOCK_M, work, CAUSAL)
+            bias = mask(zeros, WHICH, (work.first + step) * BLOCK_M, work, CAUSAL)
         mbarrier.wait(queries.full.index(stage), phase)
         s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
         mbarrier.wait(d_outs.full.index(stage), phase)
@@ -244,15 +244,15 @@ def consume(
         delta = delta_ring.index(stage).load(gl.SliceLayout(0, scores_layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_tile = ds_ring.index(step & 1)
-        ds_tile.slice(HALF_ * HALF, HALF).store(ds)
+        ds_tile.slice(WHICH * HALF, HALF).store(ds)
         fence_async_shared()
         meet()
         if BLOCK_M > HALF:
-            ds_part = ds_tile.slice(HALF_ * HALF, HALF, dim=1)
+            ds_part = ds_tile.slice(WHICH * HALF, HALF, dim=1)
             k_part = keys
         else:
             ds_part = ds_tile
-            k_part = keys.slice(HALF_ * HALF, HALF, dim=1)
+            k_part = keys.slice(WHICH * HALF, HALF, dim=1)
         dq = gl.zeros([HALF, HALF], gl.float32, dq_layout)
         dq = warpgroup_mma(ds_part.permute((1, 0)), k_part, dq, use_acc=False, is_async=True)
         rounded_ds = gl.convert_layout(ds, operand)
@@ -263,9 +263,9 @@ def consume(
         dq = warpgroup_mma_wait(1, [dq])
         buffer = step & 1
         mbarrier.wait(sums.empty.index(buffer), (step // 2 & 1) ^ 1)
-        sums.tiles.index(2 * buffer + HALF_).store(dq)
+        sums.tiles.index(2 * buffer + WHICH).store(dq)
         fence_async_shared()
-        mbarrier.arrive(sums.full.index(2 * buffer + HALF_))
+        mbarrier.arrive(sums.full.index(2 * buffer + WHICH))
         dk, rounded_ds = warpgroup_mma_wait(0, [dk, rounded_ds])
         mbarrier.arrive(queries.empty.index(stage))
 
@@ -274,7 +274,7 @@ def consume(
     v.store(dv.to(dtype))
     fence_async_shared()
     meet()
-    if HALF_ == 0:
+    if WHICH == 0:
         place = [work.batch, work.head, work.key_block * KEYS, 0]
         tma.async_copy_shared_to_global(dk_desc, place, k_tile)
         tma.async_copy_shared_to_global(dv_desc, place, v_tile)
@@ -282,10 +282,10 @@ def consume(
 
 
 @gluon.jit
-def mask(zeros, HALF_: gl.constexpr, first_row, work, CAUSAL: gl.constexpr):
+def mask(zeros, WHICH: gl.constexpr, first_row, work, CAUSAL: gl.constexpr):
     """zeros, but -inf where a query must not see a key or there is no key."""
     layout: gl.constexpr = zeros.type.layout
-    keys = work.key_block * KEYS + HALF_ * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    keys = work.key_block * KEYS + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     seen_from = keys * 0
     if CAUSAL:
         seen_from = keys - (work.kv_len - work.q_len) - first_row
