@@ -236,6 +236,7 @@ ul.warn { background: #fff4f2; border: 1px solid #f3b8ae; border-left: 5px solid
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 16px; }
 .plots figure { margin: 0; padding: 10px; } .plots svg { width: 100%; height: auto; display: block; }
 .split td:nth-child(2) { width: 60%; } .split tr:last-child td { color: #616e7c; font-size: 13px; }
+.split tr:last-child i:not(:first-child) { margin-left: 14px; }
 .bar { display: flex; height: 18px; } .bar b { display: block; }
 """
 # In the colours of the plots' own split of a run's time.
