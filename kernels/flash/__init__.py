@@ -6,6 +6,7 @@ import os
 import torch
 
 from ..registry import FEATURES, AttentionFn, AttentionRequest, register_attention
+from .tiers import refuses_tier, tier_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
@@ -30,12 +31,14 @@ def refuses(request: AttentionRequest) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "it needs triton, which is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return refuses_inputs(
-        request.device, request.dtype, request.head_dim, interpreted
-    ) or request.unsupported(SUPPORTED)
+    return (
+        refuses_inputs(request.device, request.dtype, request.head_dim, interpreted)
+        or request.unsupported(SUPPORTED)
+        or refuses_tier(request)
+    )
 
 
-@register_attention("flash", refuses=refuses, lazy=True)
+@register_attention("flash", refuses=refuses, lazy=True, tier=tier_of)
 def load() -> AttentionFn:
     """The attention function; imports triton."""
     from .api import flash_attention

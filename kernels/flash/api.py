@@ -8,6 +8,8 @@ from . import refuses_inputs
 from .launch import INTERPRETED, launch_flash
 from .masks import block_lists, document_bounds
 from .operators import below_autograd, operator
+from .tiers import hopper, takes_hopper
+from .tiles import are_forced
 
 Tensor = torch.Tensor
 
@@ -30,6 +32,7 @@ def flash_attention(
     block_mask: Tensor | None = None,
     return_lse: bool = False,
     precise_delta: bool = False,
+    tier: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v without ever holding the scores; arguments and result as `naive_attention`.
 
@@ -40,6 +43,8 @@ def flash_attention(
     dropout_seed as a tensor on the device: a number, or a tensor on the CPU, is captured as a constant.
     precise_delta also keeps what rounding took from the output, as large as the output, so that delta =
     rowsum(dO * O) does not inherit a rounding that can lean one way (arXiv 2510.04212).
+    tier says which kernels may run: "triton", "hopper" (see `tiers`), or "auto", the Hopper ones where they serve.
+    Their backward sums dQ in float32, which takes 4 * head_dim bytes a query while it runs.
 
     Raises:
         AttentionError: an argument that is not supported, by name.
@@ -74,7 +79,7 @@ def flash_attention(
     if block_mask is not None:
         blocks = block_lists(block_mask, q.shape[2], k.shape[2], causal, left, right)
     tensors = (seed, alibi_slopes, *documents, kv_lengths, *blocks)
-    rules = (causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap, precise_delta)
+    rules = (causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap, tier, precise_delta)
     if torch.compiler.is_compiling():
         out, lse, _ = flash_forward(q, k, v, *tensors[:2], sinks, *tensors[2:], *rules)
     else:  # what the operator would call, without the way there: 8 us
@@ -100,6 +105,7 @@ def flash_forward(
     left: int,
     right: int,
     softcap: float,
+    tier: str,
     precise_delta: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out like q; lse float32 (batch, heads, q_len), natural log-sum-exp of the scaled scores; out_low.
@@ -109,11 +115,14 @@ def flash_forward(
     document_starts, document_ends: see `document_bounds`. key_blocks, query_blocks: see `block_lists`.
     """
     out, lse, out_low = results = _forward_like(q, precise_delta)
-    if out.numel():
-        pointers = (
-            q, k, v, out, out_low if precise_delta else None, lse,
-            seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks,
-        )  # fmt: skip
+    masks = (seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks)
+    plain = not precise_delta and _is_plain(masks, left, right, softcap)
+    if takes_hopper(
+        tier, q, plain, lambda: out.numel() * k.numel() > 0 and hopper("forward").supports(q, k, v)
+    ):
+        hopper("forward").hopper_forward(q, k, v, out, lse, causal=causal, scale=scale)
+    elif out.numel():
+        pointers = (q, k, v, out, out_low if precise_delta else None, lse, *masks)
         given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
         rules = (causal, dropout_p, left, right, softcap, *given)
         launch_flash("forward", pointers, (q, k, v, out), key_blocks, q, k, scale, rules)
@@ -142,6 +151,7 @@ def flash_backward(
     left: int,
     right: int,
     softcap: float,
+    tier: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq like q, dk like k, dv like v, delta like lse) for the gradients of out and, if it has one, of lse."""
     dq, dk, dv, delta = results = _backward_like(q, k, v)
@@ -150,6 +160,12 @@ def flash_backward(
     if d_lse is not None:
         d_lse = d_lse.contiguous()
     masks = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
+    plain = _is_plain((*masks, key_blocks, out_low, d_lse), left, right, softcap)
+    if takes_hopper(tier, q, plain, lambda: hopper("backward").supports(q, k, v, out, d_out)):
+        hopper("backward").hopper_backward(
+            d_out, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale
+        )
+        return results
     given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
     rules = (causal, dropout_p, left, right, softcap, *given)
     if dq.numel():
@@ -159,6 +175,12 @@ def flash_backward(
         pointers = (q, k, v, d_out, lse, delta, dk, dv, *masks, query_blocks)
         launch_flash("dkdv", pointers, (q, k, v, d_out, dk, dv), query_blocks, q, k, scale, rules)
     return results
+
+
+def _is_plain(optional: tuple[Tensor | None, ...], left: int, right: int, softcap: float) -> bool:
+    """Whether nothing is asked that only the portable kernels have."""
+    absent = all(tensor is None for tensor in optional)
+    return absent and softcap == 0 and left == right == -1 and not are_forced()
 
 
 class _Flash(torch.autograd.Function):

@@ -53,7 +53,7 @@ def launch(
             bits |= addresses[-1]
     device = pointers[0].get_device()
     key = (device, *key, *types)
-    reusable = REUSES and bits % 16 == 0 and not tiles._forced
+    reusable = REUSES and bits % 16 == 0 and not tiles.are_forced()
     with _on_device(device):
         if reusable and (known := _known.get(key)) is not None:
             run, numbers = known

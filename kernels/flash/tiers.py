@@ -2,40 +2,95 @@
 
     triton   forward.py, backward.py: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper_forward.py, hopper_backward.py: plain attention on sm_90, 16 bits, head_dim 64 and 128
+
+Triton is not imported here, so that a command line can ask before anything is.
 """
 
 import functools
+import importlib
 import importlib.metadata
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
+from ..registry import AttentionError, AttentionRequest
+
 TIERS = ("auto", "triton", "hopper")
-HOPPER = (9, 0)
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
-# Gluon is experimental, and its interface moves: these versions have passed `pytest -m gpu` on an H200.
+# Gluon is experimental and its interface moves: with these versions the kernels have passed `pytest -m gpu`.
 VERIFIED_TRITON = ("3.7.1",)
+# With fewer queries a Hopper tile, of 128, would be mostly empty.
+LEAST_QUERIES = 128
 
 
-def hopper_refuses(
-    device: torch.device, dtype: torch.dtype, head_dim: int, features: frozenset[str]
-) -> str | None:
-    """Why the Hopper kernels cannot serve, or None. features: names of the optional arguments in use."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
-        return "a Hopper GPU (compute capability 9.0)"
-    if dtype not in DTYPES:
-        return f"float16 or bfloat16, not {dtype}"
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim 64 or 128, not {head_dim}"
-    if others := sorted(features - {"return_lse"}):
+def refuses_tier(request: AttentionRequest) -> str | None:
+    """Why the request's tier cannot serve it, or None."""
+    if request.tier not in TIERS:
+        return f"attention.tier={request.tier} is none of {', '.join(TIERS)}"
+    if request.tier == "hopper" and (needed := hopper_needs(request)):
+        return f"attention.tier=hopper needs {needed} (attention.tier=auto takes what serves)"
+    return None
+
+
+def tier_of(request: AttentionRequest) -> str:
+    """The tier that serves a request which `refuses_tier` lets through."""
+    return "triton" if request.tier == "triton" or hopper_needs(request) else "hopper"
+
+
+def hopper_needs(request: AttentionRequest) -> str | None:
+    """What the Hopper kernels lack to serve the request, or None."""
+    if missing := machine_lacks(request.device):
+        return missing
+    if request.dtype not in DTYPES:
+        return f"float16 or bfloat16, not {request.dtype}"
+    if request.head_dim not in HEAD_DIMS:
+        return f"head_dim 64 or 128, not {request.head_dim}"
+    if others := sorted(request.features - {"return_lse"}):
         return f"plain attention, without {others[0]}"
-    return broken()
+    return None
 
 
 @functools.cache
-def broken() -> str | None:
-    """Why the Hopper kernels cannot be trusted with the Triton that is installed, or None."""
+def machine_lacks(device: torch.device) -> str | None:
+    """What keeps the Hopper kernels from running on the device at all, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "a Hopper GPU (compute capability 9.0)"
     version = importlib.metadata.version("triton")
     if version not in VERIFIED_TRITON:
         return f"triton {' or '.join(VERIFIED_TRITON)}, not {version}"
     return None
+
+
+@functools.cache
+def hopper(which: str) -> ModuleType:
+    """The module of the Hopper "forward" or "backward", which imports Gluon."""
+    return importlib.import_module(f".hopper_{which}", __package__)
+
+
+def takes_hopper(tier: str, q: torch.Tensor, plain: bool, fits: Callable[[], bool]) -> bool:
+    """Whether the Hopper kernels run a call.
+
+    Args:
+        plain: no feature is in use.
+        fits: whether the kernel takes the tensors as they lie in memory; asked last, since it imports Gluon.
+
+    Raises:
+        AttentionError: tier="hopper", and they cannot.
+    """
+    if tier == "triton":
+        return False
+    takes = (
+        plain
+        and machine_lacks(q.device) is None
+        and (tier == "hopper" or q.shape[2] >= LEAST_QUERIES)
+        and fits()
+    )
+    if tier == "hopper" and not takes:
+        raise AttentionError(
+            "attention.tier=hopper cannot run this call: it takes plain attention on sm_90, float16 or bfloat16, "
+            "head_dim 64 or 128, strides of 16 bytes, and its backward as many heads in k and v as in q; "
+            "use attention.tier=auto"
+        )
+    return takes

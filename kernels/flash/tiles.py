@@ -139,6 +139,11 @@ def forced(**tiles: Tile) -> Iterator[None]:
         _forced.update(before)
 
 
+def are_forced() -> bool:
+    """Whether a `forced` is in force. Only the portable kernels have tiles, so then they run."""
+    return bool(_forced)
+
+
 def candidates(
     kernel: str, architecture: int, head_dim: int, dtype: torch.dtype, causal: bool
 ) -> tuple[Tile, ...]:

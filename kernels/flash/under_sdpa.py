@@ -99,4 +99,4 @@ def _rules(
     """What follows q, k and v in our operators; only the forward knows sinks."""
     seed = state[0] if dropout_p else None
     absent = (None,) * 5
-    return seed, None, *sinks, *absent, causal, check_scale(scale, head_dim), dropout_p, -1, -1, 0.0
+    return seed, None, *sinks, *absent, causal, check_scale(scale, head_dim), dropout_p, -1, -1, 0.0, "auto"

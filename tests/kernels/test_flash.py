@@ -116,7 +116,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     *tensors, d_out = inputs(20, 33, 16, torch.float32, heads=2, kv_heads=1)
     api = kernels.flash.api
     none = (None,) * 8
-    rules = (True, 0.25, 0.0, -1, -1, 0.0)
+    rules = (True, 0.25, 0.0, -1, -1, 0.0, "auto")
     for precise_delta in (False, True):
         torch.library.opcheck(api.flash_forward, (*tensors, *none, *rules, precise_delta))
     results = api.flash_forward(*(x.detach() for x in tensors), *none, *rules, True)
@@ -147,7 +147,7 @@ def test_results_are_laid_out_as_torch_would(name: str) -> None:
     x = layouts(torch.randn(2, 3, 40, 16))[name]
     q, k, v = (x.detach().as_strided(x.shape, x.stride()).requires_grad_() for _ in range(3))
     api = kernels.flash.api
-    none, rules = (None,) * 8, (True, 0.25, 0.0, -1, -1, 0.0)
+    none, rules = (None,) * 8, (True, 0.25, 0.0, -1, -1, 0.0, "auto")
     out, lse, low = api.flash_forward(q, k, v, *none, *rules, True)
     results = (out, low, *api.flash_backward(out, None, out, lse, low, q, k, v, *none[:7], *rules)[:3])
     for result in results:

@@ -154,7 +154,7 @@ def test_precise_delta_undoes_a_rounding_that_leans_one_way() -> None:
     want = (golden(tensors, d_out, causal=False)["out"] * d_out.double()).sum(-1)
     leaning = {}
     for precise_delta in (False, True):
-        rules = (False, 0.25, 0.0, -1, -1, 0.0)
+        rules = (False, 0.25, 0.0, -1, -1, 0.0, "auto")
         api, none = kernels.flash.api, (None,) * 8
         out, lse, low = api.flash_forward(*tensors, *none, *rules, precise_delta)
         low = low if precise_delta else None
@@ -212,6 +212,7 @@ def test_every_feature_passes_torchs_own_checks() -> None:
         20,
         -1,
         5.0,
+        "auto",
         True,
     )
     torch.library.opcheck(kernels.flash.api.flash_forward, (*tensors, *options))

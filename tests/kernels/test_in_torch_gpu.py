@@ -95,7 +95,7 @@ def test_a_seed_on_the_cpu_does_not_wait_for_the_device(flash) -> None:
 def test_the_operators_pass_torchs_own_checks(flash, precise_delta: bool) -> None:
     *tensors, d_out = inputs(130, 200, 64, torch.bfloat16, kv_heads=2, **SHAPE)
     api, slopes = kernels.flash.api, torch.rand(4, device="cuda")
-    seed, rules = torch.tensor(5, device="cuda"), (True, 0.125, 0.1, 100, -1, 20.0)
+    seed, rules = torch.tensor(5, device="cuda"), (True, 0.125, 0.1, 100, -1, 20.0, "auto")
     rest = (seed, slopes, *(None,) * 6)
     torch.library.opcheck(api.flash_forward, (*tensors, *rest, *rules, precise_delta))
     out, lse, low = api.flash_forward(*(x.detach() for x in tensors), *rest, *rules, True)

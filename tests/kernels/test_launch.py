@@ -52,7 +52,7 @@ def packed(length, heads=4, kv_heads=4, batch=2, offset=0, dtype=torch.bfloat16)
 def compiled():
     return [len(kernel.device_caches[0][0]) for kernel in KERNELS]
 
-plain, nothing = (True, 0.125, 0.0, -1, -1, 0.0), (None,) * 8
+plain, nothing = (True, 0.125, 0.0, -1, -1, 0.0, "auto"), (None,) * 8
 for length in (256, 1024, 1, 77):
     step(*packed(length), plain, nothing)
 assert compiled() == [1, 1, 1], "a new length compiled again"
@@ -64,7 +64,7 @@ for _ in range(2):
 assert launched[:2] == launched[2:] and launched[0] != launched[1]
 slopes, lengths = torch.rand(4), torch.zeros(2, dtype=torch.int32)
 everything = (torch.tensor(3), slopes, slopes, *documents, lengths, *blocks)
-step(*packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0), everything)
+step(*packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), everything)
 assert compiled() == [2, 2, 2]
 
 # What was launched once goes around Triton the next time, and comes to the same kernel and grid.
@@ -76,8 +76,8 @@ cases = [
     (packed(256, dtype=torch.float16), plain, nothing),
     (packed(256, kv_heads=2), plain, nothing),
     (packed(256), (False, *plain[1:]), nothing),
-    (packed(256), (*plain[:3], 64, -1, 0.0), nothing),
-    (packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0), everything),
+    (packed(256), (*plain[:3], 64, -1, 0.0, "auto"), nothing),
+    (packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), everything),
     (packed(256), plain, (None, slopes.bfloat16(), slopes, *nothing[3:])),
     (packed(256), plain, (None, slopes, slopes.bfloat16(), *nothing[3:])),
     (packed(256), plain, (*nothing[:6], *blocks)),

@@ -87,3 +87,26 @@ def test_import_brings_neither_triton_nor_the_compiler() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )
     assert printed.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tier", "reason"),
+    [
+        ("sdpa", "hopper", "attention.tier=hopper: it has no tiers"),
+        ("flash", "hoper", "attention.tier=hoper is none of auto, triton, hopper"),
+        ("flash", "hopper", "attention.tier=hopper needs a Hopper GPU"),
+        ("auto", "hopper", "no backend can do tier=hopper"),
+    ],
+)
+def test_a_tier_that_cannot_be_had_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, tier: str, reason: str
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(AttentionError, match=reason):
+        resolve_attention(name, **CPU, tier=tier)
+
+
+def test_a_backend_with_tiers_says_which_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.attention_tier("flash", **CPU) == "triton"
+    assert kernels.attention_tier("sdpa", **CPU) is None
