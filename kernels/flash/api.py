@@ -160,10 +160,10 @@ def flash_backward(
     if d_lse is not None:
         d_lse = d_lse.contiguous()
     masks = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
-    plain = _is_plain((*masks, key_blocks, out_low, d_lse), left, right, softcap)
+    plain = _is_plain((*masks, key_blocks, out_low), left, right, softcap)
     if takes_hopper(tier, q, plain, lambda: hopper("backward").supports(q, k, v, out, d_out)):
         hopper("backward").hopper_backward(
-            d_out, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale
+            d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale
         )
         return results
     given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)

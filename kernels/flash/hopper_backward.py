@@ -385,11 +385,13 @@ def hopper_backward_kernel(
 
 @triton.jit(do_not_specialize=["q_len"])
 def delta_kernel(
-    Out, DOut, Delta, Turns,
+    Out, DOut, DLse, Delta, Turns,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O), and all turns to 0. Grid (heads, ceil(q_len / BLOCK_M), batch)."""
+    """delta = rowsum(dO * O), less the gradient of lse (see backward.py), and all turns to 0.
+
+    Grid (heads, ceil(q_len / BLOCK_M), batch)."""
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -400,6 +402,8 @@ def delta_kernel(
     out = tl.load(Out + rows[:, None].to(tl.int64) * stride_om + dims, mask=inside, other=0.0)
     d_out = tl.load(DOut + rows[:, None].to(tl.int64) * stride_dom + dims, mask=inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    if DLse is not None:
+        delta -= tl.load(DLse + sequence * q_len + rows, mask=rows < q_len, other=0.0)
     tl.store(Delta + sequence * q_len + rows, delta, mask=rows < q_len)
     tl.store(Turns + sequence * tl.num_programs(1) + block, 0)
 
@@ -454,6 +458,7 @@ def _fits_tma(x: Tensor) -> bool:
 
 def hopper_backward(
     d_out: Tensor,
+    d_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     q: Tensor,
@@ -473,6 +478,7 @@ def hopper_backward(
 
     Args:
         d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, heads, kv_len, head_dim).
+        d_lse: as lse, or None.
         lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
         dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
     """
@@ -486,7 +492,7 @@ def hopper_backward(
     grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)
 
     numbers = (*out.stride()[:3], *d_out.stride()[:3], q_len, *sizes)
-    pointers = (out, d_out, delta, turns)
+    pointers = (out, d_out, d_lse, delta, turns)
     launch(pointers, ("hopper delta", grid, numbers), lambda: (delta_kernel, grid, numbers, {}))
 
     with torch.cuda.device(q.device):

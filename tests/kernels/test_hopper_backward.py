@@ -80,7 +80,7 @@ def gradients(tensors: list[torch.Tensor], causal: bool) -> dict[str, torch.Tens
     dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
     delta = torch.full_like(lse, float("nan"))
     hopper_backward(
-        d_out, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=q.shape[3] ** -0.5
+        d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=q.shape[3] ** -0.5
     )  # fmt: skip
     torch.testing.assert_close(delta, (out.float() * d_out.float()).sum(-1), atol=1e-3, rtol=1e-3)
     return {"dq": dq, "dk": dk, "dv": dv}

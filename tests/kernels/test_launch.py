@@ -53,9 +53,9 @@ def compiled():
     return [len(kernel.device_caches[0][0]) for kernel in KERNELS]
 
 plain, nothing = (True, 0.125, 0.0, -1, -1, 0.0, "auto"), (None,) * 8
-for length in (256, 1024, 1, 77):
+for length in (256, 512, 1, 77):  # of one length class, and so of one tile
     step(*packed(length), plain, nothing)
-assert compiled() == [1, 1, 1], "a new length compiled again"
+assert compiled() == [1, 1, 1], "a new length of the class compiled again"
 bounds, mask = torch.tensor([0, 100, 512], dtype=torch.int32), torch.ones(1, 1, 2, 2, dtype=torch.bool)
 del launched[:]
 for _ in range(2):
