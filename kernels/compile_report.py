@@ -2,9 +2,10 @@
 
     python -m kernels.compile_report [--arch 80 90 100] [--head-dim 64 128 256]
 
-Every shipped tile is compiled ahead of time by Triton and ptxas, no GPU or driver needed. The table gives registers a
-thread, bytes spilled, shared memory, the tensor core instruction, the asynchronous loads and ptxas's warnings. The
-exit code is 1 when a tile spills, lost the tensor cores or the asynchronous loads, or has its wgmma serialised.
+Every shipped tile of both tiers is compiled ahead of time by Triton and ptxas, no GPU or driver needed. The table
+gives registers a thread, bytes spilled, shared memory, the tensor core instruction, the asynchronous loads and
+ptxas's warnings. The exit code is 1 when a kernel spills more than compile_budgets.toml allows, lost the tensor cores
+or the asynchronous loads, or has its wgmma serialised.
 """
 
 import argparse
@@ -15,8 +16,10 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -26,12 +29,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from .flash import hopper_backward, hopper_forward
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
 from .flash.tiles import ARCHITECTURES, KERNELS, Tile, candidates, specify
 
-FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+HOPPER = {
+    "hopper_forward": hopper_forward.hopper_forward_kernel,
+    "hopper_backward": hopper_backward.hopper_backward_kernel,
+}
+FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, **HOPPER}
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 OPTIONAL_POINTERS = {
@@ -60,28 +70,27 @@ FEATURES = {
     "lse_grad": ({}, ("DLse",)),
     "precise": ({}, ("OutLow",)),
 }
-# The least of the eight tiles tried there (LOG.md); stored before the loops and loaded after them.
-SPILLS_ALLOWED = {(90, "dkdv", 256, True): 48}
-FEATURE_SPILLS_ALLOWED = 32  # a few addresses, where another tile would cost the plain case more
+BUDGETS = tomllib.loads(Path(__file__).with_name("compile_budgets.toml").read_text())
 HEADS = 12  # of the packed qkv whose strides the kernels are compiled for
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel at one tile for one GPU."""
+    """One kernel at one tile for one GPU; a Hopper kernel has no tile to choose, but depends on the length."""
 
     architecture: int
     kernel: str
     head_dim: int
     causal: bool
-    tile: Tile
+    tile: Tile | None
     dtype: torch.dtype = torch.bfloat16
     feature: str = ""
+    length: int = 1024
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
-        what = f"{self.kernel:8} {TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
-        return f"sm_{self.architecture:<4}{what} {self.tile!s:14} {self.feature:9}"
+        what = f"{self.kernel:16}{TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
+        return f"sm_{self.architecture:<4}{what} {self.tile or f'n{self.length}'!s:14} {self.feature:9}"
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,7 @@ class Report:
         if job.dtype is torch.float32:  # for its digits, on the ordinary cores: shown, not held to anything
             return []
         found = [f"wgmma serialised ({warning})" for warning in self.warnings]
-        allowed = SPILLS_ALLOWED.get((job.architecture, job.kernel, job.head_dim, job.causal), 0)
-        if self.spill_bytes > (allowed or FEATURE_SPILLS_ALLOWED * bool(job.feature)):
+        if self.spill_bytes > _spills_allowed(job):
             found.append(f"{self.spill_bytes} bytes spilled")
         if self.tensor_cores != TENSOR_CORES[job.architecture]:
             found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")
@@ -114,26 +122,41 @@ class Report:
         return found
 
 
+def _spills_allowed(job: Job) -> int:
+    """Bytes, from compile_budgets.toml."""
+    for entry in BUDGETS["spills"]:
+        if all(
+            entry[name] == getattr(job, name) for name in ("architecture", "kernel", "head_dim", "causal")
+        ):
+            return entry["bytes"]
+    return BUDGETS["features"]["bytes"] if job.feature else 0
+
+
 def compile_job(job: Job) -> Report:
     """Compile one job from scratch and read the figures off the PTX and ptxas's log."""
-    function = FUNCTIONS[job.kernel]
-    values = _constants(job)
+    function, on_hopper = FUNCTIONS[job.kernel], job.kernel in HOPPER
+    values = _hopper_constants(job) if on_hopper else _constants(job)
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         if name in values:
             signature[name], constants[index,] = "constexpr", values[name]
             continue
-        signature[name] = OPTIONAL_POINTERS.get(name) or _type(name, job.dtype)
+        signature[name] = _descriptor(name, job) if name.endswith("_desc") else _type(name, job.dtype)
         if signature[name].startswith("*") or name.startswith("stride"):
             attributes[index,] = [["tt.divisibility", 16]]  # else no vector loads
+    # The Hopper kernels name the warps of their consumers and producers themselves, beside the first four.
+    options = {"num_warps": 4}
+    if job.tile:
+        options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
+    source = GluonASTSource if on_hopper else ASTSource
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
         triton.knobs.cache.dir = cache  # a cached kernel would have no log
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(
-            ASTSource(function, signature, constants, attributes),
+            source(function, signature, constants, attributes),
             target=GPUTarget("cuda", job.architecture, 32),
-            options={"num_warps": job.tile.warps, "num_stages": job.tile.stages},
+            options=options,
         )
     return _read(compiled.asm["ptx"], log.getvalue(), compiled.metadata.shared)
 
@@ -149,9 +172,30 @@ def _constants(job: Job) -> dict[str, object]:
     return {"SPEC": spec, **packed, **plain, **absent}
 
 
+def _hopper_constants(job: Job) -> dict[str, object]:
+    if job.kernel == "hopper_forward":
+        return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, job.length, job.length)}
+    return {"CAUSAL": job.causal, "MASKED": job.causal}
+
+
+def _descriptor(name: str, job: Job) -> str:
+    """The type of a TMA descriptor: what it moves at a time, and how that lies in shared memory."""
+    if name == "sum_desc":
+        block, dtype = [64, 64], gl.float32
+    else:
+        queries = 64 if job.kernel == "hopper_forward" else hopper_backward.BLOCK_M[job.head_dim]
+        block = [1, 1, queries if name in ("q_desc", "do_desc") else 128, job.head_dim]
+        dtype = gl.bfloat16
+    return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)!r}>"
+
+
 def _type(name: str, dtype: torch.dtype) -> str:
+    if name in OPTIONAL_POINTERS:
+        return OPTIONAL_POINTERS[name]
     if name in ("Lse", "Delta"):
         return "*fp32"
+    if name == "Turns":
+        return "*i32"
     if name[0].isupper():
         return f"*{TYPE_NAMES[dtype]}"
     return "fp32" if name == "scale" else "i32"
@@ -188,6 +232,14 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
             if architecture == 80 and 64 in head_dims:
                 (tile,) = candidates(kernel, architecture, 64, torch.float32, True)
                 jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
+        if architecture == 90:
+            for head_dim in sorted({64, 128} & set(head_dims)):
+                for causal in (True, False):
+                    jobs.append(Job(90, "hopper_backward", head_dim, causal, None))
+                    for length in (
+                        (1024, 16384) if head_dim == 64 else (1024,)
+                    ):  # long ones have more consumers
+                        jobs.append(Job(90, "hopper_forward", head_dim, causal, None, length=length))
     return jobs
 
 
@@ -202,14 +254,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help="instead of the table's"
     )
-    parser.add_argument("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS))
+    parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
     options = parser.parse_args(arguments)
     jobs = [job for job in shipped(options.arch, options.head_dim) if job.kernel in options.kernel]
     if options.feature:
-        jobs = [replace(job, feature=options.feature) for job in jobs if job.causal and not job.feature]
+        plain = [job for job in jobs if job.causal and job.tile and not job.feature]
+        jobs = [replace(job, feature=options.feature) for job in plain]
     if options.tile:
         tile = Tile(*options.tile)
-        jobs = [replace(job, tile=tile) for job in jobs if job.dtype is torch.bfloat16]
+        jobs = [replace(job, tile=tile) for job in jobs if job.tile and job.dtype is torch.bfloat16]
     started, failed = time.perf_counter(), 0
     print(f"triton {triton.__version__}, {len(jobs)} kernels")
     with ProcessPoolExecutor(os.cpu_count()) as pool:

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 
-def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+def report(*arguments: str, kernel: str = "forward") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kernels.compile_report", "--kernel", "forward", *arguments]
+    command = [sys.executable, "-m", "kernels.compile_report", "--kernel", kernel, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
@@ -17,6 +17,14 @@ def test_a_shipped_tile_passes() -> None:
     done = report("--arch", "90", "--head-dim", "64")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wgmma" in done.stdout
+    assert "\n0 of " in done.stdout
+
+
+@pytest.mark.parametrize("kernel", ["hopper_forward", "hopper_backward"])
+def test_the_hopper_kernels_keep_to_their_budgets(kernel: str) -> None:
+    done = report("--arch", "90", "--head-dim", "64", "128", kernel=kernel)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "TMA" in done.stdout
     assert "\n0 of " in done.stdout
 
 
