@@ -11,6 +11,7 @@ or the asynchronous loads, or has its wgmma serialised.
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -70,6 +71,9 @@ FEATURES = {
     "lse_grad": ({}, ("DLse",)),
     "precise": ({}, ("OutLow",)),
 }
+RAGGED = (
+    "ragged"  # of the Hopper kernels: one key more, so that blocks of keys and diagonals do not end together
+)
 BUDGETS = tomllib.loads(Path(__file__).with_name("compile_budgets.toml").read_text())
 HEADS = 12  # of the packed qkv whose strides the kernels are compiled for
 
@@ -124,9 +128,11 @@ class Report:
 
 def _spills_allowed(job: Job) -> int:
     """Bytes, from compile_budgets.toml."""
+    of_job = ("architecture", "kernel", "head_dim", "causal")
     for entry in BUDGETS["spills"]:
-        if all(
-            entry[name] == getattr(job, name) for name in ("architecture", "kernel", "head_dim", "causal")
+        if (
+            all(entry[name] == getattr(job, name) for name in of_job)
+            and entry.get("feature", "") == job.feature
         ):
             return entry["bytes"]
     return BUDGETS["features"]["bytes"] if job.feature else 0
@@ -173,9 +179,10 @@ def _constants(job: Job) -> dict[str, object]:
 
 
 def _hopper_constants(job: Job) -> dict[str, object]:
+    ragged = job.feature == RAGGED
     if job.kernel == "hopper_forward":
-        return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, job.length, job.length)}
-    return {"CAUSAL": job.causal, "MASKED": job.causal}
+        return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, job.length, job.length + ragged)}
+    return {"CAUSAL": job.causal, "MASKED": job.causal or ragged}
 
 
 def _descriptor(name: str, job: Job) -> str:
@@ -234,12 +241,13 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                 jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
         if architecture == 90:
             for head_dim in sorted({64, 128} & set(head_dims)):
-                for causal in (True, False):
-                    jobs.append(Job(90, "hopper_backward", head_dim, causal, None))
-                    for length in (
-                        (1024, 16384) if head_dim == 64 else (1024,)
-                    ):  # long ones have more consumers
-                        jobs.append(Job(90, "hopper_forward", head_dim, causal, None, length=length))
+                for causal, feature in itertools.product((True, False), ("", RAGGED)):
+                    jobs.append(Job(90, "hopper_backward", head_dim, causal, None, feature=feature))
+                    lengths = (1024, 16384) if head_dim == 64 else (1024,)  # long ones have more consumers
+                    for length in lengths:
+                        jobs.append(
+                            Job(90, "hopper_forward", head_dim, causal, None, feature=feature, length=length)
+                        )
     return jobs
 
 

@@ -47,6 +47,7 @@ class AttentionRequest:
         head_dim: their last size.
         features: names of the optional arguments that will be used (keys of `FEATURES`).
         tier: which of a backend's kernels may run; "auto" for the fastest that serve.
+        length: of the queries, or None if that is open.
     """
 
     device: torch.device
@@ -54,6 +55,7 @@ class AttentionRequest:
     head_dim: int
     features: frozenset[str] = frozenset()
     tier: str = "auto"
+    length: int | None = None
 
     def unsupported(self, supported: set[str]) -> str | None:
         """A reason to refuse: the first used feature outside `supported`, or None."""
@@ -152,8 +154,9 @@ def resolve_attention(
     able = [each for each in candidates if _reason(each, request) is None]
     if name == "auto":
         if not able:
-            wanted = sorted(request.features) + ([f"tier={tier}"] if tier != "auto" else [])
-            raise AttentionError(f"attention=auto: no backend can do {', '.join(wanted)}")
+            if tier != "auto":  # which only one of them knows
+                raise AttentionError(f"attention=auto: {_reason(PREFERENCE[0], request)}")
+            raise AttentionError(f"attention=auto: no backend can do {', '.join(sorted(request.features))}")
         name = able[0]
     elif (reason := _reason(name, request)) is not None:
         nearest = f"; use attention={able[0]}" if able else ""
@@ -169,13 +172,18 @@ def attention_tier(
     dtype: torch.dtype,
     head_dim: int,
     tier: str = "auto",
+    length: int | None = None,
     **features: object,
 ) -> str | None:
-    """Which of the backend's sets of kernels serves; None if it has but one. Arguments: `resolve_attention`, which
-    must have accepted them."""
+    """Which of the backend's sets of kernels serves queries of a length; None if it has but one.
+
+    The other arguments are those that `resolve_attention` accepted.
+    """
     choose = _backend(name).tier
-    return choose and choose(
-        AttentionRequest(torch.device(device), dtype, head_dim, used_features(features), tier)
+    if choose is None:
+        return None
+    return choose(
+        AttentionRequest(torch.device(device), dtype, head_dim, used_features(features), tier, length)
     )
 
 

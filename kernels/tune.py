@@ -7,6 +7,7 @@ class. The times are written where `flash` looks for them, in the user's cache; 
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -93,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit("kernels.tune times kernels on a GPU, and there is no CUDA device here")
     found = list(cases(options.head_dim))
     shortest = [case for case in found if case.length == LENGTHS[0]]  # a length is not compiled for
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(8, os.cpu_count()), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_case, shortest))
     entries = measure(found)
     for entry in entries:
@@ -103,7 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out or tuned_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "entries": entries}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(document, indent=1) + "\n")
+    beside.replace(path)
     print(f"written to {path}")
     return 0
 

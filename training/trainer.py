@@ -82,7 +82,7 @@ class Trainer:
             **features,
         }
         self.attention_name, attention = resolve_attention(config.attention.name, **request)
-        self.attention_tier = attention_tier(self.attention_name, **request)
+        self.attention_tier = attention_tier(self.attention_name, **request, length=config.model.seq_len)
         if config.attention.precise_delta:
             attention = functools.partial(attention, precise_delta=True)
         if config.model.loss is Loss.fused:

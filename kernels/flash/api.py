@@ -155,7 +155,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq like q, dk like k, dv like v, delta like lse) for the gradients of out and, if it has one, of lse."""
     dq, dk, dv, delta = results = _backward_like(q, k, v)
-    if d_out.stride(-1) != 1:  # a gradient that was expanded from fewer elements
+    if d_out.stride(-1) != 1 or 0 in d_out.stride():  # a gradient that was expanded from fewer elements
         d_out = d_out.contiguous()
     if d_lse is not None:
         d_lse = d_lse.contiguous()

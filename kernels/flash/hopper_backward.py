@@ -6,9 +6,9 @@ asynchronously (FlashAttention-3's schedule, Shah et al. 2024) on the transposes
 backward.py does.
 
 dQ sums over keys, so over programs: two more warps add each tile to a float32 sum in memory by TMA. They do it in one
-order, programs with later keys first, handed on by a counter for each block of queries. Programs start in that order,
-so none waits for one that starts after it; and each begins with the first queries that see its keys, so that it
-hardly ever waits: order cost 0 to 6 % of the kernel's time on an H200.
+order, programs with later keys first, handed on by a counter for each block of queries. GPUs start programs in that
+order, though CUDA does not promise it, so none waits for one that starts after it; and each begins with the first
+queries that see its keys, so that it hardly ever waits: order cost 0 to 6 % of the kernel's time on an H200.
 
 Plain attention only; the rest is the portable kernels' (backward.py).
 """
@@ -444,6 +444,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> boo
         and q.shape[1] == k.shape[1]
         and q.numel() > 0
         and k.numel() > 0
+        and q.shape[2] <= 65535 * BLOCK_M[q.shape[3]]  # blocks of queries, an axis of a grid
         and q.numel() // q.shape[3] + q.shape[0] * q.shape[1] * 128 < 2**31  # rows of dQ's sum, an int32
         and all(_fits_tma(x) for x in (q, k, v, d_out))
         and out.stride(3) == 1

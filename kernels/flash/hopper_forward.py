@@ -401,7 +401,7 @@ def hopper_forward_kernel(
         )
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def specify(head_dim: int, causal: bool, q_len: int, kv_len: int, group: int = 1) -> Spec:
     """What the kernel is compiled with for a shape. group: query heads to a key head."""
     # With head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than
@@ -475,7 +475,7 @@ def hopper_forward(
         causal: bottom-right aligned where the lengths differ; a row that sees nothing gets out 0 and lse -inf.
     """
     descriptors = Descriptor(q, ROWS.value), Descriptor(k, BLOCK_N.value), Descriptor(v, BLOCK_N.value)
-    device, aligned = q.get_device(), (out.data_ptr() | lse.data_ptr()) % 16 == 0
+    device, aligned = q.get_device(), (out.data_ptr() % 16 == 0, lse.data_ptr() % 16 == 0)
     key = (device, q.dtype, q.shape, k.shape, out.stride(), causal, scale, aligned)
     with _on_device(device):
         if (known := _known.get(key)) is not None:

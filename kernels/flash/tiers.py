@@ -3,12 +3,11 @@
     triton   forward.py, backward.py: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper_forward.py, hopper_backward.py: plain attention on sm_90, 16 bits, head_dim 64 and 128
 
-Triton is not imported here, so that a command line can ask before anything is.
+Triton is imported when a Hopper GPU is there, and not before.
 """
 
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from types import ModuleType
 
@@ -36,7 +35,8 @@ def refuses_tier(request: AttentionRequest) -> str | None:
 
 def tier_of(request: AttentionRequest) -> str:
     """The tier that serves a request which `refuses_tier` lets through."""
-    return "triton" if request.tier == "triton" or hopper_needs(request) else "hopper"
+    short = request.length is not None and request.length < LEAST_QUERIES and request.tier == "auto"
+    return "triton" if request.tier == "triton" or short or hopper_needs(request) else "hopper"
 
 
 def hopper_needs(request: AttentionRequest) -> str | None:
@@ -57,9 +57,10 @@ def machine_lacks(device: torch.device) -> str | None:
     """What keeps the Hopper kernels from running on the device at all, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "a Hopper GPU (compute capability 9.0)"
-    version = importlib.metadata.version("triton")
-    if version not in VERIFIED_TRITON:
-        return f"triton {' or '.join(VERIFIED_TRITON)}, not {version}"
+    import triton
+
+    if triton.__version__ not in VERIFIED_TRITON:
+        return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__}"
     return None
 
 
@@ -79,6 +80,8 @@ def takes_hopper(tier: str, q: torch.Tensor, plain: bool, fits: Callable[[], boo
     Raises:
         AttentionError: tier="hopper", and they cannot.
     """
+    if tier not in TIERS:
+        raise AttentionError(f"tier={tier} is none of {', '.join(TIERS)}")
     if tier == "triton":
         return False
     takes = (

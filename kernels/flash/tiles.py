@@ -5,13 +5,13 @@ of them serialised, no spills. Among them the fastest measured runs: `measured/s
 by causality and length, and `python -m kernels.tune` makes the like on your GPU. Without times the first one runs.
 """
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,7 +127,7 @@ def tile_for(
     return _fastest(kernel, architecture, head_dim, dtype, causal, length_class)
 
 
-@contextmanager
+@contextlib.contextmanager
 def forced(**tiles: Tile) -> Iterator[None]:
     """Let the named kernels run with these tiles, whatever the table says: for tests, tuning and traffic counts."""
     before = dict(_forced)
@@ -172,9 +172,11 @@ def _fastest(
 def _measured(architecture: int) -> dict[tuple[str, int, bool, int], dict[str, float]]:
     """(kernel, head_dim, causal, length) -> tile -> microseconds: this GPU's, or else what ships for its like."""
     shipped = Path(__file__).with_name("measured") / f"sm_{architecture}.json"
-    for path in (tuned_path(), shipped) if torch.cuda.is_available() else (shipped,):
-        if path.is_file():
-            entries = json.loads(path.read_text())["entries"]
+    paths = (tuned_path, lambda: shipped) if torch.cuda.is_available() else (lambda: shipped,)
+    for path in paths:
+        # Neither a home that cannot be read, or is none, nor a file that is not whole may stop an attention.
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            entries = json.loads(path().read_text())["entries"]
             return {(e["kernel"], e["head_dim"], e["causal"], e["length"]): e["us"] for e in entries}
     return {}
 

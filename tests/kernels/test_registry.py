@@ -95,7 +95,7 @@ def test_import_brings_neither_triton_nor_the_compiler() -> None:
         ("sdpa", "hopper", "attention.tier=hopper: it has no tiers"),
         ("flash", "hoper", "attention.tier=hoper is none of auto, triton, hopper"),
         ("flash", "hopper", "attention.tier=hopper needs a Hopper GPU"),
-        ("auto", "hopper", "no backend can do tier=hopper"),
+        ("auto", "hopper", "attention=auto: attention.tier=hopper needs a Hopper GPU"),
     ],
 )
 def test_a_tier_that_cannot_be_had_is_refused(
