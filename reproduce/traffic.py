@@ -86,7 +86,7 @@ def count(
 ) -> Sample:
     """{"forward": {"read", "written", "flops"}, "backward": ..., "tiles"}, tiles being those our kernels used."""
     _refuse(backend, workload, torch.device("cpu"))
-    tiles = _tiles(architecture, workload)
+    tiles = _tiles(architecture, workload) if backend == OURS else {}
     if forward_tile is not None:
         tiles["forward"] = replace(tiles["forward"], block_m=forward_tile[0], block_n=forward_tile[1])
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
