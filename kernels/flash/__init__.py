@@ -32,9 +32,9 @@ def refuses(request: AttentionRequest) -> str | None:
         return "it needs triton, which is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (
-        refuses_inputs(request.device, request.dtype, request.head_dim, interpreted)
+        refuses_tier(request)
+        or refuses_inputs(request.device, request.dtype, request.head_dim, interpreted)
         or request.unsupported(SUPPORTED)
-        or refuses_tier(request)
     )
 
 
