@@ -26,6 +26,7 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
 DROPOUT = 0.1
 PADDED, DROPPED = "padding", "padding+dropout"
+HOLD_SCORES = ("sdpa_math", "naive", STANDARD)  # length x length of them, in this order of appetite
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,23 @@ def _row_error(inputs: Inputs, out: torch.Tensor, rows: int = 16) -> float:
 
 
 def time_all(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
-    """Milliseconds of forward and backward of every round: {"ms": {backend: {phase: [...]}}}."""
+    """Milliseconds of forward and backward of every round: {"ms": {backend: {phase: [...]}}}.
+
+    Where the memory does not do for all of them in turn, those that hold the scores stay out, one after another.
+    """
+    competing = list(backends)
+    while True:
+        try:
+            return _time(competing, workload, options, dtype)
+        except torch.OutOfMemoryError:
+            hungry = [name for name in HOLD_SCORES if name in competing]
+            if not hungry or len(competing) == 1:
+                raise
+            competing.remove(hungry[0])
+        torch.cuda.empty_cache()
+
+
+def _time(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
     device = options.device
     sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(workload.bytes, device))]
 

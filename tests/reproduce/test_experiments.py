@@ -12,7 +12,7 @@ from triton import language as tl
 
 from kernels import ATTENTION, get_attention, register_attention
 from kernels.flash.tiles import KERNELS, forced, tile_for
-from reproduce import sparse, timing
+from reproduce import attention, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
@@ -312,3 +312,20 @@ def test_block_masks_have_the_share_they_say():
     assert (mask.sum(-1) == 6).all()
     slope, intercept, fit = sparse.affine({0.1: 3.0, 0.5: 7.0, 0.9: 11.0})
     assert (slope, intercept, fit) == pytest.approx((10, 2, 1))
+
+
+def test_one_that_needs_too_much_memory_does_not_cost_the_others_their_time(monkeypatch):
+    timed = []
+
+    def hungry(names, *_):
+        timed.append(list(names))
+        if "naive" in names:
+            raise torch.OutOfMemoryError
+        return {"ms": {}}
+
+    monkeypatch.setattr(attention, "_time", hungry)
+    workload = Workload("test", 1, 1, 64, 32, False)
+    assert attention.time_all(["naive", "flash", "sdpa_math"], workload, None, torch.float16) == {"ms": {}}
+    assert timed == [["naive", "flash", "sdpa_math"], ["naive", "flash"], ["flash"]]
+    with pytest.raises(torch.OutOfMemoryError):
+        attention.time_all(["naive"], workload, None, torch.float16)
