@@ -117,10 +117,8 @@ def flash_forward(
     out, lse, out_low = results = _forward_like(q, precise_delta)
     masks = (seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks)
     plain = not precise_delta and _is_plain(masks, left, right, softcap)
-    if takes_hopper(
-        tier, q, plain, lambda: out.numel() * k.numel() > 0 and hopper("forward").supports(q, k, v)
-    ):
-        hopper("forward").hopper_forward(q, k, v, out, lse, causal=causal, scale=scale)
+    if takes_hopper(tier, q, plain, lambda: hopper().fits_forward(q, k, v)):
+        hopper().forward(q, k, v, out, lse, causal=causal, scale=scale)
     elif out.numel():
         pointers = (q, k, v, out, out_low if precise_delta else None, lse, *masks)
         given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
@@ -161,10 +159,8 @@ def flash_backward(
         d_lse = d_lse.contiguous()
     masks = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
     plain = _is_plain((*masks, key_blocks, out_low), left, right, softcap)
-    if takes_hopper(tier, q, plain, lambda: hopper("backward").supports(q, k, v, out, d_out)):
-        hopper("backward").hopper_backward(
-            d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale
-        )
+    if takes_hopper(tier, q, plain, lambda: hopper().fits_backward(q, k, v, out, d_out)):
+        hopper().backward(d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale)
         return results
     given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
     rules = (causal, dropout_p, left, right, softcap, *given)

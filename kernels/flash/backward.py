@@ -31,47 +31,14 @@ from .rules import (
 
 @triton.jit(do_not_specialize=["q_len", "kv_len"])
 def dq_kernel(
-    Q,
-    K,
-    V,
-    Out,
-    OutLow,
-    DOut,
-    Lse,
-    DLse,
-    Delta,
-    DQ,
-    Seed,
-    Slopes,
-    DocumentStart,
-    DocumentEnd,
-    KvLengths,
+    Q, K, V, Out, OutLow, DOut, Lse, DLse, Delta, DQ, Seed, Slopes, DocumentStart, DocumentEnd, KvLengths,
     Blocks,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
-    stride_ob,
-    stride_oh,
-    stride_dob,
-    stride_doh,
-    stride_dqb,
-    stride_dqh,
-    stride_blocks_b,
-    stride_blocks_h,
-    q_len,
-    kv_len,
-    scale,
-    stride_qm: tl.constexpr,
-    stride_kn: tl.constexpr,
-    stride_vn: tl.constexpr,
-    stride_om: tl.constexpr,
-    stride_dom: tl.constexpr,
-    stride_dqm: tl.constexpr,
-    SPEC: tl.constexpr,
-):
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_dob,
+    stride_doh, stride_dqb, stride_dqh, stride_blocks_b, stride_blocks_h,
+    q_len, kv_len, scale,
+    stride_qm: tl.constexpr, stride_kn: tl.constexpr, stride_vn: tl.constexpr, stride_om: tl.constexpr,
+    stride_dom: tl.constexpr, stride_dqm: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
     """dQ, and delta on the way. Grid (ceil(q_len / BLOCK_M), heads, batch). DLse, Delta: as the forward's Lse."""
     # Which queries; as in the forward, the tiles that see the most keys first.
     index = tl.program_id(0)
@@ -136,24 +103,15 @@ def dq_kernel(
 
 @triton.jit
 def add_dq(
-    dq,
-    q,
-    d_out,
-    lse_log2,
-    delta,
-    K,
-    V,
-    first_row,
-    begin,
-    end,
+    dq, q, d_out, lse_log2, delta,
+    K, V,
+    first_row, begin, end,
     BlockList,
-    kv_len,
-    rules,
+    kv_len, rules,
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
-    stride_kn: tl.constexpr,
-    stride_vn: tl.constexpr,
-):
+    stride_kn: tl.constexpr, stride_vn: tl.constexpr,
+):  # fmt: skip
     """dS K over the keys [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_N."""
     for step in range(begin, end, SPEC.BLOCK_N):
         first_key = listed(step, BlockList)
@@ -178,45 +136,13 @@ def add_dq(
 
 @triton.jit(do_not_specialize=["q_len", "kv_len"])
 def dkdv_kernel(
-    Q,
-    K,
-    V,
-    DOut,
-    Lse,
-    Delta,
-    DK,
-    DV,
-    Seed,
-    Slopes,
-    DocumentStart,
-    DocumentEnd,
-    KvLengths,
-    Blocks,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
-    stride_dob,
-    stride_doh,
-    stride_dkb,
-    stride_dkh,
-    stride_dvb,
-    stride_dvh,
-    stride_blocks_b,
-    stride_blocks_h,
-    q_len,
-    kv_len,
-    scale,
-    stride_qm: tl.constexpr,
-    stride_kn: tl.constexpr,
-    stride_vn: tl.constexpr,
-    stride_dom: tl.constexpr,
-    stride_dkn: tl.constexpr,
-    stride_dvn: tl.constexpr,
-    SPEC: tl.constexpr,
-):
+    Q, K, V, DOut, Lse, Delta, DK, DV, Seed, Slopes, DocumentStart, DocumentEnd, KvLengths, Blocks,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh, stride_dkb,
+    stride_dkh, stride_dvb, stride_dvh, stride_blocks_b, stride_blocks_h,
+    q_len, kv_len, scale,
+    stride_qm: tl.constexpr, stride_kn: tl.constexpr, stride_vn: tl.constexpr, stride_dom: tl.constexpr,
+    stride_dkn: tl.constexpr, stride_dvn: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
     """dK and dV, summed over the query heads that share them. Grid (ceil(kv_len / BLOCK_N), kv_heads, batch)."""
     # Which keys. The first tiles of a causal head are seen by the most queries and already start first.
     first_key = tl.program_id(0) * SPEC.BLOCK_N
@@ -289,24 +215,15 @@ def dkdv_kernel(
 
 @triton.jit
 def add_dkdv(
-    dk,
-    dv,
-    k,
-    v,
-    Q,
-    DOut,
-    Lse,
-    Delta,
-    first_key,
-    begin,
-    end,
+    dk, dv, k, v,
+    Q, DOut, Lse, Delta,
+    first_key, begin, end,
     BlockList,
     rules,
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
-    stride_qm: tl.constexpr,
-    stride_dom: tl.constexpr,
-):
+    stride_qm: tl.constexpr, stride_dom: tl.constexpr,
+):  # fmt: skip
     """dS^T Q and P^T dO over the queries [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_M."""
     for step in range(begin, end, SPEC.BLOCK_M):
         first_row = listed(step, BlockList)

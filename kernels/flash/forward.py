@@ -29,38 +29,13 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit(do_not_specialize=["q_len", "kv_len"])
 def forward_kernel(
-    Q,
-    K,
-    V,
-    Out,
-    OutLow,
-    Lse,
-    Seed,
-    Slopes,
-    Sinks,
-    DocumentStart,
-    DocumentEnd,
-    KvLengths,
-    Blocks,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
-    stride_ob,
-    stride_oh,
-    stride_blocks_b,
+    Q, K, V, Out, OutLow, Lse, Seed, Slopes, Sinks, DocumentStart, DocumentEnd, KvLengths, Blocks,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_blocks_b,
     stride_blocks_h,
-    q_len,
-    kv_len,
-    scale,
-    stride_qm: tl.constexpr,
-    stride_kn: tl.constexpr,
-    stride_vn: tl.constexpr,
-    stride_om: tl.constexpr,
+    q_len, kv_len, scale,
+    stride_qm: tl.constexpr, stride_kn: tl.constexpr, stride_vn: tl.constexpr, stride_om: tl.constexpr,
     SPEC: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (ceil(q_len / BLOCK_M), heads, batch). Lse: float32 (batch, heads, q_len), contiguous."""
     # Which queries. The last tiles of a causal head see the most keys, so they start first.
     index = tl.program_id(0)
@@ -129,23 +104,15 @@ def forward_kernel(
 
 @triton.jit
 def attend(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    K,
-    V,
-    first_row,
-    begin,
-    end,
+    acc, row_max, row_sum, q,
+    K, V,
+    first_row, begin, end,
     BlockList,
-    kv_len,
-    rules,
+    kv_len, rules,
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
-    stride_kn: tl.constexpr,
-    stride_vn: tl.constexpr,
-):
+    stride_kn: tl.constexpr, stride_vn: tl.constexpr,
+):  # fmt: skip
     """Take keys [begin, end), of BlockList if it is one, into the online softmax; begin is a multiple of BLOCK_N."""
     for step in range(begin, end, SPEC.BLOCK_N):
         first_key = listed(step, BlockList)

@@ -13,10 +13,8 @@ queries that see its keys, so that it hardly ever waits: order cost 0 to 6 % of 
 Plain attention only; the rest is the portable kernels' (backward.py).
 """
 
-import functools
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir
@@ -29,26 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import launch
+from .hopper import LOG2_E, Ring, fetch, make_barriers, make_ring
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory
 # head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
 BLOCK_M = {64: 128, 128: 64}
-GLUON_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-Tensor = torch.Tensor
-
-
-class Ring(NamedTuple):
-    """Tiles in shared memory; barriers that say of each that it has come, and that it may be overwritten."""
-
-    tiles: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
 
 
 class Work(NamedTuple):
@@ -77,45 +63,31 @@ def tma_add(descriptor, coordinates, source, _semantic=None):
     )
 
 
-@gluon.jit
-def wait_turn(Turn, turn):
-    """Spin until the counter is at `turn`; then what was added before is there."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred other;
-        .reg .b32 now;
-        again:
-        ld.acquire.gpu.global.b32 now, [$1];
-        setp.ne.b32 other, now, $2;
-        @other bra again;
-        fence.proxy.async;
-        mov.b32 $0, now;
-        }""",
-        "=r,l,r",
-        [Turn, turn],
-        gl.int32,
-        False,
-        1,
-    )
+# Spin until the counter is at the turn; then what was added before is there.
+WAIT_TURN = gl.constexpr("""{
+    .reg .pred other;
+    .reg .b32 now;
+    again:
+    ld.acquire.gpu.global.b32 now, [$1];
+    setp.ne.b32 other, now, $2;
+    @other bra again;
+    fence.proxy.async;
+    mov.b32 $0, now;
+}""")
+# Set the counter to the turn when what this warp adds is in memory.
+PASS_TURN = gl.constexpr("""{
+    cp.async.bulk.wait_group 0;
+    bar.warp.sync 0xffffffff;
+    fence.proxy.async;
+    st.release.gpu.global.b32 [$1], $2;
+    mov.b32 $0, $2;
+}""")
 
 
 @gluon.jit
-def pass_turn(Turn, turn):
-    """Set the counter to `turn` when what this warp adds is in memory."""
-    gl.inline_asm_elementwise(
-        """{
-        cp.async.bulk.wait_group 0;
-        bar.warp.sync 0xffffffff;
-        fence.proxy.async;
-        st.release.gpu.global.b32 [$1], $2;
-        mov.b32 $0, $2;
-        }""",
-        "=r,l,r",
-        [Turn, turn],
-        gl.int32,
-        False,
-        1,
-    )
+def take(TURN: gl.constexpr, Counter, turn):
+    """WAIT_TURN or PASS_TURN on a counter."""
+    gl.inline_asm_elementwise(TURN, "=r,l,r", [Counter, turn], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -128,24 +100,18 @@ def meet():
 
 @gluon.jit
 def load_tiles(q_desc, k_desc, v_desc, do_desc, k_tile, v_tile, kv_full, queries, d_outs, work):
+    """Bring K and V once, and the tiles of Q and dO as their stages become free."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     first_key = work.key_block * KEYS
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [work.batch, work.head, first_key, 0], kv_full, k_tile)
     tma.async_copy_global_to_shared(v_desc, [work.batch, work.head, first_key, 0], kv_full, v_tile)
     for step in range(work.steps):
+        stage = step % STAGES
+        phase = step // STAGES & 1
         place = [work.batch, work.head, (work.first + step) * BLOCK_M, 0]
-        fetch(q_desc, place, queries, step)
-        fetch(do_desc, place, d_outs, step)
-
-
-@gluon.jit
-def fetch(desc, place, ring, step):
-    """Start the copy of a tile as soon as both warpgroups have left its stage."""
-    stage = step % STAGES
-    mbarrier.wait(ring.empty.index(stage), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, place, ring.full.index(stage), ring.tiles.index(stage))
+        fetch(q_desc, place, queries, stage, phase)
+        fetch(do_desc, place, d_outs, stage, phase)
 
 
 @gluon.jit
@@ -185,7 +151,7 @@ def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constex
             seen_last = gl.minimum(last_key_block, last_seen_key // KEYS)
         turn = seen_last - work.key_block
         row = (work.sequence * row_blocks + block) * BLOCK_M
-        wait_turn(Turns + block, turn)
+        take(WAIT_TURN, Turns + block, turn)
         for half in gl.static_range(2):
             tile = 2 * WHICH + half
             mbarrier.wait(sums.full.index(tile), step // 2 & 1)
@@ -196,7 +162,7 @@ def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constex
                 tma_add(sum_desc, place, sums.tiles.index(tile))
         tma.store_wait(0)
         mbarrier.arrive(sums.empty.index(WHICH))
-        pass_turn(Turns + block, turn + 1)
+        take(PASS_TURN, Turns + block, turn + 1)
 
 
 @gluon.jit
@@ -320,20 +286,6 @@ def plan(heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CAUSA
     )  # fmt: skip
 
 
-@gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(each), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
-def make_ring(desc):
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-    return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
-
-
 @gluon.jit(do_not_specialize=["heads", "sequences", "together", "q_len", "kv_len"])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns,
@@ -350,8 +302,8 @@ def hopper_backward_kernel(
 
     k_tile = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
     v_tile = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
-    queries = make_ring(q_desc)
-    d_outs = make_ring(do_desc)
+    queries = make_ring(q_desc, STAGES, 2)
+    d_outs = make_ring(do_desc, STAGES, 2)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
     ds_ring = gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_M], ds_layout)
     sum_tiles = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], sum_desc.layout)
@@ -391,7 +343,8 @@ def delta_kernel(
 ):  # fmt: skip
     """delta = rowsum(dO * O), less the gradient of lse (see backward.py), and all turns to 0.
 
-    Grid (heads, ceil(q_len / BLOCK_M), batch)."""
+    Grid (heads, ceil(q_len / BLOCK_M), batch).
+    """
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -410,17 +363,9 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["q_len", "blind"])
 def round_kernel(
-    Sum,
-    DQ,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    q_len,
-    blind,
-    scale,
-    BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+    Sum, DQ, stride_qb, stride_qh, stride_qm, q_len, blind, scale,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
     """dQ = scale * its float32 sum, which the `blind` first queries have none of. Grid as delta_kernel's."""
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
@@ -431,110 +376,3 @@ def round_kernel(
     dq = tl.load(Sum + offsets * HEAD_DIM + dims, mask=rows >= blind, other=0.0) * scale
     DQ += batch * stride_qb + head * stride_qh
     tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq.to(DQ.dtype.element_ty), mask=rows < q_len)
-
-
-def supports(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
-    """Whether `hopper_backward` takes these: 16-bit on Hopper, head_dim 64 or 128, as many heads in k and v as in q,
-    no length 0, and q, k, v and d_out with strides that TMA takes (a contiguous copy of d_out always has them)."""
-    return (
-        q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[3] in BLOCK_M
-        and q.shape[1] == k.shape[1]
-        and q.numel() > 0
-        and k.numel() > 0
-        and q.shape[2] <= 65535 * BLOCK_M[q.shape[3]]  # blocks of queries, an axis of a grid
-        and q.numel() // q.shape[3] + q.shape[0] * q.shape[1] * 128 < 2**31  # rows of dQ's sum, an int32
-        and all(_fits_tma(x) for x in (q, k, v, d_out))
-        and out.stride(3) == 1
-    )
-
-
-def _fits_tma(x: Tensor) -> bool:
-    """Whether rows begin on multiples of 16 bytes, none twice."""
-    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
-
-
-def hopper_backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    delta: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> None:
-    """Fill dq, dk, dv and delta with the gradients of attention; see `supports`.
-
-    Needs 4 * head_dim bytes a query and head for the sum of dQ, freed on return.
-
-    Args:
-        d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, heads, kv_len, head_dim).
-        d_lse: as lse, or None.
-        lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
-        dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
-    """
-    batch, heads, q_len, head_dim = q.shape
-    kv_len = k.shape[2]
-    sequences = batch * heads
-    block_m = BLOCK_M[head_dim]
-    row_blocks, key_blocks = triton.cdiv(q_len, block_m), triton.cdiv(kv_len, KEYS.value)
-    dq_sum = q.new_empty(sequences * row_blocks * block_m, head_dim, dtype=torch.float32)
-    turns = q.new_empty(sequences * row_blocks, dtype=torch.int32)
-    grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)
-
-    numbers = (*out.stride()[:3], *d_out.stride()[:3], q_len, *sizes)
-    pointers = (out, d_out, d_lse, delta, turns)
-    launch(pointers, ("hopper delta", grid, numbers), lambda: (delta_kernel, grid, numbers, {}))
-
-    with torch.cuda.device(q.device):
-        hopper_backward_kernel[(sequences * key_blocks,)](
-            _describe(q, block_m), _describe(k), _describe(v), _describe(d_out, block_m),
-            _describe(dk), _describe(dv), TensorDescriptor(dq_sum, dq_sum.shape, dq_sum.stride(), *SUM_BLOCK),
-            lse, delta, turns,
-            heads, sequences, _together(row_blocks, q.device), q_len, kv_len, scale,
-            causal, causal or kv_len % KEYS.value != 0,
-        )  # fmt: skip
-
-    blind = max(q_len - kv_len, 0) if causal else 0
-    round_numbers = (*dq.stride()[:3], q_len, blind, scale, *sizes)
-    launch(
-        (dq_sum, dq), ("hopper round", grid, round_numbers), lambda: (round_kernel, grid, round_numbers, {})
-    )
-
-
-def _together(row_blocks: int, device: torch.device) -> int:
-    """How many heads run side by side: few, for the L2 cache, but so many that a program starts two blocks of queries
-    after the one before it in its head, and need not wait for it."""
-    return max(1, triton.cdiv(2 * _processors(device), row_blocks))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _describe(x: Tensor, rows: int = KEYS.value) -> TensorDescriptor:
-    """A TMA descriptor of x, to be moved `rows` rows at a time."""
-    shape, strides = x.shape, x.stride()
-    if 1 in shape:  # the stride of a dimension of one may be anything, but not for TMA
-        strides = [stride if size > 1 else shape[3] for size, stride in zip(shape, strides, strict=True)]
-    return TensorDescriptor(x, shape, strides, *_block((1, 1, rows, shape[3]), x.dtype))
-
-
-@functools.cache
-def _block(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
-    """What TMA moves at a time, and how it lies in shared memory."""
-    return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), GLUON_TYPES[dtype])
-
-
-SUM_BLOCK = _block((64, 64), torch.float32)

@@ -8,31 +8,20 @@ Plain attention only; the rest is the portable kernel's (forward.py), whose conv
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-LOG2_E = gl.constexpr(1.4426950408889634)
+from .hopper import LOG2_E, fetch, make_ring
+
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.0e38)  # see forward.py
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
 BLOCK_N = gl.constexpr(128)
 Q_STAGES = gl.constexpr(2)
-HEAD_DIMS = (64, 128)
-TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -57,14 +46,6 @@ class Sizes(NamedTuple):
     heads: gl.tensor
     batches: gl.tensor
     together: gl.tensor  # heads whose tiles are sorted by their keys
-
-
-class Ring(NamedTuple):
-    """Tiles in shared memory, and for each a barrier that says it has come and one that it may be overwritten."""
-
-    tiles: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
 
 
 class Output(NamedTuple):
@@ -124,14 +105,6 @@ def following(stage, phase, STAGES: gl.constexpr):
     """The stage of a ring after this one, and the parity of its barriers' phase."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), phase ^ last.to(gl.int32)
-
-
-@gluon.jit
-def fetch(desc, coordinates, ring, stage, phase):
-    """Start the copy of a tile once the consumers have left its stage."""
-    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coordinates, ring.full.index(stage), ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -351,20 +324,6 @@ def consume(
         finish(acc, row_max, row_sum, output, first_row, head, batch, sizes)
 
 
-@gluon.jit
-def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A Ring of STAGES tiles of a descriptor, each of which READERS consumers read."""
-    tiles = gl.allocate_shared_memory(
-        desc.dtype, [STAGES, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
-    return Ring(tiles, full, empty)
-
-
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "together"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, Out, Lse, stride_ob, stride_oh, stride_om,
@@ -418,96 +377,3 @@ def specify(head_dim: int, causal: bool, q_len: int, kv_len: int, group: int = 1
         STAGES=gl.constexpr(stages),
         REGISTERS=gl.constexpr(registers),
     )
-
-
-class Descriptor(TensorDescriptor):
-    """How TMA is to read a tensor: `rows` rows of one head at a time.
-
-    Without the checks of its base, which `supports` has made: they are 2 us of host time each.
-    """
-
-    def __init__(self, x: torch.Tensor, rows: int) -> None:
-        self.base = x
-        self.shape = x.shape
-        self.strides = x.stride()
-        self.block_shape = [1, 1, rows, x.shape[3]]
-        self.layout = _layout(rows, x.shape[3], x.dtype)
-
-
-@functools.cache
-def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], TYPES[dtype])
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `hopper_forward` takes these: head_dim 64 or 128, 16 bits, none empty, strides of 16-byte multiples."""
-    return q.shape[3] in HEAD_DIMS and q.dtype in TYPES and all(map(_fits_tma, (q, k, v)))
-
-
-def _fits_tma(x: torch.Tensor) -> bool:
-    *strides, last = x.stride()
-    units = strides[0] | strides[1] | strides[2] | x.data_ptr() >> 1
-    return last == 1 and units % 8 == 0 and min(strides) > 0 and x.numel() > 0
-
-
-def hopper_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> None:
-    """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
-
-    Args:
-        q: float16 or bfloat16 (batch, heads, q_len, 64 or 128).
-        k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `supports` must accept all.
-        out: like q, with any strides whose last is 1.
-        lse: float32 (batch, heads, q_len), contiguous.
-        causal: bottom-right aligned where the lengths differ; a row that sees nothing gets out 0 and lse -inf.
-    """
-    descriptors = Descriptor(q, ROWS.value), Descriptor(k, BLOCK_N.value), Descriptor(v, BLOCK_N.value)
-    device, aligned = q.get_device(), (out.data_ptr() % 16 == 0, lse.data_ptr() % 16 == 0)
-    key = (device, q.dtype, q.shape, k.shape, out.stride(), causal, scale, aligned)
-    with _on_device(device):
-        if (known := _known.get(key)) is not None:
-            run, numbers = known
-            run(*descriptors, out.data_ptr(), lse.data_ptr(), *numbers)
-            return
-        grid, numbers = _prepare(q, k, out, causal, scale)
-        compiled = hopper_forward_kernel[grid](*descriptors, out, lse, *numbers)
-        if len(_known) >= KNOWN_LIMIT:
-            _known.clear()
-        _known[key] = compiled[grid], numbers
-
-
-def _prepare(
-    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, causal: bool, scale: float
-) -> tuple[tuple[int, int, int], tuple[object, ...]]:
-    """The grid, and the arguments behind the pointers."""
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
-    tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
-    processors = _processors(q.device)
-    together = max(1, processors // 2) if causal else 1
-    numbers = (*out.stride()[:3], q_len, kv_len, heads, batch, together, scale, spec)
-    return (min(tiles, processors), 1, 1), numbers
-
-
-# A launch that Triton has done -> its compiled kernel on its grid, and the arguments behind the pointers. Without it
-# Triton reads every argument again, which is most of a launch's time on the host.
-_known: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
-KNOWN_LIMIT = 4096  # to forget one only costs a slow launch
-
-
-def _on_device(device: int) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the one of the tensors."""
-    return nullcontext() if device == torch.cuda.current_device() else torch.cuda.device(device)

@@ -31,13 +31,16 @@ Launch = tuple[triton.runtime.KernelInterface, tuple[int, int, int], tuple[objec
 
 
 def launch(
-    pointers: tuple[Tensor | None, ...], key: tuple[object, ...], prepare: Callable[[], Launch]
+    pointers: tuple[Tensor | None, ...],
+    key: tuple[object, ...],
+    prepare: Callable[[], Launch],
+    descriptors: tuple[object, ...] = (),
 ) -> None:
     """Launch a kernel on the current stream of the device of the first pointer.
 
     Args:
-        pointers: its first arguments.
-        key: all that `prepare` depends on, but for the types of the pointers.
+        pointers: its first arguments, but for the TMA descriptors, which are before them.
+        key: all that `prepare` and what the descriptors move at a time depend on, but for the types of the pointers.
         prepare: what to launch; not asked when the launch is known.
     """
     # Triton looks at types, and at whether pointers and numbers are multiples of 16. Here numbers are compared as
@@ -57,10 +60,11 @@ def launch(
     with _on_device(device):
         if reusable and (known := _known.get(key)) is not None:
             run, numbers = known
-            run(*addresses, *numbers)  # of a tensor Triton would ask the driver whether it is on the device
+            # Of a tensor Triton would ask the driver whether it is on the device; of an address it does not.
+            run(*descriptors, *addresses, *numbers)
             return
         kernel, grid, numbers, options = prepare()
-        compiled = kernel[grid](*pointers, *numbers, **options)
+        compiled = kernel[grid](*descriptors, *pointers, *numbers, **options)
         if reusable:
             if len(_known) >= KNOWN_LIMIT:
                 _known.clear()

@@ -65,9 +65,9 @@ def machine_lacks(device: torch.device) -> str | None:
 
 
 @functools.cache
-def hopper(which: str) -> ModuleType:
-    """The module of the Hopper "forward" or "backward", which imports Gluon."""
-    return importlib.import_module(f".hopper_{which}", __package__)
+def hopper() -> ModuleType:
+    """Launches of the Hopper kernels; imports Gluon."""
+    return importlib.import_module(".hopper_launch", __package__)
 
 
 def takes_hopper(tier: str, q: torch.Tensor, plain: bool, fits: Callable[[], bool]) -> bool:

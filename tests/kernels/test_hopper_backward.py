@@ -15,13 +15,13 @@ UNEQUAL = [(1, 239), (113, 203), (256, 512), (512, 256), (1023, 1024), (1024, 10
 
 def gradients(tensors: list[torch.Tensor], causal: bool) -> dict[str, torch.Tensor]:
     """dq, dk, dv of (q, k, v, d_out, out, lse), into NaN so that what is not written shows."""
-    from kernels.flash.hopper_backward import hopper_backward, supports
+    from kernels.flash.hopper_launch import backward, fits_backward
 
     q, k, v, d_out, out, lse = tensors
-    assert supports(q, k, v, out, d_out)
+    assert fits_backward(q, k, v, out, d_out)
     dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
     delta = torch.full_like(lse, float("nan"))
-    hopper_backward(
+    backward(
         d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=q.shape[3] ** -0.5
     )  # fmt: skip
     torch.testing.assert_close(delta, (out.float() * d_out.float()).sum(-1), atol=1e-3, rtol=1e-3)
@@ -83,12 +83,12 @@ class TestOnHopper:
             assert all(torch.isfinite(x).all() for x in got.values())
 
     def test_refuses_what_tma_does_not_take(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
-        from kernels.flash.hopper_backward import supports
+        from kernels.flash.hopper_launch import fits_backward
 
         x = torch.randn(2, 4, 64, head_dim, device="cuda", dtype=dtype)
-        assert supports(x, x, x, x, x)
+        assert fits_backward(x, x, x, x, x)
         odd = torch.randn(2, 4, 64, head_dim + 4, device="cuda", dtype=dtype)[..., :head_dim]
-        assert not supports(odd, x, x, x, x)
-        assert not supports(x, x, x, x, x[:1, :1, :1].expand(2, 4, 64, head_dim))
-        assert not supports(x[..., :48], x[..., :48], x[..., :48], x[..., :48], x[..., :48])
-        assert not supports(x, x[:, :2], x[:, :2], x, x)
+        assert not fits_backward(odd, x, x, x, x)
+        assert not fits_backward(x, x, x, x, x[:1, :1, :1].expand(2, 4, 64, head_dim))
+        assert not fits_backward(x[..., :48], x[..., :48], x[..., :48], x[..., :48], x[..., :48])
+        assert not fits_backward(x, x[:, :2], x[:, :2], x, x)

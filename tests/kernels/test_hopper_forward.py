@@ -26,12 +26,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    from kernels.flash.hopper_forward import hopper_forward, supports
+    from kernels.flash.hopper_launch import fits_forward, forward
 
-    assert supports(q, k, v)
+    assert fits_forward(q, k, v)
     out = torch.full_like(q, float("nan"))
     lse = torch.full(q.shape[:3], float("nan"), device=q.device)
-    hopper_forward(q, k, v, out, lse, causal=causal, scale=q.shape[3] ** -0.5)
+    forward(q, k, v, out, lse, causal=causal, scale=q.shape[3] ** -0.5)
     return out, lse
 
 
@@ -107,11 +107,11 @@ def test_extreme_scores_stay_finite() -> None:
 
 
 def test_refuses_what_tma_does_not_take() -> None:
-    from kernels.flash.hopper_forward import supports
+    from kernels.flash.hopper_launch import fits_forward
 
     x = torch.randn(2, 4, 64, 80, device="cuda", dtype=torch.bfloat16)
-    assert not supports(x, x, x)
+    assert not fits_forward(x, x, x)
     odd = torch.randn(2, 4, 64, 68, device="cuda", dtype=torch.bfloat16)[..., :64]
-    assert not supports(odd, odd, odd)
+    assert not fits_forward(odd, odd, odd)
     shifted = torch.randn(2 * 4 * 64 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 4, 64, 64)
-    assert not supports(shifted, shifted, shifted)
+    assert not fits_forward(shifted, shifted, shifted)

@@ -11,12 +11,19 @@ PROGRAM = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 
-launched = []
+launched, everything = [], []
+
+def plainly(each):
+    # What a launch says but for where tensors are, which differs from call to call.
+    if hasattr(each, "block_shape"):
+        return each.base.dtype, list(each.shape), list(each.strides), each.block_shape, repr(each.layout)
+    return "pointer" if isinstance(each, torch.Tensor) or (isinstance(each, int) and each > 2**32) else each
 
 class Launcher:
     def __init__(self, src, metadata): self.takes = len(src.fn.arg_names)
     def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, exit, *arguments):
         assert len(arguments) == self.takes
+        everything.append(list(map(plainly, arguments)))
         arguments = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
         launched.append((self, (x, y, z), arguments[0], arguments[16:]))  # no kernel has more pointers
 
@@ -31,7 +38,7 @@ class Driver:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 triton.runtime.driver.set_active(Driver())
-from kernels.flash import api, launch, masks, tiles
+from kernels.flash import api, hopper_launch, launch, masks, tiers, tiles
 
 launch.architecture = lambda device: 90
 KERNELS = launch.KERNELS.values()
@@ -63,8 +70,8 @@ for _ in range(2):
     blocks = masks.block_lists(mask, 256, 256, True, -1, -1)
 assert launched[:2] == launched[2:] and launched[0] != launched[1]
 slopes, lengths = torch.rand(4), torch.zeros(2, dtype=torch.int32)
-everything = (torch.tensor(3), slopes, slopes, *documents, lengths, *blocks)
-step(*packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), everything)
+features = (torch.tensor(3), slopes, slopes, *documents, lengths, *blocks)
+step(*packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), features)
 assert compiled() == [2, 2, 2]
 
 # What was launched once goes around Triton the next time, and comes to the same kernel and grid.
@@ -77,7 +84,7 @@ cases = [
     (packed(256, kv_heads=2), plain, nothing),
     (packed(256), (False, *plain[1:]), nothing),
     (packed(256), (*plain[:3], 64, -1, 0.0, "auto"), nothing),
-    (packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), everything),
+    (packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), features),
     (packed(256), plain, (None, slopes.bfloat16(), slopes, *nothing[3:])),
     (packed(256), plain, (None, slopes, slopes.bfloat16(), *nothing[3:])),
     (packed(256), plain, (*nothing[:6], *blocks)),
@@ -115,6 +122,25 @@ del slow[:], launched[:]
 for _ in range(2):
     step(*packed(256, offset=1), plain, nothing)
 assert len(slow) == 6 and launched[0][0] is not kernels[0][0]
+
+# The Hopper kernels, told that they serve: the second time the same kernels, grids, descriptors and numbers.
+tiers.machine_lacks = lambda device: None
+hopper_launch.processors = lambda device: 132
+HOPPER = hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_kernel
+for kernel in HOPPER:
+    kernel.run = lambda *arguments, run=kernel.run, **options: slow.append(run) or run(*arguments, **options)
+hopper = [(packed(256), plain), (packed(256), (False, *plain[1:])), (alone(*packed(200, batch=1)), plain)]
+first = []
+for repeat in range(2):
+    for number, ((q, k, v), rules) in enumerate(hopper):
+        del launched[:], everything[:], slow[:]
+        out, lse, low = api.flash_forward(q, k, v, *nothing, *rules, False)
+        api.flash_backward(torch.randn_like(q), None, out, lse, None, q, k, v, *nothing[:7], *rules)
+        seen = [each[:2] for each in launched], everything[:]
+        assert len(launched) == 4 and bool(slow) != bool(repeat), (number, repeat, len(launched), len(slow))
+        assert not repeat or seen == first[number], f"case {number}: another kernel, grid, descriptor or number"
+        first.append(seen)
+assert len({each[0][0][0] for each in first}) == 2, "causal and full are different kernels"
 print("done")
 """
 

@@ -1,0 +1,115 @@
+"""Launches of the Hopper kernels: what they take, and the arguments they are launched with."""
+
+import torch
+import triton
+
+from .hopper import Descriptor, fits_tma, processors, rows_of
+from .hopper_backward import BLOCK_M, KEYS, delta_kernel, hopper_backward_kernel, round_kernel
+from .hopper_forward import BLOCK_N, ROWS, hopper_forward_kernel, specify
+from .launch import Launch, launch
+from .tiers import DTYPES, HEAD_DIMS
+
+Tensor = torch.Tensor
+
+
+def fits_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `forward` takes these: head_dim 64 or 128, 16 bits, none empty, strides that TMA takes."""
+    return q.shape[3] in HEAD_DIMS and q.dtype in DTYPES and all(map(fits_tma, (q, k, v)))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float) -> None:
+    """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
+
+    Args:
+        q: float16 or bfloat16 (batch, heads, q_len, 64 or 128).
+        k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `fits_forward` accepts all.
+        out: like q, with any strides whose last is 1.
+        lse: float32 (batch, heads, q_len), contiguous.
+        causal: bottom-right aligned where the lengths differ; a row that sees nothing gets out 0 and lse -inf.
+    """
+
+    def prepare() -> Launch:
+        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
+        tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
+        programs = processors(q.device)
+        together = max(1, programs // 2) if causal else 1
+        numbers = (*out.stride()[:3], q_len, kv_len, heads, batch, together, scale, spec)
+        return hopper_forward_kernel, (min(tiles, programs), 1, 1), numbers, {}
+
+    descriptors = rows_of(q, ROWS.value), rows_of(k, BLOCK_N.value), rows_of(v, BLOCK_N.value)
+    key = ("hopper forward", q.dtype, q.shape, k.shape, out.stride(), causal, scale)
+    launch((out, lse), key, prepare, descriptors)
+
+
+def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
+    """Whether `backward` takes these: as `fits_forward`, d_out too, and as many heads in k and v as in q."""
+    batch, heads, q_len, _ = q.shape
+    return (
+        fits_forward(q, k, v)
+        and fits_tma(d_out)
+        and out.stride(3) == 1
+        and heads == k.shape[1]
+        and q_len <= 65535 * BLOCK_M[q.shape[3]]  # blocks of queries, an axis of a grid
+        and batch * heads * (q_len + 128) < 2**31  # rows of dQ's sum, an int32
+    )
+
+
+def backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    delta: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> None:
+    """Fill dq, dk, dv and delta with the gradients of attention; `fits_backward` says of what.
+
+    Needs 4 * head_dim bytes a query and head for the sum of dQ, freed on return.
+
+    Args:
+        d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, heads, kv_len, head_dim).
+        d_lse: as lse, or None.
+        lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
+        dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
+    """
+    (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
+    sequences, block_m = batch * heads, BLOCK_M[head_dim]
+    row_blocks, key_blocks = triton.cdiv(q_len, block_m), triton.cdiv(kv_len, KEYS.value)
+    dq_sum = q.new_empty(sequences * row_blocks * block_m, head_dim, dtype=torch.float32)
+    turns = q.new_empty(sequences * row_blocks, dtype=torch.int32)
+    grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)
+
+    before = (*out.stride()[:3], *d_out.stride()[:3], q_len, *sizes)
+    key = ("hopper delta", grid, before)
+    launch((out, d_out, d_lse, delta, turns), key, lambda: (delta_kernel, grid, before, {}))
+
+    numbers = (
+        heads, sequences, _together(row_blocks, q.device), q_len, kv_len, scale,
+        causal, causal or kv_len % KEYS.value != 0,
+    )  # fmt: skip
+    descriptors = (
+        rows_of(q, block_m), rows_of(k, KEYS.value), rows_of(v, KEYS.value), rows_of(d_out, block_m),
+        rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, (64, 64)),
+    )  # fmt: skip
+    programs = (sequences * key_blocks, 1, 1)
+    key = ("hopper backward", q.dtype, head_dim, programs, numbers)
+    launch((lse, delta, turns), key, lambda: (hopper_backward_kernel, programs, numbers, {}), descriptors)
+
+    blind = max(q_len - kv_len, 0) if causal else 0
+    after = (*dq.stride()[:3], q_len, blind, scale, *sizes)
+    launch((dq_sum, dq), ("hopper round", grid, after), lambda: (round_kernel, grid, after, {}))
+
+
+def _together(row_blocks: int, device: torch.device) -> int:
+    """How many heads run side by side: few, for the L2 cache, but so many that a program starts two blocks of queries
+    after the one before it in its head, and need not wait for it."""
+    return max(1, triton.cdiv(2 * processors(device), row_blocks))
