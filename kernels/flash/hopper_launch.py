@@ -37,9 +37,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
         numbers = (*out.stride()[:3], q_len, kv_len, heads, batch, together, scale, spec)
         return hopper_forward_kernel, (min(tiles, programs), 1, 1), numbers, {}
 
-    descriptors = rows_of(q, ROWS.value), rows_of(k, BLOCK_N.value), rows_of(v, BLOCK_N.value)
-    key = ("hopper forward", q.dtype, q.shape, k.shape, out.stride(), causal, scale)
-    launch((out, lse), key, prepare, descriptors)
+    key = ("hopper forward", q.shape, k.shape, out.stride(), causal, scale)
+    launch((out, lse), key, prepare, (q, k, v), _describe_forward)
+
+
+def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]:
+    return rows_of(q, ROWS.value), rows_of(k, BLOCK_N.value), rows_of(v, BLOCK_N.value)
 
 
 def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
@@ -83,30 +86,40 @@ def backward(
     """
     (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
     sequences, block_m = batch * heads, BLOCK_M[head_dim]
-    row_blocks, key_blocks = triton.cdiv(q_len, block_m), triton.cdiv(kv_len, KEYS.value)
+    row_blocks = triton.cdiv(q_len, block_m)
     dq_sum = q.new_empty(sequences * row_blocks * block_m, head_dim, dtype=torch.float32)
     turns = q.new_empty(sequences * row_blocks, dtype=torch.int32)
     grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)
 
-    before = (*out.stride()[:3], *d_out.stride()[:3], q_len, *sizes)
-    key = ("hopper delta", grid, before)
-    launch((out, d_out, d_lse, delta, turns), key, lambda: (delta_kernel, grid, before, {}))
+    def prepare_delta() -> Launch:
+        return delta_kernel, grid, (*out.stride()[:3], *d_out.stride()[:3], q_len, *sizes), {}
 
-    numbers = (
-        heads, sequences, _together(row_blocks, q.device), q_len, kv_len, scale,
-        causal, causal or kv_len % KEYS.value != 0,
-    )  # fmt: skip
-    descriptors = (
+    def prepare_main() -> Launch:
+        programs = (sequences * triton.cdiv(kv_len, KEYS.value), 1, 1)
+        masked = causal or kv_len % KEYS.value != 0
+        together = _together(row_blocks, q.device)
+        numbers = (heads, sequences, together, q_len, kv_len, scale, causal, masked)
+        return hopper_backward_kernel, programs, numbers, {}
+
+    def prepare_round() -> Launch:
+        blind = max(q_len - kv_len, 0) if causal else 0
+        return round_kernel, grid, (*dq.stride()[:3], q_len, blind, scale, *sizes), {}
+
+    key = (q.shape, kv_len, causal, scale)
+    launch((out, d_out, d_lse, delta, turns), ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
+    moved = (q, k, v, d_out, dk, dv, dq_sum)
+    launch((lse, delta, turns), ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
+    launch((dq_sum, dq), ("round", *key, dq.stride()), prepare_round)
+
+
+def _describe_backward(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, dk: Tensor, dv: Tensor, dq_sum: Tensor
+) -> tuple[Descriptor, ...]:
+    block_m = BLOCK_M[q.shape[3]]
+    return (
         rows_of(q, block_m), rows_of(k, KEYS.value), rows_of(v, KEYS.value), rows_of(d_out, block_m),
         rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, (64, 64)),
     )  # fmt: skip
-    programs = (sequences * key_blocks, 1, 1)
-    key = ("hopper backward", q.dtype, head_dim, programs, numbers)
-    launch((lse, delta, turns), key, lambda: (hopper_backward_kernel, programs, numbers, {}), descriptors)
-
-    blind = max(q_len - kv_len, 0) if causal else 0
-    after = (*dq.stride()[:3], q_len, blind, scale, *sizes)
-    launch((dq_sum, dq), ("hopper round", grid, after), lambda: (round_kernel, grid, after, {}))
 
 
 def _together(row_blocks: int, device: torch.device) -> int:

@@ -4,13 +4,15 @@ Triton reads every argument of a launch in Python to find out which compiled ker
 from an earlier one in nothing Triton looks at goes straight to that one's kernel instead: LOG.md has what it saves.
 """
 
+import copy
 import functools
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import triton
+from triton.runtime import driver
 
 from . import tiles
 from .backward import dkdv_kernel, dq_kernel
@@ -22,27 +24,48 @@ KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 REUSES = not INTERPRETED and torch.version.hip is None
 Tensor = torch.Tensor
 
-# A launch that Triton has done -> its kernel on its grid, and the numbers it took behind the pointers.
-_known: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
-KNOWN_LIMIT = 4096  # to forget one only costs a slow launch
-
 # A kernel, its grid of three, its arguments behind the pointers, and Triton's options.
 Launch = tuple[triton.runtime.KernelInterface, tuple[int, int, int], tuple[object, ...], dict[str, int]]
+
+
+class Known(NamedTuple):
+    """A launch that Triton has done, ready for other addresses."""
+
+    run: Callable[..., None]  # Triton's launcher, which takes what follows, and then a kernel's arguments
+    grid: tuple[int, int, int]
+    function: int
+    metadata: tuple[int, ...]
+    numbers: tuple[object, ...]
+    descriptors: tuple[dict[str, object], ...]  # what Triton says of each TMA descriptor
+    encoded: dict[tuple[int, ...], list[object]]  # by addresses, the descriptors as the launcher takes them
+
+
+_known: dict[tuple[object, ...], Known] = {}
+KNOWN_LIMIT = 4096  # to forget one only costs a slow launch
+ENCODED_LIMIT = (
+    256  # of one launch: a model's layers differ in addresses alone, and meet them again in each step
+)
 
 
 def launch(
     pointers: tuple[Tensor | None, ...],
     key: tuple[object, ...],
     prepare: Callable[[], Launch],
-    descriptors: tuple[object, ...] = (),
+    moved: tuple[Tensor, ...] = (),
+    describe: Callable[..., tuple[object, ...]] | None = None,
 ) -> None:
     """Launch a kernel on the current stream of the device of the first pointer.
 
     Args:
         pointers: its first arguments, but for the TMA descriptors, which are before them.
-        key: all that `prepare` and what the descriptors move at a time depend on, but for the types of the pointers.
+        key: all that `prepare` and `describe` depend on, but for the types of `pointers` and the strides of `moved`.
         prepare: what to launch; not asked when the launch is known.
+        moved: the tensors that TMA moves, at multiples of 16 bytes. describe: their descriptors.
     """
+    device = pointers[0].get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on the current device. -1 is the CPU
+            return launch(pointers, key, prepare, moved, describe)
     # Triton looks at types, and at whether pointers and numbers are multiples of 16. Here numbers are compared as
     # they are, and a pointer that is no multiple of 16 is left to Triton.
     types, addresses, bits = [], [], 0
@@ -54,21 +77,61 @@ def launch(
             types.append(tensor.dtype)
             addresses.append(tensor.data_ptr())
             bits |= addresses[-1]
-    device = pointers[0].get_device()
-    key = (device, *key, *types)
-    reusable = REUSES and bits % 16 == 0 and not tiles.are_forced()
-    with _on_device(device):
-        if reusable and (known := _known.get(key)) is not None:
-            run, numbers = known
-            # Of a tensor Triton would ask the driver whether it is on the device; of an address it does not.
-            run(*descriptors, *addresses, *numbers)
-            return
-        kernel, grid, numbers, options = prepare()
-        compiled = kernel[grid](*descriptors, *pointers, *numbers, **options)
-        if reusable:
-            if len(_known) >= KNOWN_LIMIT:
-                _known.clear()
-            _known[key] = compiled[grid], numbers
+    key = (device, *key, *types, *[x.stride() for x in moved])
+    reusable = REUSES and bits % 16 == 0 and not tiles.are_forced() and not _is_watched()
+    if reusable and (known := _known.get(key)) is not None:
+        maps = _encoded(known, moved, describe) if moved else ()
+        stream = driver.active.get_current_stream(device)
+        hooks = None, None, None  # and what they would be told
+        # Of a tensor Triton would ask the driver whether it is on the device; of an address it does not.
+        arguments = *maps, *addresses, *known.numbers
+        known.run(*known.grid, stream, known.function, known.metadata, *hooks, *arguments)
+        return None
+    kernel, grid, numbers, options = prepare()
+    descriptors = describe(*moved) if moved else ()
+    compiled = kernel[grid](*descriptors, *pointers, *numbers, **options)
+    if reusable:
+        if len(_known) >= KNOWN_LIMIT:
+            _known.clear()
+        _known[key] = _known_of(compiled, grid, numbers, bool(moved))
+    return None
+
+
+def _known_of(compiled: object, grid: tuple[int, ...], numbers: tuple[object, ...], encodes: bool) -> Known:
+    run, descriptors = compiled.run, ()
+    if encodes:
+        # Triton wraps its launcher in one that encodes the descriptors of every launch.
+        run = copy.copy(run)
+        run.launch = driver.active.utils.launch
+        descriptors = compiled.metadata.tensordesc_meta
+    return Known(run, grid, compiled.function, compiled.packed_metadata, numbers, descriptors, {})
+
+
+def _encoded(
+    known: Known, moved: tuple[Tensor, ...], describe: Callable[..., tuple[object, ...]]
+) -> list[object]:
+    """The arguments that Triton's launcher makes of TMA descriptors, each encoded once for an address."""
+    addresses = tuple([x.data_ptr() for x in moved])
+    arguments = known.encoded.get(addresses)
+    if arguments is None:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        described = zip(describe(*moved), known.descriptors, strict=True)
+        arguments = [each for pair in described for each in make_tensordesc_arg(*pair)]
+        if len(known.encoded) >= ENCODED_LIMIT:
+            known.encoded.clear()
+        known.encoded[addresses] = arguments
+    return arguments
+
+
+def _is_watched() -> bool:
+    """Whether someone, as a profiler, wants Triton to tell of launches."""
+    runtime = triton.knobs.runtime
+    # A chain of hooks has `calls`; of Triton's own it may be empty.
+    return bool(
+        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+    )
 
 
 def launch_flash(
@@ -119,13 +182,6 @@ def architecture(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _on_device(device: int) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the one of the tensors. -1 is the CPU."""
-    if device >= 0 and device != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return nullcontext()
 
 
 def _block_strides(lists: Tensor | None) -> tuple[int, ...]:

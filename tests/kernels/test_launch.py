@@ -1,60 +1,65 @@
 """What the interpreter skips of a launch: Triton's reading of the arguments, compilation, and the way around both.
 
-About 15 s. In a process of its own, where Triton is told that an H100 is there and a launch is only noted down.
+About 25 s. In processes of their own, where Triton is told that an H100 is there and a launch is only noted down.
 """
 
 import os
 import subprocess
 import sys
 
-PROGRAM = """
+import pytest
+
+DRIVER = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-
-launched, everything = [], []
-
-def plainly(each):
-    # What a launch says but for where tensors are, which differs from call to call.
-    if hasattr(each, "block_shape"):
-        return each.base.dtype, list(each.shape), list(each.strides), each.block_shape, repr(each.layout)
-    return "pointer" if isinstance(each, torch.Tensor) or (isinstance(each, int) and each > 2**32) else each
-
-class Launcher:
-    def __init__(self, src, metadata): self.takes = len(src.fn.arg_names)
-    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, exit, *arguments):
-        assert len(arguments) == self.takes
-        everything.append(list(map(plainly, arguments)))
-        arguments = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
-        launched.append((self, (x, y, z), arguments[0], arguments[16:]))  # no kernel has more pointers
 
 class Utils:
     def load_binary(self, *arguments): return object(), object(), 0, 0, 1024
     def get_device_properties(self, device): return {"max_shared_mem": 232448}
 
 class Driver:
-    utils, launcher_cls = Utils(), Launcher
+    utils = Utils()
     def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
+    def get_current_stream(self, device): return max(device, 0)  # of the CPU, -1, as of device 0
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
-triton.runtime.driver.set_active(Driver())
-from kernels.flash import api, hopper_launch, launch, masks, tiers, tiles
-
-launch.architecture = lambda device: 90
-KERNELS = launch.KERNELS.values()
 slow = []
-for kernel in KERNELS:
-    kernel.run = lambda *arguments, run=kernel.run, **options: slow.append(run) or run(*arguments, **options)
 
-def step(q, k, v, rules, tensors):
-    out, lse, low = api.flash_forward(q, k, v, *tensors, *rules, True)
-    api.flash_backward(out, lse, out, lse, low, q, k, v, *tensors[:2], *tensors[3:], *rules)
+def count_slow(kernels):
+    for kernel in kernels:
+        kernel.run = lambda *arguments, run=kernel.run, **options: slow.append(run) or run(*arguments, **options)
 
 def packed(length, heads=4, kv_heads=4, batch=2, offset=0, dtype=torch.bfloat16):
     numbers = torch.randn(batch * length * 3 * heads * 64 + offset).to(dtype)
     qkv = numbers[offset:].view(batch, length, 3, heads, 64)
     q, k, v = (qkv[:, :, each].transpose(1, 2) for each in range(3))
     return q, k[:, :kv_heads], v[:, :kv_heads]
+
+def alone(q, k, v): return q.contiguous(), k.contiguous(), v.contiguous()
+"""
+
+PORTABLE = """
+launched, told = [], []
+
+class Launcher:
+    def __init__(self, src, metadata): self.takes = len(src.fn.arg_names)
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, exit, *arguments):
+        assert len(arguments) == self.takes
+        if enter is not None: enter(launch_metadata)
+        arguments = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+        launched.append((self, (x, y, z), arguments[0], arguments[16:]))  # no kernel has more pointers
+
+Driver.launcher_cls = Launcher
+triton.runtime.driver.set_active(Driver())
+from kernels.flash import api, launch, masks, tiles
+
+launch.architecture = lambda device: 90
+KERNELS = launch.KERNELS.values()
+count_slow(KERNELS)
+
+def step(q, k, v, rules, tensors):
+    out, lse, low = api.flash_forward(q, k, v, *tensors, *rules, True)
+    api.flash_backward(out, lse, out, lse, low, q, k, v, *tensors[:2], *tensors[3:], *rules)
 
 def compiled():
     return [len(kernel.device_caches[0][0]) for kernel in KERNELS]
@@ -75,7 +80,6 @@ step(*packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), features
 assert compiled() == [2, 2, 2]
 
 # What was launched once goes around Triton the next time, and comes to the same kernel and grid.
-def alone(q, k, v): return q.contiguous(), k.contiguous(), v.contiguous()
 cases = [
     (packed(256), plain, nothing),
     (packed(100, batch=1), plain, nothing),
@@ -123,30 +127,141 @@ for _ in range(2):
     step(*packed(256, offset=1), plain, nothing)
 assert len(slow) == 6 and launched[0][0] is not kernels[0][0]
 
-# The Hopper kernels, told that they serve: the second time the same kernels, grids, descriptors and numbers.
-tiers.machine_lacks = lambda device: None
+# Who wants to be told of launches is told of each, by Triton, and afterwards nobody is.
+enter = triton.knobs.runtime.launch_enter_hook
+tell = lambda metadata: told.append(metadata.get()["name"])
+enter.add(tell)
+for _ in range(2):
+    assert launches(cases[0]) == chosen[0] and len(slow) == 3
+assert told == ["forward_kernel", "dq_kernel", "dkdv_kernel"] * 2
+enter.remove(tell)
+assert launches(cases[0]) == chosen[0] and not slow and len(told) == 6
+
+# Tensors of another device than the current one: launched there, each device's kernel on its own stream.
+class Pointer:
+    dtype = torch.float32
+    def __init__(self, device): self.get_device = lambda: device
+    def data_ptr(self): return 64
+
+class Compiled:
+    function, packed_metadata = "function", "metadata"
+    def run(self, x, y, z, stream, *rest): ran.append((current[-1], "again", stream))
+
+class Kernel:
+    def __getitem__(self, grid): return lambda *arguments: ran.append((current[-1], "first")) or Compiled()
+
+class Device:
+    def __init__(self, device): self.device = device
+    def __enter__(self): current.append(self.device)
+    def __exit__(self, *error): current.pop()
+
+ran, current = [], [0]
+torch.cuda.current_device, torch.cuda.device = lambda: current[-1], Device
+for device in (0, 1, 1, 0):
+    launch.launch((Pointer(device),), ("test",), lambda: (Kernel(), (1, 1, 1), (), {}))
+assert ran == [(0, "first"), (1, "first"), (1, "again", 1), (0, "again", 0)] and current == [0]
+print("done")
+"""
+
+HOPPER = """
+# Triton's own launcher down to what it hands to its C part, which must be the same from an earlier launch.
+import triton.backends.nvidia.driver as nvidia
+
+given, encoded = [], []
+Utils.launch = staticmethod(lambda *arguments: given.append(arguments))
+Utils.build_signature_metadata = staticmethod(tuple)
+Utils.fill_tma_descriptor_tiled = staticmethod(lambda *what: encoded.append(what) or ("map", what))
+nvidia.PyKernelArg = lambda **annotation: tuple(annotation.items())
+Driver.launcher_cls = nvidia.CudaLauncher
+triton.runtime.driver.set_active(Driver())
+from kernels.flash import hopper_launch, launch, tiers
+
+assert triton.__version__ in tiers.VERIFIED_TRITON
 hopper_launch.processors = lambda device: 132
-HOPPER = hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_kernel
-for kernel in HOPPER:
-    kernel.run = lambda *arguments, run=kernel.run, **options: slow.append(run) or run(*arguments, **options)
-hopper = [(packed(256), plain), (packed(256), (False, *plain[1:])), (alone(*packed(200, batch=1)), plain)]
-first = []
-for repeat in range(2):
-    for number, ((q, k, v), rules) in enumerate(hopper):
-        del launched[:], everything[:], slow[:]
-        out, lse, low = api.flash_forward(q, k, v, *nothing, *rules, False)
-        api.flash_backward(torch.randn_like(q), None, out, lse, None, q, k, v, *nothing[:7], *rules)
-        seen = [each[:2] for each in launched], everything[:]
-        assert len(launched) == 4 and bool(slow) != bool(repeat), (number, repeat, len(launched), len(slow))
-        assert not repeat or seen == first[number], f"case {number}: another kernel, grid, descriptor or number"
-        first.append(seen)
-assert len({each[0][0][0] for each in first}) == 2, "causal and full are different kernels"
+count_slow([hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_kernel])
+count_slow([hopper_launch.delta_kernel, hopper_launch.round_kernel])
+
+def plainly(calls):
+    # Addresses by the order in which they appear: they differ from call to call, but which are equal does not.
+    places = {}
+    def plain(each):
+        if isinstance(each, torch.Tensor): each = each.data_ptr()
+        if isinstance(each, int) and each > 2**32: return "place", places.setdefault(each, len(places))
+        return tuple(map(plain, each)) if isinstance(each, (tuple, list, torch.Size)) else each
+    # Of the metadata and hooks of a launch nothing is left where no hook is.
+    return [plain((*call[:8], *call[11:])) for call in calls]
+
+def step(q, k, v, causal):
+    assert hopper_launch.fits_forward(q, k, v)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    hopper_launch.forward(q, k, v, out, lse, causal=causal, scale=0.125)
+    d_out, dq, dk, dv, delta = (torch.empty_like(x) for x in (q, q, k, v, lse))
+    assert hopper_launch.fits_backward(q, k, v, out, d_out)
+    hopper_launch.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=0.125)
+
+cases = [
+    (packed(256), True),
+    (packed(256), False),
+    (alone(*packed(256)), True),
+    (alone(*packed(200, batch=1)), True),
+    (packed(256, heads=1, kv_heads=1), True),
+    (packed(256, dtype=torch.float16), True),
+]
+wanted = []
+for repeat in range(3):
+    for number, (tensors, causal) in enumerate(cases):
+        if repeat == 2:  # at other addresses
+            tensors = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in tensors]
+        del given[:], slow[:], encoded[:]
+        if repeat == 0: launch._known.clear()
+        step(*tensors, causal)
+        assert len(given) == 4 and len(slow) == (0 if repeat else 4), (repeat, number, len(given), len(slow))
+        # Triton encodes 3 and 7; again only what is at another address.
+        assert len(encoded) in ((10,) if repeat == 0 else (7, 10)), (repeat, number, len(encoded))
+        wanted.append(plainly(given))
+        assert wanted[-1] == wanted[number], f"case {number}: something else is launched the second time"
+    if repeat == 0:
+        for tensors, causal in cases: step(*tensors, causal)
+assert len({str(each) for each in wanted}) == len(cases)
+
+# At the addresses of before nothing is encoded, unless it lies there in another order; what is kept is bounded.
+q, k, v = (x.contiguous() for x in cases[0][0])
+inside = k.view(2, 256, 4, 64).transpose(1, 2)
+out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+def encodes(q, k):
+    del encoded[:]
+    hopper_launch.forward(q, k, v, out, lse, causal=True, scale=0.125)
+    return len(encoded)
+
+assert [encodes(q, each) for each in (k, k, inside, inside, inside, k)] == [3, 0, 3, 3, 0, 0]
+of_k = [list(call[-1][9:18]) for call in given[-6:]]
+assert of_k[0] == of_k[1] == of_k[5] != of_k[2] == of_k[3] == of_k[4]
+launch.ENCODED_LIMIT = 3
+many = [torch.empty_like(q) for _ in range(5)]
+assert [encodes(each, k) for each in (*many, many[-1], many[0])] == [3, 3, 3, 3, 3, 0, 3]
 print("done")
 """
 
 
-def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels() -> None:
+def run(program: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER + program], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "done"
+
+
+def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels() -> None:
+    run(PORTABLE)
+
+
+def test_a_hopper_launch_from_an_earlier_one_gives_triton_the_same() -> None:
+    import triton
+
+    from kernels.flash.tiers import VERIFIED_TRITON
+
+    if triton.__version__ not in VERIFIED_TRITON:
+        pytest.skip(f"the Hopper kernels run with triton {' or '.join(VERIFIED_TRITON)} only")
+    run(HOPPER)
