@@ -72,11 +72,13 @@ def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayou
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
-def fits_tma(x: torch.Tensor) -> bool:
-    """Whether x, (batch, heads, length, head_dim), has elements, and rows on multiples of 16 bytes, none twice."""
-    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in strides)
-    return x.numel() > 0 and x.stride(3) == 1 and aligned
+def fits_tma(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a 16-bit (batch, heads, length, head_dim) has elements, and rows on multiples of 16 bytes, none twice.
+
+    The tensor itself must begin on one.
+    """
+    apart = [stride for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
+    return 0 not in shape and strides[3] == 1 and all(stride > 0 and stride % 8 == 0 for stride in apart)
 
 
 @functools.cache

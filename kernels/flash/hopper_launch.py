@@ -1,5 +1,7 @@
 """Launches of the Hopper kernels: what they take, and the arguments they are launched with."""
 
+import functools
+
 import torch
 import triton
 
@@ -10,11 +12,24 @@ from .launch import Launch, launch
 from .tiers import DTYPES, HEAD_DIMS
 
 Tensor = torch.Tensor
+Shape = tuple[int, ...]
+SHAPES = 4096  # that are remembered to fit, or not: to look at strides in Python takes 2 us a tensor
 
 
 def fits_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `forward` takes these: head_dim 64 or 128, 16 bits, none empty, strides that TMA takes."""
-    return q.shape[3] in HEAD_DIMS and q.dtype in DTYPES and all(map(fits_tma, (q, k, v)))
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    return (
+        aligned and q.dtype in DTYPES and _fits_forward(q.shape, k.shape, q.stride(), k.stride(), v.stride())
+    )
+
+
+@functools.lru_cache(maxsize=SHAPES)
+def _fits_forward(
+    q_shape: Shape, kv_shape: Shape, q_strides: Shape, k_strides: Shape, v_strides: Shape
+) -> bool:
+    fit = fits_tma(q_shape, q_strides) and fits_tma(kv_shape, k_strides) and fits_tma(kv_shape, v_strides)
+    return fit and q_shape[3] in HEAD_DIMS
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float) -> None:
@@ -47,13 +62,21 @@ def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]
 
 def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
     """Whether `backward` takes these: as `fits_forward`, d_out too, and as many heads in k and v as in q."""
-    batch, heads, q_len, _ = q.shape
     return (
         fits_forward(q, k, v)
-        and fits_tma(d_out)
-        and out.stride(3) == 1
-        and heads == k.shape[1]
-        and q_len <= 65535 * BLOCK_M[q.shape[3]]  # blocks of queries, an axis of a grid
+        and d_out.data_ptr() % 16 == 0
+        and _fits_backward(q.shape, k.shape, out.stride(), d_out.stride())
+    )
+
+
+@functools.lru_cache(maxsize=SHAPES)
+def _fits_backward(q_shape: Shape, kv_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> bool:
+    batch, heads, q_len, head_dim = q_shape
+    return (
+        fits_tma(q_shape, d_out_strides)
+        and out_strides[3] == 1
+        and heads == kv_shape[1]
+        and q_len <= 65535 * BLOCK_M[head_dim]  # blocks of queries, an axis of a grid
         and batch * heads * (q_len + 128) < 2**31  # rows of dQ's sum, an int32
     )
 
@@ -86,7 +109,7 @@ def backward(
     """
     (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
     sequences, block_m = batch * heads, BLOCK_M[head_dim]
-    row_blocks = triton.cdiv(q_len, block_m)
+    row_blocks = -(-q_len // block_m)  # triton.cdiv takes 2 us
     dq_sum = q.new_empty(sequences * row_blocks * block_m, head_dim, dtype=torch.float32)
     turns = q.new_empty(sequences * row_blocks, dtype=torch.int32)
     grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)
