@@ -18,6 +18,7 @@ from kernels import ATTENTION, resolve_attention
 from model.config import GPTConfig
 from model.gpt import GPT, AttentionFn, LossFn, cross_entropy
 from training.optimizer import OptimizerConfig, build_optimizer
+from training.precision import compiled
 
 from . import nanogpt
 
@@ -119,10 +120,10 @@ def _make(
 ) -> tuple[nn.Module, Loss]:
     if name in (NANOGPT, NANOGPT_BIASES):
         theirs = nanogpt.build(nanogpt_path, config, biases=name == NANOGPT_BIASES).to(device)
-        forward = _compiled(theirs, compiler)
+        forward = _compiled(theirs, dtype, compiler)
         return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
     if name in (HF_EAGER, HF_SDPA):
-        return _huggingface(name, config, device, compiler)
+        return _huggingface(name, config, device, dtype, compiler)
     backend, _, fused_loss = name.partition("+")
     features = {"dropout_p": config.dropout} if config.dropout else {}
     _, attention = resolve_attention(
@@ -132,12 +133,12 @@ def _make(
     if fused_loss:
         from kernels.linear_cross_entropy import linear_cross_entropy as loss
     ours = initial_model(config, attention, device, loss)
-    forward = _compiled(ours, compiler)
+    forward = _compiled(ours, dtype, compiler)
     return ours, lambda tokens, targets, seed: forward(tokens, targets, dropout_seed=seed)
 
 
-def _compiled(model: nn.Module, compiler: str | None) -> Callable[..., Any]:
-    return torch.compile(model, backend=compiler) if compiler else model
+def _compiled(model: nn.Module, dtype: torch.dtype, compiler: str | None) -> Callable[..., Any]:
+    return compiled(model, dtype, compiler) if compiler else model
 
 
 def initial_model(
@@ -149,7 +150,7 @@ def initial_model(
 
 
 def _huggingface(
-    name: str, config: GPTConfig, device: torch.device, compiler: str | None
+    name: str, config: GPTConfig, device: torch.device, dtype: torch.dtype, compiler: str | None
 ) -> tuple[nn.Module, Loss]:
     """transformers' GPT-2 with our initial weights, and the loss it computes, on the same targets as ours."""
     from model.huggingface import to_huggingface
@@ -158,7 +159,7 @@ def _huggingface(
     theirs.set_attn_implementation(name.removeprefix("hf_"))
     theirs.config.use_cache = False
     theirs = theirs.to(device)
-    forward = _compiled(theirs, compiler)
+    forward = _compiled(theirs, dtype, compiler)
 
     def loss(tokens: Tensor, targets: Tensor, seed: Tensor) -> Tensor:
         logits = forward(input_ids=tokens).logits.float()

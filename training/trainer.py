@@ -22,7 +22,7 @@ from model.config import GPTConfig
 from model.gpt import GPT, cross_entropy
 
 from . import checkpoint
-from .config import Config, ConfigError, Loss, ModelConfig, Precision, to_yaml
+from .config import Config, ConfigError, Loss, ModelConfig, to_yaml
 from .console import Progress, table
 from .corpus import prepare_corpus
 from .distributed import World, world
@@ -32,6 +32,7 @@ from .interrupt import Interrupt
 from .loggers import CsvLogger, Logger, WandbLogger
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer
+from .precision import compiled, resolve_precision
 from .report import banner, dtype_name, result
 from .sampling import sample_text
 from .schedule import learning_rate
@@ -49,16 +50,6 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
         # "terminate called without an active exception": in torch alone 8 of 44 launches, 0 of 40 with it collected.
         gc.collect()
         return summary
-
-
-def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype:
-    """The dtype of activations and matrix products."""
-    if precision is Precision.auto:
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        precision = Precision.bf16 if has_bf16 else Precision.fp32
-    return {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}[
-        precision
-    ]
 
 
 class Trainer:
@@ -105,8 +96,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
         self.start = self._resume(config.trainer.resume) if config.trainer.resume else 0
 
-        compiled = config.trainer.compile
-        self.compiled = ranks.device.type == "cuda" if compiled is None else compiled
+        wanted = config.trainer.compile
+        self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
         # `parallel` trains and `forward` evaluates. DDP goes inside torch.compile, which then splits the graph at
         # DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
         self.forward: torch.nn.Module = self.model
@@ -115,7 +106,7 @@ class Trainer:
             self.parallel = DistributedDataParallel(self.model)
         if self.compiled:
             torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
-            self.forward, self.parallel = torch.compile(self.forward), torch.compile(self.parallel)
+            self.forward, self.parallel = (compiled(x, self.dtype) for x in (self.forward, self.parallel))
         self.throughput = Throughput(ranks)
 
     # ---- the run ---------------------------------------------------------------------------------

@@ -42,9 +42,8 @@ class Known(NamedTuple):
 
 _known: dict[tuple[object, ...], Known] = {}
 KNOWN_LIMIT = 4096  # to forget one only costs a slow launch
-ENCODED_LIMIT = (
-    256  # of one launch: a model's layers differ in addresses alone, and meet them again in each step
-)
+# Of one launch: a model's layers differ in addresses alone, and meet them again in each step.
+ENCODED_LIMIT = 256
 
 
 def launch(
