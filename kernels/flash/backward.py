@@ -12,13 +12,13 @@ transposes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T enter the next pr
 import triton
 import triton.language as tl
 
+from .dropout import is_kept
 from .forward import LOWEST
 from .memory import load_rows, load_vector, store_rows
 from .rules import (
     BLOCK_MASK_SIZE,
     LOG2_E,
     block_list,
-    is_kept,
     listed,
     modify,
     parts,
@@ -115,8 +115,8 @@ def add_dq(
     """dS K over the keys [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_N."""
     for step in range(begin, end, SPEC.BLOCK_N):
         first_key = listed(step, BlockList)
-        rows = (first_row + tl.arange(0, SPEC.BLOCK_M))[:, None]
-        keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[None, :]
+        row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[:, None], tl.arange(0, SPEC.BLOCK_N)[None, :]
+        rows, keys = first_row + row_index, first_key + key_index
         k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, MASKED)
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)
         scores, gain = modify(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
@@ -128,7 +128,8 @@ def add_dq(
         p = tl.exp2(scores * score_unit(rules, SPEC) - lse_log2[:, None])
         dp = tl.dot(d_out, v.T, input_precision="ieee")
         if SPEC.DROPOUT_P > 0:
-            dp = tl.where(is_kept(rows, keys, rules, SPEC), dp / (1 - SPEC.DROPOUT_P), 0.0)
+            keep = is_kept(first_row, row_index, first_key, key_index, rules, SPEC)
+            dp = tl.where(keep, dp / (1 - SPEC.DROPOUT_P), 0.0)
         ds = p * (dp - delta[:, None]) * gain
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
@@ -227,8 +228,8 @@ def add_dkdv(
     """dS^T Q and P^T dO over the queries [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_M."""
     for step in range(begin, end, SPEC.BLOCK_M):
         first_row = listed(step, BlockList)
-        rows = (first_row + tl.arange(0, SPEC.BLOCK_M))[None, :]
-        keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[:, None]
+        row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[None, :], tl.arange(0, SPEC.BLOCK_N)[:, None]
+        rows, keys = first_row + row_index, first_key + key_index
         q = load_rows(Q, first_row, rules.q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
         d_out = load_rows(DOut, first_row, rules.q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
         # Beyond q_len queries are zeros, so scores are 0 and any lse will do; but ALiBi still counts there, and
@@ -249,7 +250,7 @@ def add_dkdv(
         p_t = tl.exp2(scores_t * score_unit(rules, SPEC) - lse_log2[None, :])
         kept_t = p_t
         if SPEC.DROPOUT_P > 0:
-            keep = is_kept(rows, keys, rules, SPEC)
+            keep = is_kept(first_row, row_index, first_key, key_index, rules, SPEC)
             kept_t = tl.where(keep, p_t, 0.0)
         dv = tl.dot(kept_t.to(d_out.dtype), d_out, dv, input_precision="ieee")
         dp_t = tl.dot(v, d_out.T, input_precision="ieee")
