@@ -132,7 +132,8 @@ def attend(
         row_sum = row_sum * rescale + tl.sum(p, 1)  # the softmax's sum counts what dropout drops
         if SPEC.DROPOUT_P > 0:
             keep = is_kept(first_row, row_index, first_key, key_index, rules, SPEC)
-            p = tl.where(keep, p, 0.0)
+            # Not 0.0: a product under a predicate takes neither a select nor a register more.
+            p = tl.where(keep, p, p * 0)
         acc = acc * rescale[:, None]
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
