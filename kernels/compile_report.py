@@ -140,6 +140,12 @@ def _spills_allowed(job: Job) -> int:
 
 def compile_job(job: Job) -> Report:
     """Compile one job from scratch and read the figures off the PTX and ptxas's log."""
+    compiled, log = compile_kernel(job)
+    return _read(compiled.asm["ptx"], log, compiled.metadata.shared)
+
+
+def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
+    """The compiled kernel, whose `asm` has every stage of it, and ptxas's log."""
     function, on_hopper = FUNCTIONS[job.kernel], job.kernel in HOPPER
     values = _hopper_constants(job) if on_hopper else _constants(job)
     signature, constants, attributes = {}, {}, {}
@@ -164,7 +170,7 @@ def compile_job(job: Job) -> Report:
             target=GPUTarget("cuda", job.architecture, 32),
             options=options,
         )
-    return _read(compiled.asm["ptx"], log.getvalue(), compiled.metadata.shared)
+    return compiled, log.getvalue()
 
 
 def _constants(job: Job) -> dict[str, object]:

@@ -7,7 +7,7 @@ FlashAttention (Dao et al. 2022) does; nothing here is fused unless torch.compil
 import torch
 
 from .arguments import BLOCK_MASK_SIZE, check_dropout, check_features, check_inputs, check_scale
-from .philox import dropout_mask
+from .philox import drop_share, dropout_mask
 from .registry import AttentionRequest, register_attention
 
 
@@ -46,7 +46,7 @@ def naive_attention(
             one.
         causal: a query sees no key after its own position.
         scale: of the logits; None means 1/sqrt(head_dim).
-        dropout_p: share of the probabilities set to 0, the others divided by 1 - dropout_p.
+        dropout_p: share of the probabilities set to 0, the others divided by 1 minus it. Rounded to 2^-16.
         dropout_seed: int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
             `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or moved.
         window: (left, right): a query sees at most so many keys before and after its own position; -1 for no
@@ -103,7 +103,7 @@ def naive_attention(
         probabilities = probabilities.masked_fill(blind, 0.0)
     if dropout_p:
         keep = dropout_mask(dropout_seed, dropout_p, batch, heads, q_len, kv_len, q.device)
-        probabilities = probabilities * keep / (1.0 - dropout_p)
+        probabilities = probabilities * keep / (1.0 - drop_share(dropout_p))
     out = probabilities.to(v.dtype) @ v
     if not return_lse:
         return out

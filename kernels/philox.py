@@ -1,14 +1,19 @@
 """Which attention probabilities dropout keeps: a pure function of (seed, batch, head, row, column).
 
-Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit key and
-a 128-bit counter into four 32-bit words. The key is the dropout seed. One counter serves the 2 x 2 elements
+Philox 4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, where seven rounds
+pass all of BigCrush; FlashAttention-2 draws with seven too) turns a 64-bit key and a 128-bit counter into four 32-bit
+words. The key is the dropout seed. One counter serves the 2 x 2 x 2 elements
 
-    (row, column), (row, column + 8), (row + 8, column), (row + 8, column + 8)
+    (row, row + 8) x (column, column + 8) x (column, column + 1)
 
-of a 16 x 16 patch, because those four lie in the registers of one thread in the tensor cores' accumulators,
-in S and in its transpose alike, so a kernel draws a tile with one Philox call per four elements and moves no
-data. Here the same words come from plain int64 tensor operations, so that the two can be compared element by
-element.
+where bit 3 of row and column and bit 0 of column are 0; the counter has row and column without these bits. Bit 3 of
+row and column picks the word, and of its halves the even column gets the lower one. Of the tensor cores' accumulators
+a thread holds all eight in S and four in its transpose, the most that it can hold in both, so a kernel draws a tile
+without moving data. Here the same words come from plain int64 tensor operations, so that the two can be compared
+element by element.
+
+Half a word is 16 bits: the share that is dropped is dropout_p rounded to a multiple of 2^-16, and what is kept is
+divided by 1 minus that share, so that the expectation is exact.
 """
 
 import torch
@@ -16,14 +21,15 @@ import torch
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
+ROUNDS = 7
 
 
 def philox(
     seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox 4x32-10: int64 seed and counters (in [0, 2^32), broadcast) to four int64 words in [0, 2^32)."""
+    """Philox 4x32-7: int64 seed and counters (in [0, 2^32), broadcast) to four int64 words in [0, 2^32)."""
     k0, k1 = seed & WORD, (seed >> 32) & WORD
-    for _ in range(10):
+    for _ in range(ROUNDS):
         # The product wraps modulo 2^64, which keeps all of its bits.
         product_a, product_b = c0 * ROUND_A, c2 * ROUND_B
         c0, c1, c2, c3 = (
@@ -37,8 +43,13 @@ def philox(
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """A word below this is dropped: dropout_p in units of 2^-32."""
-    return min(round(dropout_p * 2**32), WORD)
+    """Half a word below this is dropped: dropout_p in units of 2^-16, at most 65535."""
+    return min(round(dropout_p * 2**16), 2**16 - 1)
+
+
+def drop_share(dropout_p: float) -> float:
+    """What is dropped when dropout_p is asked: at most 2^-17 off, 2^-16 just below 1; below 2^-17 nothing."""
+    return drop_threshold(dropout_p) / 2**16
 
 
 def dropout_mask(
@@ -60,11 +71,12 @@ def dropout_mask(
 
     row_patches, column_patches = -(-q_len // 16), -(-kv_len // 16)
     words = philox(
-        seed, axis(8 * column_patches, 3), axis(8 * row_patches, 2), axis(heads, 1), axis(batch, 0)
+        seed, axis(8 * row_patches, 2), axis(heads, 1), axis(4 * column_patches, 3), axis(batch, 0)
     )
-    # (2, 2, batch, heads, row_patches, 8, column_patches, 8): the words' index is (row bit 3, column bit 3).
-    words = torch.stack(torch.broadcast_tensors(*words)).view(
-        2, 2, batch, heads, row_patches, 8, column_patches, 8
-    )
-    words = words.permute(2, 3, 4, 0, 5, 6, 1, 7).reshape(batch, heads, 16 * row_patches, 16 * column_patches)
-    return words[:, :, :q_len, :kv_len] >= drop_threshold(dropout_p)
+    words = torch.stack(torch.broadcast_tensors(*words))
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1)
+    # (row bit 3, column bit 3, batch, heads, row_patches, 8, column_patches, 4, column bit 0)
+    halves = halves.view(2, 2, batch, heads, row_patches, 8, column_patches, 4, 2)
+    halves = halves.permute(2, 3, 4, 0, 5, 6, 1, 7, 8)
+    halves = halves.reshape(batch, heads, 16 * row_patches, 16 * column_patches)
+    return halves[:, :, :q_len, :kv_len] >= drop_threshold(dropout_p)

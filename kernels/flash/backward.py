@@ -4,6 +4,9 @@ With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O) (FlashAttention, D
 
     dS = P * (dP - delta)        dQ = scale * dS K        dK = scale * dS^T Q        dV = P^T dO
 
+Dropout of a share p turns dP into Z dP / (1 - p) and P^T dO into (Z P)^T dO / (1 - p), where Z is 1 for what is kept
+and 0 else. The division is left for the end: dS (1 - p) = P * (Z dP - (1 - p) delta) takes none an element.
+
 Two kernels, because dQ sums over keys and dK, dV over queries: seven matrix products instead of five buy that no two
 programs write the same memory. `dq_kernel` goes first and leaves delta for `dkdv_kernel`, which works on the
 transposes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T enter the next product as they are, untransposed.
@@ -12,13 +15,13 @@ transposes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T enter the next pr
 import triton
 import triton.language as tl
 
+from .dropout import is_kept
 from .forward import LOWEST
 from .memory import load_rows, load_vector, store_rows
 from .rules import (
     BLOCK_MASK_SIZE,
     LOG2_E,
     block_list,
-    is_kept,
     listed,
     modify,
     parts,
@@ -71,6 +74,8 @@ def dq_kernel(
         delta -= load_vector(DLse + statistics, first_row, q_len, SPEC.BLOCK_M)
     rows = first_row + tl.arange(0, SPEC.BLOCK_M)
     tl.store(Delta + statistics + rows, delta, mask=rows < q_len)
+    if SPEC.DROPOUT_P > 0:
+        delta *= 1 - SPEC.DROPOUT_P
     lse_log2 = tl.maximum(load_vector(Lse + statistics, first_row, q_len, SPEC.BLOCK_M) * LOG2_E, LOWEST)
     dq = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
 
@@ -98,6 +103,8 @@ def dq_kernel(
             dq, q, d_out, lse_log2, delta, K, V, first_row, full, tail, None, keys,
             rules, SPEC, False, stride_kn, stride_vn,
         )  # fmt: skip
+    if SPEC.DROPOUT_P > 0:
+        scale /= 1 - SPEC.DROPOUT_P
     store_rows(DQ, dq * scale, first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
 
 
@@ -115,8 +122,8 @@ def add_dq(
     """dS K over the keys [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_N."""
     for step in range(begin, end, SPEC.BLOCK_N):
         first_key = listed(step, BlockList)
-        rows = (first_row + tl.arange(0, SPEC.BLOCK_M))[:, None]
-        keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[None, :]
+        row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[:, None], tl.arange(0, SPEC.BLOCK_N)[None, :]
+        rows, keys = first_row + row_index, first_key + key_index
         k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, MASKED)
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)
         scores, gain = modify(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
@@ -127,9 +134,12 @@ def add_dq(
                 scores = tl.where(keys >= first, scores, float("-inf"))
         p = tl.exp2(scores * score_unit(rules, SPEC) - lse_log2[:, None])
         dp = tl.dot(d_out, v.T, input_precision="ieee")
-        if SPEC.DROPOUT_P > 0:
-            dp = tl.where(is_kept(rows, keys, rules, SPEC), dp / (1 - SPEC.DROPOUT_P), 0.0)
-        ds = p * (dp - delta[:, None]) * gain
+        if SPEC.DROPOUT_P > 0:  # in this order a multiply-add under a predicate, and no select
+            keep = is_kept(first_row, row_index, first_key, key_index, rules, SPEC)
+            ds = p * -delta[:, None]
+            ds = tl.where(keep, ds + p * dp, ds) * gain
+        else:
+            ds = p * (dp - delta[:, None]) * gain
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -208,7 +218,8 @@ def dkdv_kernel(
         dk = tl.where(padding, 0.0, dk)
         dv = tl.where(padding, 0.0, dv)
     if SPEC.DROPOUT_P > 0:
-        dv = dv / (1 - SPEC.DROPOUT_P)
+        dv /= 1 - SPEC.DROPOUT_P
+        scale /= 1 - SPEC.DROPOUT_P
     store_rows(DK, dk * scale, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
     store_rows(DV, dv, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
 
@@ -227,8 +238,8 @@ def add_dkdv(
     """dS^T Q and P^T dO over the queries [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_M."""
     for step in range(begin, end, SPEC.BLOCK_M):
         first_row = listed(step, BlockList)
-        rows = (first_row + tl.arange(0, SPEC.BLOCK_M))[None, :]
-        keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[:, None]
+        row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[None, :], tl.arange(0, SPEC.BLOCK_N)[:, None]
+        rows, keys = first_row + row_index, first_key + key_index
         q = load_rows(Q, first_row, rules.q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
         d_out = load_rows(DOut, first_row, rules.q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
         # Beyond q_len queries are zeros, so scores are 0 and any lse will do; but ALiBi still counts there, and
@@ -249,12 +260,12 @@ def add_dkdv(
         p_t = tl.exp2(scores_t * score_unit(rules, SPEC) - lse_log2[None, :])
         kept_t = p_t
         if SPEC.DROPOUT_P > 0:
-            keep = is_kept(rows, keys, rules, SPEC)
-            kept_t = tl.where(keep, p_t, 0.0)
+            kept_t = tl.where(is_kept(first_row, row_index, first_key, key_index, rules, SPEC), p_t, 0.0)
         dv = tl.dot(kept_t.to(d_out.dtype), d_out, dv, input_precision="ieee")
         dp_t = tl.dot(v, d_out.T, input_precision="ieee")
-        if SPEC.DROPOUT_P > 0:
-            dp_t = tl.where(keep, dp_t / (1 - SPEC.DROPOUT_P), 0.0)
-        ds_t = p_t * (dp_t - delta[None, :]) * gain
+        if SPEC.DROPOUT_P > 0:  # from P as dropped, so that no predicate has to wait for dP
+            ds_t = (kept_t * dp_t - p_t * (delta * (1 - SPEC.DROPOUT_P))[None, :]) * gain
+        else:
+            ds_t = p_t * (dp_t - delta[None, :]) * gain
         dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv

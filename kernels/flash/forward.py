@@ -7,12 +7,12 @@ the softmax sum once, at the end; exponentials are base 2, with scale * log2(e) 
 import triton
 import triton.language as tl
 
+from .dropout import is_kept
 from .memory import load_rows, store_rows
 from .rules import (
     BLOCK_MASK_SIZE,
     LOG2_E,
     block_list,
-    is_kept,
     listed,
     modify,
     parts,
@@ -116,8 +116,8 @@ def attend(
     """Take keys [begin, end), of BlockList if it is one, into the online softmax; begin is a multiple of BLOCK_N."""
     for step in range(begin, end, SPEC.BLOCK_N):
         first_key = listed(step, BlockList)
-        rows = (first_row + tl.arange(0, SPEC.BLOCK_M))[:, None]
-        keys = (first_key + tl.arange(0, SPEC.BLOCK_N))[None, :]
+        row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[:, None], tl.arange(0, SPEC.BLOCK_N)[None, :]
+        rows, keys = first_row + row_index, first_key + key_index
         k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, MASKED)
         scores, _ = modify(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
@@ -131,7 +131,9 @@ def attend(
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)  # the softmax's sum counts what dropout drops
         if SPEC.DROPOUT_P > 0:
-            p = tl.where(is_kept(rows, keys, rules, SPEC), p, 0.0)
+            keep = is_kept(first_row, row_index, first_key, key_index, rules, SPEC)
+            # Not 0.0: a product under a predicate takes neither a select nor a register more.
+            p = tl.where(keep, p, p * 0)
         acc = acc * rescale[:, None]
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")

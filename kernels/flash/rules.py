@@ -1,4 +1,4 @@
-"""What a score goes through between q k^T and the softmax: softcap, ALiBi, masks; and dropout behind it.
+"""What a score goes through between q k^T and the softmax: softcap, ALiBi, masks.
 
 All three kernels call these functions, on tiles with queries along either axis: `rows` and `keys` are index tensors
 that broadcast against the tile. A rule that is off is None, 0 or -1 at compile time and leaves no code.
@@ -34,8 +34,8 @@ class Spec:
     ALIBI: tl.constexpr
     DOCUMENTS: tl.constexpr
     PADDED: tl.constexpr
-    DROPOUT_P: tl.constexpr
-    DROP_BELOW: tl.constexpr  # a Philox word below this drops
+    DROPOUT_P: tl.constexpr  # the share that is dropped
+    DROP_BELOW: tl.constexpr  # half a Philox word below this drops
 
 
 class Rules(NamedTuple):
@@ -175,18 +175,3 @@ def score_unit(rules, SPEC: tl.constexpr):
     if SPEC.SOFTCAP > 0 or SPEC.ALIBI:
         unit = 1.0
     return unit
-
-
-@triton.jit
-def is_kept(rows, keys, rules, SPEC: tl.constexpr):
-    """Whether dropout keeps a probability; kernels/philox.py has the layout. One Philox call serves four elements.
-
-    Every element asks for its call and picks its word, and the compiler sees that four elements in the registers of a
-    thread ask for the same: LOG.md has the count.
-    """
-    column, row = tl.broadcast((keys >> 4 << 3) | (keys & 7), (rows >> 4 << 3) | (rows & 7))
-    head, batch = row * 0 + rules.head, row * 0 + rules.batch
-    word_0, word_1, word_2, word_3 = tl.philox(rules.seed, column, row, head, batch)
-    right = (keys & 8) != 0
-    word = tl.where((rows & 8) != 0, tl.where(right, word_3, word_2), tl.where(right, word_1, word_0))
-    return word >= SPEC.DROP_BELOW

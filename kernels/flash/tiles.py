@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..philox import drop_threshold
+from ..philox import drop_share, drop_threshold
 from .rules import Spec
 
 
@@ -103,7 +103,7 @@ def specify(
         ALIBI=tl.constexpr(alibi),
         DOCUMENTS=tl.constexpr(documents),
         PADDED=tl.constexpr(padded),
-        DROPOUT_P=tl.constexpr(dropout_p),
+        DROPOUT_P=tl.constexpr(drop_share(dropout_p)),
         DROP_BELOW=tl.constexpr(drop_threshold(dropout_p)),
     )
 

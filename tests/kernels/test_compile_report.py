@@ -47,6 +47,29 @@ def test_a_bad_tile_is_stopped(arguments: list[str], problem: str) -> None:
     assert problem in done.stdout
 
 
+PRODUCTS = """
+from kernels.compile_report import Job, Tile, compile_kernel
+for kernel, tile in ("forward", Tile(64, 64, 4, 3)), ("dq", Tile(64, 64, 4, 3)), ("dkdv", Tile(32, 64, 4, 2)):
+    ptx = compile_kernel(Job(90, kernel, 64, True, tile, feature="dropout"))[0].asm["ptx"]
+    print(kernel, ptx.count("mul.wide.u32"), ptx.count("mul.hi"))
+"""
+
+
+def test_the_elements_in_a_threads_registers_share_their_philox_calls() -> None:
+    """Eight share a call in S, four in its transpose. Twelve products a call stay in each of the two loops."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", PRODUCTS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    products = [line.split() for line in done.stdout.splitlines()]
+    assert len(products) == 3
+    for _, wide, high in products:  # a thread has 32 elements in S and 16 in the transpose: four calls a loop
+        assert 2 * 4 * 12 <= int(wide) < 2 * 5 * 12, (
+            done.stdout
+        )  # addresses, and what left the loops, come on top
+        assert high == "0"
+
+
 def test_the_interpreter_is_refused() -> None:
     command = [sys.executable, "-m", "kernels.compile_report"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

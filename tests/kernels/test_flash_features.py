@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kernels
-from kernels.flash.rules import is_kept, rules_of
+from kernels.flash.dropout import is_kept
+from kernels.flash.rules import rules_of
 from kernels.flash.tiles import Tile, specify
 from kernels.philox import dropout_mask
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs, run
@@ -29,24 +30,26 @@ def ints(*values: int) -> torch.Tensor:
 
 
 @triton.jit
-def mask_kernel(Seed, Kept, batch, head, TRANSPOSED: tl.constexpr, SPEC: tl.constexpr):
+def mask_kernel(Seed, Kept, batch, head, first_row, first_key, TRANSPOSED: tl.constexpr, SPEC: tl.constexpr):
     rules = rules_of(batch, head, Seed, None, None, None, None, SPEC.BLOCK_M, SPEC.BLOCK_N, 1.0)
     rows, keys = tl.arange(0, SPEC.BLOCK_M), tl.arange(0, SPEC.BLOCK_N)
     index = rows[:, None] * SPEC.BLOCK_N + keys[None, :]
     if TRANSPOSED:
-        kept = is_kept(rows[None, :], keys[:, None], rules, SPEC)
+        kept = is_kept(first_row, rows[None, :], first_key, keys[:, None], rules, SPEC)
         tl.store(Kept + tl.trans(index), kept.to(tl.int8))
     else:
-        tl.store(Kept + index, is_kept(rows[:, None], keys[None, :], rules, SPEC).to(tl.int8))
+        kept = is_kept(first_row, rows[:, None], first_key, keys[None, :], rules, SPEC)
+        tl.store(Kept + index, kept.to(tl.int8))
 
 
+@pytest.mark.parametrize("dropout_p", [0.3, 0.9])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_dropout_mask_is_the_oracles_element_by_element(transposed: bool) -> None:
+def test_the_dropout_mask_is_the_oracles_element_by_element(transposed: bool, dropout_p: float) -> None:
     seed = torch.tensor(2**40 + 17)
     kept = torch.zeros(64, 128, dtype=torch.int8)
-    spec = specify(Tile(64, 128, 4, 1), 16, causal=True, dropout_p=0.3)
-    mask_kernel[1,](seed, kept, 2, 5, TRANSPOSED=transposed, SPEC=spec)
-    assert torch.equal(kept.bool(), dropout_mask(seed, 0.3, 3, 6, 64, 128)[2, 5])
+    spec = specify(Tile(64, 128, 4, 1), 16, causal=True, dropout_p=dropout_p)
+    mask_kernel[1,](seed, kept, 2, 5, 16, 48, TRANSPOSED=transposed, SPEC=spec)
+    assert torch.equal(kept.bool(), dropout_mask(seed, dropout_p, 3, 6, 80, 176)[2, 5, 16:, 48:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])

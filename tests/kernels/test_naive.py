@@ -7,7 +7,7 @@ import torch
 
 from kernels import AttentionError
 from kernels.naive import naive_attention
-from kernels.philox import dropout_mask
+from kernels.philox import drop_share, dropout_mask
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
 
@@ -113,7 +113,7 @@ def test_dropout_drops_what_the_mask_says_and_moves_no_generator() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
     whole = naive_attention(q, k, v)
     keep = dropout_mask(7, 0.3, BATCH, HEADS, 40, 40)
-    torch.testing.assert_close(dropped, whole * keep / 0.7)
+    torch.testing.assert_close(dropped, whole * keep / (1 - drop_share(0.3)))
 
 
 def test_dropout_needs_a_seed_and_a_share_below_one() -> None:
