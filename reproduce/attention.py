@@ -31,7 +31,7 @@ HOLD_SCORES = ("sdpa_math", "naive", STANDARD)  # length x length of them, in th
 
 @dataclass(frozen=True)
 class Settings:
-    dtype: str = "float16"
+    dtype: str = "bfloat16"
     # Names in kernels.ATTENTION and "standard"; none: all of them.
     backends: tuple[str, ...] = ()
     # fa1: batch 16, 8 heads, d 64 (Tables 9-21). fa2: 16k tokens, hidden 2048. gpt2: 12 heads, 1024, causal.

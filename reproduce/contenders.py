@@ -75,7 +75,8 @@ class Contender:
         """One optimizer step; yields after every forward, every backward, and after the optimizer."""
         for micro, (tokens, targets) in enumerate(zip(self.tokens, self.targets, strict=True)):
             with self._autocast():
-                seed = torch.tensor(number * self.accumulation + micro, device=self.device)
+                # Filled on the device: torch.tensor would copy, and wait for all that is queued.
+                seed = torch.full((), number * self.accumulation + micro, device=self.device)
                 loss = self._loss(tokens, targets, seed)
             yield
             self.scaler.scale(loss / self.accumulation).backward()
