@@ -39,10 +39,13 @@ LOGIT_TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Settings:
-    # small, medium: Hugging Face and ours, eager (Table 2). compiled: ours and nanoGPT, under torch.compile. dropout:
-    # with the paper's. context: Table 4. largest: the largest batch that fits. gpt3: FlashAttention-2's Table 1.
-    parts: tuple[str, ...] = ("small", "compiled", "dropout", "context", "medium", "largest", "gpt3")
+    # small, medium: Hugging Face and ours, eager (Table 2). compiled: ours and nanoGPT, under torch.compile. whole:
+    # the same with the step in one forward. dropout: with the paper's. context: Table 4. largest: the largest batch
+    # that fits. gpt3: FlashAttention-2's Table 1.
+    parts: tuple[str, ...] = ("small", "compiled", "dropout", "whole", "context", "medium", "largest", "gpt3")
+    # As the paper trained; and as nanoGPT does.
     dtype: str = "float16"
+    compiled_dtype: str = "bfloat16"
     dropout: float = 0.1
     # Names in kernels.ATTENTION for the part `small`; none: all of them. The other parts take `core`.
     backends: tuple[str, ...] = ()
@@ -68,6 +71,7 @@ class Settings:
 
 TINY = Settings(
     dtype="float32",
+    compiled_dtype="float32",
     backends=("naive", "sdpa"),
     core=("naive",),
     compiler="aot_eager",
@@ -94,6 +98,7 @@ class Group:
     context: int
     dropout: float
     mode: str  # eager or compiled
+    dtype: str
     micro_batch: int
     accumulation: int
 
@@ -128,15 +133,19 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
     def group(part: str, model: str, context: int, dropout: float = 0.0, mode: str = "eager") -> Group:
         large = part == "gpt3"
         step = settings.gpt3_step_tokens if large else settings.step_tokens
-        micro = settings.gpt3_micro_tokens if large else settings.micro_tokens
-        return Group(
-            part, model, context, dropout, mode, max(1, micro // context), step // max(micro, context)
-        )
+        micro = step if part == "whole" else settings.gpt3_micro_tokens if large else settings.micro_tokens
+        dtype = settings.dtype if mode == "eager" else settings.compiled_dtype
+        sequences = max(1, micro // context)
+        return Group(part, model, context, dropout, mode, dtype, sequences, step // max(micro, context))
 
     found = [
         (group("small", small, base), (HF_EAGER, HF_SDPA, *everyone)),
         (group("compiled", small, base, mode="compiled"), (*core, core[-1] + FUSED_LOSS, *peers)),
         (group("dropout", small, base, settings.dropout), (HF_EAGER, *core)),
+        *(
+            (group("whole", model, base, mode="compiled"), (core[-1], core[-1] + FUSED_LOSS, *peers))
+            for model in (small, settings.medium)
+        ),
         *((group("context", small, context), core) for context in settings.contexts),
         (group("medium", settings.medium, base), (HF_EAGER, *core)),
         (group("largest", small, base), (HF_EAGER, *core)),
@@ -188,7 +197,7 @@ def _build(options: Options, group: Group, name: str) -> Contender:
         name,
         group.config,
         device=options.device,
-        dtype=getattr(torch, options.settings.dtype),
+        dtype=getattr(torch, group.dtype),
         micro_batch=group.micro_batch,
         accumulation=group.accumulation,
         compiler=options.settings.compiler if group.mode == "compiled" else None,

@@ -40,11 +40,12 @@ def _timed(results: Results) -> list[Sample]:
 def _title(sample: Sample) -> str:
     sequences = f"{sample['micro_batch']} x {sample['accumulation']} sequences"
     dropout = f", dropout {sample['dropout']:g}" if sample["dropout"] else ""
-    return f"{sample['model']}, context {sample['context']}, {sample['mode']}{dropout}, {sequences}"
+    how = f"{sample['mode']}, {sample['dtype']}{dropout}"
+    return f"{sample['model']}, context {sample['context']}, {how}, {sequences}"
 
 
 def _peak_gib(results: Results, sample: Sample, contender: str) -> float | None:
-    keys = ("model", "context", "dropout", "mode", "micro_batch", "accumulation")
+    keys = ("model", "context", "dropout", "mode", "dtype", "micro_batch", "accumulation")
     where = {key: sample[key] for key in keys}
     return next(
         (s["peak_bytes"] / 2**30 for s in pick(results, kind="memory", contender=contender, **where)), None
@@ -182,14 +183,25 @@ def _judge_stack(results: Results, model: str, mode: str) -> list[Verdict]:
 
 
 def _judge_nanogpt(results: Results, device: str) -> list[Verdict]:
-    sample = find(results, "compiled")
-    best = max((rate(sample, name) or 0.0 for name in ("flash", "flash" + FUSED_LOSS)), default=0.0)
+    """What this project set itself, beside the papers: 1.1 times nanoGPT's speed, and half of the matrix peak."""
     found = []
-    for name, model in ((NANOGPT, "without biases, as it trains"), (NANOGPT_BIASES, "with GPT-2's biases")):
-        if ratio := _ratio(best, rate(sample, name)):
-            what = f"gpt2_small: ours with flash over nanoGPT's model {model}, both compiled, tokens/s"
-            why = "this project's own aim is 1.1x"
-            found.append(judged("C11", what, "not stated", f"{ratio:.2f}x", None, ratio >= 1.1, why, device))
+    for sample in pick(results, kind="speed", part="compiled") + pick(results, kind="speed", part="whole"):
+        ours = [name for name in ("flash", "flash" + FUSED_LOSS) if rate(sample, name)]
+        best = max(ours, key=lambda name: rate(sample, name), default=None)
+        where = f"{sample['model']}, {sample['micro_batch']} sequences a forward"
+        for name, model in (
+            (NANOGPT, "without biases, as it trains"),
+            (NANOGPT_BIASES, "with GPT-2's biases"),
+        ):
+            if ratio := _ratio(rate(sample, best), rate(sample, name)):
+                what = f"{where}: ours with flash over nanoGPT's model {model}, both compiled, tokens/s"
+                why = "this project's own aim is 1.1x"
+                found.append(
+                    judged("C11", what, "not stated", f"{ratio:.2f}x", None, ratio >= 1.1, why, device)
+                )
+        if mfu := sample["mfu"].get(best):
+            what, why = f"{where}: MFU of ours, compiled", "this project's own aim is 50 %"
+            found.append(judged("C11", what, "not stated", f"{mfu:.1%}", None, mfu >= 0.5, why, device))
     return found
 
 

@@ -88,9 +88,9 @@ def assert_as_accurate(
     """Hold out, lse, dq, dk, dv to twice the error of the same PyTorch computation reordered, plus two ulp.
 
     Against float64: max error <= `times` * (max error of `reordered` + an ulp of the tensor's largest value); and,
-    tighter, mean error <= 1.25 * its mean error + ulp / 2 (`times` in float32, where no rounding to 16 bits drowns the
-    order of operations). The peer is the worst of 8 orders: where a query sees one key, dq and dk are 0 but for how
-    two sums of the same terms differ, which in any one order may be nothing by chance. lse, float32 in every
+    tighter, mean error <= 1.25 * its mean error + ulp / 2 (`times` in float32, where no rounding to 16 bits drowns
+    the order of operations). The peer is the worst of 8 orders: where a query sees one key, dq and dk are 0 but for
+    how two sums of the same terms differ, which in any one order may be nothing by chance. lse, float32 in every
     precision, within 1e-5 of its size.
     """
     mean_times = times if d_out.dtype is torch.float32 else 1.25
