@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from pathlib import Path
 
 from . import plots
@@ -114,7 +115,7 @@ def _draw_group(axis: plots.Axes, results: Results, sample: Sample) -> None:
     axis.set_ylim(max(len(names), 4) - 0.5, -0.5)
     axis.grid(axis="y", visible=False)
     axis.set_xlabel("ms a step; tokens/s, peak memory")
-    axis.set_title(f"{sample['part']}: {_title(sample)}", fontsize=8)
+    axis.set_title(textwrap.fill(f"{sample['part']}: {_title(sample)}", 48), fontsize=8)
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------
