@@ -39,13 +39,18 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> None:
-    """dropout_p must be in [0, 1), and have a seed when it is not 0."""
+    """dropout_p must be in [0, 1), and have a seed when it is not 0; of another type it would be another mask."""
     if not 0.0 <= dropout_p < 1.0:
         raise AttentionError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if dropout_p > 0.0 and dropout_seed is None:
         raise AttentionError(
             "dropout_p > 0 needs dropout_seed (an int or a 0-d int64 tensor): no global generator is used"
         )
+    if isinstance(dropout_seed, torch.Tensor) and (
+        dropout_seed.ndim or dropout_seed.dtype is not torch.int64
+    ):
+        got = f"{dropout_seed.dtype} of shape {tuple(dropout_seed.shape)}"
+        raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {got}")
 
 
 def check_features(

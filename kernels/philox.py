@@ -48,7 +48,7 @@ def drop_threshold(dropout_p: float) -> int:
 
 
 def drop_share(dropout_p: float) -> float:
-    """What is dropped when dropout_p is asked: at most 2^-17 off, 2^-16 just below 1; below 2^-17 nothing."""
+    """What is dropped when dropout_p is asked: at most 2^-17 off, 2^-16 just below 1; up to 2^-17 nothing."""
     return drop_threshold(dropout_p) / 2**16
 
 

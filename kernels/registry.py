@@ -31,6 +31,8 @@ FEATURES: dict[str, object] = {
 # `auto` takes the first of these that can serve the request; a refusal names it as the nearest backend that
 # can.
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
+# Above this torch's own goes first: at 256 on an H200 flash takes 1.9 to 3.8 times as long (LOG.md).
+FLASH_HEAD_DIM = 128
 
 
 class AttentionError(ValueError):
@@ -137,7 +139,8 @@ def resolve_attention(
     """The attention function that a run gets when it asks for `name`, checked before its first step.
 
     Args:
-        name: a key of `ATTENTION`, or "auto": flash on CUDA where it can, else torch's SDPA, else what can.
+        name: a key of `ATTENTION`, or "auto": flash on CUDA where it can, else torch's SDPA, else what can;
+            above head_dim 128 SDPA first.
         device, dtype, head_dim: of the q, k and v that will be passed.
         tier: which of flash's kernels may run: "triton", "hopper", or "auto" for the fastest that serve.
         features: the optional arguments that will be passed, e.g. dropout_p=0.1.
@@ -152,6 +155,8 @@ def resolve_attention(
     # On a CPU flash means Triton's interpreter: right, and thousands of times too slow to be recommended.
     candidates = [each for each in PREFERENCE if each != "flash" or request.device.type == "cuda"]
     able = [each for each in candidates if _reason(each, request) is None]
+    if head_dim > FLASH_HEAD_DIM and "sdpa" in able:
+        able.insert(0, "sdpa")
     if name == "auto":
         if not able:
             if tier != "auto":  # which only one of them knows

@@ -43,8 +43,9 @@ class Settings:
     # the same with the step in one forward. dropout: with the paper's. context: Table 4. largest: the largest batch
     # that fits. gpt3: FlashAttention-2's Table 1.
     parts: tuple[str, ...] = ("small", "compiled", "dropout", "whole", "context", "medium", "largest", "gpt3")
-    # As the paper trained; and as nanoGPT does.
+    # Of the eager parts, as the paper trained.
     dtype: str = "float16"
+    # Of the compiled parts, as nanoGPT trains.
     compiled_dtype: str = "bfloat16"
     dropout: float = 0.1
     # Names in kernels.ATTENTION for the part `small`; none: all of them. The other parts take `core`.

@@ -1,11 +1,14 @@
 """The precision a run computes in, and how that goes into what torch.compile keeps."""
 
-import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import compiler, nn
 
 from .config import Precision
+
+_USERS_TAG: str = compiler.config.cache_key_tag
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype:
@@ -18,13 +21,15 @@ def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype
     ]
 
 
-def compiled(model: nn.Module, dtype: torch.dtype, backend: str = "inductor") -> nn.Module:
-    """torch.compile of a model that is called under autocast to dtype. A process compiles for one dtype at a time.
+def compiled(
+    model: nn.Module, dtype: torch.dtype, backend: str | Callable[..., Any] = "inductor"
+) -> nn.Module:
+    """torch.compile of a model that is called under autocast to dtype, before another is compiled for another dtype.
 
-    PyTorch's cache of compiled graphs on disk did not know autocast's dtype before its pull request 181564: with 2.11
-    a bf16 run found what an fp16 run of the same model had left, computed in fp16 without a gradient scaler, and
-    ended at a loss of 2.97 instead of 2.85. The tag keeps them apart.
+    PyTorch's cache of compiled graphs on disk did not know autocast's dtype before its pull request 181564 (2.13 has
+    it, 2.11 not): a bf16 run found what an fp16 run of the same model had left, computed in fp16 without a gradient
+    scaler, and ended at a loss of 2.97 instead of 2.85. The tag keeps them apart.
     """
-    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
-    compiler.config.cache_key_tag = f"{tag}{dtype}"
+    # Of the process: it is read when the model is first called.
+    compiler.config.cache_key_tag = f"{_USERS_TAG}{dtype}"
     return torch.compile(model, backend=backend)

@@ -109,7 +109,7 @@ def backward(
     """
     (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
     sequences, block_m = batch * heads, BLOCK_M[head_dim]
-    row_blocks = -(-q_len // block_m)  # triton.cdiv takes 2 us
+    row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that takes 2 us
     dq_sum = q.new_empty(sequences * row_blocks * block_m, head_dim, dtype=torch.float32)
     turns = q.new_empty(sequences * row_blocks, dtype=torch.int32)
     grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)

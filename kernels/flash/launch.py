@@ -37,13 +37,13 @@ class Known(NamedTuple):
     metadata: tuple[int, ...]
     numbers: tuple[object, ...]
     descriptors: tuple[dict[str, object], ...]  # what Triton says of each TMA descriptor
-    encoded: dict[tuple[int, ...], list[object]]  # by addresses, the descriptors as the launcher takes them
 
 
 _known: dict[tuple[object, ...], Known] = {}
-KNOWN_LIMIT = 4096  # to forget one only costs a slow launch
-# Of one launch: a model's layers differ in addresses alone, and meet them again in each step.
-ENCODED_LIMIT = 256
+# By the id of a Known and addresses, its TMA descriptors as the launcher takes them: a model's layers differ in
+# addresses alone, and meet them again in each step. 1 KB each.
+_encoded: dict[tuple[int, ...], list[object]] = {}
+LIMIT = 4096  # of either; to forget one only costs a slow launch
 
 
 def launch(
@@ -79,7 +79,7 @@ def launch(
     key = (device, *key, *types, *[x.stride() for x in moved])
     reusable = REUSES and bits % 16 == 0 and not tiles.are_forced() and not _is_watched()
     if reusable and (known := _known.get(key)) is not None:
-        maps = _encoded(known, moved, describe) if moved else ()
+        maps = _encode(known, moved, describe) if moved else ()
         stream = driver.active.get_current_stream(device)
         hooks = None, None, None  # and what they would be told
         # Of a tensor Triton would ask the driver whether it is on the device; of an address it does not.
@@ -90,8 +90,9 @@ def launch(
     descriptors = describe(*moved) if moved else ()
     compiled = kernel[grid](*descriptors, *pointers, *numbers, **options)
     if reusable:
-        if len(_known) >= KNOWN_LIMIT:
+        if len(_known) >= LIMIT:
             _known.clear()
+            _encoded.clear()
         _known[key] = _known_of(compiled, grid, numbers, bool(moved))
     return None
 
@@ -103,23 +104,23 @@ def _known_of(compiled: object, grid: tuple[int, ...], numbers: tuple[object, ..
         run = copy.copy(run)
         run.launch = driver.active.utils.launch
         descriptors = compiled.metadata.tensordesc_meta
-    return Known(run, grid, compiled.function, compiled.packed_metadata, numbers, descriptors, {})
+    return Known(run, grid, compiled.function, compiled.packed_metadata, numbers, descriptors)
 
 
-def _encoded(
+def _encode(
     known: Known, moved: tuple[Tensor, ...], describe: Callable[..., tuple[object, ...]]
 ) -> list[object]:
     """The arguments that Triton's launcher makes of TMA descriptors, each encoded once for an address."""
-    addresses = tuple([x.data_ptr() for x in moved])
-    arguments = known.encoded.get(addresses)
+    place = (id(known), *[x.data_ptr() for x in moved])
+    arguments = _encoded.get(place)
     if arguments is None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         described = zip(describe(*moved), known.descriptors, strict=True)
         arguments = [each for pair in described for each in make_tensordesc_arg(*pair)]
-        if len(known.encoded) >= ENCODED_LIMIT:
-            known.encoded.clear()
-        known.encoded[addresses] = arguments
+        if len(_encoded) >= LIMIT:
+            _encoded.clear()
+        _encoded[place] = arguments
     return arguments
 
 

@@ -27,7 +27,7 @@ def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor
     starts, ends = _document_bounds_like(cu_seqlens, batch, length)
     if starts.numel():
         bounds = cu_seqlens.shape[0]
-        grid, numbers = (-(-length // TOKENS), batch, 1), (bounds, length, TOKENS)  # triton.cdiv takes 2 us
+        grid, numbers = (-(-length // TOKENS), batch, 1), (bounds, length, TOKENS)  # not triton.cdiv: 2 us
         pointers = (cu_seqlens.contiguous(), starts, ends)
         launch(pointers, ("documents", grid, numbers), lambda: (documents_kernel, grid, numbers, {}))
     return starts, ends

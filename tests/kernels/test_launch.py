@@ -94,6 +94,10 @@ cases = [
     (packed(256), plain, (*nothing[:6], *blocks)),
     ([x[:, :, :, :48] for x in packed(256)], plain, nothing),
     ([x.new_zeros(1, 4, 64, 65)[..., :64] for x in packed(64)], plain, nothing),
+    # Each differs in one thing from one above: strides, the scale, the strides of the block lists.
+    (alone(*packed(256)), plain, nothing),
+    (packed(256), (True, 0.25, *plain[2:]), nothing),
+    (packed(256), plain, (*nothing[:6], *[x.expand(2, 4, *x.shape[2:]).contiguous() for x in blocks])),
 ]
 def launches(case):
     del launched[:], slow[:]
@@ -191,13 +195,14 @@ def plainly(calls):
     # Of the metadata and hooks of a launch nothing is left where no hook is.
     return [plain((*call[:8], *call[11:])) for call in calls]
 
-def step(q, k, v, causal):
+def step(q, k, v, causal, scale=0.125, out=None):
     assert hopper_launch.fits_forward(q, k, v)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    hopper_launch.forward(q, k, v, out, lse, causal=causal, scale=0.125)
+    out = torch.empty_like(q) if out is None else out
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    hopper_launch.forward(q, k, v, out, lse, causal=causal, scale=scale)
     d_out, dq, dk, dv, delta = (torch.empty_like(x) for x in (q, q, k, v, lse))
     assert hopper_launch.fits_backward(q, k, v, out, d_out)
-    hopper_launch.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=0.125)
+    hopper_launch.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale)
 
 cases = [
     (packed(256), True),
@@ -206,22 +211,26 @@ cases = [
     (alone(*packed(200, batch=1)), True),
     (packed(256, heads=1, kv_heads=1), True),
     (packed(256, dtype=torch.float16), True),
+    # Each differs in one thing from the first: the scale, the keys' length, the strides of the output.
+    (packed(256), True, 0.25),
+    ((packed(256)[0], *packed(384)[1:]), True),
+    (packed(256), True, 0.125, torch.empty(2, 4, 256, 64, dtype=torch.bfloat16)),
 ]
 wanted = []
 for repeat in range(3):
-    for number, (tensors, causal) in enumerate(cases):
+    for number, (tensors, *options) in enumerate(cases):
         if repeat == 2:  # at other addresses
             tensors = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in tensors]
         del given[:], slow[:], encoded[:]
         if repeat == 0: launch._known.clear()
-        step(*tensors, causal)
+        step(*tensors, *options)
         assert len(given) == 4 and len(slow) == (0 if repeat else 4), (repeat, number, len(given), len(slow))
         # Triton encodes 3 and 7; again only what is at another address.
         assert len(encoded) in ((10,) if repeat == 0 else (7, 10)), (repeat, number, len(encoded))
         wanted.append(plainly(given))
         assert wanted[-1] == wanted[number], f"case {number}: something else is launched the second time"
     if repeat == 0:
-        for tensors, causal in cases: step(*tensors, causal)
+        for tensors, *options in cases: step(*tensors, *options)
 assert len({str(each) for each in wanted}) == len(cases)
 
 # At the addresses of before nothing is encoded, unless it lies there in another order; what is kept is bounded.
@@ -237,7 +246,8 @@ def encodes(q, k):
 assert [encodes(q, each) for each in (k, k, inside, inside, inside, k)] == [3, 0, 3, 3, 0, 0]
 of_k = [list(call[-1][9:18]) for call in given[-6:]]
 assert of_k[0] == of_k[1] == of_k[5] != of_k[2] == of_k[3] == of_k[4]
-launch.ENCODED_LIMIT = 3
+launch._encoded.clear()
+launch.LIMIT = 3
 many = [torch.empty_like(q) for _ in range(5)]
 assert [encodes(each, k) for each in (*many, many[-1], many[0])] == [3, 3, 3, 3, 3, 0, 3]
 print("done")

@@ -26,6 +26,14 @@ def test_auto_on_a_cpu_is_sdpa_and_says_so() -> None:
     assert attention.__name__ == "sdpa"
 
 
+@pytest.mark.gpu
+def test_auto_on_a_gpu_is_flash_but_for_head_dims_where_sdpa_is_faster() -> None:
+    gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    assert resolve_attention("auto", **gpu, head_dim=128)[0] == "flash"
+    assert resolve_attention("auto", **gpu, head_dim=256)[0] == "sdpa"
+    assert resolve_attention("auto", **gpu, head_dim=256, softcap=5.0)[0] == "flash"
+
+
 def test_auto_moves_on_to_a_backend_that_can() -> None:
     assert resolve_attention("auto", **CPU, window=(8, 0))[0] == "naive"
 
