@@ -286,7 +286,7 @@ def run(options: Options) -> None:
     settings, device = options.settings, options.device
     dtype = getattr(torch, settings.dtype)
     if device.type == "cpu" and not options.tiny:
-        return _count_memory(options, dtype)
+        return _count_memory(options, torch.float16)  # as many bytes, and the interpreter's bfloat16 is wrong
     size = settings.matrix_size
     options.sample(lambda: {"flops": timing.matrix_rate(dtype, device, size)}, kind="matrix_rate", size=size)
     for workload in workloads(settings, options.tiny):
