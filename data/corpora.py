@@ -4,7 +4,7 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,8 +104,19 @@ def make_corpus(
     if source == "openwebtext":
         return OpenWebText(tuple(files), revision or OPENWEBTEXT_COMMIT, limit_documents)
     if not repo:
-        raise DataError("hub needs a dataset: data.repo=owner/name")
+        raise DataError("hub needs a dataset: data.repo=owner/name, or a folder that `datasets` can load")
+    if revision and os.path.isdir(repo):
+        raise DataError(f"data.revision={revision}: {repo} is a folder here, and folders have none")
     return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
+
+
+def state_of(paths: Iterable[Path]) -> str:
+    """A hash of the names, sizes and times of files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        stat = path.stat()
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,7 @@ class LocalFiles:
         raise NotImplementedError
 
     def state(self) -> str:
-        digest = hashlib.sha256()
-        for path in self.paths():
-            stat = path.stat()
-            digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
-        return digest.hexdigest()
+        return state_of(self.paths())
 
     def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
         """Nothing is published of them."""

@@ -1,6 +1,6 @@
 """Corpora of the Hugging Face Hub: OpenWebText from its pinned parquet files, and any dataset with a text column.
 
-Both are pinned to a commit before anything is read, and say within seconds when the Hub is out of reach.
+Those of the Hub are pinned to a commit before anything is read, and say within seconds when the Hub is out of reach.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import DataError
-from .corpora import limited
+from .corpora import limited, state_of
 from .files import require_room, sha256_of, unwritable
 from .progress import Progress, Silence
 from .readers import Part, as_text, missing_column, parquet_parts
@@ -138,10 +138,11 @@ class OpenWebText:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """Any Hub dataset with a text column, through datasets.load_dataset; a row is a document.
+    """Any dataset with a text column, through datasets.load_dataset; a row is a document.
 
-    streaming: read over the network, one file of the repository after another, with no copy on disk. Otherwise
-    `datasets` downloads everything it is asked for and keeps an Arrow copy of it.
+    repo: on the Hub, or a folder of files in any format that `datasets` reads, CSV, JSON lines or Arrow say.
+    streaming: read one file after another, over the network, with no copy on disk. Otherwise `datasets` downloads
+    everything it is asked for and keeps an Arrow copy of it.
     """
 
     repo: str
@@ -155,18 +156,25 @@ class HubDataset:
 
     @property
     def name(self) -> str:
-        return limited(re.sub(r"[^\w.-]+", "-", self.repo), self.limit_documents)
+        name = self._folder.name if self._folder else self.repo
+        return limited(re.sub(r"[^\w.-]+", "-", name), self.limit_documents)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"source": "hub", **asdict(self)}
+        return {"source": "hub", **asdict(self), "repo": str(self._folder or self.repo)}
 
     def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
         """Nothing is published of it."""
 
     def state(self) -> str:
-        """The commit that the revision names now."""
+        """The commit that the revision names now; of a folder a hash of its files' names, sizes and times."""
+        if self._folder:
+            return state_of(sorted(path for path in self._folder.rglob("*") if path.is_file()))
         return self._commit
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        return Path(self.repo).absolute() if os.path.isdir(self.repo) else None
 
     @cached_property
     def _commit(self) -> str:
@@ -191,9 +199,11 @@ class HubDataset:
         import datasets
 
         if not self.streaming:
+            keeps = "an Arrow copy of it" if self._folder else "the download and an Arrow copy of it"
+            less = "" if self._folder else ", and downloads no more than data.limit_documents needs"
             progress.say(
-                f"{self.name}: `datasets` keeps the download and an Arrow copy of it below {_hub_cache().parent}; "
-                "data.streaming=true keeps none, and downloads no more than data.limit_documents needs"
+                f"{self.name}: `datasets` keeps {keeps} below {_hub_cache().parent}; "
+                f"data.streaming=true keeps none{less}"
             )
         bars = datasets.is_progress_bar_enabled()
         if isinstance(progress, Silence):
@@ -211,14 +221,14 @@ class HubDataset:
         from huggingface_hub import constants
 
         _limit_retries()
-        if not constants.HF_HUB_OFFLINE:
+        if not self._folder and not constants.HF_HUB_OFFLINE:
             require_hub(self.repo)
         try:
             dataset = load_dataset(
                 self.repo,
                 self.config,
                 split=self.split,
-                revision=self._commit,
+                revision=None if self._folder else self._commit,
                 data_files=list(self.files) or None,
                 streaming=self.streaming,
             )
@@ -235,6 +245,8 @@ class HubDataset:
 
     def _remove_damaged(self, arrow_copy: Path | None = None) -> None:
         """Check what was downloaded; remove damaged files, and the Arrow copy made of them, and say so."""
+        if self._folder:
+            return
         files = (_repo_cache(self.repo) / "snapshots" / self._commit).rglob("*")
         damaged = [path for path in files if path.is_file() and _damaged(path)]
         for path in damaged:
@@ -365,7 +377,7 @@ def _failed(what: str, error: BaseException, remedy: str = "") -> DataError:
     from huggingface_hub import constants
 
     try:
-        if not constants.HF_HUB_OFFLINE:
+        if not os.path.isdir(what) and not constants.HF_HUB_OFFLINE:
             require_hub(what, remedy)
     except DataError as unreachable:
         return unreachable

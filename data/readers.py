@@ -15,6 +15,8 @@ Local files are read with json and pyarrow, which `datasets` uses itself, rather
               text that looks like a date becomes one. A broken line has it read the file again as a whole, 974 MB of
               memory for 316 MB.
     .txt      A document is read whole, 1,145 MB of memory for 288 MB, and its \\r\\n become \\n.
+
+Where that does not matter, and for other formats, data=hub data.repo=FOLDER goes through `datasets`.
 """
 
 import io

@@ -6,6 +6,7 @@ from an earlier one in nothing Triton looks at goes straight to that one's kerne
 
 import copy
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,13 +38,15 @@ class Known(NamedTuple):
     metadata: tuple[int, ...]
     numbers: tuple[object, ...]
     descriptors: tuple[dict[str, object], ...]  # what Triton says of each TMA descriptor
+    serial: int  # no other has had it
 
 
 _known: dict[tuple[object, ...], Known] = {}
-# By the id of a Known and addresses, its TMA descriptors as the launcher takes them: a model's layers differ in
+# By the serial of a Known and addresses, its TMA descriptors as the launcher takes them: a model's layers differ in
 # addresses alone, and meet them again in each step. 1 KB each.
 _encoded: dict[tuple[int, ...], list[object]] = {}
 LIMIT = 4096  # of either; to forget one only costs a slow launch
+_serials = itertools.count()
 
 
 def launch(
@@ -92,7 +95,6 @@ def launch(
     if reusable:
         if len(_known) >= LIMIT:
             _known.clear()
-            _encoded.clear()
         _known[key] = _known_of(compiled, grid, numbers, bool(moved))
     return None
 
@@ -104,14 +106,14 @@ def _known_of(compiled: object, grid: tuple[int, ...], numbers: tuple[object, ..
         run = copy.copy(run)
         run.launch = driver.active.utils.launch
         descriptors = compiled.metadata.tensordesc_meta
-    return Known(run, grid, compiled.function, compiled.packed_metadata, numbers, descriptors)
+    return Known(run, grid, compiled.function, compiled.packed_metadata, numbers, descriptors, next(_serials))
 
 
 def _encode(
     known: Known, moved: tuple[Tensor, ...], describe: Callable[..., tuple[object, ...]]
 ) -> list[object]:
     """The arguments that Triton's launcher makes of TMA descriptors, each encoded once for an address."""
-    place = (id(known), *[x.data_ptr() for x in moved])
+    place = (known.serial, *[x.data_ptr() for x in moved])
     arguments = _encoded.get(place)
     if arguments is None:
         from triton.backends.nvidia.driver import make_tensordesc_arg

@@ -272,3 +272,30 @@ def test_a_loading_script_is_refused_by_name(hub: HubStub, tmp_path: Path):
     message = refused(hub, tmp_path, source="hub", repo="owner/script")
     assert "owner/script" in message
     assert "scripts are no longer supported" in message
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_is_read_through_datasets_without_a_hub(hub: HubStub, tmp_path: Path, streaming: bool):
+    """JSON lines, parquet, and CSV, which no reader of ours knows."""
+    hub.down = True
+    written = {
+        "lines.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in documents(range(2))).encode(),
+        "table.csv": "\n".join(["text", *documents(range(2))]).encode(),
+        "rows.parquet": parquet(0),
+    }
+    for name, content in written.items():
+        folder = tmp_path / name.split(".")[0]
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        arguments = {"source": "hub", "repo": str(folder), "streaming": streaming}
+        before = prepared(hub, tmp_path, **arguments)
+        assert before["documents"] == documents(range(1 if name == "rows.parquet" else 2))
+        assert before["name"] == folder.name
+    (folder / name).write_bytes(parquet(1))
+    after = prepared(hub, tmp_path, **arguments)
+    assert after["documents"] == documents(range(1, 2))
+    assert after["state"] != before["state"]
+    (folder / name).write_bytes(b"no parquet")
+    message = refused(hub, tmp_path, **arguments)
+    assert str(folder) in message
+    assert "check the network" not in message
