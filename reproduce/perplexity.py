@@ -95,12 +95,15 @@ def run(options: Options) -> None:
         "tokens": corpus.train.tokens,
     }
     options.sample(lambda: about, kind="corpus")
-    others = [name for name in settings.backends or registered() if name != BASELINE]
+    # Ours first of them: with it and a second seed of the baseline any budget has an answer.
+    others = sorted(
+        set(settings.backends or registered()) - {BASELINE}, key=lambda name: (name != "flash", name)
+    )
     first, *more = settings.seeds
     jobs = [("backends", name, first, settings.context, settings.steps) for name in (BASELINE, *others)]
-    # The spread is of the baseline; the first of its seeds is asked for early, so that any budget has one.
+    # The spread between seeds is of the baseline.
     spread = [("backends", BASELINE, seed, settings.context, settings.steps) for seed in more]
-    jobs = jobs[:1] + spread[:1] + jobs[1:] + spread[1:]
+    jobs = jobs[:2] + spread[:1] + jobs[2:] + spread[1:]
     jobs += [
         ("context", settings.context_backend, first, context, settings.context_steps)
         for context in settings.contexts
