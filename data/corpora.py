@@ -1,4 +1,4 @@
-"""Where text comes from: folders of Python source, local text files, and (in hub.py) the Hugging Face Hub."""
+"""Where text comes from: Python source and local text files here, the rest in openwebtext.py and hub_dataset.py."""
 
 import glob
 import hashlib
@@ -99,7 +99,8 @@ def make_corpus(
             raise DataError("text_files needs files: data.files='*.txt' (globs or folders, one or a list)")
         separator = separator.replace("\\n", "\n").replace("\\t", "\t")
         return TextFiles(tuple(files), column, separator, limit_documents)
-    from .hub import OPENWEBTEXT_COMMIT, HubDataset, OpenWebText
+    from .hub_dataset import HubDataset
+    from .openwebtext import OPENWEBTEXT_COMMIT, OpenWebText
 
     if source == "openwebtext":
         return OpenWebText(tuple(files), revision or OPENWEBTEXT_COMMIT, limit_documents)

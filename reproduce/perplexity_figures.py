@@ -113,6 +113,10 @@ def draw(results: Results, path: Path) -> None:
             plots.length_axis(context, [run["context"] for run in runs])
             context.legend(fontsize=8)
         context.set(title="Validation loss, same targets", xlabel="context", ylabel="nats")
+        for axis in (curves, apart, context):
+            if not axis.has_data():
+                axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
+                axis.set(xticks=[], yticks=[])
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------

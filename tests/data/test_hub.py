@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from hub_stub import HubStub
 
-from data.hub import OPENWEBTEXT, OPENWEBTEXT_COMMIT, OPENWEBTEXT_FILES
+from data.openwebtext import OPENWEBTEXT, OPENWEBTEXT_COMMIT, OPENWEBTEXT_FILES
 
 ROOT = Path(__file__).parents[2]
 ROWS = 5
@@ -40,7 +40,7 @@ class Progress:
         assert 0 <= done <= total
 
 if "HURRY" in os.environ:  # a tenth of every wait for an answer, a twentieth of every pause between two tries
-    data.hub._SECONDS /= 10
+    data.hub.SECONDS /= 10
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds / 20)
 try:

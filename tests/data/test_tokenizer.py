@@ -73,7 +73,7 @@ def test_a_vocabulary_out_of_reach_says_which_files_and_where(
 
 @pytest.mark.skipif("TILEGPT_GPT2_RANKS" not in os.environ, reason="TILEGPT_GPT2_RANKS=path of gpt2.tiktoken")
 def test_gpt2_is_found_under_the_name_of_its_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from data.hub import _GPT2_HASH
+    from data.openwebtext import _GPT2_HASH
 
     ranks = os.environ["TILEGPT_GPT2_RANKS"]
     shutil.copy(ranks, tmp_path / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4")

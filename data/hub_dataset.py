@@ -1,0 +1,172 @@
+"""Any dataset with a text column, of the Hugging Face Hub or in a folder, read through `datasets`."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from . import DataError, hub
+from .corpora import limited, state_of
+from .progress import Progress, Silence
+from .readers import Part, as_text, missing_column
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """Any dataset with a text column, through datasets.load_dataset; a row is a document.
+
+    repo: on the Hub, or a folder of files in any format that `datasets` reads, CSV, JSON lines or Arrow say.
+    streaming: read one file after another, over the network, with no copy on disk. Otherwise `datasets` downloads
+    everything it is asked for and keeps an Arrow copy of it.
+    """
+
+    repo: str
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    column: str = "text"
+    files: tuple[str, ...] = ()
+    streaming: bool = False
+    limit_documents: int | None = None
+
+    @property
+    def name(self) -> str:
+        name = self._folder.name if self._folder else self.repo
+        return limited(re.sub(r"[^\w.-]+", "-", name), self.limit_documents)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"source": "hub", **asdict(self), "repo": str(self._folder or self.repo)}
+
+    def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
+        """Nothing is published of it."""
+
+    def state(self) -> str:
+        """The commit that the revision names now; of a folder a hash of its files' names, sizes and times."""
+        if self._folder:
+            return state_of(sorted(path for path in self._folder.rglob("*") if path.is_file()))
+        return self._commit
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        return Path(self.repo).absolute() if os.path.isdir(self.repo) else None
+
+    @cached_property
+    def _commit(self) -> str:
+        from huggingface_hub import HfApi, constants
+
+        if self.revision and hub.COMMIT.fullmatch(self.revision):
+            return self.revision
+        if constants.HF_HUB_OFFLINE:
+            snapshots = sorted(
+                hub.repo_cache(self.repo).glob("snapshots/*"), key=lambda path: path.stat().st_mtime
+            )
+            if not snapshots or self.revision:
+                raise hub.offline(f"{self.repo} at {self.revision or 'any commit'}")
+            return snapshots[-1].name
+        hub.require(self.repo)
+        try:
+            return HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.SECONDS).sha
+        except Exception as error:  # not there, private, gated, ...: the Hub's own words are the best
+            raise hub.refused(self.repo, error) from error
+
+    def fetch(self, progress: Progress, directory: Path) -> None:
+        import datasets
+
+        if not self.streaming:
+            keeps = "an Arrow copy of it" if self._folder else "the download and an Arrow copy of it"
+            less = "" if self._folder else ", and downloads no more than data.limit_documents needs"
+            progress.say(
+                f"{self.name}: `datasets` keeps {keeps} below {hub.cache().parent}; "
+                f"data.streaming=true keeps none{less}"
+            )
+        bars = datasets.is_progress_bar_enabled()
+        if isinstance(progress, Silence):
+            datasets.disable_progress_bars()
+        try:
+            self._dataset  # noqa: B018
+        finally:
+            if bars:
+                datasets.enable_progress_bars()
+
+    @cached_property
+    def _dataset(self):
+        """The `datasets` object, checked to have the column."""
+        from datasets import load_dataset
+        from huggingface_hub import constants
+
+        hub.limit_retries()
+        if not self._folder and not constants.HF_HUB_OFFLINE:
+            hub.require(self.repo)
+        try:
+            dataset = load_dataset(
+                self.repo,
+                self.config,
+                split=self.split,
+                revision=None if self._folder else self._commit,
+                data_files=list(self.files) or None,
+                streaming=self.streaming,
+            )
+            names = dataset.column_names or list(next(iter(dataset)))
+        except Exception as error:  # a dozen kinds, and what they say is what helps
+            self._remove_damaged()
+            raise hub.failed(self.repo, error) from error
+        if not self.streaming:
+            arrow_files = [Path(file["filename"]) for file in dataset.cache_files]
+            self._remove_damaged(arrow_files[0].parent if arrow_files else None)
+        if self.column not in names:
+            raise missing_column(self.column, names, f"{self.repo} ({self.split})")
+        return dataset.select_columns([self.column])
+
+    def _remove_damaged(self, arrow_copy: Path | None = None) -> None:
+        """Check what was downloaded; remove damaged files, and the Arrow copy made of them, and say so."""
+        if self._folder:
+            return
+        files = (hub.repo_cache(self.repo) / "snapshots" / self._commit).rglob("*")
+        damaged = [path for path in files if path.is_file() and hub.is_damaged(path)]
+        for path in damaged:
+            hub.remove(path)
+        if damaged and arrow_copy:
+            shutil.rmtree(arrow_copy)
+        if damaged:
+            raise hub.arrived_damaged(", ".join(f"{self.repo}/{path.name}" for path in damaged))
+
+    def parts(self, step: int) -> list[Part]:
+        dataset = self._dataset
+        if self.streaming:
+            count = dataset.num_shards
+            # each is a unit of its own, whatever it holds: a file can only be streamed from its start
+            size = max(step, (dataset.info.dataset_size or 0) // count)
+            return [
+                HubPart(self.repo, self.column, dataset.shard(count, index), size) for index in range(count)
+            ]
+        count = max(1, min(len(dataset), dataset.data.nbytes // step))
+        edges = [len(dataset) * index // count for index in range(count + 1)]
+        rows = (dataset.select(range(start, stop)) for start, stop in pairwise(edges))
+        return [HubPart(self.repo, self.column, part, dataset.data.nbytes // count) for part in rows]
+
+
+@dataclass(frozen=True)
+class HubPart:
+    """Some rows of a `datasets` dataset; it pickles as references to files."""
+
+    path: str
+    column: str
+    dataset: Any
+    text_bytes: int
+
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        hub.limit_retries()
+        try:
+            for rows in self.dataset.iter(256):
+                for text in rows[self.column]:
+                    yield as_text(text, self.column, self.path), True
+        except DataError:
+            raise
+        except Exception as error:  # whatever a network, a file system and a file format can raise
+            raise hub.failed(self.path, error, hub.GOES_ON) from error
