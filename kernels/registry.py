@@ -167,7 +167,19 @@ def resolve_attention(
         nearest = f"; use attention={able[0]}" if able else ""
         raise AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
     function = get_attention(name)
-    return name, function if tier == "auto" else functools.partial(function, tier=tier)
+    return name, function if tier == "auto" else bind(function, tier=tier)
+
+
+def bind(attention: AttentionFn, **options: object) -> AttentionFn:
+    """The attention with options that it always gets.
+
+    So does its attribute `packed`, if it has one: the same of one tensor (batch, length, 3, heads, head_dim), for a
+    model that has q, k and v so and would rather get the gradient so.
+    """
+    bound = functools.partial(attention, **options)
+    if hasattr(attention, "packed"):
+        bound.packed = functools.partial(attention.packed, **options)
+    return bound
 
 
 def attention_tier(

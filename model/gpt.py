@@ -6,6 +6,7 @@ released checkpoints. Axes: B batch, T tokens, C = n_embd, H heads, D = head_dim
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,17 @@ from .config import GPTConfig
 
 AttentionFn = Callable[..., Tensor]  # what GPT asks of it stands in GPT's docstring
 LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as cross_entropy below
+
+
+class Fused(NamedTuple):
+    """What can take the place of torch's layers in a block; it is given their parameters, not the modules.
+
+    linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
+    linear_add_norm: (x, y, weight, bias, gain, shift, dropout_p) -> (x + dropout(y @ weight.T + bias), its LayerNorm)
+    """
+
+    linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
+    linear_add_norm: Callable[..., tuple[Tensor, Tensor]]
 
 
 class Linear(nn.Linear):
@@ -53,6 +65,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.attention = attention
+        self.packed_attention = getattr(attention, "packed", None)
         self.layer = layer
         self.n_layer, self.n_head, self.head_dim = config.n_layer, config.n_head, config.head_dim
         self.dropout = config.dropout
@@ -63,48 +76,72 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
     ) -> Tensor:
+        """(B, T, C) -> (B, T, C), what c_proj is to be applied to."""
         B, T, C = x.shape
-        # unbind, not split: its backward writes dq, dk and dv straight into one (B, T, 3, H, D) buffer
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # three views (B, H, T, D)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        options = {}
+        options = {"causal": True, "scale": self.scale}
         if self.training and self.dropout > 0.0:
             # consecutive seeds of the caller must not meet in neighbouring layers
-            options = {"dropout_p": self.dropout, "dropout_seed": dropout_seed * self.n_layer + self.layer}
+            seed = dropout_seed * self.n_layer + self.layer
+            options |= {"dropout_p": self.dropout, "dropout_seed": seed}
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens
-        out = self.attention(q, k, v, causal=True, scale=self.scale, **options)  # (B, H, T, D)
-        out = self.c_proj(out.transpose(1, 2).reshape(B, T, C))
-        return F.dropout(out, self.dropout, self.training)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
+        if self.packed_attention is not None and cache is None:
+            out = self.packed_attention(qkv, **options)  # (B, H, T, D)
+        else:
+            # unbind, not split: its backward writes dq, dk and dv straight into one (B, T, 3, H, D) buffer
+            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # three views (B, H, T, D)
+            if cache is not None:
+                k, v = cache.append(self.layer, k, v)
+            out = self.attention(q, k, v, **options)  # (B, H, T, D)
+        return out.transpose(1, 2).reshape(B, T, C)
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, fused: Fused | None):
         super().__init__()
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
-        self.dropout = config.dropout
+        self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
-        return F.dropout(self.c_proj(x), self.dropout, self.training)
+        """(B, T, C) -> (B, T, 4C), what c_proj is to be applied to."""
+        if self.fused is None:
+            return F.gelu(self.c_fc(x), approximate="tanh")
+        return self.fused.linear_gelu(x, self.c_fc.weight, self.c_fc.bias)
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn):
+    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, fused: Fused | None):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = CausalSelfAttention(config, layer, attention)
         self.ln_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, fused)
+        self.dropout = config.dropout
+        self.fused = fused
 
     def forward(
-        self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), dropout_seed, cu_seqlens, cache)
-        return x + self.mlp(self.ln_2(x))
+        self,
+        x: Tensor,
+        h: Tensor,
+        norm: nn.LayerNorm,
+        dropout_seed: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: KVCache | None,
+    ) -> tuple[Tensor, Tensor]:
+        """x: the residual stream (B, T, C). h: ln_1 of it. Returns the next x, and `norm` of it, the next block's
+        ln_1 or the last LayerNorm: an addition and the norm behind it can then be one kernel."""
+        x, h = self._add(x, self.attn(h, dropout_seed, cu_seqlens, cache), self.attn.c_proj, self.ln_2)
+        return self._add(x, self.mlp(h), self.mlp.c_proj, norm)
+
+    def _add(self, x: Tensor, y: Tensor, linear: Linear, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """x + dropout(linear(y)), and norm of that."""
+        if self.fused is None:
+            x = x + F.dropout(linear(y), self.dropout, self.training)
+            return x, norm(x)
+        dropout_p = self.dropout if self.training else 0.0
+        return self.fused.linear_add_norm(x, y, linear.weight, linear.bias, norm.weight, norm.bias, dropout_p)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -139,8 +176,10 @@ class GPT(nn.Module):
 
     attention: (q, k, v, *, causal, scale[, dropout_p, dropout_seed, cu_seqlens]) -> out, all (B, H, T, D); they are
         views of one packed buffer. With more keys than queries, causal lets the last query see all keys.
-        The optional arguments are only passed when they apply.
+        The optional arguments are only passed when they apply. If it has an attribute `packed`, the same of the one
+        buffer (B, T, 3, H, D), training calls that.
     loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
+    fused: functions that take the place of the blocks' layers; None: torch's.
     generator: draws the initial weights (see init_weights); None is one seeded with 0. Built under
         `torch.device("meta")` the model draws none.
     """
@@ -151,6 +190,7 @@ class GPT(nn.Module):
         attention: AttentionFn,
         *,
         loss: LossFn = cross_entropy,
+        fused: Fused | None = None,
         generator: torch.Generator | None = None,
     ):
         super().__init__()
@@ -158,7 +198,7 @@ class GPT(nn.Module):
         self.loss = loss
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)  # also the output projection
         self.wpe = Embedding(config.seq_len, config.n_embd)
-        self.h = nn.ModuleList(Block(config, layer, attention) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config, layer, attention, fused) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         if not self.wte.weight.is_meta:
             self.init_weights(generator or torch.Generator().manual_seed(0))
@@ -212,11 +252,13 @@ class GPT(nn.Module):
         cu_seqlens = None
         if self.config.document_end is not None and cache is None:  # what is generated is one document
             cu_seqlens = document_offsets(tokens, self.config.document_end)
-        for block in self.h:
-            x = block(x, dropout_seed, cu_seqlens, cache)
+        norms = [*(block.ln_1 for block in self.h), self.ln_f]
+        h = norms[0](x)
+        for block, norm in zip(self.h, norms[1:], strict=True):
+            x, h = block(x, h, norm, dropout_seed, cu_seqlens, cache)
         if cache is not None:
             cache.length = end
-        return self.ln_f(x)
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., vocab_size): the padding of the vocabulary is cut off."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import math
 import time
@@ -16,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, Corpus, EvaluationBatches, prefetch
-from kernels import attention_tier, resolve_attention
+from kernels import attention_tier, bind, resolve_attention
 from kernels.linear_cross_entropy import check_fused_loss, linear_cross_entropy
 from model.config import GPTConfig
 from model.gpt import GPT, cross_entropy
@@ -75,7 +74,7 @@ class Trainer:
         self.attention_name, attention = resolve_attention(config.attention.name, **request)
         self.attention_tier = attention_tier(self.attention_name, **request, length=config.model.seq_len)
         if config.attention.precise_delta:
-            attention = functools.partial(attention, precise_delta=True)
+            attention = bind(attention, precise_delta=True)
         if config.model.loss is Loss.fused:
             check_fused_loss(ranks.device)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)

@@ -33,6 +33,7 @@ def flash_attention(
     return_lse: bool = False,
     precise_delta: bool = False,
     tier: str = "auto",
+    packed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v without ever holding the scores; arguments and result as `naive_attention`.
 
@@ -45,6 +46,7 @@ def flash_attention(
     rowsum(dO * O) does not inherit a rounding that can lean one way (arXiv 2510.04212).
     tier says which kernels may run: "triton", "hopper" (see `tiers`), or "auto", the Hopper ones where they serve.
     Their backward sums dQ in float32, which takes 4 * head_dim bytes a query while it runs.
+    packed: the tensor that q, k and v are views of; it gets the gradient. See `flash_attention_packed`.
 
     Raises:
         AttentionError: an argument that is not supported, by name.
@@ -80,17 +82,33 @@ def flash_attention(
         blocks = block_lists(block_mask, q.shape[2], k.shape[2], causal, left, right)
     tensors = (seed, alibi_slopes, *documents, kv_lengths, *blocks)
     rules = (causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap, tier, precise_delta)
+    qkv = (q, k, v) if packed is None else (packed, None, None)
     if torch.compiler.is_compiling():
-        out, lse, _ = flash_forward(q, k, v, *tensors[:2], sinks, *tensors[2:], *rules)
+        out, lse, _ = flash_forward(*qkv, *tensors[:2], sinks, *tensors[2:], *rules)
     else:  # what the operator would call, without the way there: 8 us
-        out, lse, _ = _Flash.apply(q, k, v, sinks, tensors, rules)
+        out, lse, _ = _Flash.apply(*qkv, sinks, tensors, rules)
     return (out, lse) if return_lse else out
+
+
+def flash_attention_packed(qkv: Tensor, **options: object) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attention` of the three parts of qkv (batch, length, 3, heads, head_dim), as a linear layer makes them.
+
+    The gradient comes in one tensor like qkv too, which nobody has to stack: that took 1.7 of the 117 ms of a step of
+    GPT-2 small on an H200 (LOG.md). out is (batch, heads, length, head_dim), and options are those of the other.
+    """
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise AttentionError(f"qkv must be (batch, length, 3, heads, head_dim), got {tuple(qkv.shape)}")
+    return flash_attention(*_parts(qkv.detach()), packed=qkv, **options)
+
+
+# Where a model finds it: see `kernels.registry.bind`.
+flash_attention.packed = flash_attention_packed
 
 
 def flash_forward(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     seed: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
@@ -110,11 +128,14 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out like q; lse float32 (batch, heads, q_len), natural log-sum-exp of the scaled scores; out_low.
 
+    q, k, v: without k and v, q is all three, packed (batch, length, 3, heads, head_dim).
     out_low: with precise_delta what rounding took from out, like out; otherwise empty.
 
     document_starts, document_ends: see `document_bounds`. key_blocks, query_blocks: see `block_lists`.
     """
-    out, lse, out_low = results = _forward_like(q, precise_delta)
+    out, lse, out_low = results = _forward_like(q, k, precise_delta)
+    if k is None:
+        q, k, v = _parts(q)
     masks = (seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks)
     plain = not precise_delta and _is_plain(masks, left, right, softcap)
     if takes_hopper(tier, q, plain, lambda: hopper().fits_forward(q, k, v)):
@@ -134,8 +155,8 @@ def flash_backward(
     lse: Tensor,
     out_low: Tensor | None,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     seed: Tensor | None,
     alibi_slopes: Tensor | None,
     document_starts: Tensor | None,
@@ -151,8 +172,14 @@ def flash_backward(
     softcap: float,
     tier: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq like q, dk like k, dv like v, delta like lse) for the gradients of out and, if it has one, of lse."""
+    """(dq like q, dk like k, dv like v, delta like lse) for the gradients of out and, if it has one, of lse.
+
+    q, k, v: as in `flash_forward`. Of a packed q, dq is packed too, and dk and dv are empty.
+    """
     dq, dk, dv, delta = results = _backward_like(q, k, v)
+    if k is None:
+        q, k, v = _parts(q)
+        dq, dk, dv = _parts(dq)
     if d_out.stride(-1) != 1 or 0 in d_out.stride():  # a gradient that was expanded from fewer elements
         d_out = d_out.contiguous()
     if d_lse is not None:
@@ -205,6 +232,8 @@ class _Flash(torch.autograd.Function):
         # Gradients that are to be differentiated themselves meet the error of _Gradient.
         twice = torch.is_grad_enabled()
         dq, dk, dv, delta = flash_backward(*inputs) if twice else below_autograd(flash_backward, *inputs)
+        if tensors[2] is None:  # k: the gradient is packed
+            dk = dv = None
         d_sinks = None
         if sinks is not None:
             # A sink is a score like another, P = exp(sink - lse), whose value is 0: dS = P * (0 - delta).
@@ -227,13 +256,22 @@ class _Gradient(torch.autograd.Function):
         raise AttentionError("attention=flash has no second derivative; use attention=naive")
 
 
-def _forward_like(q: Tensor, precise_delta: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v (batch, heads, length, head_dim) of a packed (batch, length, 3, heads, head_dim), as views."""
+    return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+
+def _forward_like(q: Tensor, k: Tensor | None, precise_delta: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised out, lse and out_low."""
+    if k is None:
+        q, _, _ = _parts(q)
     return _empty_like(q), _empty_rows(q), _empty_like(q) if precise_delta else q.new_empty(0)
 
 
-def _backward_like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward_like(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised dq, dk, dv and delta."""
+    if k is None:
+        return q.new_empty(q.shape), q.new_empty(0), q.new_empty(0), _empty_rows(_parts(q)[0])
     return _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
 
 
@@ -249,7 +287,7 @@ def _empty_rows(q: Tensor) -> Tensor:
     return q.new_empty((batch, heads, length), dtype=torch.float32)
 
 
-flash_forward = operator(flash_forward, lambda q, *rest: _forward_like(q, rest[-1]), _Flash.of_operator)
+flash_forward = operator(flash_forward, lambda q, k, *rest: _forward_like(q, k, rest[-1]), _Flash.of_operator)
 flash_backward = operator(
     flash_backward,
     lambda d_out, d_lse, out, lse, low, q, k, v, *rest: _backward_like(q, k, v),

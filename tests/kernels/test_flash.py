@@ -37,6 +37,28 @@ def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous() -> None:
     assert torch.isfinite(qkv.grad).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "dropout_seed": 7}, {"window": (20, 0)}], ids=str)
+def test_a_packed_qkv_gives_what_its_parts_give_and_one_gradient(options: dict[str, object]) -> None:
+    qkv = torch.randn(2, 70, 3, 2, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    d_out = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(1))
+    results = []
+    for attend in (
+        lambda: flash.packed(qkv, return_lse=True, **options),
+        lambda: flash(*qkv.permute(2, 0, 3, 1, 4).unbind(), return_lse=True, **options),
+    ):
+        out, lse = attend()
+        gradient = torch.autograd.grad((out, lse), qkv, (d_out, d_out[..., 0]))[0]
+        results.append((out.detach(), lse.detach(), gradient))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][2].is_contiguous()
+
+
+def test_a_packed_qkv_of_the_wrong_shape_is_named() -> None:
+    for shape in ((2, 70, 2, 2, 32), (2, 70, 6, 32)):
+        with pytest.raises(AttentionError, match=r"qkv must be \(batch, length, 3, heads, head_dim\), got"):
+            flash.packed(torch.randn(shape))
+
+
 def test_scale_and_grouped_heads() -> None:
     *tensors, d_out = inputs(70, 90, 32, torch.float32, batch=2, heads=4, kv_heads=2)
     options = {"causal": True, "scale": 0.05}
@@ -123,6 +145,12 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     leaves = [x.detach() for x in (*results, *tensors)]
     for d_lse in (None, torch.randn_like(results[1])):
         torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, *none[:7], *rules))
+    qkv = torch.randn(2, 20, 3, 2, 16, requires_grad=True)
+    packed = (qkv, None, None)
+    torch.library.opcheck(api.flash_forward, (*packed, *none, *rules, True))
+    results = [x.detach() for x in api.flash_forward(*packed, *none, *rules, True)]
+    inside = (*results, qkv.detach(), None, None)
+    torch.library.opcheck(api.flash_backward, (results[0], None, *inside, *none[:7], *rules))
 
 
 def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:

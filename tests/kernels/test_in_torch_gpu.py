@@ -136,6 +136,19 @@ def test_views_of_a_packed_qkv_under_inductor(flash, mode: str) -> None:
         torch.testing.assert_close(got, want, atol=2e-2 * want.abs().max().item(), rtol=0)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("tier", ["triton", "auto"])
+def test_a_packed_qkv_gives_what_its_parts_give_to_the_bit(flash, tier: str, compiled: bool) -> None:
+    flash = kernels.bind(flash, tier=tier)
+    packed = torch.compile(flash.packed, fullgraph=True) if compiled else flash.packed
+    qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    d_out = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    results = []
+    for out in (packed(qkv), flash(*qkv.permute(2, 0, 3, 1, 4).unbind())):
+        results.append((out.detach(), *torch.autograd.grad(out, qkv, d_out)))
+    assert equal(*results)
+
+
 @pytest.fixture
 def under_sdpa() -> Iterator[None]:
     kernels.register()

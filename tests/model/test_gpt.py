@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, Fused
 
 TINY = {"vocab_size": 100, "seq_len": 32, "n_layer": 3, "n_head": 4, "n_embd": 64}
 
@@ -112,6 +112,43 @@ def test_q_k_v_are_views_of_one_buffer():
     for qkv in seen:
         assert len({part.untyped_storage().data_ptr() for part in qkv}) == 1
         assert all(part.shape == (2, 4, 32, 16) and part.stride(-1) == 1 for part in qkv)
+
+
+def test_an_attention_that_takes_qkv_packed_is_given_it_so():
+    def attention(q, k, v, **options):
+        raise AssertionError("training is to call the packed one")
+
+    def packed(qkv, **options):
+        shapes.append(tuple(qkv.shape))
+        return plain_attention(*qkv.permute(2, 0, 3, 1, 4), **options)
+
+    attention.packed, shapes = packed, []
+    tokens = some_tokens(2, 16)
+    losses = [tiny(each)(tokens, tokens) for each in (attention, plain_attention)]
+    assert shapes == [(2, 16, 3, 4, 16)] * TINY["n_layer"]
+    torch.testing.assert_close(*losses)
+
+
+def test_the_layers_of_the_blocks_can_be_replaced():
+    """By functions of their parameters, which get the dropout in training alone."""
+    rates = []
+
+    def linear_gelu(x, weight, bias):
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+    def linear_add_norm(x, y, weight, bias, gain, shift, dropout_p):
+        rates.append(dropout_p)
+        x = x + F.linear(y, weight, bias)
+        return x, F.layer_norm(x, gain.shape, gain, shift)
+
+    config, tokens = GPTConfig(**TINY | {"dropout": 0.1}), some_tokens(2, 16)
+    fused = GPT(config, plain_attention, fused=Fused(linear_gelu, linear_add_norm))
+    torchs = GPT(config, plain_attention)
+    torch.testing.assert_close(fused.eval()(tokens), torchs.eval()(tokens))
+    assert rates == [0.0] * 2 * TINY["n_layer"]
+    fused.train()(tokens, dropout_seed=torch.tensor(1))
+    assert rates[2 * TINY["n_layer"] :] == [0.1] * 2 * TINY["n_layer"]
+    assert fused.state_dict().keys() == torchs.state_dict().keys()
 
 
 def test_scaling_by_layer_index():
