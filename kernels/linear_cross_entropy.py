@@ -9,13 +9,11 @@ and the backward only scales them. (The idea is Liger-Kernel's, Hsu et al. 2024,
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 from types import ModuleType
 
 import torch
 
-from .registry import AttentionError
+from .fused import check_fused
 
 # Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient, but
 # 65,536 x 768 by 50,304 in bf16 took an H200 29.8 ms with 256 MiB, 28.1 with 512 MiB and 28.0 with 2 GiB.
@@ -24,18 +22,9 @@ TILE = 128  # rows of a matrix product's tile: chunks of whole tiles leave none 
 NAMESPACE = __package__.replace(".", "_")
 
 
-class LossError(AttentionError):
-    """A loss that was asked for cannot be had; the message is one line with the remedy."""
-
-
 def check_fused_loss(device: torch.device) -> None:
-    """Raise LossError where `linear_cross_entropy` cannot run."""
-    if importlib.util.find_spec("triton") is None:
-        raise LossError("model.loss=fused needs triton, which is not installed; use model.loss=torch")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise LossError(
-            f"model.loss=fused needs a CUDA device, not {device.type}; use model.loss=torch, or TRITON_INTERPRET=1"
-        )
+    """Raise FusedError where `linear_cross_entropy` cannot run."""
+    check_fused(device, "model.loss")
 
 
 def linear_cross_entropy(

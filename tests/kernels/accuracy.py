@@ -144,3 +144,25 @@ def run(
 
 def _double(value: object) -> object:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def assert_all_as_exact(
+    exact: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
+) -> None:
+    """Each of ours at most twice as far from the exact one as torch's of the same dtype, plus two ulp."""
+    for name, x in exact.items():
+        assert ours[name].shape == x.shape, name
+        assert ours[name].dtype == theirs[name].dtype, name
+        if x.numel():
+            ulp = torch.finfo(ours[name].dtype).eps * x.abs().max()
+            error, reference = (ours[name] - x).abs().max(), (theirs[name] - x).abs().max()
+            assert error <= 2 * reference + 2 * ulp, f"{name}: {error} with {reference} in torch"
+
+
+def assert_all_as_close(
+    exact: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
+) -> None:
+    """Each of ours, all elements together, at most half again as far from the exact one as torch's."""
+    for name, x in exact.items():
+        error, reference = ((y[name] - x).norm() for y in (ours, theirs))
+        assert error <= 1.5 * reference + 1e-6 * x.norm(), f"{name}: {error} with {reference} in torch"

@@ -1,0 +1,208 @@
+"""The Triton kernels of `linear_add_norm`: bias, residual and LayerNorm in one pass over memory, and back in one.
+
+Both are bound by memory, so all that counts is that each number travels once, in wide loads, and that enough of them
+are under way. A program holds whole rows in registers and goes on to other rows, which lets it keep bias, gain and
+shift there, and the sums over its rows that are their gradients.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .flash.launch import launch
+from .fused import processors
+
+EPS = tl.constexpr(1e-5)  # of the LayerNorm, added to the variance
+
+
+class Tile(NamedTuple):
+    """How the rows are shared out."""
+
+    rows: int  # a program holds at once
+    columns: int  # of a row in each thread
+    warps: int  # on a multiprocessor, over all its programs
+    stages: int  # of loading ahead; 1: none
+
+
+FORWARD = Tile(rows=1, columns=8, warps=32, stages=3)
+BACKWARD = Tile(rows=1, columns=8, warps=24, stages=3)
+
+
+def forward(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    bias: torch.Tensor | None,
+    gain: torch.Tensor,
+    shift: torch.Tensor,
+    x_new: torch.Tensor,
+    normalised: torch.Tensor,
+    statistics: torch.Tensor,
+) -> None:
+    """Write x_new = x + update + bias, its LayerNorm, and mean and 1 / standard deviation of each of its rows.
+
+    x, x_new: (rows, width). update, normalised: of another dtype, perhaps. bias, gain, shift: (width,).
+    statistics: float32 (2, rows). All contiguous.
+    """
+    pointers = (x, update, bias, gain, shift, x_new, normalised, statistics)
+    rows, width = statistics.shape[1], x.shape[-1]
+
+    def prepare():
+        block, warps, programs = _grid(FORWARD, rows, width, x.device)
+        numbers = (rows, width, block, _vector(x, update), FORWARD.rows, FORWARD.stages)
+        return add_norm_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
+
+    if rows:
+        launch(pointers, ("add_norm", rows, width), prepare)
+
+
+def backward(
+    d_x_new: torch.Tensor | None,
+    d_normalised: torch.Tensor,
+    x_new: torch.Tensor,
+    statistics: torch.Tensor,
+    gain: torch.Tensor,
+    d_x: torch.Tensor,
+    d_update: torch.Tensor | None,
+    with_bias: bool,
+) -> torch.Tensor:
+    """Write d_x and, where there is one, d_update: the same number in another dtype.
+
+    Returns the gradients of gain, shift and, with_bias, bias: float32 (2 or 3, width). That of bias is the sum of
+    the float32 numbers that d_x and d_update are roundings of.
+    """
+    rows, width = statistics.shape[1], x_new.shape[-1]
+    block, warps, programs = _grid(BACKWARD, rows, width, x_new.device)
+    partials = gain.new_empty((programs, 2 + with_bias, width), dtype=torch.float32)
+    # d_x_new may be absent: it comes last because the first says what device it is.
+    pointers = (d_normalised, x_new, statistics, gain, d_x, d_update, partials, d_x_new)
+
+    def prepare():
+        numbers = (
+            *(rows, width, block, _vector(x_new, d_normalised)),
+            *(BACKWARD.rows, BACKWARD.stages, with_bias),
+        )
+        return add_norm_backward_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
+
+    if rows:
+        launch(pointers, ("add_norm_backward", rows, width, with_bias), prepare)
+    return partials.sum(0)
+
+
+def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int, int, int]:
+    """(columns of a block, warps of a program, programs)."""
+    block = triton.next_power_of_2(width)
+    warps = min(max(block // (32 * tile.columns), 1), 16)
+    return block, warps, min(processors(device) * max(tile.warps // warps, 1), triton.cdiv(rows, tile.rows))
+
+
+def _vector(x: torch.Tensor, update: torch.Tensor) -> int:
+    """Neighbouring columns in a thread: 16 bytes of the wider dtype.
+
+    Left to itself Triton takes 16 bytes of each, and what two layouts cost it is a trip through shared memory.
+    """
+    return 16 // max(x.element_size(), update.element_size())
+
+
+@triton.jit
+def add_norm_kernel(
+    X,
+    Update,
+    Bias,
+    Gain,
+    Shift,
+    XNew,
+    Normalised,
+    Statistics,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Blocks of ROWS rows, as many programs as there are apart."""
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+    inside = columns < WIDTH
+    gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(Shift + columns, mask=inside, other=0.0).to(tl.float32)
+    if Bias is not None:
+        bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
+    of_block = tl.arange(0, ROWS)
+    offsets = of_block[:, None] * WIDTH + columns[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + of_block
+        here = (row < rows)[:, None] & inside[None, :]
+        begin = tl.cast(block, tl.int64) * (ROWS * WIDTH)
+        x = tl.load(X + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        x += tl.load(Update + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        if Bias is not None:
+            x += bias[None, :]
+        x_new = x.to(XNew.dtype.element_ty)
+        tl.store(XNew + begin + offsets, x_new, mask=here)
+        x = x_new.to(tl.float32)  # what is normalised is what the next layer reads
+        mean = tl.sum(x, 1) / WIDTH
+        centred = tl.where(inside[None, :], x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + EPS)
+        normalised = centred * rstd[:, None] * gain[None, :] + shift[None, :]
+        tl.store(Normalised + begin + offsets, normalised.to(Normalised.dtype.element_ty), mask=here)
+        tl.store(Statistics + row, mean, mask=row < rows)
+        tl.store(Statistics + rows + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def add_norm_backward_kernel(
+    DNormalised,
+    XNew,
+    Statistics,
+    Gain,
+    DX,
+    DUpdate,
+    Partials,
+    DXNew,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WITH_BIAS: tl.constexpr,
+):
+    """Rows as in the forward. With n = (x_new - mean) * rstd and g = gain * d_normalised,
+    d_x = d_x_new + rstd * (g - mean(g) - n * mean(g * n))."""
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+    inside = columns < WIDTH
+    gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)
+    d_gain = tl.zeros([BLOCK], tl.float32)
+    d_shift = tl.zeros([BLOCK], tl.float32)
+    d_bias = tl.zeros([BLOCK], tl.float32)
+    of_block = tl.arange(0, ROWS)
+    offsets = of_block[:, None] * WIDTH + columns[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + of_block
+        here = (row < rows)[:, None] & inside[None, :]
+        begin = tl.cast(block, tl.int64) * (ROWS * WIDTH)
+        x = tl.load(XNew + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(DNormalised + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        mean = tl.load(Statistics + row, mask=row < rows, other=0.0)
+        rstd = tl.load(Statistics + rows + row, mask=row < rows, other=0.0)
+        n = (x - mean[:, None]) * rstd[:, None]
+        g = d * gain[None, :]  # 0 outside, where n is not
+        mean_g = tl.sum(g, 1) / WIDTH
+        mean_gn = tl.sum(g * n, 1) / WIDTH
+        d_x = (g - mean_g[:, None] - n * mean_gn[:, None]) * rstd[:, None]
+        if DXNew is not None:
+            d_x += tl.load(DXNew + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        tl.store(DX + begin + offsets, d_x.to(DX.dtype.element_ty), mask=here)
+        if DUpdate is not None:
+            tl.store(DUpdate + begin + offsets, d_x.to(DUpdate.dtype.element_ty), mask=here)
+        d_gain += tl.sum(d * n, 0)
+        d_shift += tl.sum(d, 0)
+        if WITH_BIAS:
+            d_bias += tl.sum(d_x, 0)
+    Partials += tl.program_id(0) * ((2 + WITH_BIAS) * WIDTH)
+    tl.store(Partials + columns, d_gain, mask=inside)
+    tl.store(Partials + WIDTH + columns, d_shift, mask=inside)
+    if WITH_BIAS:
+        tl.store(Partials + 2 * WIDTH + columns, d_bias, mask=inside)

@@ -1,0 +1,46 @@
+"""What the fused layers (`linear_cross_entropy`, `linear_add_norm`, `linear_gelu`) have in common."""
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+from .registry import AttentionError
+
+
+class FusedError(AttentionError):
+    """A fused layer that was asked for cannot be had; the message is one line with the remedy."""
+
+
+def check_fused(device: torch.device, option: str) -> None:
+    """Raise FusedError where our Triton kernels cannot run. option: the setting that asked, as "model.loss"."""
+    if importlib.util.find_spec("triton") is None:
+        raise FusedError(f"{option}=fused needs triton, which is not installed; use {option}=torch")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise FusedError(
+            f"{option}=fused needs a CUDA device, not {device.type}; use {option}=torch, or TRITON_INTERPRET=1"
+        )
+
+
+def check_fused_block(device: torch.device) -> None:
+    """Raise FusedError where `linear_add_norm` and `linear_gelu` cannot run."""
+    check_fused(device, "model.block")
+
+
+def check_vectors(x: torch.Tensor, vectors: tuple[torch.Tensor, ...]) -> None:
+    """Raise ValueError unless the kernels can read x and `vectors`, which have a number for each of its columns."""
+    for tensor in (x, *vectors):
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"fused layers take float32, bfloat16 and float16, not {tensor.dtype}")
+    for vector in vectors:
+        if vector.shape != x.shape[-1:]:
+            raise ValueError(f"expected shape {tuple(x.shape[-1:])}, got {tuple(vector.shape)}")
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

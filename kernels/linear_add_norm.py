@@ -1,0 +1,153 @@
+"""A linear layer, the residual stream it adds to, and the LayerNorm that reads the stream next, in one function.
+
+The matrix product is torch's, without its bias. One kernel then adds bias and residual and normalises; back, one
+kernel makes the gradients of stream and product and the sums over rows for bias, gain and shift. Apart these are
+three kernels each way, which read and write the same tensors again.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .flash.operators import below_autograd, operator
+from .fused import FusedError, check_vectors
+
+
+def linear_add_norm(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(x + dropout(y @ weight.T + bias), the LayerNorm of that with eps 1e-5).
+
+    Statistics and sums are float32, and so is the bias's addition unless there is dropout. Gradients are bit for
+    bit repeatable; they can be taken once or many times, but not twice over.
+
+    Args:
+        x: (..., width), the residual stream; float32, bfloat16 or float16, as are all others.
+        y: (..., inner), with the leading sizes of x. weight: (width, inner).
+        bias, gain, shift: (width,); the last two are the LayerNorm's weight and bias.
+        dropout_p: probability that an element of the linear layer's output is 0.
+
+    Returns:
+        Both shaped as x and contiguous, the first of x's dtype, the second of the product's: the autocast dtype
+        under autocast.
+
+    Raises:
+        ValueError: shapes that do not match, or another dtype.
+    """
+    if dropout_p:
+        update, bias = F.dropout(F.linear(y, weight, bias), dropout_p, True), None
+    else:
+        update = F.linear(y, weight)
+    if x.shape != update.shape:
+        raise ValueError(f"x is {tuple(x.shape)}, but what is added to it {tuple(update.shape)}")
+    check_vectors(update, (gain, shift) if bias is None else (bias, gain, shift))
+    check_vectors(x, ())
+    # What the operator would call, without the way there; torch.compile sees the operator.
+    add = add_norm if torch.compiler.is_compiling() else _AddNorm.apply
+    x_new, normalised, _ = add(x, update, bias, gain, shift)
+    return x_new, normalised
+
+
+def add_norm(
+    x: Tensor, update: Tensor, bias: Tensor | None, gain: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + update + bias like x; its LayerNorm like update; mean and 1 / standard deviation, float32 (2, rows)."""
+    results = _forward_like(x, update)
+    if bias is not None:
+        bias = bias.contiguous()
+    inputs = (x.contiguous(), update.contiguous(), bias, gain.contiguous(), shift.contiguous())
+    _kernels().forward(*inputs, *results)
+    return results
+
+
+def add_norm_backward(
+    d_x_new: Tensor | None,
+    d_normalised: Tensor,
+    x_new: Tensor,
+    statistics: Tensor,
+    gain: Tensor,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_x; d_update, empty if it would equal d_x; d_gain, d_shift and with_bias d_bias, float32 (2 or 3, width)."""
+    if d_x_new is not None:
+        d_x_new = d_x_new.contiguous()
+    d_x, d_update = _gradients_like(d_normalised, x_new)
+    inputs = (d_x_new, d_normalised.contiguous(), x_new, statistics, gain.contiguous())
+    apart = d_update if x_new.dtype != d_normalised.dtype else None
+    return d_x, d_update, _kernels().backward(*inputs, d_x, apart, with_bias)
+
+
+class _AddNorm(torch.autograd.Function):
+    """The gradient of `add_norm`."""
+
+    @staticmethod
+    def forward(ctx, x, update, bias, gain, shift):
+        x_new, normalised, statistics = below_autograd(add_norm, x, update, bias, gain, shift)
+        ctx.save_for_backward(x_new, statistics, gain)
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = update.dtype, None if bias is None else bias.dtype, gain.dtype, shift.dtype
+        return x_new, normalised, statistics
+
+    @staticmethod
+    def backward(ctx, d_x_new, d_normalised, _):
+        if d_x_new is None and d_normalised is None:
+            return (None,) * 5
+        x_new, statistics, gain = ctx.saved_tensors
+        update_dtype, bias_dtype, gain_dtype, shift_dtype = ctx.dtypes
+        if d_normalised is None:
+            d_normalised = torch.zeros_like(x_new, dtype=update_dtype)
+        inputs = (d_x_new, d_normalised, x_new, statistics, gain, bias_dtype is not None)
+        # Gradients that are to be differentiated themselves meet the error of _Gradient.
+        twice = torch.is_grad_enabled()
+        d_x, d_update, sums = (
+            add_norm_backward(*inputs) if twice else below_autograd(add_norm_backward, *inputs)
+        )
+        if update_dtype is x_new.dtype:
+            d_update = d_x
+        d_bias = None if bias_dtype is None else sums[2].to(bias_dtype)
+        return d_x, d_update, d_bias, sums[0].to(gain_dtype), sums[1].to(shift_dtype)
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        return below_autograd(add_norm_backward, *inputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise FusedError("model.block=fused has no second derivative; use model.block=torch")
+
+
+def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised results of `add_norm`."""
+    rows = x.shape[:-1].numel()
+    return x.new_empty(x.shape), update.new_empty(x.shape), x.new_empty((2, rows), dtype=torch.float32)
+
+
+def _gradients_like(d_normalised: Tensor, x_new: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised d_x and d_update."""
+    apart = x_new.dtype != d_normalised.dtype
+    return x_new.new_empty(x_new.shape), d_normalised.new_empty(x_new.shape if apart else 0)
+
+
+def _backward_like(d_x_new, d_normalised, x_new, statistics, gain, with_bias):
+    sums = x_new.new_empty((2 + with_bias, x_new.shape[-1]), dtype=torch.float32)
+    return *_gradients_like(d_normalised, x_new), sums
+
+
+add_norm = operator(add_norm, lambda x, update, *rest: _forward_like(x, update), _AddNorm.apply)
+add_norm_backward = operator(add_norm_backward, _backward_like, _Gradient.apply)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The module with the Triton kernels: imported when it is first needed, since triton may be absent."""
+    from . import add_norm as kernels
+
+    return kernels

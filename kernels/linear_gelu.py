@@ -1,0 +1,95 @@
+"""A linear layer and its GELU in one function: torch's matrix product, then one kernel for bias and GELU.
+
+Back, one kernel makes the gradient of the product and the bias's, which would otherwise read all of it once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .flash.operators import below_autograd, operator
+from .fused import FusedError, check_vectors
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU(x @ weight.T + bias), with tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2).
+
+    Bias and GELU are computed in float32. Gradients are bit for bit repeatable; they can be taken once or many
+    times, but not twice over.
+
+    Args:
+        x: (..., inner); float32, bfloat16 or float16, as are all others.
+        weight: (width, inner). bias: (width,).
+
+    Returns:
+        (..., width), contiguous, of the product's dtype: the autocast dtype under autocast.
+
+    Raises:
+        ValueError: shapes that do not match, or another dtype.
+    """
+    pre = F.linear(x, weight)
+    check_vectors(pre, (bias,))
+    # What the operator would call, without the way there; torch.compile sees the operator.
+    return bias_gelu(pre, bias) if torch.compiler.is_compiling() else _BiasGelu.apply(pre, bias)
+
+
+def bias_gelu(pre: Tensor, bias: Tensor) -> Tensor:
+    """GELU(pre + bias) like pre."""
+    out = pre.new_empty(pre.shape)
+    _kernels().forward(pre.contiguous(), bias.contiguous(), out)
+    return out
+
+
+def bias_gelu_backward(d_out: Tensor, pre: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """d_pre like pre, and d_bias in float32."""
+    d_pre = pre.new_empty(pre.shape)
+    return d_pre, _kernels().backward(d_out.contiguous(), pre.contiguous(), bias.contiguous(), d_pre)
+
+
+class _BiasGelu(torch.autograd.Function):
+    """The gradient of `bias_gelu`."""
+
+    @staticmethod
+    def forward(ctx, pre, bias):
+        ctx.save_for_backward(pre, bias)
+        return below_autograd(bias_gelu, pre, bias)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        pre, bias = ctx.saved_tensors
+        inputs = (d_out, pre, bias)
+        # Gradients that are to be differentiated themselves meet the error of _Gradient.
+        twice = torch.is_grad_enabled()
+        d_pre, d_bias = bias_gelu_backward(*inputs) if twice else below_autograd(bias_gelu_backward, *inputs)
+        return d_pre, d_bias.to(bias.dtype)
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        return below_autograd(bias_gelu_backward, *inputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise FusedError("model.block=fused has no second derivative; use model.block=torch")
+
+
+bias_gelu = operator(bias_gelu, lambda pre, bias: pre.new_empty(pre.shape), _BiasGelu.apply)
+bias_gelu_backward = operator(
+    bias_gelu_backward,
+    lambda d_out, pre, bias: (pre.new_empty(pre.shape), bias.new_empty(bias.shape, dtype=torch.float32)),
+    _Gradient.apply,
+)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The module with the Triton kernels: imported when it is first needed, since triton may be absent."""
+    from . import bias_gelu as kernels
+
+    return kernels

@@ -1,0 +1,90 @@
+"""Compile the kernels of `linear_add_norm` and `linear_gelu` for GPUs that are not here.
+
+    python -m tests.kernels.compile_fused MODULE [--arch 80 90 100] [--width 768 1600]
+
+One line a kernel, in bfloat16 with a float32 residual stream and parameters, with bias and every gradient: where for,
+its name, the model's width, registers, bytes spilled, loads of 16 bytes, loads and stores of 2.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import re
+import tempfile
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# The rest is float32.
+BFLOAT16 = {"Update", "Normalised", "DNormalised", "DUpdate", "Pre", "Out", "DOut", "DPre"}
+
+
+def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, object], int]]:
+    """(kernel, its compile-time arguments, warps) of the forward and the backward."""
+    for tile, suffix in ((module.FORWARD, ""), (module.BACKWARD, "_backward")):
+        constants = {"WIDTH": width, "ROWS": tile.rows, "STAGES": tile.stages}
+        if module.__name__.endswith("add_norm"):
+            block, warps, _ = module._grid(tile, 1, width, torch.device("cpu"))
+            constants |= {"BLOCK": block, "VECTOR": 4, "WITH_BIAS": True}
+            yield getattr(module, f"add_norm{suffix}_kernel"), constants, warps
+        else:
+            constants |= {"WIDTH": 4 * width, "COLUMNS": tile.columns}
+            yield getattr(module, f"bias_gelu{suffix}_kernel"), constants, tile.warps
+
+
+def compile_kernel(
+    kernel: Any, values: dict[str, object], warps: int, architecture: int
+) -> tuple[triton.compiler.CompiledKernel, str]:
+    """The compiled kernel, whose `asm` has every stage of it, and ptxas's log."""
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in values:
+            signature[name], constants[index,] = "constexpr", values[name]
+        elif name == "rows":
+            signature[name] = "i32"
+        else:
+            signature[name] = "*bf16" if name in BFLOAT16 else "*fp32"
+            attributes[index,] = [["tt.divisibility", 16]]
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
+        triton.knobs.cache.dir = cache  # a cached kernel would have no log
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants, attributes),
+            target=GPUTarget("cuda", architecture, 32),
+            options={"num_warps": warps},
+        )
+    return compiled, log.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("module", choices=["add_norm", "bias_gelu"])
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--width", type=int, nargs="+", default=[768, 1600])
+    options = parser.parse_args()
+    module = importlib.import_module(f"kernels.{options.module}")
+    for architecture in options.arch:
+        for width in options.width:
+            for kernel, constants, warps in kernels(module, width):
+                compiled, log = compile_kernel(kernel, constants, warps, architecture)
+                registers = re.search(r"Used (\d+) registers", log).group(1)
+                spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+                ptx = compiled.asm["ptx"]
+                wide = len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg.* 0x10", ptx))
+                narrow = len(re.findall(r"(?:ld|st)\.global\S*\.b16 ", ptx))
+                name = compiled.metadata.name
+                print(
+                    f"sm_{architecture} {name} {width}: {registers} registers, {spilled} B spilled, {wide} wide, "
+                    f"{narrow} narrow"
+                )
+
+
+if __name__ == "__main__":
+    main()

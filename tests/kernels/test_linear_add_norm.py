@@ -1,0 +1,236 @@
+"""Linear layer, residual and LayerNorm in one function, against the same in float64 and against torch's own."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import linear_add_norm as room
+from kernels.fused import FusedError, check_fused_block
+from kernels.linear_add_norm import linear_add_norm
+from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INNER = 24
+NAMES = ("x", "y", "weight", "bias", "gain", "shift")
+
+
+def torchs(x, y, weight, bias, gain, shift, dropout_p=0.0):
+    x = x + F.dropout(F.linear(y, weight, bias), dropout_p, dropout_p > 0)
+    return x, F.layer_norm(x, x.shape[-1:], gain, shift)
+
+
+def problem(dtype, shape=(7, 48), inner=INNER, stream=None, seed=0):
+    """The inputs by name, the stream in another dtype if there is one, and the outputs' gradients: numbers that
+    bfloat16 has, so that no dtype rounds them."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    width = shape[-1]
+    shapes = (shape, (*shape[:-1], inner), (width, inner), (width,), (width,), (width,))
+    x, *others = (torch.randn(each, generator=generator, device=DEVICE) for each in shapes)
+    drawn = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(2))
+    directions = [each.bfloat16().to(dtype) for each in drawn]
+    inputs = (x.to(stream or dtype), *(each.to(dtype) for each in others))
+    return dict(zip(NAMES, inputs, strict=True)), directions
+
+
+def results(function, inputs, directions, used=(True, True), **options):
+    """Outputs and gradients by name; the loss is the product with `directions` of the outputs that are `used`."""
+    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    outputs = function(*inputs.values(), **options)
+    loss = sum((out.double() * d).sum() for out, d, use in zip(outputs, directions, used, strict=True) if use)
+    gradients = torch.autograd.grad(loss, inputs.values(), allow_unused=True)
+    found = {"x_new": outputs[0].detach(), "normalised": outputs[1].detach()}
+    named = zip(inputs, gradients, strict=True)
+    return found | {f"d_{name}": gradient for name, gradient in named if gradient is not None}
+
+
+def double(inputs):
+    return {name: x.double() for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(7, 48), (2, 3, 100), (1, 768), (5, 1), (5, 33)])
+def test_outputs_and_gradients_as_exact_as_torchs(dtype, shape):
+    inputs, directions = problem(dtype, shape)
+    exact = results(torchs, double(inputs), directions)
+    assert_all_as_exact(
+        exact, results(linear_add_norm, inputs, directions), results(torchs, inputs, directions)
+    )
+
+
+@pytest.mark.parametrize("used", [(True, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_of_the_outputs_may_not_be_used(dtype, used):
+    """In bfloat16 with a float32 stream, where the gradients of stream and product are two."""
+    inputs, directions = problem(torch.float32)
+    with torch.autocast(DEVICE, dtype, enabled=dtype is not torch.float32):
+        ours, theirs = (results(each, inputs, directions, used) for each in (linear_add_norm, torchs))
+    theirs["normalised"] = theirs["normalised"].to(dtype)
+    assert_all_as_exact(results(torchs, double(inputs), directions, used), ours, theirs)
+
+
+def test_autocast_keeps_the_stream_in_float32():
+    inputs, _ = problem(torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        x_new, normalised = linear_add_norm(*inputs.values())
+    assert (x_new.dtype, normalised.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_a_stream_of_16_bits_and_a_product_of_32():
+    inputs, directions = problem(torch.float32, stream=torch.float16)
+    exact = results(torchs, double(inputs), directions)
+    ours = results(linear_add_norm, inputs, directions)
+    assert (ours["x_new"].dtype, ours["normalised"].dtype) == (torch.float16, torch.float32)
+    for name, x in exact.items():
+        assert (ours[name] - x).abs().max() <= 1e-3 * x.abs().max(), name
+
+
+def test_no_rows():
+    inputs, directions = problem(torch.float32, (0, 48))
+    found = results(linear_add_norm, inputs, directions)
+    assert found["x_new"].shape == found["normalised"].shape == (0, 48)
+    assert not any(found[f"d_{name}"].any() for name in NAMES[2:])
+
+
+def test_inputs_of_any_strides():
+    inputs, directions = problem(torch.float32, (4, 6, 48))
+    plain = results(linear_add_norm, inputs, directions)
+    strided = {
+        "x": inputs["x"].transpose(0, 1).contiguous().transpose(0, 1),
+        "y": inputs["y"],
+        "weight": inputs["weight"].T.contiguous().T,
+        **{name: inputs[name].repeat_interleave(2)[::2] for name in NAMES[3:]},
+    }
+    turned = [each.transpose(0, 2).contiguous().transpose(0, 2) for each in directions]
+    torch.testing.assert_close(results(linear_add_norm, strided, turned), plain)
+    every = [torch.ones((), device=DEVICE).expand_as(each) for each in directions]  # strides of 0
+    ours, theirs = (
+        torch.autograd.grad(
+            each(*(x.requires_grad_() for x in inputs.values())), list(inputs.values()), every
+        )
+        for each in (linear_add_norm, torchs)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_is_torchs():
+    inputs, directions = problem(torch.float32, (40, 48))
+    torch.manual_seed(1)
+    ours = results(linear_add_norm, inputs, directions, dropout_p=0.3)
+    torch.manual_seed(1)
+    torch.testing.assert_close(ours, results(torchs, inputs, directions, dropout_p=0.3))
+    update = ours["x_new"] - inputs["x"]
+    assert 0.2 < (update == 0).float().mean() < 0.4
+
+
+def test_a_row_far_from_zero_keeps_its_digits():
+    """The variance of 1000 + N(0, 1) is that of what is centred: a difference of squares would have lost it."""
+    inputs, directions = problem(torch.float32)
+    inputs["x"] += 1000
+    exact = results(torchs, double(inputs), directions)
+    assert_all_as_exact(
+        exact, results(linear_add_norm, inputs, directions), results(torchs, inputs, directions)
+    )
+
+
+def test_huge_values_stay_finite():
+    inputs, directions = problem(torch.float32)
+    inputs["x"] *= 1e17
+    for name, x in results(linear_add_norm, inputs, directions).items():
+        assert x.isfinite().all(), name
+
+
+def repeats(inputs, directions, count):
+    first, *others = (results(linear_add_norm, inputs, directions) for _ in range(count))
+    return all(torch.equal(x[name], first[name]) for x in others for name in first)
+
+
+def test_repeats_bit_for_bit():
+    assert repeats(*problem(torch.float32, (50, 48)), 3)
+
+
+def test_the_operators_are_whole_to_torch_compile():
+    inputs, (d_x_new, d_normalised) = problem(torch.float32, (5, 48))
+    x, y, weight, *vectors = (each.requires_grad_() for each in inputs.values())
+    update = F.linear(y, weight).detach().bfloat16().requires_grad_()
+    torch.library.opcheck(room.add_norm, (x, update, *vectors))
+    x_new, _, statistics = (each.detach() for each in room.add_norm(x, update, *vectors))
+    for d in (d_normalised, d_normalised.bfloat16()):
+        arguments = (d_x_new, d, x_new, statistics, vectors[1].detach(), True)
+        torch.library.opcheck(room.add_norm_backward, arguments)
+    compiled = torch.compile(linear_add_norm, fullgraph=True, backend="aot_eager")
+    for used in ((True, True), (False, True)):
+        ours = results(compiled, inputs, (d_x_new, d_normalised), used)
+        torch.testing.assert_close(ours, results(linear_add_norm, inputs, (d_x_new, d_normalised), used))
+
+
+def test_gradients_cannot_be_taken_twice_over():
+    inputs, _ = problem(torch.float32)
+    x, *others = (each.requires_grad_() for each in inputs.values())
+    _, normalised = linear_add_norm(x, *others)
+    (d_x,) = torch.autograd.grad(normalised.square().sum(), x, create_graph=True)
+    with pytest.raises(FusedError, match="no second derivative"):
+        d_x.sum().backward()
+
+
+def test_only_what_wants_a_gradient_gets_one():
+    inputs, _ = problem(torch.float32)
+    inputs["bias"].requires_grad_()
+    linear_add_norm(*inputs.values())[1].square().sum().backward()
+    assert [name for name, each in inputs.items() if each.grad is not None] == ["bias"]
+    with torch.no_grad():
+        assert not linear_add_norm(*inputs.values())[0].requires_grad
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    inputs, _ = problem(torch.float32)
+    with pytest.raises(ValueError, match=r"\(6, 48\).*\(7, 48\)"):
+        linear_add_norm(**inputs | {"x": inputs["x"][1:]})
+    with pytest.raises(ValueError, match=r"\(48,\), got \(47,\)"):
+        linear_add_norm(**inputs | {"gain": inputs["gain"][1:]})
+    with pytest.raises(ValueError, match="float64"):
+        linear_add_norm(**inputs | {"x": inputs["x"].double()})
+
+
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(FusedError, match=r"model\.block=fused .* use model\.block=torch"):
+        check_fused_block(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("module", ["add_norm", "bias_gelu"])
+def test_compiled_the_kernels_load_16_bytes_and_spill_nothing(module):
+    """About 8 s each."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compile_fused", module]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * 2 * 2
+    for line in lines:
+        spilled, wide, narrow = map(
+            int, re.search(r"(\d+) B spilled, (\d+) wide, (\d+) narrow", line).groups()
+        )
+        assert (spilled, narrow) == (0, 0), line
+        assert wide >= 4, line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(8192, 768), (65536, 768), (4096, 1600)])
+def test_under_autocast_at_the_size_of_gpt2(rows, width):
+    inputs, directions = problem(torch.float32, (rows, width), inner=width)
+    inputs["weight"] *= width**-0.5
+    with torch.autocast("cuda", torch.bfloat16):
+        ours, theirs = (results(each, inputs, directions) for each in (linear_add_norm, torchs))
+    theirs["normalised"] = theirs["normalised"].bfloat16()  # as the next linear layer reads it
+    assert_all_as_close(results(torchs, double(inputs), directions), ours, theirs)
+
+
+@pytest.mark.gpu
+def test_repeats_bit_for_bit_at_size():
+    with torch.autocast("cuda", torch.bfloat16):
+        assert repeats(*problem(torch.float32, (65536, 768), inner=64), 50)

@@ -1,0 +1,164 @@
+"""Linear layer and GELU in one function, against the same in float64 and against torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import bias_gelu as kernels
+from kernels import linear_gelu as room
+from kernels.fused import FusedError
+from kernels.linear_gelu import linear_gelu
+from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INNER = 24
+NAMES = ("x", "weight", "bias")
+
+
+def torchs(x, weight, bias):
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+def problem(dtype, leading=(7,), width=100, inner=INNER, seed=0):
+    """The inputs by name, and what the output's gradient is like."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    shapes = ((*leading, inner), (width, inner), (width,), (*leading, width))
+    x, weight, bias, direction = (
+        torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for shape in shapes
+    )
+    weight *= inner**-0.5
+    return dict(zip(NAMES, (x, weight, bias), strict=True)), direction
+
+
+def results(function, inputs, direction):
+    """Output and gradients by name."""
+    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    out = function(*inputs.values())
+    gradients = torch.autograd.grad(out, inputs.values(), direction.to(out.dtype))
+    named = zip(inputs, gradients, strict=True)
+    return {"out": out.detach()} | {f"d_{name}": gradient for name, gradient in named}
+
+
+def double(inputs):
+    return {name: x.double() for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("leading", "width"), [((7,), 100), ((2, 3), 33), ((1,), 1280), ((40,), 192)])
+def test_output_and_gradients_as_exact_as_torchs(dtype, leading, width):
+    inputs, direction = problem(dtype, leading, width)
+    exact = results(torchs, double(inputs), direction)
+    assert_all_as_exact(exact, results(linear_gelu, inputs, direction), results(torchs, inputs, direction))
+
+
+def test_under_autocast():
+    inputs, direction = problem(torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours, theirs = (results(each, inputs, direction) for each in (linear_gelu, torchs))
+    assert ours["out"].dtype is torch.bfloat16
+    assert_all_as_exact(results(torchs, double(inputs), direction), ours, theirs)
+
+
+@pytest.mark.parametrize("width", [1024, 1100])
+def test_a_program_goes_down_many_rows(width):
+    rows = 3 * kernels.BACKWARD.programs * kernels.BACKWARD.rows + 1
+    inputs, direction = problem(torch.float32, (rows,), width)
+    exact = results(torchs, double(inputs), direction)
+    assert_all_as_exact(exact, results(linear_gelu, inputs, direction), results(torchs, inputs, direction))
+
+
+def test_no_rows():
+    inputs, direction = problem(torch.float32, (0,))
+    found = results(linear_gelu, inputs, direction)
+    assert found["out"].shape == (0, 100)
+    assert not found["d_bias"].any()
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # of numpy, in the interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_values_go_to_the_limits(dtype):
+    """GELU(x) goes to x and to 0, its derivative to 1 and to 0; nowhere is there a NaN."""
+    sizes = torch.tensor([5e0, 8e0, 1e1, 2e1, 1e2, 1e3, 1e5, 1e10, 1e19, 1e20, 1e25, 1e38, 3e38])
+    pre = torch.cat([-sizes, sizes]).to(DEVICE, dtype)[None].requires_grad_()
+    out = room.bias_gelu(pre, torch.zeros(26, device=DEVICE))
+    (d_pre,) = torch.autograd.grad(out, pre, torch.ones_like(out))
+    exact = pre.detach().double().clamp(-1e50, 1e50).requires_grad_()
+    expected = F.gelu(exact, approximate="tanh")
+    (d_expected,) = torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-5)
+    d_expected = torch.where(d_expected.isfinite(), d_expected, (exact > 0).double())
+    torch.testing.assert_close(d_pre.double(), d_expected, rtol=1e-2, atol=1e-4)
+
+
+def test_nan_stays_nan():
+    pre = torch.full((1, 4), float("nan"), device=DEVICE, requires_grad=True)
+    out = room.bias_gelu(pre, torch.zeros(4, device=DEVICE))
+    (d_pre,) = torch.autograd.grad(out.sum(), pre)
+    assert out.isnan().all()
+    assert d_pre.isnan().all()
+
+
+def test_inputs_of_any_strides():
+    inputs, direction = problem(torch.float32, (4, 6))
+    plain = results(linear_gelu, inputs, direction)
+    strided = {
+        "x": inputs["x"].transpose(0, 1).contiguous().transpose(0, 1),
+        "weight": inputs["weight"].T.contiguous().T,
+        "bias": inputs["bias"].repeat_interleave(2)[::2],
+    }
+    turned = direction.transpose(0, 2).contiguous().transpose(0, 2)
+    torch.testing.assert_close(results(linear_gelu, strided, turned), plain)
+    pre = torch.randn(100, 4, device=DEVICE).T.requires_grad_()
+    out = room.bias_gelu(pre, inputs["bias"])
+    torch.testing.assert_close(out, F.gelu(pre + inputs["bias"], approximate="tanh"))
+    out.sum().backward()  # a gradient whose strides are all 0
+    assert pre.grad.isfinite().all()
+
+
+def repeats(inputs, direction, count):
+    first, *others = (results(linear_gelu, inputs, direction) for _ in range(count))
+    return all(torch.equal(x[name], first[name]) for x in others for name in first)
+
+
+def test_repeats_bit_for_bit():
+    assert repeats(*problem(torch.float32, (50,)), 3)
+
+
+def test_the_operators_are_whole_to_torch_compile():
+    inputs, direction = problem(torch.float32)
+    pre, bias = direction.clone().requires_grad_(), inputs["bias"].clone().requires_grad_()
+    torch.library.opcheck(room.bias_gelu, (pre, bias))
+    torch.library.opcheck(room.bias_gelu_backward, (direction, pre.detach(), bias.detach()))
+    compiled = torch.compile(linear_gelu, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(results(compiled, inputs, direction), results(linear_gelu, inputs, direction))
+
+
+def test_gradients_cannot_be_taken_twice_over():
+    inputs, _ = problem(torch.float32)
+    x, weight, bias = (each.requires_grad_() for each in inputs.values())
+    (d_x,) = torch.autograd.grad(linear_gelu(x, weight, bias).sum(), x, create_graph=True)
+    with pytest.raises(FusedError, match="no second derivative"):
+        d_x.sum().backward()
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    inputs, _ = problem(torch.float32)
+    with pytest.raises(ValueError, match=r"\(100,\), got \(99,\)"):
+        linear_gelu(**inputs | {"bias": inputs["bias"][1:]})
+    with pytest.raises(ValueError, match="float64"):
+        linear_gelu(*double(inputs).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(8192, 768), (65536, 768), (4096, 1600)])
+def test_under_autocast_at_the_size_of_gpt2(rows, width):
+    inputs, direction = problem(torch.float32, (rows,), 4 * width, inner=width)
+    with torch.autocast("cuda", torch.bfloat16):
+        ours, theirs = (results(each, inputs, direction) for each in (linear_gelu, torchs))
+    assert_all_as_close(results(torchs, double(inputs), direction), ours, theirs)
+
+
+@pytest.mark.gpu
+def test_repeats_bit_for_bit_at_size():
+    with torch.autocast("cuda", torch.bfloat16):
+        assert repeats(*problem(torch.float32, (65536,), 3072, inner=64), 50)
