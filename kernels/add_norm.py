@@ -26,8 +26,8 @@ class Tile(NamedTuple):
     stages: int  # of loading ahead; 1: none
 
 
-FORWARD = Tile(rows=1, columns=8, warps=32, stages=3)
-BACKWARD = Tile(rows=1, columns=8, warps=24, stages=3)
+FORWARD = Tile(rows=1, columns=16, warps=16, stages=1)
+BACKWARD = Tile(rows=2, columns=4, warps=16, stages=3)
 
 
 def forward(

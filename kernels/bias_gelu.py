@@ -26,7 +26,7 @@ class Tile(NamedTuple):
 
 
 FORWARD = Tile(rows=4, columns=1024, warps=4, programs=8, stages=1)
-BACKWARD = Tile(rows=2, columns=1024, warps=4, programs=6, stages=1)
+BACKWARD = Tile(rows=1, columns=1024, warps=4, programs=6, stages=3)
 # tanh(u) = 2 sigmoid(2 u) - 1, so GELU(x) = x sigmoid(2 u) with 2 u = LINEAR x + CUBIC x^3.
 LINEAR = tl.constexpr(2 * math.sqrt(2 / math.pi))
 CUBIC = tl.constexpr(2 * math.sqrt(2 / math.pi) * 0.044715)

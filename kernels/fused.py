@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import sys
 
 import torch
 
@@ -36,6 +37,20 @@ def check_vectors(x: torch.Tensor, vectors: tuple[torch.Tensor, ...]) -> None:
     for vector in vectors:
         if vector.shape != x.shape[-1:]:
             raise ValueError(f"expected shape {tuple(x.shape[-1:])}, got {tuple(vector.shape)}")
+
+
+def make_known_to_inductor(operator: torch._ops.OpOverload) -> None:
+    """To be called from an operator's fake, if the operator comes late in a graph.
+
+    torch.compile of PyTorch before 2.13 puts into words an operator that it meets for the first time, its arguments,
+    theirs, and so on. Behind our layers, each of which reads two results of the one before, that is 2^24 of them for
+    GPT-2 small: it never ends.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    before = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+    if before and lowering is not None and operator not in lowering.lowerings:
+        # As that version would, without a word.
+        lowering.make_fallback(operator, layout_constraint=lowering.constrain_to_fx_strides)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from .fused import check_fused
+from .fused import check_fused, make_known_to_inductor
 
 # Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient, but
 # 65,536 x 768 by 50,304 in bf16 took an H200 29.8 ms with 256 MiB, 28.1 with 512 MiB and 28.0 with 2 GiB.
@@ -104,6 +104,7 @@ def _empty_results(
 
 @_forward.register_fake
 def _(hidden, weight, targets, vocab_size, with_gradient):
+    make_known_to_inductor(_forward._opoverload)
     return _empty_results(hidden, weight, with_gradient)
 
 

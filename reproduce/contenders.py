@@ -16,13 +16,15 @@ from torch.nn import functional as F
 
 from kernels import ATTENTION, resolve_attention
 from model.config import GPTConfig
-from model.gpt import GPT, AttentionFn, LossFn, cross_entropy
+from model.gpt import GPT, AttentionFn
+from training.config import Layers
+from training.layers import BLOCKS, LOSSES
 from training.optimizer import OptimizerConfig, build_optimizer
 from training.precision import compiled
 
 from . import nanogpt
 
-HF_EAGER, HF_SDPA, FUSED_LOSS = "hf_eager", "hf_sdpa", "+fused_loss"
+HF_EAGER, HF_SDPA, FUSED = "hf_eager", "hf_sdpa", "+fused"
 NANOGPT, NANOGPT_BIASES = "nanogpt", "nanogpt_biases"
 # (tokens, targets, dropout seed) -> mean NLL
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,7 +40,7 @@ class Contender:
     """A model with its optimizer and data, ready to take steps on random tokens.
 
     Args:
-        name: a backend of `kernels.ATTENTION` (with "+fused_loss": and kernels' head and loss in one operator),
+        name: a backend of `kernels.ATTENTION` (with "+fused": and our kernels for the other layers and the loss),
             hf_eager or hf_sdpa (transformers' GPT2LMHeadModel), nanogpt (as its train.py makes one, without
             biases) or nanogpt_biases (as GPT-2 and ours are).
         config: shape, context and dropout.
@@ -125,15 +127,12 @@ def _make(
         return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
     if name in (HF_EAGER, HF_SDPA):
         return _huggingface(name, config, device, dtype, compiler)
-    backend, _, fused_loss = name.partition("+")
+    backend, _, fused = name.partition("+")
     features = {"dropout_p": config.dropout} if config.dropout else {}
     _, attention = resolve_attention(
         backend, device=device, dtype=dtype, head_dim=config.head_dim, **features
     )
-    loss = cross_entropy
-    if fused_loss:
-        from kernels.linear_cross_entropy import linear_cross_entropy as loss
-    ours = initial_model(config, attention, device, loss)
+    ours = initial_model(config, attention, device, Layers.fused if fused else Layers.torch)
     forward = _compiled(ours, dtype, compiler)
     return ours, lambda tokens, targets, seed: forward(tokens, targets, dropout_seed=seed)
 
@@ -143,11 +142,12 @@ def _compiled(model: nn.Module, dtype: torch.dtype, compiler: str | None) -> Cal
 
 
 def initial_model(
-    config: GPTConfig, attention: AttentionFn, device: torch.device, loss: LossFn = cross_entropy
+    config: GPTConfig, attention: AttentionFn, device: torch.device, layers: Layers = Layers.torch
 ) -> GPT:
     """Our model with the weights that every contender but nanoGPT begins with, drawn on the device."""
     with device:
-        return GPT(config, attention, loss=loss, generator=torch.Generator(device).manual_seed(0))
+        generator = torch.Generator(device).manual_seed(0)
+        return GPT(config, attention, loss=LOSSES[layers], fused=BLOCKS[layers], generator=generator)
 
 
 def _huggingface(

@@ -21,7 +21,7 @@ from model.gpt import GPT
 from training.metrics import peak_flops
 
 from . import contenders, nanogpt, timing
-from .contenders import FUSED_LOSS, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES, Contender, initial_model
+from .contenders import FUSED, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES, Contender, initial_model
 from .experiment import Options, ReproduceError, Sample
 from .training_figures import draw, judge, table
 
@@ -140,18 +140,18 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
         return Group(part, model, context, dropout, mode, dtype, sequences, step // max(micro, context))
 
     found = [
-        (group("small", small, base), (HF_EAGER, HF_SDPA, *everyone)),
-        (group("compiled", small, base, mode="compiled"), (*core, core[-1] + FUSED_LOSS, *peers)),
-        (group("dropout", small, base, settings.dropout), (HF_EAGER, *core)),
+        (group("small", small, base), (HF_EAGER, HF_SDPA, *everyone, core[-1] + FUSED)),
+        (group("compiled", small, base, mode="compiled"), (*core, core[-1] + FUSED, *peers)),
+        (group("dropout", small, base, settings.dropout), (HF_EAGER, *core, core[-1] + FUSED)),
         *(
-            (group("whole", model, base, mode="compiled"), (core[-1], core[-1] + FUSED_LOSS, *peers))
+            (group("whole", model, base, mode="compiled"), (core[-1], core[-1] + FUSED, *peers))
             for model in (small, settings.medium)
         ),
         *((group("context", small, context), core) for context in settings.contexts),
-        (group("medium", settings.medium, base), (HF_EAGER, *core)),
+        (group("medium", settings.medium, base), (HF_EAGER, *core, core[-1] + FUSED)),
         (group("largest", small, base), (HF_EAGER, *core)),
         *((group("gpt3", settings.large, context), core) for context in settings.gpt3_contexts),
-        (group("dropout", small, base, settings.dropout, "compiled"), core),
+        (group("dropout", small, base, settings.dropout, "compiled"), (*core, core[-1] + FUSED)),
     ]
     return [(group, names) for group, names in found if group.part in settings.parts]
 

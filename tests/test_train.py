@@ -143,6 +143,7 @@ def test_a_mistake_is_one_line_that_names_it(command_line, tmp_path, overrides, 
     [
         (["attention=flash"], "TRITON_INTERPRET=1"),
         (["model.loss=fused"], "use model.loss=torch"),
+        (["model.block=fused"], "use model.block=torch"),
         (["data.files=nowhere/*.txt"], "nowhere/*.txt"),
         (["model.seq_len=65536", "trainer.batch_tokens=65536"], "a model.seq_len of at most"),
         (["model.vocab_size=100"], "leave model.vocab_size out"),

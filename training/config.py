@@ -39,16 +39,21 @@ class WandbMode(Enum):
     offline = "offline"
 
 
-class Loss(Enum):
-    torch = "torch"  # logits, then torch's cross-entropy
-    fused = "fused"  # kernels.linear_cross_entropy: never holds the full logits; needs a GPU
+class Layers(Enum):
+    auto = "auto"  # fused on a GPU, torch elsewhere
+    torch = "torch"
+    fused = "fused"  # our kernels; they need a GPU
 
 
 @dataclass
 class ModelConfig(GPTConfig):
-    """GPT-2's shape, and how its head and loss are computed."""
+    """GPT-2's shape, and what computes its layers other than attention."""
 
-    loss: Loss = Loss.torch
+    # The head and its loss. Fused: kernels.linear_cross_entropy, which never holds the full logits.
+    loss: Layers = Layers.auto
+    # In the blocks, fused: each GELU with its bias one kernel, each residual addition with its bias and the LayerNorm
+    # behind it another (kernels.linear_gelu, kernels.linear_add_norm).
+    block: Layers = Layers.auto
 
 
 @dataclass

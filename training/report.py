@@ -25,6 +25,7 @@ def banner(run: Trainer) -> Rows:
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {how}"),
         ("attention", run.attention_name + tier + asked),
+        ("layers", f"{run.block.value} blocks, {run.loss.value} loss"),
         (
             "model",
             f"{count(run.model.num_parameters())} parameters: {model.n_layer} layers, {model.n_head} heads, "

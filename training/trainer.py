@@ -16,18 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, Corpus, EvaluationBatches, prefetch
 from kernels import attention_tier, bind, resolve_attention
-from kernels.linear_cross_entropy import check_fused_loss, linear_cross_entropy
 from model.config import GPTConfig
-from model.gpt import GPT, cross_entropy
+from model.gpt import GPT
 
 from . import checkpoint
-from .config import Config, ConfigError, Loss, ModelConfig, to_yaml
+from .config import Config, ConfigError, ModelConfig, to_yaml
 from .console import Progress, table
 from .corpus import prepare_corpus
 from .distributed import World, world
 from .environment import environment, write_json
 from .evaluation import Evaluation, evaluate
 from .interrupt import Interrupt
+from .layers import BLOCKS, LOSSES, resolve_layers
 from .loggers import CsvLogger, Logger, WandbLogger
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer
@@ -75,8 +75,8 @@ class Trainer:
         self.attention_tier = attention_tier(self.attention_name, **request, length=config.model.seq_len)
         if config.attention.precise_delta:
             attention = bind(attention, precise_delta=True)
-        if config.model.loss is Loss.fused:
-            check_fused_loss(ranks.device)
+        self.loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
+        self.block = resolve_layers(config.model.block, "model.block", ranks.device)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
         model_config = _with_vocabulary(config, self.corpus)
         self.config = config = dataclasses.replace(config, model=model_config)
@@ -89,8 +89,9 @@ class Trainer:
 
         # Drawn on the CPU from its own stream: the same weights on any device, with any attention.
         generator = torch.Generator().manual_seed(stream_seed(config.seed, "init"))
-        loss = {Loss.torch: cross_entropy, Loss.fused: linear_cross_entropy}[model_config.loss]
-        self.model = GPT(model_config, attention, loss=loss, generator=generator).to(ranks.device)
+        self.model = GPT(
+            model_config, attention, loss=LOSSES[self.loss], fused=BLOCKS[self.block], generator=generator
+        ).to(ranks.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
         self.start = self._resume(config.trainer.resume) if config.trainer.resume else 0
@@ -251,6 +252,8 @@ class Trainer:
         return {
             "attention": self.attention_name,
             "attention_tier": self.attention_tier,
+            "loss": self.loss.value,
+            "block": self.block.value,
             "dtype": dtype_name(self.dtype),
             "compiled": self.compiled,
             "parameters": self.model.num_parameters(),

@@ -13,8 +13,8 @@ from training.config import (
     AttentionConfig,
     Config,
     DataConfig,
+    Layers,
     LoggerConfig,
-    Loss,
     ModelConfig,
     TrainerConfig,
 )
@@ -92,12 +92,15 @@ def test_the_seed_moves_weights_and_batches(text_file, tmp_path):
     assert not np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])
 
 
-def test_the_fused_loss_is_the_same_loss(text_file, tmp_path):
-    plain = config(text_file, "sdpa")
-    fused = replace(plain, model=replace(plain.model, loss=Loss.fused))
-    assert trained(fused, tmp_path / "fused")[0] == pytest.approx(
-        trained(plain, tmp_path / "plain")[0], rel=1e-5
-    )
+@pytest.mark.parametrize("option", ["loss", "block"])
+def test_fused_layers_are_the_same_layers(text_file, tmp_path, option):
+    """With the same dropout, too."""
+    plain = config(text_file, "naive", dropout=0.2)
+    fused = replace(plain, model=replace(plain.model, **{option: Layers.fused}))
+    losses, state = trained(plain, tmp_path / "plain")
+    switched, switched_state = trained(fused, tmp_path / "fused")
+    assert switched == pytest.approx(losses, rel=1e-5)
+    assert torch.equal(state, switched_state)
 
 
 def test_flash_drops_what_naive_drops(text_file, tmp_path):

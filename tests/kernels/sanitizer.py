@@ -1,0 +1,65 @@
+"""Every kernel once, on shapes as small as show its edges, for NVIDIA's checker of memory and races:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer [NAMES]
+    compute-sanitizer --tool racecheck python -m tests.kernels.sanitizer [NAMES]
+
+Without PyTorch's cache every tensor is an allocation of its own, so that a step outside it is seen.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+import kernels
+from kernels.linear_add_norm import linear_add_norm
+from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.linear_gelu import linear_gelu
+from tests.kernels.accuracy import inputs
+from tests.kernels.test_flash_gpu import features
+
+
+def attend(tier: str, head_dim: int, q_len: int, kv_len: int, **options: object) -> None:
+    heads = {"batch": 2, "heads": 4, "kv_heads": 4}
+    *tensors, d_out = inputs(q_len, kv_len, head_dim, torch.bfloat16, device="cuda", **heads)
+    out = kernels.get_attention("flash")(*tensors, tier=tier, **options)
+    out.backward(d_out)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def loss() -> None:
+    targets = torch.randint(9000, (37,), device="cuda")
+    linear_cross_entropy(random(37, 64), random(9024, 64), targets, 9000).backward()
+
+
+def block() -> None:
+    width = 96
+    parameters = random(width, 4 * width), random(width), random(width), random(width)
+    h = linear_gelu(random(37, width), random(4 * width, width), random(4 * width))
+    x, h = linear_add_norm(random(37, width), h, *parameters)
+    (x + h).sum().backward()
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {"loss": loss, "block": block}
+    for tier in ("hopper", "triton"):
+        for head_dim in (64, 128):
+            for causal in (True, False):
+                name = f"{tier}_{head_dim}_{'causal' if causal else 'full'}"
+                found[name] = lambda args=(tier, head_dim, 130, 190), causal=causal: attend(
+                    *args, causal=causal
+                )
+    for name, options in features().items():
+        found[name] = lambda options=options: attend("triton", 64, 1000, 1000, **options)
+    return found
+
+
+if __name__ == "__main__":
+    for name, case in cases().items():
+        if len(sys.argv) == 1 or name in sys.argv[1:]:
+            case()
+            torch.cuda.synchronize()
+            print(name, flush=True)

@@ -1,0 +1,28 @@
+"""Which layers other than attention run in our kernels: the head with its loss, and those of the blocks."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from kernels.fused import check_fused
+from kernels.linear_add_norm import linear_add_norm
+from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.linear_gelu import linear_gelu
+from model.gpt import Fused, cross_entropy
+
+from .config import Layers
+
+LOSSES = {Layers.torch: cross_entropy, Layers.fused: linear_cross_entropy}
+BLOCKS = {Layers.torch: None, Layers.fused: Fused(linear_gelu, linear_add_norm)}
+
+
+def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
+    """torch or fused. Raises kernels.AttentionError when `option` asks for what the device cannot run."""
+    if asked is Layers.auto:
+        able = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        return Layers.fused if able else Layers.torch
+    if asked is Layers.fused:
+        check_fused(device, option)
+    return asked
