@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .flash.launch import launch
-from .fused import processors
+from .launch import launch, processors
 
 EPS = tl.constexpr(1e-5)  # of the LayerNorm, added to the variance
 

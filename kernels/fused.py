@@ -1,6 +1,5 @@
 """What the fused layers (`linear_cross_entropy`, `linear_add_norm`, `linear_gelu`) have in common."""
 
-import functools
 import importlib.util
 import os
 import sys
@@ -22,11 +21,6 @@ def check_fused(device: torch.device, option: str) -> None:
         raise FusedError(
             f"{option}=fused needs a CUDA device, not {device.type}; use {option}=torch, or TRITON_INTERPRET=1"
         )
-
-
-def check_fused_block(device: torch.device) -> None:
-    """Raise FusedError where `linear_add_norm` and `linear_gelu` cannot run."""
-    check_fused(device, "model.block")
 
 
 def check_vectors(x: torch.Tensor, vectors: tuple[torch.Tensor, ...]) -> None:
@@ -51,11 +45,3 @@ def make_known_to_inductor(operator: torch._ops.OpOverload) -> None:
     if before and lowering is not None and operator not in lowering.lowerings:
         # As that version would, without a word.
         lowering.make_fallback(operator, layout_constraint=lowering.constrain_to_fx_strides)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 1 for the interpreter."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .flash.operators import below_autograd, operator
 from .fused import FusedError, check_vectors
+from .operators import below_autograd, operator
 
 
 def linear_add_norm(

@@ -13,18 +13,13 @@ from types import ModuleType
 
 import torch
 
-from .fused import check_fused, make_known_to_inductor
+from .fused import make_known_to_inductor
+from .operators import NAMESPACE
 
 # Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient, but
 # 65,536 x 768 by 50,304 in bf16 took an H200 29.8 ms with 256 MiB, 28.1 with 512 MiB and 28.0 with 2 GiB.
 CHUNK_BYTES = 512 << 20
 TILE = 128  # rows of a matrix product's tile: chunks of whole tiles leave none partly empty
-NAMESPACE = __package__.replace(".", "_")
-
-
-def check_fused_loss(device: torch.device) -> None:
-    """Raise FusedError where `linear_cross_entropy` cannot run."""
-    check_fused(device, "model.loss")
 
 
 def linear_cross_entropy(

@@ -3,11 +3,12 @@
 import torch
 
 from ..arguments import check_dropout, check_features, check_inputs, check_scale
+from ..launch import INTERPRETED
+from ..operators import below_autograd, operator
 from ..registry import AttentionError
 from . import refuses_inputs
-from .launch import INTERPRETED, launch_flash
 from .masks import block_lists, document_bounds
-from .operators import below_autograd, operator
+from .portable_launch import launch_flash
 from .tiers import hopper, takes_hopper
 from .tiles import are_forced
 

@@ -79,8 +79,3 @@ def fits_tma(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """
     apart = [stride for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
     return 0 not in shape and strides[3] == 1 and all(stride > 0 and stride % 8 == 0 for stride in apart)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,10 +5,10 @@ import functools
 import torch
 import triton
 
-from .hopper import Descriptor, fits_tma, processors, rows_of
+from ..launch import Launch, launch, processors
+from .hopper import Descriptor, fits_tma, rows_of
 from .hopper_backward import BLOCK_M, KEYS, delta_kernel, hopper_backward_kernel, round_kernel
 from .hopper_forward import BLOCK_N, ROWS, hopper_forward_kernel, specify
-from .launch import Launch, launch
 from .tiers import DTYPES, HEAD_DIMS
 
 Tensor = torch.Tensor

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
-from .operators import operator
+from ..launch import launch
+from ..operators import operator
 from .rules import BLOCK_MASK_SIZE
 
 TOKENS = 256  # of a program

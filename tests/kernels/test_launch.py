@@ -51,10 +51,11 @@ class Launcher:
 
 Driver.launcher_cls = Launcher
 triton.runtime.driver.set_active(Driver())
-from kernels.flash import api, launch, masks, tiles
+from kernels import launch
+from kernels.flash import api, masks, portable_launch, tiles
 
-launch.architecture = lambda device: 90
-KERNELS = launch.KERNELS.values()
+portable_launch.architecture = lambda device: 90
+KERNELS = portable_launch.KERNELS.values()
 count_slow(KERNELS)
 
 def step(q, k, v, rules, tensors):
@@ -178,7 +179,8 @@ Utils.fill_tma_descriptor_tiled = staticmethod(lambda *what: encoded.append(what
 nvidia.PyKernelArg = lambda **annotation: tuple(annotation.items())
 Driver.launcher_cls = nvidia.CudaLauncher
 triton.runtime.driver.set_active(Driver())
-from kernels.flash import hopper_launch, launch, tiers
+from kernels import launch
+from kernels.flash import hopper_launch, tiers
 
 assert triton.__version__ in tiers.VERIFIED_TRITON
 hopper_launch.processors = lambda device: 132

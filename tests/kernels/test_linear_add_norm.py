@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import linear_add_norm as room
-from kernels.fused import FusedError, check_fused_block
+from kernels.fused import FusedError, check_fused
 from kernels.linear_add_norm import linear_add_norm
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
 
@@ -199,7 +199,7 @@ def test_inputs_that_do_not_fit_are_refused():
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(FusedError, match=r"model\.block=fused .* use model\.block=torch"):
-        check_fused_block(torch.device("cpu"))
+        check_fused(torch.device("cpu"), "model.block")
 
 
 @pytest.mark.parametrize("module", ["add_norm", "bias_gelu"])

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import linear_cross_entropy as room
-from kernels.fused import FusedError
-from kernels.linear_cross_entropy import check_fused_loss, linear_cross_entropy
+from kernels.linear_cross_entropy import linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, PADDED = 9000, 9024  # two steps of the kernel, the last one partly padding
@@ -150,9 +149,3 @@ def test_the_operator_is_whole_to_torch_compile():
     torch.testing.assert_close(loss, torchs(hidden, weight, targets, VOCAB))
     (gradient,) = torch.autograd.grad(loss, hidden)
     assert gradient.shape == hidden.shape
-
-
-def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(FusedError, match=r"model\.loss=torch"):
-        check_fused_loss(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""How a kernel gets onto the device: its tile, its compile-time arguments, and the launch itself.
+"""How a kernel gets onto the device, in microseconds.
 
 Triton reads every argument of a launch in Python to find out which compiled kernel it means. A launch that differs
 from an earlier one in nothing Triton looks at goes straight to that one's kernel instead: LOG.md has what it saves.
@@ -15,12 +15,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from . import tiles
-from .backward import dkdv_kernel, dq_kernel
-from .forward import forward_kernel
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 # For AMD Triton also looks at how large a tensor is.
 REUSES = not INTERPRETED and torch.version.hip is None
 Tensor = torch.Tensor
@@ -51,7 +46,7 @@ _serials = itertools.count()
 
 def launch(
     pointers: tuple[Tensor | None, ...],
-    key: tuple[object, ...],
+    key: tuple[object, ...] | None,
     prepare: Callable[[], Launch],
     moved: tuple[Tensor, ...] = (),
     describe: Callable[..., tuple[object, ...]] | None = None,
@@ -60,7 +55,8 @@ def launch(
 
     Args:
         pointers: its first arguments, but for the TMA descriptors, which are before them.
-        key: all that `prepare` and `describe` depend on, but for the types of `pointers` and the strides of `moved`.
+        key: all that `prepare` and `describe` depend on, but for the types of `pointers` and the strides of `moved`;
+            None: this launch is not to be remembered.
         prepare: what to launch; not asked when the launch is known.
         moved: the tensors that TMA moves, at multiples of 16 bytes. describe: their descriptors.
     """
@@ -79,8 +75,9 @@ def launch(
             types.append(tensor.dtype)
             addresses.append(tensor.data_ptr())
             bits |= addresses[-1]
-    key = (device, *key, *types, *[x.stride() for x in moved])
-    reusable = REUSES and bits % 16 == 0 and not tiles.are_forced() and not _is_watched()
+    reusable = REUSES and key is not None and bits % 16 == 0 and not _is_watched()
+    if reusable:
+        key = (device, *key, *types, *[x.stride() for x in moved])
     if reusable and (known := _known.get(key)) is not None:
         maps = _encode(known, moved, describe) if moved else ()
         stream = driver.active.get_current_stream(device)
@@ -136,58 +133,9 @@ def _is_watched() -> bool:
     )
 
 
-def launch_flash(
-    kernel: str,
-    pointers: tuple[Tensor | None, ...],
-    strided: tuple[Tensor, ...],
-    blocks: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    rules: tuple[float, ...],
-) -> None:
-    """Launch "forward", "dq" or "dkdv".
-
-    Args:
-        pointers: the kernel's tensors, in its order. strided: those of them whose strides it takes.
-        blocks: the block lists among them.
-        rules: causal, dropout_p, left, right, softcap, and whether there are ALiBi slopes, documents and lengths.
-    """
-    strides = [x.stride() for x in strided]
-
-    def prepare() -> Launch:
-        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-        causal, *others = rules
-        tile = tiles.tile_for(kernel, architecture(q.device), head_dim, q.dtype, causal, kv_len)
-        grid = (triton.cdiv(q_len, tile.block_m), heads, batch)
-        if kernel == "dkdv":
-            grid = (triton.cdiv(kv_len, tile.block_n), kv_heads, batch)
-        numbers = (
-            *[stride for each in strides for stride in each[:2]],
-            *_block_strides(blocks),
-            q_len,
-            kv_len,
-            scale,
-            *[each[2] for each in strides],
-            tiles.specify(tile, head_dim, causal, heads // kv_heads, *others),
-        )
-        return KERNELS[kernel], grid, numbers, {"num_warps": tile.warps, "num_stages": tile.stages}
-
-    listed = None if blocks is None else (blocks.shape, blocks.stride())
-    launch(pointers, (kernel, q.shape, k.shape, scale, rules, listed, *strides), prepare)
-
-
 @functools.cache
-def architecture(device: torch.device) -> int:
-    """Compute capability, major * 10 + minor; 0 for the interpreter."""
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; 1 for the interpreter."""
     if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def _block_strides(lists: Tensor | None) -> tuple[int, ...]:
-    """From one batch and head to the next; 0 where they share a mask."""
-    if lists is None:
-        return 0, 0
-    return tuple(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1))
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

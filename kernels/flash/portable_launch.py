@@ -1,0 +1,74 @@
+"""Launches of the portable kernels: their tile, their grid and their compile-time arguments."""
+
+import functools
+
+import torch
+import triton
+
+from ..launch import Launch, launch
+from . import tiles
+from .backward import dkdv_kernel, dq_kernel
+from .forward import forward_kernel
+
+KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+Tensor = torch.Tensor
+
+
+def launch_flash(
+    kernel: str,
+    pointers: tuple[Tensor | None, ...],
+    strided: tuple[Tensor, ...],
+    blocks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    rules: tuple[float, ...],
+) -> None:
+    """Launch "forward", "dq" or "dkdv".
+
+    Args:
+        pointers: the kernel's tensors, in its order. strided: those of them whose strides it takes.
+        blocks: the block lists among them.
+        rules: causal, dropout_p, left, right, softcap, and whether there are ALiBi slopes, documents and lengths.
+    """
+    strides = [x.stride() for x in strided]
+
+    def prepare() -> Launch:
+        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+        causal, *others = rules
+        tile = tiles.tile_for(kernel, architecture(q.device), head_dim, q.dtype, causal, kv_len)
+        grid = (triton.cdiv(q_len, tile.block_m), heads, batch)
+        if kernel == "dkdv":
+            grid = (triton.cdiv(kv_len, tile.block_n), kv_heads, batch)
+        numbers = (
+            *[stride for each in strides for stride in each[:2]],
+            *_block_strides(blocks),
+            q_len,
+            kv_len,
+            scale,
+            *[each[2] for each in strides],
+            tiles.specify(tile, head_dim, causal, heads // kv_heads, *others),
+        )
+        return KERNELS[kernel], grid, numbers, {"num_warps": tile.warps, "num_stages": tile.stages}
+
+    key = None
+    if not tiles.are_forced():
+        listed = None if blocks is None else (blocks.shape, blocks.stride())
+        key = (kernel, q.shape, k.shape, scale, rules, listed, *strides)
+    launch(pointers, key, prepare)
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Compute capability, major * 10 + minor; 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _block_strides(lists: Tensor | None) -> tuple[int, ...]:
+    """From one batch and head to the next; 0 where they share a mask."""
+    if lists is None:
+        return 0, 0
+    return tuple(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1))
