@@ -17,6 +17,7 @@ from .registry import (
     get_attention,
     register_attention,
     resolve_attention,
+    with_packed,
 )
 
 
@@ -41,4 +42,5 @@ __all__ = [
     "register",
     "register_attention",
     "resolve_attention",
+    "with_packed",
 ]

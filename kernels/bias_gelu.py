@@ -24,6 +24,7 @@ class Tile(NamedTuple):
     stages: int  # of loading ahead; 1: none
 
 
+# Of 65,536 x 3,072 bfloat16 on an H200: 202 and 301 us, 4.0 TB/s.
 FORWARD = Tile(rows=4, columns=1024, warps=4, programs=8, stages=1)
 BACKWARD = Tile(rows=1, columns=1024, warps=4, programs=6, stages=3)
 # tanh(u) = 2 sigmoid(2 u) - 1, so GELU(x) = x sigmoid(2 u) with 2 u = LINEAR x + CUBIC x^3.

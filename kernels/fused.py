@@ -1,8 +1,11 @@
 """What the fused layers (`linear_cross_entropy`, `linear_add_norm`, `linear_gelu`) have in common."""
 
+import functools
+import importlib
 import importlib.util
 import os
 import sys
+from types import ModuleType
 
 import torch
 
@@ -15,22 +18,47 @@ class FusedError(AttentionError):
 
 def check_fused(device: torch.device, option: str) -> None:
     """Raise FusedError where our Triton kernels cannot run. option: the setting that asked, as "model.loss"."""
+    if (lacking := _lacking(device.type)) is not None:
+        raise FusedError(f"{option}=fused needs {lacking}; use {option}=torch")
+
+
+def _lacking(device_type: str) -> str | None:
+    """What our Triton kernels would need, or None."""
     if importlib.util.find_spec("triton") is None:
-        raise FusedError(f"{option}=fused needs triton, which is not installed; use {option}=torch")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise FusedError(
-            f"{option}=fused needs a CUDA device, not {device.type}; use {option}=torch, or TRITON_INTERPRET=1"
-        )
+        return "triton, which is not installed"
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"a CUDA device, not {device_type} (TRITON_INTERPRET=1 interprets it, slowly)"
+    return None
 
 
-def check_vectors(x: torch.Tensor, vectors: tuple[torch.Tensor, ...]) -> None:
-    """Raise ValueError unless the kernels can read x and `vectors`, which have a number for each of its columns."""
-    for tensor in (x, *vectors):
+@functools.cache
+def kernels_of(layer: str, device_type: str) -> ModuleType:
+    """The module with a fused layer's Triton kernels: imported when it is first needed, since triton may be absent.
+
+    Raises FusedError where they cannot run.
+    """
+    if (lacking := _lacking(device_type)) is not None:
+        raise FusedError(f"{layer} needs {lacking}")
+    return importlib.import_module(f".{layer}", __package__)
+
+
+def check_operands(
+    product: torch.Tensor, x: torch.Tensor | None = None, **vectors: torch.Tensor | None
+) -> None:
+    """Raise ValueError unless the kernels can read a linear layer's product, x like it, and vectors as wide."""
+    given = {"the linear layer's output": product, "x": x, **vectors}
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        wanted = product.shape[-1:] if name in vectors else product.shape
+        if tensor.shape != wanted:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {tuple(wanted)}")
+        if tensor.device != product.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but the linear layer's output on {product.device}"
+            )
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"fused layers take float32, bfloat16 and float16, not {tensor.dtype}")
-    for vector in vectors:
-        if vector.shape != x.shape[-1:]:
-            raise ValueError(f"expected shape {tuple(x.shape[-1:])}, got {tuple(vector.shape)}")
+            raise ValueError(f"{name} is {tensor.dtype}; fused layers take float32, bfloat16 and float16")
 
 
 def make_known_to_inductor(operator: torch._ops.OpOverload) -> None:

@@ -7,21 +7,25 @@ three kernels each way, which read and write the same tensors again.
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fused import FusedError, check_vectors
+from .fused import FusedError, check_operands, kernels_of
 from .operators import below_autograd, operator
 
 
 def linear_add_norm(
-    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, dropout_p: float = 0.0
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gain: Tensor,
+    shift: Tensor,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """(x + dropout(y @ weight.T + bias), the LayerNorm of that with eps 1e-5).
+    """(x + dropout(y @ weight.T + bias), the LayerNorm of that).
 
     Statistics and sums are float32, and so is the bias's addition unless there is dropout. Gradients are bit for
     bit repeatable; they can be taken once or many times, but not twice over.
@@ -31,37 +35,36 @@ def linear_add_norm(
         y: (..., inner), with the leading sizes of x. weight: (width, inner).
         bias, gain, shift: (width,); the last two are the LayerNorm's weight and bias.
         dropout_p: probability that an element of the linear layer's output is 0.
+        eps: what the LayerNorm adds to the variance.
 
     Returns:
         Both shaped as x and contiguous, the first of x's dtype, the second of the product's: the autocast dtype
         under autocast.
 
     Raises:
-        ValueError: shapes that do not match, or another dtype.
+        ValueError: what is added or multiplied does not match, another dtype or device. FusedError: our kernels
+            cannot run here.
     """
     if dropout_p:
         update, bias = F.dropout(F.linear(y, weight, bias), dropout_p, True), None
     else:
         update = F.linear(y, weight)
-    if x.shape != update.shape:
-        raise ValueError(f"x is {tuple(x.shape)}, but what is added to it {tuple(update.shape)}")
-    check_vectors(update, (gain, shift) if bias is None else (bias, gain, shift))
-    check_vectors(x, ())
+    check_operands(update, x, bias=bias, gain=gain, shift=shift)
     # What the operator would call, without the way there; torch.compile sees the operator.
     add = add_norm if torch.compiler.is_compiling() else _AddNorm.apply
-    x_new, normalised, _ = add(x, update, bias, gain, shift)
+    x_new, normalised, _ = add(x, update, bias, gain, shift, eps)
     return x_new, normalised
 
 
 def add_norm(
-    x: Tensor, update: Tensor, bias: Tensor | None, gain: Tensor, shift: Tensor
+    x: Tensor, update: Tensor, bias: Tensor | None, gain: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + update + bias like x; its LayerNorm like update; mean and 1 / standard deviation, float32 (2, rows)."""
     results = _forward_like(x, update)
     if bias is not None:
         bias = bias.contiguous()
     inputs = (x.contiguous(), update.contiguous(), bias, gain.contiguous(), shift.contiguous())
-    _kernels().forward(*inputs, *results)
+    kernels_of("add_norm", x.device.type).forward(*inputs, *results, eps)
     return results
 
 
@@ -79,15 +82,16 @@ def add_norm_backward(
     d_x, d_update = _gradients_like(d_normalised, x_new)
     inputs = (d_x_new, d_normalised.contiguous(), x_new, statistics, gain.contiguous())
     apart = d_update if x_new.dtype != d_normalised.dtype else None
-    return d_x, d_update, _kernels().backward(*inputs, d_x, apart, with_bias)
+    kernels = kernels_of("add_norm", x_new.device.type)
+    return d_x, d_update, kernels.backward(*inputs, d_x, apart, with_bias)
 
 
 class _AddNorm(torch.autograd.Function):
     """The gradient of `add_norm`."""
 
     @staticmethod
-    def forward(ctx, x, update, bias, gain, shift):
-        x_new, normalised, statistics = below_autograd(add_norm, x, update, bias, gain, shift)
+    def forward(ctx, x, update, bias, gain, shift, eps):
+        x_new, normalised, statistics = below_autograd(add_norm, x, update, bias, gain, shift, eps)
         ctx.save_for_backward(x_new, statistics, gain)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -97,7 +101,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_x_new, d_normalised, _):
         if d_x_new is None and d_normalised is None:
-            return (None,) * 5
+            return (None,) * 6
         x_new, statistics, gain = ctx.saved_tensors
         update_dtype, bias_dtype, gain_dtype, shift_dtype = ctx.dtypes
         if d_normalised is None:
@@ -111,7 +115,7 @@ class _AddNorm(torch.autograd.Function):
         if update_dtype is x_new.dtype:
             d_update = d_x
         d_bias = None if bias_dtype is None else sums[2].to(bias_dtype)
-        return d_x, d_update, d_bias, sums[0].to(gain_dtype), sums[1].to(shift_dtype)
+        return d_x, d_update, d_bias, sums[0].to(gain_dtype), sums[1].to(shift_dtype), None
 
 
 class _Gradient(torch.autograd.Function):
@@ -143,11 +147,3 @@ def _backward_like(d_x_new, d_normalised, x_new, statistics, gain, with_bias):
 
 add_norm = operator(add_norm, lambda x, update, *rest: _forward_like(x, update), _AddNorm.apply)
 add_norm_backward = operator(add_norm_backward, _backward_like, _Gradient.apply)
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    """The module with the Triton kernels: imported when it is first needed, since triton may be absent."""
-    from . import add_norm as kernels
-
-    return kernels

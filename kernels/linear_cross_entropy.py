@@ -8,12 +8,9 @@ and the backward only scales them. (The idea is Liger-Kernel's, Hsu et al. 2024,
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 
-from .fused import make_known_to_inductor
+from .fused import kernels_of, make_known_to_inductor
 from .operators import NAMESPACE
 
 # Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient, but
@@ -58,12 +55,13 @@ def _forward(
     # Chunks summed in 16 bits would lose digits.
     total = d_weight.float().zero_()  # d_weight itself where that is float32
     chunk = _chunk(hidden.shape[0], weight.shape[0] * hidden.element_size())
+    kernels = kernels_of("softmax_gradient", hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False):
         head = weight.to(hidden.dtype)
         for begin in range(0, hidden.shape[0], chunk):
             rows = slice(begin, begin + chunk)
             logits = hidden[rows] @ head.T  # (chunk, padded vocabulary)
-            _kernel().launch(logits, targets[rows], losses[rows], vocab_size, with_gradient)
+            kernels.launch(logits, targets[rows], losses[rows], vocab_size, with_gradient)
             if with_gradient:
                 torch.mm(logits, head, out=d_hidden[rows])
                 _add_product(total, logits.T, hidden[rows])
@@ -119,11 +117,3 @@ def _backward(ctx, d_loss, *_):
 
 
 _forward.register_autograd(_backward, setup_context=_save)
-
-
-@functools.cache
-def _kernel() -> ModuleType:
-    """The module with the Triton kernel: imported when it is first needed, since triton may be absent."""
-    from . import softmax_gradient
-
-    return softmax_gradient

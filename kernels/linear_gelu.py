@@ -5,14 +5,11 @@ Back, one kernel makes the gradient of the product and the bias's, which would o
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fused import FusedError, check_vectors
+from .fused import FusedError, check_operands, kernels_of
 from .operators import below_autograd, operator
 
 
@@ -30,10 +27,10 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         (..., width), contiguous, of the product's dtype: the autocast dtype under autocast.
 
     Raises:
-        ValueError: shapes that do not match, or another dtype.
+        ValueError: a bias that does not match, another dtype or device. FusedError: our kernels cannot run here.
     """
     pre = F.linear(x, weight)
-    check_vectors(pre, (bias,))
+    check_operands(pre, bias=bias)
     # What the operator would call, without the way there; torch.compile sees the operator.
     return bias_gelu(pre, bias) if torch.compiler.is_compiling() else _BiasGelu.apply(pre, bias)
 
@@ -41,14 +38,15 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def bias_gelu(pre: Tensor, bias: Tensor) -> Tensor:
     """GELU(pre + bias) like pre."""
     out = pre.new_empty(pre.shape)
-    _kernels().forward(pre.contiguous(), bias.contiguous(), out)
+    kernels_of("bias_gelu", pre.device.type).forward(pre.contiguous(), bias.contiguous(), out)
     return out
 
 
 def bias_gelu_backward(d_out: Tensor, pre: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """d_pre like pre, and d_bias in float32."""
     d_pre = pre.new_empty(pre.shape)
-    return d_pre, _kernels().backward(d_out.contiguous(), pre.contiguous(), bias.contiguous(), d_pre)
+    kernels = kernels_of("bias_gelu", pre.device.type)
+    return d_pre, kernels.backward(d_out.contiguous(), pre.contiguous(), bias.contiguous(), d_pre)
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -85,11 +83,3 @@ bias_gelu_backward = operator(
     lambda d_out, pre, bias: (pre.new_empty(pre.shape), bias.new_empty(bias.shape, dtype=torch.float32)),
     _Gradient.apply,
 )
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    """The module with the Triton kernels: imported when it is first needed, since triton may be absent."""
-    from . import bias_gelu as kernels
-
-    return kernels

@@ -173,13 +173,23 @@ def resolve_attention(
 def bind(attention: AttentionFn, **options: object) -> AttentionFn:
     """The attention with options that it always gets.
 
-    So does its attribute `packed`, if it has one: the same of one tensor (batch, length, 3, heads, head_dim), for a
-    model that has q, k and v so and would rather get the gradient so.
+    So does its packed form, if it has one; see `with_packed`.
     """
     bound = functools.partial(attention, **options)
     if hasattr(attention, "packed"):
-        bound.packed = functools.partial(attention.packed, **options)
+        with_packed(bound, functools.partial(attention.packed, **options))
     return bound
+
+
+def with_packed(attention: AttentionFn, packed: AttentionFn) -> None:
+    """Give an attention its packed form as the attribute `packed`.
+
+    That is the same of one tensor (batch, length, 3, heads, head_dim), for a model that has q, k and v so and would
+    rather get the gradient so. The form's attribute `form_of` is the attention: what wraps that, and copies its
+    attributes as functools.wraps does, is thereby seen to have none of its own.
+    """
+    packed.form_of = attention
+    attention.packed = packed
 
 
 def attention_tier(

@@ -19,10 +19,10 @@ LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as cross_entropy bel
 
 
 class Fused(NamedTuple):
-    """What can take the place of torch's layers in a block; it is given their parameters, not the modules.
+    """Functions that can take the place of the blocks' layers; see FusedBlock.
 
     linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
-    linear_add_norm: (x, y, weight, bias, gain, shift, dropout_p) -> (x + dropout(y @ weight.T + bias), its LayerNorm)
+    linear_add_norm: (x, y, weight, bias, gain, shift, dropout_p, eps) -> x + dropout(y @ weight.T + bias), its norm
     """
 
     linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -65,7 +65,9 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.attention = attention
-        self.packed_attention = getattr(attention, "packed", None)
+        packed = getattr(attention, "packed", None)
+        # A wrapper may have copied the attribute of what it wraps, and is not to be gone around.
+        self.packed = packed if getattr(packed, "form_of", None) is attention else None
         self.layer = layer
         self.n_layer, self.n_head, self.head_dim = config.n_layer, config.n_head, config.head_dim
         self.dropout = config.dropout
@@ -76,7 +78,13 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        """(B, T, C) -> (B, T, C), what c_proj is to be applied to."""
+        out = self.c_proj(self.heads(x, dropout_seed, cu_seqlens, cache))
+        return F.dropout(out, self.dropout, self.training)
+
+    def heads(
+        self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C), all but the projection."""
         B, T, C = x.shape
         options = {"causal": True, "scale": self.scale}
         if self.training and self.dropout > 0.0:
@@ -86,8 +94,8 @@ class CausalSelfAttention(nn.Module):
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
-        if self.packed_attention is not None and cache is None:
-            out = self.packed_attention(qkv, **options)  # (B, H, T, D)
+        if self.packed is not None and cache is None:
+            out = self.packed(qkv, **options)  # (B, H, T, D)
         else:
             # unbind, not split: its backward writes dq, dk and dv straight into one (B, T, 3, H, D) buffer
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # three views (B, H, T, D)
@@ -98,28 +106,44 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPTConfig, fused: Fused | None):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
-        self.fused = fused
+        self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, 4C), what c_proj is to be applied to."""
-        if self.fused is None:
-            return F.gelu(self.c_fc(x), approximate="tanh")
-        return self.fused.linear_gelu(x, self.c_fc.weight, self.c_fc.bias)
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, fused: Fused | None):
+    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = CausalSelfAttention(config, layer, attention)
         self.ln_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = MLP(config, fused)
-        self.dropout = config.dropout
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x), dropout_seed, cu_seqlens, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class FusedBlock(Block):
+    """A Block that computes with functions it is given, from its modules' parameters: it does not call the modules
+    themselves but for c_attn, so their hooks do not run, nor what was put in their place.
+
+    An addition to the residual stream and the LayerNorm behind it are one function, so a block also applies the next
+    one's ln_1, or the model's ln_f: what shards blocks one by one (FSDP) needs Block.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, fused: Fused):
+        super().__init__(config, layer, attention)
         self.fused = fused
+        self.dropout = config.dropout
 
     def forward(
         self,
@@ -130,18 +154,17 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
     ) -> tuple[Tensor, Tensor]:
-        """x: the residual stream (B, T, C). h: ln_1 of it. Returns the next x, and `norm` of it, the next block's
-        ln_1 or the last LayerNorm: an addition and the norm behind it can then be one kernel."""
-        x, h = self._add(x, self.attn(h, dropout_seed, cu_seqlens, cache), self.attn.c_proj, self.ln_2)
-        return self._add(x, self.mlp(h), self.mlp.c_proj, norm)
+        """x: the residual stream (B, T, C). h: ln_1 of it. Returns the stream behind the block, and `norm` of it."""
+        y = self.attn.heads(h, dropout_seed, cu_seqlens, cache)
+        x, h = self._add_norm(x, y, self.attn.c_proj, self.ln_2)
+        y = self.fused.linear_gelu(h, self.mlp.c_fc.weight, self.mlp.c_fc.bias)
+        return self._add_norm(x, y, self.mlp.c_proj, norm)
 
-    def _add(self, x: Tensor, y: Tensor, linear: Linear, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    def _add_norm(self, x: Tensor, y: Tensor, linear: Linear, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         """x + dropout(linear(y)), and norm of that."""
-        if self.fused is None:
-            x = x + F.dropout(linear(y), self.dropout, self.training)
-            return x, norm(x)
         dropout_p = self.dropout if self.training else 0.0
-        return self.fused.linear_add_norm(x, y, linear.weight, linear.bias, norm.weight, norm.bias, dropout_p)
+        parameters = linear.weight, linear.bias, norm.weight, norm.bias
+        return self.fused.linear_add_norm(x, y, *parameters, dropout_p, norm.eps)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -176,10 +199,11 @@ class GPT(nn.Module):
 
     attention: (q, k, v, *, causal, scale[, dropout_p, dropout_seed, cu_seqlens]) -> out, all (B, H, T, D); they are
         views of one packed buffer. With more keys than queries, causal lets the last query see all keys.
-        The optional arguments are only passed when they apply. If it has an attribute `packed`, the same of the one
-        buffer (B, T, 3, H, D), training calls that.
+        The optional arguments are only passed when they apply. Its attribute `packed`, if it has one whose own
+        `form_of` is this attention, is the same of the one buffer (B, T, 3, H, D), and is called where nothing is
+        cached.
     loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
-    fused: functions that take the place of the blocks' layers; None: torch's.
+    fused: functions that take the place of the blocks' layers (FusedBlock); None: torch's layers.
     generator: draws the initial weights (see init_weights); None is one seeded with 0. Built under
         `torch.device("meta")` the model draws none.
     """
@@ -198,7 +222,9 @@ class GPT(nn.Module):
         self.loss = loss
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)  # also the output projection
         self.wpe = Embedding(config.seq_len, config.n_embd)
-        self.h = nn.ModuleList(Block(config, layer, attention, fused) for layer in range(config.n_layer))
+        self.fused = fused
+        block, given = (Block, ()) if fused is None else (FusedBlock, (fused,))
+        self.h = nn.ModuleList(block(config, layer, attention, *given) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         if not self.wte.weight.is_meta:
             self.init_weights(generator or torch.Generator().manual_seed(0))
@@ -252,10 +278,15 @@ class GPT(nn.Module):
         cu_seqlens = None
         if self.config.document_end is not None and cache is None:  # what is generated is one document
             cu_seqlens = document_offsets(tokens, self.config.document_end)
-        norms = [*(block.ln_1 for block in self.h), self.ln_f]
-        h = norms[0](x)
-        for block, norm in zip(self.h, norms[1:], strict=True):
-            x, h = block(x, h, norm, dropout_seed, cu_seqlens, cache)
+        if self.fused is None:
+            for block in self.h:
+                x = block(x, dropout_seed, cu_seqlens, cache)
+            h = self.ln_f(x)
+        else:
+            norms = [*(block.ln_1 for block in self.h), self.ln_f]
+            h = norms[0](x)
+            for block, norm in zip(self.h, norms[1:], strict=True):
+                x, h = block(x, h, norm, dropout_seed, cu_seqlens, cache)
         if cache is not None:
             cache.length = end
         return h

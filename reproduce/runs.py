@@ -27,8 +27,8 @@ _BOOKKEEPING = (
     "trainer.(eval_every|save_every|keep_checkpoints|sample_tokens|sample_prompt)",
 )
 # What a run resolved, and the settings it resolved them from: where the facts are known, they count.
-_FACTS = ("dtype", "compiled", "world_size", "corpus")
-_RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device")
+_FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")
+_RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device", "model.(loss|block)")
 _LEET_TIMEOUT = 120
 # What a step's time goes to, and the column that says how much.
 STEP_PHASES = {
@@ -48,7 +48,7 @@ class Run:
         environment: as in environment.json; empty where it is not known.
         rows: metrics.csv by column name, cells that were not measured left out.
         summary: as in summary.json; empty for a run that did not finish.
-        facts: attention, dtype, compiled, world_size, corpus: what was resolved, where it is known.
+        facts: attention, dtype, compiled, loss, block, world_size, corpus: what was resolved, where it is known.
         label: a name that tells the run from the others; see `name_runs`.
     """
 

@@ -5,7 +5,7 @@ import torch
 from ..arguments import check_dropout, check_features, check_inputs, check_scale
 from ..launch import INTERPRETED
 from ..operators import below_autograd, operator
-from ..registry import AttentionError
+from ..registry import AttentionError, with_packed
 from . import refuses_inputs
 from .masks import block_lists, document_bounds
 from .portable_launch import launch_flash
@@ -34,7 +34,7 @@ def flash_attention(
     return_lse: bool = False,
     precise_delta: bool = False,
     tier: str = "auto",
-    packed: Tensor | None = None,
+    _packed: Tensor | None = None,  # what q, k and v are views of, which then gets the gradient
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v without ever holding the scores; arguments and result as `naive_attention`.
 
@@ -47,7 +47,6 @@ def flash_attention(
     rowsum(dO * O) does not inherit a rounding that can lean one way (arXiv 2510.04212).
     tier says which kernels may run: "triton", "hopper" (see `tiers`), or "auto", the Hopper ones where they serve.
     Their backward sums dQ in float32, which takes 4 * head_dim bytes a query while it runs.
-    packed: the tensor that q, k and v are views of; it gets the gradient. See `flash_attention_packed`.
 
     Raises:
         AttentionError: an argument that is not supported, by name.
@@ -83,7 +82,7 @@ def flash_attention(
         blocks = block_lists(block_mask, q.shape[2], k.shape[2], causal, left, right)
     tensors = (seed, alibi_slopes, *documents, kv_lengths, *blocks)
     rules = (causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap, tier, precise_delta)
-    qkv = (q, k, v) if packed is None else (packed, None, None)
+    qkv = (q, k, v) if _packed is None else (_packed, None, None)
     if torch.compiler.is_compiling():
         out, lse, _ = flash_forward(*qkv, *tensors[:2], sinks, *tensors[2:], *rules)
     else:  # what the operator would call, without the way there: 8 us
@@ -99,11 +98,10 @@ def flash_attention_packed(qkv: Tensor, **options: object) -> Tensor | tuple[Ten
     """
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise AttentionError(f"qkv must be (batch, length, 3, heads, head_dim), got {tuple(qkv.shape)}")
-    return flash_attention(*_parts(qkv.detach()), packed=qkv, **options)
+    return flash_attention(*_parts(qkv.detach()), _packed=qkv, **options)
 
 
-# Where a model finds it: see `kernels.registry.bind`.
-flash_attention.packed = flash_attention_packed
+with_packed(flash_attention, flash_attention_packed)
 
 
 def flash_forward(

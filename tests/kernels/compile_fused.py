@@ -46,8 +46,8 @@ def compile_kernel(
     for index, name in enumerate(kernel.arg_names):
         if name in values:
             signature[name], constants[index,] = "constexpr", values[name]
-        elif name == "rows":
-            signature[name] = "i32"
+        elif name in ("rows", "eps"):
+            signature[name] = "i32" if name == "rows" else "fp32"
         else:
             signature[name] = "*bf16" if name in BFLOAT16 else "*fp32"
             attributes[index,] = [["tt.divisibility", 16]]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import linear_add_norm as room
-from kernels.fused import FusedError, check_fused
+from kernels.fused import FusedError, check_fused, kernels_of, make_known_to_inductor
 from kernels.linear_add_norm import linear_add_norm
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
 
@@ -19,9 +19,9 @@ INNER = 24
 NAMES = ("x", "y", "weight", "bias", "gain", "shift")
 
 
-def torchs(x, y, weight, bias, gain, shift, dropout_p=0.0):
+def torchs(x, y, weight, bias, gain, shift, dropout_p=0.0, eps=1e-5):
     x = x + F.dropout(F.linear(y, weight, bias), dropout_p, dropout_p > 0)
-    return x, F.layer_norm(x, x.shape[-1:], gain, shift)
+    return x, F.layer_norm(x, x.shape[-1:], gain, shift, eps)
 
 
 def problem(dtype, shape=(7, 48), inner=INNER, stream=None, seed=0):
@@ -117,14 +117,24 @@ def test_inputs_of_any_strides():
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_dropout_is_torchs():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_is_torchs(compiled):
     inputs, directions = problem(torch.float32, (40, 48))
+    function = linear_add_norm
+    if compiled:
+        function = torch.compile(linear_add_norm, fullgraph=True, backend="aot_eager")
     torch.manual_seed(1)
-    ours = results(linear_add_norm, inputs, directions, dropout_p=0.3)
+    ours = results(function, inputs, directions, dropout_p=0.3)
     torch.manual_seed(1)
     torch.testing.assert_close(ours, results(torchs, inputs, directions, dropout_p=0.3))
     update = ours["x_new"] - inputs["x"]
     assert 0.2 < (update == 0).float().mean() < 0.4
+
+
+def test_eps_is_added_to_the_variance():
+    inputs, directions = problem(torch.float32)
+    ours, theirs = (results(each, inputs, directions, eps=0.1) for each in (linear_add_norm, torchs))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_a_row_far_from_zero_keeps_its_digits():
@@ -157,10 +167,11 @@ def test_the_operators_are_whole_to_torch_compile():
     inputs, (d_x_new, d_normalised) = problem(torch.float32, (5, 48))
     x, y, weight, *vectors = (each.requires_grad_() for each in inputs.values())
     update = F.linear(y, weight).detach().bfloat16().requires_grad_()
-    torch.library.opcheck(room.add_norm, (x, update, *vectors))
-    x_new, _, statistics = (each.detach() for each in room.add_norm(x, update, *vectors))
-    for d in (d_normalised, d_normalised.bfloat16()):
-        arguments = (d_x_new, d, x_new, statistics, vectors[1].detach(), True)
+    for bias in (vectors[0], None):
+        torch.library.opcheck(room.add_norm, (x, update, bias, *vectors[1:], 1e-5))
+    x_new, _, statistics = (each.detach() for each in room.add_norm(x, update, *vectors, 1e-5))
+    for d, with_bias in ((d_normalised, True), (d_normalised.bfloat16(), True), (d_normalised, False)):
+        arguments = (d_x_new, d, x_new, statistics, vectors[1].detach(), with_bias)
         torch.library.opcheck(room.add_norm_backward, arguments)
     compiled = torch.compile(linear_add_norm, fullgraph=True, backend="aot_eager")
     for used in ((True, True), (False, True)):
@@ -188,18 +199,40 @@ def test_only_what_wants_a_gradient_gets_one():
 
 def test_inputs_that_do_not_fit_are_refused():
     inputs, _ = problem(torch.float32)
-    with pytest.raises(ValueError, match=r"\(6, 48\).*\(7, 48\)"):
-        linear_add_norm(**inputs | {"x": inputs["x"][1:]})
-    with pytest.raises(ValueError, match=r"\(48,\), got \(47,\)"):
-        linear_add_norm(**inputs | {"gain": inputs["gain"][1:]})
-    with pytest.raises(ValueError, match="float64"):
-        linear_add_norm(**inputs | {"x": inputs["x"].double()})
+    for name in ("x", "bias", "gain", "shift"):
+        with pytest.raises(ValueError, match=rf"^{name} is \((6, 48|47,)\); it must be \((7, 48|48,)\)"):
+            linear_add_norm(**inputs | {name: inputs[name][1:]})
+        with pytest.raises(ValueError, match=f"^{name} is torch.float64"):
+            linear_add_norm(**inputs | {name: inputs[name].double()})
+        with pytest.raises(ValueError, match=f"^{name} is on meta, but the linear layer's output on"):
+            linear_add_norm(**inputs | {name: inputs[name].to("meta")})
 
 
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(FusedError, match=r"model\.block=fused .* use model\.block=torch"):
+    with pytest.raises(
+        FusedError, match=r"model\.block=fused needs a CUDA device, .* use model\.block=torch"
+    ):
         check_fused(torch.device("cpu"), "model.block")
+    kernels_of.cache_clear()
+    with pytest.raises(FusedError, match="add_norm needs a CUDA device, not cpu"):
+        kernels_of("add_norm", "cpu")
+
+
+def test_an_operator_that_comes_late_is_made_known_to_an_inductor_that_would_describe_it(monkeypatch):
+    """To PyTorch before 2.13, for which behind a few of our layers that takes for ever."""
+    from torch._inductor import lowering
+
+    known = {}
+    monkeypatch.setattr(lowering, "lowerings", known)
+    monkeypatch.setattr(
+        lowering, "make_fallback", lambda operator, layout_constraint: known.setdefault(operator)
+    )
+    make_known_to_inductor(room.add_norm)
+    assert bool(known) == (torch.__version__ < "2.13")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    make_known_to_inductor(room.add_norm)
+    assert list(known) == [room.add_norm]
 
 
 @pytest.mark.parametrize("module", ["add_norm", "bias_gelu"])

@@ -143,7 +143,7 @@ def test_gradients_cannot_be_taken_twice_over():
 
 def test_inputs_that_do_not_fit_are_refused():
     inputs, _ = problem(torch.float32)
-    with pytest.raises(ValueError, match=r"\(100,\), got \(99,\)"):
+    with pytest.raises(ValueError, match=r"bias is \(99,\); it must be \(100,\)"):
         linear_gelu(**inputs | {"bias": inputs["bias"][1:]})
     with pytest.raises(ValueError, match="float64"):
         linear_gelu(*double(inputs).values())

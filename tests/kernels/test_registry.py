@@ -89,6 +89,21 @@ def test_a_backend_is_one_decorated_function(monkeypatch: pytest.MonkeyPatch) ->
         resolve_attention("mean", device=torch.device("cpu"), dtype=torch.float32, head_dim=3)
 
 
+def test_what_is_bound_is_bound_in_the_packed_form_too() -> None:
+    def attention(**options: object) -> object:
+        return "apart", options
+
+    def packed(**options: object) -> object:
+        return "packed", options
+
+    kernels.with_packed(attention, packed)
+    bound = kernels.bind(kernels.bind(attention, tier="triton"), precise_delta=True)
+    assert bound() == ("apart", {"tier": "triton", "precise_delta": True})
+    assert bound.packed() == ("packed", {"tier": "triton", "precise_delta": True})
+    assert bound.packed.form_of is bound
+    assert not hasattr(kernels.bind(len), "packed")
+
+
 def test_import_brings_neither_triton_nor_the_compiler() -> None:
     code = "import sys, kernels; print('triton' in sys.modules, 'torch._dynamo' in sys.modules)"
     printed = subprocess.run(

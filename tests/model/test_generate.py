@@ -56,6 +56,20 @@ def test_cached_logits_are_the_uncached_ones(model):
     assert cache.length == 16
 
 
+def test_a_packed_form_is_for_what_is_not_cached(model):
+    def attention(q, k, v, **options):
+        return plain_attention(q, k, v, **options)
+
+    def packed(qkv, **options):
+        return plain_attention(*qkv.permute(2, 0, 3, 1, 4), **options)
+
+    attention.packed, packed.form_of = packed, attention
+    other = GPT(model.config, attention)
+    other.load_state_dict(model.state_dict())
+    texts = (generate(each, prompt(2, 5), 8, temperature=0.0, generator=seeded()) for each in (other, model))
+    assert torch.equal(*texts)
+
+
 @pytest.mark.parametrize("length", [1, 7, 16, 40])
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, None), (1.0, None), (0.7, 5), (1.0, 99)])
 def test_cached_text_is_the_uncached_one_and_goes_beyond_the_window(model, length, temperature, top_k):

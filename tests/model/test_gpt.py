@@ -1,5 +1,6 @@
 """GPT: initial weights, padding, causality, loss, dropout, published sizes, torch.compile. About 6 s."""
 
+import functools
 import math
 
 import pytest
@@ -122,11 +123,31 @@ def test_an_attention_that_takes_qkv_packed_is_given_it_so():
         shapes.append(tuple(qkv.shape))
         return plain_attention(*qkv.permute(2, 0, 3, 1, 4), **options)
 
-    attention.packed, shapes = packed, []
+    attention.packed, packed.form_of, shapes = packed, attention, []
     tokens = some_tokens(2, 16)
     losses = [tiny(each)(tokens, tokens) for each in (attention, plain_attention)]
     assert shapes == [(2, 16, 3, 4, 16)] * TINY["n_layer"]
     torch.testing.assert_close(*losses)
+
+
+def test_a_wrapper_of_an_attention_is_not_gone_around():
+    """functools.wraps copies attributes, and torch.compile does."""
+
+    def packed(qkv, **options):
+        raise AssertionError("it is the packed form of what is wrapped")
+
+    def attention(q, k, v, **options):
+        return plain_attention(q, k, v, **options)
+
+    attention.packed, packed.form_of, calls = packed, attention, []
+
+    @functools.wraps(attention)
+    def wrapper(q, k, v, **options):
+        calls.append(1)
+        return attention(q, k, v, **options)
+
+    tiny(wrapper)(some_tokens(2, 16))
+    assert len(calls) == TINY["n_layer"]
 
 
 def test_the_layers_of_the_blocks_can_be_replaced():
@@ -136,10 +157,10 @@ def test_the_layers_of_the_blocks_can_be_replaced():
     def linear_gelu(x, weight, bias):
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
-    def linear_add_norm(x, y, weight, bias, gain, shift, dropout_p):
+    def linear_add_norm(x, y, weight, bias, gain, shift, dropout_p, eps):
         rates.append(dropout_p)
         x = x + F.linear(y, weight, bias)
-        return x, F.layer_norm(x, gain.shape, gain, shift)
+        return x, F.layer_norm(x, gain.shape, gain, shift, eps)
 
     config, tokens = GPTConfig(**TINY | {"dropout": 0.1}), some_tokens(2, 16)
     fused = GPT(config, plain_attention, fused=Fused(linear_gelu, linear_add_norm))
@@ -149,6 +170,17 @@ def test_the_layers_of_the_blocks_can_be_replaced():
     fused.train()(tokens, dropout_seed=torch.tensor(1))
     assert rates[2 * TINY["n_layer"] :] == [0.1] * 2 * TINY["n_layer"]
     assert fused.state_dict().keys() == torchs.state_dict().keys()
+
+
+def test_a_block_calls_its_own_modules_alone():
+    """What shards blocks one by one (FSDP) depends on it."""
+    model, owners = tiny(), []
+    for index, block in enumerate(model.h):
+        for module in block.modules():
+            module.register_forward_pre_hook(lambda *_, index=index: owners.append(index))
+    model(some_tokens(2, 16))
+    assert owners == sorted(owners)
+    assert {owners.count(index) for index in range(TINY["n_layer"])} == {len(list(model.h[0].modules()))}
 
 
 def test_scaling_by_layer_index():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import AttentionError
+from model.gpt import cross_entropy
 from training.config import (
     AttentionConfig,
     Config,
@@ -19,6 +20,7 @@ from training.config import (
     TrainerConfig,
 )
 from training.distributed import World
+from training.layers import resolve_layers
 from training.trainer import Trainer, train
 
 STEPS = 4
@@ -101,6 +103,21 @@ def test_fused_layers_are_the_same_layers(text_file, tmp_path, option):
     switched, switched_state = trained(fused, tmp_path / "fused")
     assert switched == pytest.approx(losses, rel=1e-5)
     assert torch.equal(state, switched_state)
+
+
+def test_layers_are_fused_on_a_gpu_by_themselves(text_file, tmp_path):
+    for device, want in (("cuda", Layers.fused), ("cpu", Layers.torch)):
+        assert resolve_layers(Layers.auto, "model.loss", torch.device(device)) is want
+        assert resolve_layers(Layers.torch, "model.loss", torch.device(device)) is Layers.torch
+    trainer = Trainer(config(text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
+    assert trainer.model.fused is None
+    assert trainer.model.loss is cross_entropy
+
+
+def test_options_of_the_attention_reach_both_its_forms(text_file, tmp_path):
+    precise = replace(config(text_file, "flash"), attention=AttentionConfig("flash", precise_delta=True))
+    attention = Trainer(precise, tmp_path, World(torch.device("cpu"))).model.h[0].attn
+    assert attention.attention.keywords == attention.packed.keywords == {"precise_delta": True}
 
 
 def test_flash_drops_what_naive_drops(text_file, tmp_path):
