@@ -18,6 +18,8 @@ divided by 1 minus that share, so that the expectation is exact.
 
 import torch
 
+from .operators import operator
+
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
@@ -63,9 +65,16 @@ def dropout_mask(
 ) -> torch.Tensor:
     """True where dropout keeps a probability: bool (batch, heads, q_len, kv_len). seed: int or 0-d int64."""
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device)
+    return philox_mask(seed, drop_threshold(dropout_p), batch, heads, q_len, kv_len)
+
+
+def philox_mask(
+    seed: torch.Tensor, threshold: int, batch: int, heads: int, q_len: int, kv_len: int
+) -> torch.Tensor:
+    """Whether a half word is `threshold` or more: bool (batch, heads, q_len, kv_len)."""
 
     def axis(size: int, dim: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.int64, device=device).view(
+        return torch.arange(size, dtype=torch.int64, device=seed.device).view(
             [-1 if d == dim else 1 for d in range(4)]
         )
 
@@ -79,4 +88,13 @@ def dropout_mask(
     halves = halves.view(2, 2, batch, heads, row_patches, 8, column_patches, 4, 2)
     halves = halves.permute(2, 3, 4, 0, 5, 6, 1, 7, 8)
     halves = halves.reshape(batch, heads, 16 * row_patches, 16 * column_patches)
-    return halves[:, :, :q_len, :kv_len] >= drop_threshold(dropout_p)
+    return halves[:, :, :q_len, :kv_len] >= threshold
+
+
+# One operation to torch.compile: of its parts PyTorch 2.11 makes products of int32, which ROUND_A does not fit.
+philox_mask = operator(
+    philox_mask,
+    lambda seed, threshold, batch, heads, q_len, kv_len: seed.new_empty(
+        (batch, heads, q_len, kv_len), dtype=torch.bool
+    ),
+)

@@ -92,7 +92,10 @@ class Experiment:
 
 
 _ATTENTION = ("kernels", "reproduce/standard.py", "reproduce/timing.py")
-_TRAINING = ("kernels", "model", "training/optimizer.py", "training/precision.py", "reproduce/contenders.py")
+_TRAINING = (
+    *("kernels", "model", "training/optimizer.py", "training/precision.py", "training/layers.py"),
+    "reproduce/contenders.py",
+)
 # In order of worth: `all` runs them in this order.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each

@@ -177,6 +177,8 @@ def _run_group(options: Options, group: Group, names: tuple[str, ...]) -> None:
         sample = options.sample(measure, kind="memory", contender=name, **asdict(group))
         if sample.get("agrees"):
             ready.append(name)
+        elif group.mode == "compiled":
+            _forget_compiled()  # after a failure torch.compile takes the next model only in pieces
         _report(options, group, name, sample)
     if ready:
         timed = options.sample(partial(_speed, options, group, ready, built), kind="speed", **asdict(group))

@@ -151,3 +151,12 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
     arguments = {"q": torch.zeros(2, 4, 5, 8), "k": torch.zeros(2, 2, 5, 8), "v": torch.zeros(2, 2, 5, 8)}
     with pytest.raises(AttentionError, match=message):
         naive_attention(**arguments | change)
+
+
+@pytest.mark.gpu
+def test_dropout_under_inductor() -> None:
+    """PyTorch 2.11 does not compile the mask's 64-bit products."""
+    q, k, v = torch.randn(3, 2, 3, 100, 64, device="cuda")
+    options = {"dropout_p": 0.3, "dropout_seed": torch.tensor(5, device="cuda")}
+    compiled = torch.compile(naive_attention, fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, **options), naive_attention(q, k, v, **options))
