@@ -6,7 +6,7 @@
 The signature is documented at `kernels.naive.naive_attention`, which does all of it the slow and obvious way.
 """
 
-from . import flash, library, naive  # each registers its backends
+from . import flash, history, library, naive  # each registers its backends
 from .registry import (
     ATTENTION,
     AttentionError,
@@ -37,6 +37,7 @@ __all__ = [
     "bind",
     "flash",
     "get_attention",
+    "history",
     "library",
     "naive",
     "register",

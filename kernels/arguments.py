@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from .registry import AttentionError
+from .registry import AttentionError, used_features
 
 BLOCK_MASK_SIZE = 128
 
@@ -98,6 +98,13 @@ def check_features(
                 f"block_mask must be (batch or 1, heads or 1, {tiles[0]}, {tiles[1]}), a bool for each "
                 f"{BLOCK_MASK_SIZE} x {BLOCK_MASK_SIZE} tile, got {shape}"
             )
+
+
+def refuse_features(name: str, features: dict[str, object]) -> None:
+    """`features`, the arguments that attention `name` does not have, must all mean "not used"."""
+    used = used_features(features)
+    if used:
+        raise AttentionError(f"attention={name} does not do {sorted(used)[0]}; attention=naive does")
 
 
 def _check_tensor(

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .arguments import check_dropout, check_inputs, check_scale
-from .registry import AttentionError, AttentionFn, AttentionRequest, register_attention, used_features
+from .arguments import check_dropout, check_inputs, check_scale, refuse_features
+from .registry import AttentionError, AttentionFn, AttentionRequest, register_attention
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -76,7 +76,7 @@ def _make_sdpa(name: str, backend: SDPBackend | None) -> AttentionFn:
         dropout_seed: int | torch.Tensor | None = None,
         **features: object,
     ) -> torch.Tensor:
-        _refuse_features(name, features)
+        refuse_features(name, features)
         check_inputs(q, k, v)
         check_dropout(dropout_p, dropout_seed)
         arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, backend)
@@ -90,12 +90,6 @@ def _make_sdpa(name: str, backend: SDPBackend | None) -> AttentionFn:
         "and errors as `naive_attention`, the others refused; the dropout mask is torch's own."
     )
     return attention
-
-
-def _refuse_features(name: str, features: dict[str, object]) -> None:
-    used = used_features(features)
-    if used:
-        raise AttentionError(f"attention={name} does not do {sorted(used)[0]}; attention=naive does")
 
 
 def _refuses_any(request: AttentionRequest) -> str | None:
@@ -167,7 +161,7 @@ def flex(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """torch's FlexAttention; arguments, result and errors as `naive_attention`, the others refused."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
-    _refuse_features("flex", features)
+    refuse_features("flex", features)
     check_inputs(q, k, v)
     from torch.nn.attention.flex_attention import AuxRequest
 

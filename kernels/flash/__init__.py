@@ -28,14 +28,15 @@ def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, inte
 
 def refuses(request: AttentionRequest) -> str | None:
     """Why our kernels cannot serve `request`, or None."""
+    return refuses_kernels(request) or refuses_tier(request) or request.unsupported(SUPPORTED)
+
+
+def refuses_kernels(request: AttentionRequest) -> str | None:
+    """Why no Triton kernel of ours can serve `request`, or None."""
     if importlib.util.find_spec("triton") is None:
         return "it needs triton, which is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return (
-        refuses_tier(request)
-        or refuses_inputs(request.device, request.dtype, request.head_dim, interpreted)
-        or request.unsupported(SUPPORTED)
-    )
+    return refuses_inputs(request.device, request.dtype, request.head_dim, interpreted)
 
 
 @register_attention("flash", refuses=refuses, lazy=True, tier=tier_of)

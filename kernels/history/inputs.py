@@ -1,0 +1,45 @@
+"""What the two attentions do with their arguments before a kernel sees them."""
+
+import torch
+
+from ..arguments import check_inputs, refuse_features
+from ..flash import refuses_inputs
+from ..flash.tiles import Tile, specify
+from ..launch import INTERPRETED
+from ..registry import AttentionError
+
+Tensor = torch.Tensor
+# float32 runs on the ordinary cores.
+SINGLE = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
+
+
+def prepared(
+    name: str, q: Tensor, k: Tensor, v: Tensor, features: dict[str, object]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with a last stride of 1 and as many heads each; AttentionError for what `name` cannot do."""
+    features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
+    refuse_features(name, features)
+    check_inputs(q, k, v)
+    if reason := refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED):
+        raise AttentionError(f"attention={name}: {reason}")
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
+
+
+def tile_of(tiles: dict[int, Tile], q: Tensor) -> Tile:
+    """The tile for q; tiles: by the largest head_dim they serve, in 16 bits."""
+    table = SINGLE if q.dtype is torch.float32 and not INTERPRETED else tiles
+    return next(tile for largest, tile in table.items() if q.shape[-1] <= largest)
+
+
+def compiled_for(tile: Tile, q: Tensor, causal: bool) -> dict[str, object]:
+    """A kernel's compile-time argument and Triton's options."""
+    spec = specify(tile, q.shape[-1], causal)
+    return {"SPEC": spec, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Of batch, head and row of each tensor (batch, heads, length, head_dim)."""
+    return [stride for x in tensors for stride in x.stride()[:3]]

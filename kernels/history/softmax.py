@@ -1,0 +1,144 @@
+"""The softmax of rows in three passes over them and, online, in two (Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+A sum of exponentials that is to be safe from overflow needs the row's maximum first (their Algorithm 2). Online
+softmax (Algorithm 3) keeps a sum that is right for the maximum so far, and corrects it when that grows: 3 memory
+accesses an element instead of 4. And where only the k largest are wanted, one pass does (Algorithm 4): 1 instead of 5
+of softmax and top-k one after the other. A row is taken to be too long for the chip, and is read anew in every pass.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..flash.rules import LOG2_E
+
+Tensor = torch.Tensor
+BLOCK = 4096  # elements of a row at a time, each lane with a maximum and a sum of its own
+WARPS = 8
+LOWEST = tl.constexpr(-3.0e38)  # below every element, and finite: -inf - -inf would be NaN
+
+
+def safe_softmax(x: Tensor) -> Tensor:
+    """softmax(x, dim=-1) of x (rows, length), like x, in three passes. Computed in float32; it has no gradient.
+
+    x: on a CUDA device, or wherever TRITON_INTERPRET=1 is set.
+    """
+    return _softmax(safe_kernel, x)
+
+
+def online_softmax(x: Tensor) -> Tensor:
+    """As `safe_softmax`, in two passes."""
+    return _softmax(online_kernel, x)
+
+
+def online_softmax_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of softmax(x, dim=-1), descending, and their int64 indices, each (rows, k), in one pass over x.
+
+    x: (rows, length), as in `safe_softmax`; 1 <= k <= length. Of equal elements any may be among the k.
+    """
+    x = x.contiguous()
+    rows, length = x.shape
+    slots = triton.next_power_of_2(k)
+    values, indices = x.new_empty(rows, slots), x.new_empty(rows, slots, dtype=torch.int64)
+    topk_kernel[(rows,)](x, values, indices, length, k, slots, _block(length), num_warps=WARPS)
+    values, order = values[:, :k].sort(descending=True)
+    return values, indices[:, :k].gather(1, order)
+
+
+def _softmax(kernel: triton.JITFunction, x: Tensor) -> Tensor:
+    x = x.contiguous()
+    rows, length = x.shape
+    out = torch.empty_like(x)
+    if x.numel():
+        kernel[(rows,)](x, out, length, _block(length), num_warps=WARPS)
+    return out
+
+
+def _block(length: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(length))
+
+
+@triton.jit
+def safe_kernel(X, Out, length, BLOCK: tl.constexpr):
+    """Grid (rows,)."""
+    X += tl.program_id(0).to(tl.int64) * length
+    Out += tl.program_id(0).to(tl.int64) * length
+    largest = tl.full([BLOCK], LOWEST, tl.float32)
+    for first in range(0, length, BLOCK):
+        largest = tl.maximum(largest, load_scaled(X, first, length, BLOCK))
+    row_max = tl.max(largest, 0)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, length, BLOCK):
+        sums += tl.exp2(load_scaled(X, first, length, BLOCK) - row_max)
+    write(X, Out, row_max, tl.sum(sums, 0), length, BLOCK)
+
+
+@triton.jit
+def online_kernel(X, Out, length, BLOCK: tl.constexpr):
+    """Grid (rows,)."""
+    X += tl.program_id(0).to(tl.int64) * length
+    Out += tl.program_id(0).to(tl.int64) * length
+    largest = tl.full([BLOCK], LOWEST, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, length, BLOCK):
+        largest, sums = online(largest, sums, load_scaled(X, first, length, BLOCK))
+    row_max, row_sum = merged(largest, sums)
+    write(X, Out, row_max, row_sum, length, BLOCK)
+
+
+@triton.jit
+def topk_kernel(X, Values, Indices, length, k, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows,). Values, Indices: (rows, SLOTS), the first k of each, in any order."""
+    row = tl.program_id(0).to(tl.int64)
+    X += row * length
+    largest = tl.full([BLOCK], LOWEST, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    slots = tl.arange(0, SLOTS)
+    values = tl.where(slots < k, float("-inf"), float("inf"))  # no element comes into a slot beyond k
+    indices = tl.full([SLOTS], 0, tl.int64)
+    for first in range(0, length, BLOCK):
+        x = load_scaled(X, first, length, BLOCK)
+        largest, sums = online(largest, sums, x)
+        # The best of this part of the row takes the place of the worst of the k, as long as it is better.
+        least = tl.min(values, 0)
+        best = tl.max(x, 0)
+        while best > least:
+            column, slot = tl.argmax(x, 0), tl.argmin(values, 0)
+            values = tl.where(slots == slot, best, values)
+            indices = tl.where(slots == slot, (first + column).to(tl.int64), indices)
+            x = tl.where(tl.arange(0, BLOCK) == column, float("-inf"), x)
+            least = tl.min(values, 0)
+            best = tl.max(x, 0)
+    row_max, row_sum = merged(largest, sums)
+    tl.store(Values + row * SLOTS + slots, tl.exp2(values - row_max) / row_sum, mask=slots < k)
+    tl.store(Indices + row * SLOTS + slots, indices, mask=slots < k)
+
+
+@triton.jit
+def online(largest, sums, x):
+    """The maximum and the sum of exponentials of each lane, with one element more."""
+    new_largest = tl.maximum(largest, x)
+    return new_largest, sums * tl.exp2(largest - new_largest) + tl.exp2(x - new_largest)
+
+
+@triton.jit
+def merged(largest, sums):
+    """Those of all lanes together."""
+    row_max = tl.max(largest, 0)
+    return row_max, tl.sum(sums * tl.exp2(largest - row_max), 0)
+
+
+@triton.jit
+def write(X, Out, row_max, row_sum, length, BLOCK: tl.constexpr):
+    """The last pass of both."""
+    for first in range(0, length, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        out = tl.exp2(load_scaled(X, first, length, BLOCK) - row_max) / row_sum
+        tl.store(Out + columns, out.to(Out.dtype.element_ty), mask=columns < length)
+
+
+@triton.jit
+def load_scaled(X, first, length, BLOCK: tl.constexpr):
+    """Elements of a row in base 2, -inf behind its end."""
+    columns = first + tl.arange(0, BLOCK)
+    return tl.load(X + columns, mask=columns < length, other=float("-inf")).to(tl.float32) * LOG2_E
