@@ -111,7 +111,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="traffic",
             title="FLOPs and memory traffic, standard against flash, and the tile size",
-            claims=("C3", "C6", "C29"),
+            claims=("C3", "C6", "C29", "C31"),
             needs="cpu",
             minutes=1.0,
             code=(
@@ -143,6 +143,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C5", "C10"),
             needs="cpu",
             minutes=1.0,
+            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/counting.py"),
+        ),
+        Experiment(
+            name="history",
+            title="the algorithms that led to flash: softmax passes, loop order, tiles, backward",
+            claims=("C4", "C18", "C19", "C21", "C22", "C27", "C28"),
+            needs="cpu",
+            minutes=1.5,
             code=(*_ATTENTION, "reproduce/attention.py", "reproduce/counting.py"),
         ),
         Experiment(

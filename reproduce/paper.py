@@ -1,6 +1,7 @@
 """Figures printed in the papers, as numbers.
 
 FA1: FlashAttention, arXiv 2205.14135 v2. FA2: FlashAttention-2, 2307.08691. FA3: FlashAttention-3, 2407.08608.
+OS: Online normalizer calculation for softmax, 1805.02867.
 """
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -36,6 +37,13 @@ FIGURE_2 = {
     "NeurIPS 2022": {"standard_gb": 35.3, "flash_gb": 4.4, "standard_ms": 35.1, "flash_ms": 11.7},
 }
 FIGURE_2_FLOPS_RATIO = 75.2 / 66.6
+# FA1 Figure 2 middle: keys of a tile (B_c) -> GB and ms of the forward, same shape as its left.
+FIGURE_2_TILES = {
+    64: {"gb": 6.58, "ms": 8.6},
+    128: {"gb": 3.36, "ms": 4.7},
+    256: {"gb": 1.74, "ms": 3.3},
+    512: {"gb": 0.94, "ms": 3.2},
+}
 # FA1 Figure 2 right: length 4096, share of non-zero blocks -> ms; dense 188 ms (read off the figure's vectors).
 FIGURE_2_SPARSE_MS = {10: 27, 20: 43, 30: 60, 40: 81, 50: 99, 60: 117, 70: 136, 80: 156, 90: 176}
 FIGURE_2_DENSE_MS = 188
@@ -47,6 +55,10 @@ BLOCK_SPARSE_SPEEDUP_64K = {"plain": 7492.85 / 50.39, "padding+dropout": 9341.30
 BLOCK_SPARSE_MS = dict(
     zip(LENGTHS, (0.74, 0.77, 0.82, 0.88, 1.71, 3.21, 6.56, 12.60, 24.93, 50.39), strict=True)
 )
+
+# OS Figure 3, batch 4000: length and, by k, the time of safe softmax and then top-k over both in one pass.
+TOPK_LENGTH = 25000
+TOPK_SPEEDUP = {5: 5.0, 10: 3.5, 15: 2.0, 30: 1.4}
 
 TOKENS_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # FA2 Figure 7, H100, forward and backward, TFLOP/s; 16k tokens, hidden 2048: (head_dim, causal) -> series -> length.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .claims import CLAIMS, Claim
 from .experiment import EXPERIMENTS, NOT_MEASURED, STATUSES, Results, Verdict
-from .results import code_hash, read_all
+from .results import changed_since, read_all
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 MARKS = {"reproduced": "good", "not reproduced": "bad", "not comparable": "grey", "not measured": "none"}
@@ -57,8 +57,8 @@ def build(directory: Path) -> Page:
         where = f"{experiment.name} on {document['device']}"
         if document["state"] != "complete":
             page.notes.append(f"{where} is partial: it was interrupted or ran out of time")
-        if document["code"] != code_hash(experiment):
-            page.notes.append(f"{where} was made by other code than this checkout's; run it again")
+        if changed := changed_since(document):
+            page.notes.append(f"{where} was run before {_listed(changed)} changed; run it again")
         # One bad document must not take the others' rows with it.
         try:
             for verdict in experiment.module.judge(document):
@@ -72,6 +72,13 @@ def build(directory: Path) -> Page:
     for name, claim in CLAIMS.items():
         page.verdicts[name] += _missing(claim, page)
     return page
+
+
+def _listed(files: list[str], most: int = 6) -> str:
+    """Their names; of many the first, and how many more."""
+    rest = len(files) - most
+    names = files if rest <= 1 else [*files[:most], f"{rest} other files"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _draw(module: object, document: Results, directory: Path) -> Path | None:

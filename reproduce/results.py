@@ -4,8 +4,8 @@
     results/<device>/<name>.partial.json     a run that was interrupted or ran out of time; the next run goes on
     results/<device>/<name>.svg              its picture
 
-A document says what made it: command, environment, settings and a hash of the code. A run goes on from a partial
-document, and is not repeated after a complete one, only if those are the same.
+A document says what made it: command, environment, settings, and each file of code with its hash. A run goes on from
+a partial document, and is not repeated after a complete one, only if those are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .experiment import EXPERIMENTS, Experiment, OutOfTime, ReproduceError, Resu
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1  # of the document; a file of another version is left alone and not read
+VERSION = 2  # of the document; a file of another version is left alone and not read
 ROOT = Path(__file__).parents[1]
 
 
@@ -35,14 +35,22 @@ def slug(device_name: str) -> str:
     )
 
 
-def code_hash(experiment: Experiment) -> str:
-    """Of the source files that the experiment's figures depend on, so that uncommitted changes count too."""
-    digest = hashlib.sha256()
+def code_of(experiment: Experiment) -> dict[str, str]:
+    """The source files that the experiment's figures depend on, with their hashes."""
+    files: list[Path] = []
     for name in (*experiment.code, f"reproduce/{experiment.name}.py"):
         path = ROOT / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return {file.relative_to(ROOT).as_posix(): _hash(file) for file in files}
+
+
+def changed_since(document: Results) -> list[str]:
+    """The files that made a document and are other ones now. A new file counts by those that import it."""
+    return [name for name, before in document["code"].items() if _hash(ROOT / name) != before]
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
 
 class Store:
@@ -84,7 +92,7 @@ class Store:
             "device": record["device_name"],
             "command": ["python", "-m", "reproduce", *command],
             "commit": record["commit"],
-            "code": code_hash(experiment),
+            "code": code_of(experiment),
             "settings": json.loads(json.dumps(asdict(settings))),
             "environment": record,
             "date": time.strftime("%Y-%m-%d"),
@@ -103,9 +111,9 @@ class Store:
             self.earlier_seconds = earlier["seconds"]
 
     def _same(self, other: Results | None) -> Results | None:
-        keys = ("code", "settings", "device", "tiny")
+        keys = ("settings", "device", "tiny")
         versions = ("torch", "triton")
-        if other is None or any(other[key] != self.document[key] for key in keys):
+        if other is None or changed_since(other) or any(other[key] != self.document[key] for key in keys):
             return None
         same = all(other["environment"][key] == self.document["environment"][key] for key in versions)
         return other if same else None

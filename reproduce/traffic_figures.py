@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 from . import counting, paper, plots
@@ -126,11 +127,12 @@ def _draw_passes(axis: plots.Axes, sample: Sample) -> None:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """C3, C6 and C29."""
+    """C3, C6, C29 and C31."""
     return [
         *_judge_counts(results),
         *_judge_formula(results),
         *_judge_times(results),
+        *_judge_tiles(results),
         *_judge_passes(results),
         *_judge_counters(results),
     ]
@@ -204,6 +206,21 @@ def _judge_times(results: Results) -> list[Verdict]:
             figures = ("3.0x (arXiv: 5.7x)", f"{ratio:.1f}x", ratio / 3.0, ratio >= 3.0)
             verdicts.append(judged("C3", what, *figures, why, results["device"]))
     return verdicts
+
+
+def _judge_tiles(results: Results) -> list[Verdict]:
+    """C31: a tile of fewer queries stands for a smaller chip."""
+    standard = [milliseconds(s, BASELINE, "forward") for s in pick(results, kind="time", mask="plain")]
+    sweep = sorted(pick(results, kind="tile time"), key=lambda s: s["block_m"])
+    if not standard or len(sweep) < 2:
+        return []
+    gains = [standard[0] / statistics.median(s["ms"]) for s in sweep]
+    shrinks = all(small <= 1.05 * large for small, large in pairwise(gains)) and gains[0] < 0.5 * max(gains)
+    tiles = ", ".join(str(s["block_m"]) for s in sweep)
+    figures = ("lower on a T4 than on an A100", ", ".join(f"{gain:.1f}x" for gain in gains), None, shrinks)
+    why = "the portable kernel; below 64 queries a tile also falls from Hopper's tensor core instruction to Ampere's"
+    what = f"time standard/flash, forward, tiles of {tiles} queries"
+    return [judged("C31", what, *figures, why, results["device"])]
 
 
 def _judge_passes(results: Results) -> list[Verdict]:

@@ -14,12 +14,12 @@ from ..flash.memory import load_rows, load_vector, store_rows
 from ..flash.tiles import Tile
 from ..operators import NAMESPACE
 from .inputs import compiled_for, prepared, strides, tile_of
-from .scores import LOWEST, scores_of
+from .scores import LOWEST, seen
 
 Tensor = torch.Tensor
 # By the largest head_dim they serve.
 FORWARD = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
-BACKWARD = {64: Tile(64, 64, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(16, 32, 8, 1)}
+BACKWARD = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
 
 def flash1_attention(
@@ -133,7 +133,9 @@ def forward_kernel(
             out = load_rows(Out, first_row, written, stride_om, SPEC, SPEC.BLOCK_M, True).to(tl.float32)
             row_max = load_vector(RowMax, first_row, written, SPEC.BLOCK_M, LOWEST)
             row_sum = load_vector(RowSum, first_row, written, SPEC.BLOCK_M)
-            scores = scores_of(q, k, first_row, first_key, q_len, kv_len, scale, SPEC)
+            rows, keys = first_row + tl.arange(0, SPEC.BLOCK_M), first_key + tl.arange(0, SPEC.BLOCK_N)
+            products = tl.dot(q, k.T, input_precision="ieee")
+            scores = seen(products, rows[:, None], keys[None, :], q_len, kv_len, scale, SPEC)
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             p = tl.exp2(scores - new_max[:, None])
             before = row_sum * tl.exp2(row_max - new_max)
@@ -141,7 +143,6 @@ def forward_kernel(
             share = tl.where(new_sum == 0, 1.0, new_sum)  # 0 of a query that has seen nothing
             out = tl.dot(p.to(v.dtype), v, out * before[:, None], input_precision="ieee") / share[:, None]
             store_rows(Out, out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
-            rows = first_row + tl.arange(0, SPEC.BLOCK_M)
             tl.store(RowMax + rows, new_max, mask=rows < q_len)
             tl.store(RowSum + rows, new_sum, mask=rows < q_len)
         tl.debug_barrier()  # what one thread wrote another may read
@@ -155,7 +156,10 @@ def backward_kernel(
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     q_len, kv_len, scale, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch). Five matrix products a tile; DQ is float32."""
+    """Grid (heads, batch). Five matrix products a tile; DQ is float32.
+
+    No product takes the transpose of another's result, which Triton 3.6.0 gets wrong on Hopper.
+    """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     Q += batch * stride_qb + head * stride_qh
     K += batch * stride_kb + head * stride_kh
@@ -170,8 +174,8 @@ def backward_kernel(
     for first_key in range(0, kv_len, SPEC.BLOCK_N):
         k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, True)
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, True)
-        dk = tl.zeros([SPEC.BLOCK_N, SPEC.BLOCK_D], tl.float32)
-        dv = tl.zeros([SPEC.BLOCK_N, SPEC.BLOCK_D], tl.float32)
+        dk_t = tl.zeros([SPEC.BLOCK_D, SPEC.BLOCK_N], tl.float32)
+        dv_t = tl.zeros([SPEC.BLOCK_D, SPEC.BLOCK_N], tl.float32)
         written = tl.where(first_key > 0, q_len, 0)
         for first_row in range(first_query(first_key, q_len, kv_len, SPEC), q_len, SPEC.BLOCK_M):
             q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
@@ -181,17 +185,19 @@ def backward_kernel(
             row_max = load_vector(RowMax, first_row, q_len, SPEC.BLOCK_M)
             row_sum = load_vector(RowSum, first_row, q_len, SPEC.BLOCK_M)
             share = tl.where(row_sum == 0, 1.0, row_sum)  # 0 also of a query beyond q_len
-            scores = scores_of(q, k, first_row, first_key, q_len, kv_len, scale, SPEC)
+            rows, keys = first_row + tl.arange(0, SPEC.BLOCK_M), first_key + tl.arange(0, SPEC.BLOCK_N)
+            products = tl.dot(q, k.T, input_precision="ieee")
+            scores = seen(products, rows[:, None], keys[None, :], q_len, kv_len, scale, SPEC)
             p = tl.exp2(scores - row_max[:, None]) / share[:, None]
-            dv = tl.dot(tl.trans(p.to(d_out.dtype)), d_out, dv, input_precision="ieee")
-            dp = tl.dot(d_out, v.T, input_precision="ieee")
+            dv_t = tl.dot(d_out.T, p.to(d_out.dtype), dv_t, input_precision="ieee")
             delta = tl.sum(out * d_out.to(tl.float32), 1)
-            ds = (p * (dp - delta[:, None]) * scale).to(q.dtype)
+            ds = p * (tl.dot(d_out, v.T, input_precision="ieee") - delta[:, None]) * scale
+            ds = ds.to(q.dtype)
+            dk_t = tl.dot(q.T, ds, dk_t, input_precision="ieee")
             dq = tl.dot(ds, k, dq, input_precision="ieee")
-            dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
             store_rows(DQ, dq, first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
-        store_rows(DK, dk, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
-        store_rows(DV, dv, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
+        store_rows(DK, dk_t.T, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
+        store_rows(DV, dv_t.T, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
         tl.debug_barrier()
 
 

@@ -9,7 +9,8 @@ from ..launch import INTERPRETED
 from ..registry import AttentionError
 
 Tensor = torch.Tensor
-# float32 runs on the ordinary cores.
+# float32 runs on the ordinary cores. In the interpreter time is spent per tile.
+INTERPRETER = Tile(64, 64, 4, 1)
 SINGLE = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
 
@@ -30,7 +31,9 @@ def prepared(
 
 def tile_of(tiles: dict[int, Tile], q: Tensor) -> Tile:
     """The tile for q; tiles: by the largest head_dim they serve, in 16 bits."""
-    table = SINGLE if q.dtype is torch.float32 and not INTERPRETED else tiles
+    if INTERPRETED:
+        return INTERPRETER
+    table = SINGLE if q.dtype is torch.float32 else tiles
     return next(tile for largest, tile in table.items() if q.shape[-1] <= largest)
 
 

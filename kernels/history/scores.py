@@ -20,9 +20,8 @@ def last_key(row, q_len, kv_len, SPEC: tl.constexpr):
 
 
 @triton.jit
-def scores_of(q, k, first_row, first_key, q_len, kv_len, scale, SPEC: tl.constexpr):
-    """q k^T * scale in base 2, -inf for the keys that a query does not see."""
-    rows = first_row + tl.arange(0, SPEC.BLOCK_M)[:, None]
-    keys = first_key + tl.arange(0, SPEC.BLOCK_N)[None, :]
-    scores = tl.dot(q, k.T, input_precision="ieee") * (scale * LOG2_E)
+def seen(products, rows, keys, q_len, kv_len, scale, SPEC: tl.constexpr):
+    """Scores in base 2 of q k^T, or of its transpose: rows and keys broadcast against it. -inf where a query does not
+    see the key."""
+    scores = products * (scale * LOG2_E)
     return tl.where(keys < last_key(rows, q_len, kv_len, SPEC), scores, float("-inf"))

@@ -15,12 +15,12 @@ from ..flash.memory import load_rows, load_vector, store_rows
 from ..flash.tiles import Tile
 from ..operators import NAMESPACE
 from .inputs import compiled_for, prepared, strides, tile_of
-from .scores import LOWEST, last_key, scores_of
+from .scores import LOWEST, last_key, seen
 
 Tensor = torch.Tensor
 # By the largest head_dim they serve.
 FORWARD = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)}
-BACKWARD = {64: Tile(64, 64, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(16, 32, 8, 1)}
+BACKWARD = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
 
 def two_pass_attention(
@@ -111,6 +111,7 @@ def forward_kernel(
     Lse += (batch * tl.num_programs(1) + head) * q_len
     step = tl.num_programs(0) * SPEC.BLOCK_M
     for first_row in range(tl.program_id(0) * SPEC.BLOCK_M, q_len, step):
+        rows = first_row + tl.arange(0, SPEC.BLOCK_M)
         q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
         end = last_key(first_row + SPEC.BLOCK_M - 1, q_len, kv_len, SPEC)
 
@@ -118,7 +119,7 @@ def forward_kernel(
         row_sum = tl.zeros([SPEC.BLOCK_M], tl.float32)
         for first_key in range(0, end, SPEC.BLOCK_N):
             k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, True)
-            scores = scores_of(q, k, first_row, first_key, q_len, kv_len, scale, SPEC)
+            scores = scores_of(q, k, rows, first_key, q_len, kv_len, scale, SPEC)
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             row_sum = row_sum * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(scores - new_max[:, None]), 1)
             row_max = new_max
@@ -129,10 +130,9 @@ def forward_kernel(
         for first_key in range(0, end, SPEC.BLOCK_N):
             k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, True)
             v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, True)
-            p = tl.exp2(scores_of(q, k, first_row, first_key, q_len, kv_len, scale, SPEC) - lse[:, None])
+            p = tl.exp2(scores_of(q, k, rows, first_key, q_len, kv_len, scale, SPEC) - lse[:, None])
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         store_rows(Out, acc, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
-        rows = first_row + tl.arange(0, SPEC.BLOCK_M)
         tl.store(Lse + rows, lse, mask=rows < q_len)
 
 
@@ -144,7 +144,9 @@ def backward_kernel(
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     q_len, kv_len, scale, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch). Seven matrix products a tile; DK and DV are float32 and begin as zeros."""
+    """Grid (heads, batch). Seven matrix products a tile, of the transposed scores; DK and DV are float32 and begin as
+    zeros. No product takes the transpose of another's result, which Triton 3.6.0 gets wrong on Hopper.
+    """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     Q += batch * stride_qb + head * stride_qh
     K += batch * stride_kb + head * stride_kh
@@ -155,6 +157,7 @@ def backward_kernel(
     DV += batch * stride_dvb + head * stride_dvh
     Lse += (batch * tl.num_programs(0) + head) * q_len
     for first_row in range(0, q_len, SPEC.BLOCK_M):
+        rows = first_row + tl.arange(0, SPEC.BLOCK_M)
         q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
         d_out = load_rows(DOut, first_row, q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
         lse = load_vector(Lse, first_row, q_len, SPEC.BLOCK_M)
@@ -165,22 +168,36 @@ def backward_kernel(
             k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, True)
             v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, True)
             dv = load_rows(DV, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N, True)
-            p = tl.exp2(scores_of(q, k, first_row, first_key, q_len, kv_len, scale, SPEC) - lse[:, None])
-            dp = tl.dot(d_out, v.T, input_precision="ieee")
-            delta += tl.sum(p * dp, 1)
-            dv = tl.dot(tl.trans(p.to(d_out.dtype)), d_out, dv, input_precision="ieee")
+            p_t = tl.exp2(scores_t_of(q, k, rows, first_key, q_len, kv_len, scale, SPEC) - lse[None, :])
+            delta += tl.sum(p_t * tl.dot(v, d_out.T, input_precision="ieee"), 0)
+            dv = tl.dot(p_t.to(d_out.dtype), d_out, dv, input_precision="ieee")
             store_rows(DV, dv, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
 
-        dq = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
+        dq_t = tl.zeros([SPEC.BLOCK_D, SPEC.BLOCK_M], tl.float32)
         for first_key in range(0, end, SPEC.BLOCK_N):
             k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, True)
             v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, True)
             dk = load_rows(DK, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N, True)
-            p = tl.exp2(scores_of(q, k, first_row, first_key, q_len, kv_len, scale, SPEC) - lse[:, None])
-            dp = tl.dot(d_out, v.T, input_precision="ieee")
-            ds = (p * (dp - delta[:, None]) * scale).to(q.dtype)
-            dq = tl.dot(ds, k, dq, input_precision="ieee")
-            dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
+            p_t = tl.exp2(scores_t_of(q, k, rows, first_key, q_len, kv_len, scale, SPEC) - lse[None, :])
+            ds_t = p_t * (tl.dot(v, d_out.T, input_precision="ieee") - delta[None, :]) * scale
+            dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
+            dq_t = tl.dot(k.T, ds_t.to(k.dtype), dq_t, input_precision="ieee")
             store_rows(DK, dk, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
-        store_rows(DQ, dq, first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
+        store_rows(DQ, dq_t.T, first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
         tl.debug_barrier()  # the next queries add to what these threads wrote
+
+
+@triton.jit
+def scores_of(q, k, rows, first_key, q_len, kv_len, scale, SPEC: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) scores in base 2."""
+    keys = first_key + tl.arange(0, SPEC.BLOCK_N)
+    products = tl.dot(q, k.T, input_precision="ieee")
+    return seen(products, rows[:, None], keys[None, :], q_len, kv_len, scale, SPEC)
+
+
+@triton.jit
+def scores_t_of(q, k, rows, first_key, q_len, kv_len, scale, SPEC: tl.constexpr):
+    """(BLOCK_N, BLOCK_M) scores in base 2."""
+    keys = first_key + tl.arange(0, SPEC.BLOCK_N)
+    products_t = tl.dot(k, q.T, input_precision="ieee")
+    return seen(products_t, rows[None, :], keys[:, None], q_len, kv_len, scale, SPEC)

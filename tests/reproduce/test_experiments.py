@@ -34,7 +34,7 @@ def document(directory: Path, name: str) -> dict:
     return json.loads((directory / FOLDER / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse"])
+@pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse", "history"])
 def test_the_tiny_form_runs_to_the_end(name, tmp_path):
     assert run(tmp_path, name) == 0
     results = document(tmp_path, name)

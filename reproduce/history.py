@@ -1,0 +1,282 @@
+"""What each step from the softmax of a textbook to FlashAttention-2 saves: the algorithms of `kernels.history` beside
+each other and beside `kernels.flash`.
+
+    softmax     safe in three passes, online in two; with top-k in one (Online normalizer calculation, Figures 1-4)
+    tiles       FlashAttention's own loop order against the size of its tiles (FlashAttention, Figure 2 middle)
+    backward    delta in a pass of its own, or from dO * O (FlashAttention, Algorithm 4); what is saved for it
+    order       keys outside against queries outside (FlashAttention-2, Figures 4-7); one program a head or many
+
+A CPU counts the memory accesses, products and saved bytes of one head or row. A GPU times the papers' shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from kernels import AttentionError, get_attention, resolve_attention
+from kernels.flash.tiles import Tile
+from kernels.launch import processors
+
+from . import counting, timing
+from .attention import Inputs, Workload, attend_with, check
+from .experiment import Options, Sample
+from .history_figures import draw, judge, table
+
+__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+
+ATTENTIONS = ("two_pass", "flash1", "flash")
+
+
+@dataclass(frozen=True)
+class Settings:
+    # Of what is counted, one head of head_dim 64; and of the tiles that are timed.
+    length: int = 1024
+    # Keys of FlashAttention's tile, the paper's B_c. Beside 256 or more only 32 queries fit into registers.
+    tile_keys: tuple[int, ...] = (64, 128, 256, 512)
+    # Elements of a row of the softmax that is counted.
+    counted_row: int = 10000
+    # The paper's rows and lengths, and longer ones: today's L2 cache holds 4000 rows of 4000.
+    rows: tuple[int, ...] = (4000, 10)
+    row_lengths: tuple[int, ...] = (1000, 4000, 10000, 25000, 100000)
+    top: tuple[int, ...] = (5, 10, 15, 30)
+    # FlashAttention-2's workload, 16k tokens and hidden 2048, in order of worth.
+    lengths: tuple[int, ...] = (1024, 4096, 16384, 512, 2048, 8192)
+    head_dims: tuple[int, ...] = (64, 128)
+    # Heads of one sequence of 16384 tokens.
+    heads: tuple[int, ...] = (1, 2, 4, 8, 32, 128)
+    # Per competitor, for what a GPU times.
+    seconds: float = 0.15
+
+
+TINY = Settings(
+    length=128, tile_keys=(64,), counted_row=100, rows=(2,), row_lengths=(100,), top=(3,), lengths=(64,),
+    head_dims=(32,), heads=(1,), seconds=0.0,
+)  # fmt: skip
+
+
+def run(options: Options) -> None:
+    """See `experiment`."""
+    if options.device.type == "cpu":
+        _count(options)
+    if options.device.type == "cuda" or options.tiny:
+        _time(options)
+
+
+# ---- what a CPU counts ----------------------------------------------------------------------------
+
+
+def _count(options: Options) -> None:
+    settings = options.settings
+    for name in ("safe", "online", "safe, top-k", "online, top-k", "online with top-k"):
+        options.sample(
+            lambda n=name: count_softmax(n, settings.counted_row, settings.top[0]),
+            kind="softmax count", softmax=name, length=settings.counted_row,
+        )  # fmt: skip
+    workload = Workload("figure2", 1, 1, settings.length, 64, False)
+    for keys in settings.tile_keys:
+        options.sample(
+            lambda n=keys: count_tile(tile_of(n), workload), kind="tile count", keys=keys, **asdict(workload)
+        )
+    workload = replace(workload, length=settings.length // 4)
+    for backend in ATTENTIONS:
+        options.sample(
+            lambda b=backend: count_backward(b, workload), kind="backward count", backend=backend,
+            **asdict(workload),
+        )  # fmt: skip
+        options.sample(
+            lambda b=backend: check(b, workload, torch.float16, options.device), kind="check", backend=backend
+        )
+
+
+def softmaxes(k: int) -> dict[str, Callable[[torch.Tensor], object]]:
+    """The contenders by name, as functions of (rows, length)."""
+    from kernels.history.softmax import online_softmax, online_softmax_topk, safe_softmax
+
+    return {
+        "safe": safe_softmax,
+        "online": online_softmax,
+        "safe, top-k": lambda x: safe_softmax(x).topk(k),
+        "online, top-k": lambda x: online_softmax(x).topk(k),
+        "online with top-k": lambda x: online_softmax_topk(x, k),
+    }
+
+
+def count_softmax(name: str, length: int, k: int) -> Sample:
+    """{"accesses"}: of memory, an element of a float32 row."""
+    softmax, x = softmaxes(k)[name], torch.randn(1, length)
+    with counting.counting() as traffic:
+        softmax(x)
+    return {"accesses": (traffic.read + traffic.written) / x.nbytes, "k": k}
+
+
+def tile_of(keys: int) -> Tile:
+    """FlashAttention's forward tile of so many keys; the warps are those that spill least on sm_90."""
+    return (
+        Tile(64, keys, 4 if keys <= 64 else 8, 1) if keys < 256 else Tile(32, keys, 4 if keys < 512 else 8, 1)
+    )
+
+
+def _flash1_forward(tile: Tile, inputs: Inputs) -> torch.Tensor:
+    from kernels.history.flash1 import forward_with
+
+    workload = inputs.workload
+    q, k, v = (x.detach() for x in inputs.qkv)
+    return forward_with(tile, q, k, v, workload.causal, workload.head_dim**-0.5)[0]
+
+
+def count_tile(tile: Tile, workload: Workload) -> Sample:
+    """{"bytes"}: read and written by FlashAttention's forward, of which {"statistics"} maximum and sum."""
+    inputs = Inputs(workload, torch.float16, torch.device("cpu"))
+    with counting.counting() as traffic:
+        _flash1_forward(tile, inputs)
+    passes = -(-workload.length // tile.block_n)
+    return {
+        "bytes": traffic.read + traffic.written,
+        "statistics": 2 * 4 * workload.length * (2 * passes - 1),  # float32; the first pass has none to read
+        "tile": (tile.block_m, tile.block_n),
+    }
+
+
+def count_backward(backend: str, workload: Workload) -> Sample:
+    """{"products", "saved"}: matrix products of the backward, of length^2 * head_dim multiply-adds each, and bytes of
+    statistics that are saved for it, a query."""
+    inputs = Inputs(workload, torch.float16, torch.device("cpu"))
+    saved: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attend_with(backend)(inputs, 0)
+    with counting.counting() as traffic:
+        torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+    statistics = [x for x in saved if x.shape == out.shape[:3]]
+    queries = workload.batch * workload.heads * workload.length
+    return {
+        "products": traffic.flops / (2 * queries * workload.length * workload.head_dim),
+        "saved": sum(x.nbytes for x in statistics) / queries,
+    }
+
+
+# ---- what a GPU times -----------------------------------------------------------------------------
+
+
+def _time(options: Options) -> None:
+    settings = options.settings
+    batch, heads, tokens, hidden = (1, 1, 64, 32) if options.tiny else (64, 16, 16384, 2048)
+    for length in settings.lengths:
+        for head_dim in settings.head_dims:
+            for causal in (False, True):
+                shape = (tokens // length, hidden // head_dim, length, head_dim)
+                workload = Workload("fa2", *shape, causal)
+                options.sample(lambda w=workload: time_order(w, options), kind="order", **asdict(workload))
+    for length in (settings.length,) if options.tiny else (settings.length, 8 * settings.length):
+        workload = Workload("figure2", max(1, batch * settings.length // length), heads, length, 64, False)
+        options.sample(lambda w=workload: time_tiles(w, options), kind="tiles", **asdict(workload))
+    for heads in settings.heads:
+        workload = Workload("programs", 1, heads, tokens, 64, False)
+        options.sample(lambda w=workload: time_programs(w, options), kind="programs", **asdict(workload))
+    for rows in settings.rows:
+        for length in settings.row_lengths:
+            for k in settings.top:
+                options.sample(
+                    lambda r=rows, n=length, k=k: time_softmax(r, n, k, options),
+                    kind="softmax", rows=rows, length=length, k=k,
+                )  # fmt: skip
+
+
+def _timed(
+    calls: dict[str, Callable[[int], Iterator[None]]], options: Options
+) -> dict[str, list[list[float]]]:
+    rounds = (1, 1) if options.tiny else (3, 100)
+    warmup = 0 if options.tiny else 3
+    return timing.time_alternating(
+        calls, options.device, seconds=options.settings.seconds, warmup=warmup, rounds=rounds
+    )
+
+
+def time_order(workload: Workload, options: Options) -> Sample:
+    """{"ms": {attention: {"forward", "backward"}}}; "flash, portable" is the one in Triton on a Hopper GPU too."""
+    device, dtype = options.device, torch.float16
+    request = {"device": device, "dtype": dtype, "head_dim": workload.head_dim}
+    attentions = {name: resolve_attention(name, **request)[1] for name in ATTENTIONS}
+    attentions["flash, portable"] = functools.partial(get_attention("flash"), tier="triton")
+    for name in ATTENTIONS:
+        if not check(name, workload, dtype, device)["passed"]:
+            raise AttentionError(f"{name} is wrong here, so nothing is timed")
+    sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(workload.bytes, device))]
+
+    def call_of(attention: Callable[..., torch.Tensor]) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            inputs = sets[number % len(sets)]
+            out = attention(*inputs.qkv, causal=workload.causal)
+            yield
+            torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+            yield
+
+        return call
+
+    samples = _timed({name: call_of(attention) for name, attention in attentions.items()}, options)
+    return {
+        "ms": {n: dict(zip(("forward", "backward"), phases, strict=True)) for n, phases in samples.items()}
+    }
+
+
+def time_tiles(workload: Workload, options: Options) -> Sample:
+    """{"ms": {keys of a tile: [...]}} of FlashAttention's forward."""
+    sets = [
+        Inputs(workload, torch.float16, options.device)
+        for _ in range(timing.input_sets(workload.bytes, options.device))
+    ]
+
+    def call_of(tile: Tile) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            _flash1_forward(tile, sets[number % len(sets)])
+            yield
+
+        return call
+
+    samples = _timed({str(keys): call_of(tile_of(keys)) for keys in options.settings.tile_keys}, options)
+    return {"ms": {name: phases[0] for name, phases in samples.items()}}
+
+
+def time_programs(workload: Workload, options: Options) -> Sample:
+    """{"ms": {"one", "many"}, "processors"}: the two-pass forward with one program a head, and with one a tile."""
+    from kernels.history.two_pass import forward_in
+
+    inputs = Inputs(workload, torch.float16, options.device)
+    q, k, v = (x.detach() for x in inputs.qkv)
+
+    def call_of(programs: int | None) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            forward_in(programs, q, k, v, workload.causal, workload.head_dim**-0.5)
+            yield
+
+        return call
+
+    samples = _timed({"one": call_of(1), "many": call_of(None)}, options)
+    milliseconds = {name: phases[0] for name, phases in samples.items()}
+    return {"ms": milliseconds, "processors": processors(options.device)}
+
+
+def time_softmax(rows: int, length: int, k: int, options: Options) -> Sample:
+    """{"ms": {softmax: [...]}} of float32 rows."""
+    device = options.device
+    sets = [
+        torch.randn(rows, length, device=device) for _ in range(timing.input_sets(8 * rows * length, device))
+    ]
+
+    def call_of(softmax: Callable[[torch.Tensor], object]) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            softmax(sets[number % len(sets)])
+            yield
+
+        return call
+
+    samples = _timed({name: call_of(softmax) for name, softmax in softmaxes(k).items()}, options)
+    return {"ms": {name: phases[0] for name, phases in samples.items()}}

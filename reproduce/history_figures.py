@@ -1,0 +1,309 @@
+"""The history experiment's table, picture and verdicts."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from . import paper, plots
+from .attention_figures import milliseconds
+from .experiment import Results, Sample, Verdict, judged, pick, text_table
+
+# FlashAttention's Figure 2: batch 64, 16 heads.
+PAPER_HEADS = 1024
+PORTABLE = "flash, portable"
+COUNTED = "counted on one head"
+
+
+def table(results: Results) -> str:
+    """What was counted, then what was timed."""
+    parts = []
+    rows = [[s["softmax"], f"{s['accesses']:.2f}"] for s in pick(results, kind="softmax count")]
+    if rows:
+        parts.append(text_table(["softmax", "memory accesses an element, counted"], rows))
+    rows = [
+        [f"{s['keys']} keys", f"{s['bytes'] / 1e6:.3f}", f"{_formula(s) / 1e6:.3f}"]
+        for s in pick(results, kind="tile count")
+    ]
+    if rows:
+        parts.append(text_table(["flash1 forward, tiles of", "MB, one head, counted", "formula"], rows))
+    rows = [
+        [s["backend"], f"{s['products']:.2f}", f"{s['saved']:.0f}"]
+        for s in pick(results, kind="backward count")
+    ]
+    if rows:
+        parts.append(text_table(["backward", "matrix products, counted", "bytes saved a query"], rows))
+    for sample in pick(results, kind="order"):
+        shape = f"n{sample['length']} d{sample['head_dim']}" + (" causal" if sample["causal"] else "")
+        times = ", ".join(
+            f"{name} {milliseconds(sample, name, 'forward'):.3g} + {milliseconds(sample, name, 'backward'):.3g}"
+            for name in sample["ms"]
+        )
+        parts.append(f"forward + backward ms, {shape}: {times}")
+    for kind, what in (
+        ("tiles", "flash1 forward ms by keys"),
+        ("programs", "two_pass forward ms by programs"),
+    ):
+        for sample in pick(results, kind=kind):
+            times = ", ".join(f"{name} {ms:.3g}" for name, ms in _medians(sample).items())
+            parts.append(f"{what}, n{sample['length']} b{sample['batch']} h{sample['heads']}: {times}")
+    for sample in pick(results, kind="softmax"):
+        times = ", ".join(f"{name} {ms:.3g}" for name, ms in _medians(sample).items())
+        parts.append(f"softmax ms, {sample['rows']} x {sample['length']}, k {sample['k']}: {times}")
+    return "\n".join(parts)
+
+
+def _medians(sample: Sample) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in sample["ms"].items()}
+
+
+def _formula(sample: Sample) -> int:
+    """(3 T_c + 1) N d elements: K and V once, Q and O for each of T_c tiles of keys, O again but for the first."""
+    passes = -(-sample["length"] // sample["tile"][1])
+    return (3 * passes + 1) * sample["length"] * sample["head_dim"] * 2
+
+
+def draw(results: Results, path: Path) -> None:
+    """Accesses of the softmax, the tile of FlashAttention, and the loop order, as far as there are figures."""
+    softmax, tiles = pick(results, kind="softmax count"), pick(results, kind="tile count")
+    products, order = pick(results, kind="backward count"), pick(results, kind="order", head_dim=64)
+    timed, rows = pick(results, kind="tiles"), pick(results, kind="softmax", k=5)
+    panels = sum(map(bool, (softmax, tiles, products, order, timed, rows)))
+    with plots.picture(path, max(1, panels), title=f"The road to flash, {results['device']}") as axes:
+        free = iter(axes)
+        if softmax:
+            bars = {s["softmax"]: s["accesses"] for s in softmax}
+            _draw_bars(next(free), bars, "Softmax of a long row", "memory accesses an element, counted")
+        if tiles:
+            _draw_tiles(next(free), tiles)
+        if products:
+            bars = {s["backend"]: s["products"] for s in products}
+            _draw_bars(next(free), bars, "Backward", "matrix products, counted")
+        if timed:
+            axis = next(free)
+            for sample in timed:
+                axis.plot(
+                    *zip(*_medians(sample).items(), strict=True), "o-", label=f"{sample['length']} tokens"
+                )
+            _label(axis, "FlashAttention's forward", "keys of a tile", "ms")
+        if order:
+            _draw_order(next(free), order)
+        if rows:
+            _draw_softmax(next(free), rows)
+
+
+def _label(axis: plots.Axes, title: str, across: str, up: str) -> None:
+    axis.set_title(title)
+    axis.set_xlabel(across)
+    axis.set_ylabel(up)
+    plots.legend(axis)
+
+
+def _draw_bars(axis: plots.Axes, values: dict[str, float], title: str, unit: str) -> None:
+    names = list(values)[::-1]
+    bars = axis.barh(names, [values[name] for name in names])
+    axis.bar_label(bars, fmt="%.3g", padding=3)
+    axis.grid(visible=False, axis="y")
+    axis.set_xlim(0, 1.15 * max(values.values()))
+    _label(axis, title, unit, "")
+
+
+def _draw_tiles(axis: plots.Axes, samples: list[Sample]) -> None:
+    keys = [s["keys"] for s in samples]
+    axis.plot(keys, [s["bytes"] * PAPER_HEADS / 1e9 for s in samples], "o-", label="flash1, counted")
+    theirs = [(n, paper.FIGURE_2_TILES[n]["gb"]) for n in keys if n in paper.FIGURE_2_TILES]
+    if theirs:
+        axis.plot(*zip(*theirs, strict=True), "x", color=plots.colour("paper"), label="the paper")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(keys, [str(n) for n in keys])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    _label(axis, "FlashAttention's forward", "keys of a tile", "GB, GPT-2 medium, batch 64")
+
+
+def _draw_order(axis: plots.Axes, samples: list[Sample]) -> None:
+    samples = sorted(samples, key=lambda s: s["length"])
+    for causal, line in ((False, "o-"), (True, "o--")):
+        alike = [s for s in samples if s["causal"] is causal]
+        for name in ("two_pass", "flash1", PORTABLE):
+            points = [(s["length"], milliseconds(s, name, "both")) for s in alike]
+            if points:
+                label = None if causal else name
+                axis.plot(
+                    *zip(*points, strict=True),
+                    line,
+                    color=plots.colour(name, ("two_pass", "flash1")),
+                    label=label,
+                )
+    plots.length_axis(axis, sorted({s["length"] for s in samples}))
+    axis.set_yscale("log")
+    _label(axis, "16k tokens, head_dim 64 (dashed: causal)", "sequence length", "ms, forward and backward")
+
+
+def _draw_softmax(axis: plots.Axes, samples: list[Sample]) -> None:
+    for rows in sorted({s["rows"] for s in samples}):
+        alike = sorted((s for s in samples if s["rows"] == rows), key=lambda s: s["length"])
+        for name in ("online", "online with top-k"):
+            safe = "safe" if name == "online" else "safe, top-k"
+            gains = [(s["length"], _medians(s)[safe] / _medians(s)[name]) for s in alike]
+            axis.plot(*zip(*gains, strict=True), "o-", label=f"{name}, {rows} rows")
+    axis.set_xscale("log")
+    axis.set_ylim(bottom=0)
+    _label(axis, "Softmax, safe over online", "elements of a row", "times as fast")
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C4, C18, C19, C21, C22, C27 and C28."""
+    return [
+        *_judge_tiles(results),
+        *_judge_order(results),
+        *_judge_programs(results),
+        *_judge_backward(results),
+        *_judge_softmax(results),
+    ]
+
+
+def _judge_tiles(results: Results) -> list[Verdict]:
+    verdicts = []
+    for sample in pick(results, kind="tile count", length=1024):
+        theirs = paper.FIGURE_2_TILES.get(sample["keys"])
+        if theirs is None:
+            continue
+        ours = sample["bytes"] * PAPER_HEADS / 1e9
+        exact = sample["bytes"] - sample["statistics"] == _formula(sample)
+        why = "(3 T_c + 1) N d elements to the byte, and the softmax's statistics, which the paper leaves out"
+        verdicts.append(
+            judged(
+                "C4", f"bytes of FlashAttention's forward, {sample['keys']} keys a tile", f"{theirs['gb']:.2f} GB",
+                f"{ours:.2f} GB", ours / theirs["gb"], exact and abs(ours / theirs["gb"] - 1) < 0.05, why,
+                f"{COUNTED}, times {PAPER_HEADS}",
+            )
+        )  # fmt: skip
+    for sample in pick(results, kind="tiles", length=1024):
+        ms = _medians(sample)
+        if not {"64", "256", "512"} <= ms.keys():
+            continue
+        fall, rest = ms["64"] / ms["256"], ms["256"] / ms["512"]
+        verdicts += [
+            judged(
+                "C4", "time, tiles of 64 over 256 keys", "2.6x", f"{fall:.1f}x", fall / 2.6, fall >= 1.3,
+                "fewer bytes take less time", results["device"],
+            ),
+            judged(
+                "C4", "time, tiles of 256 over 512 keys", "1.03x", f"{rest:.2f}x", rest / 1.03, rest <= 1.1,
+                "beyond 256 arithmetic decides", results["device"],
+            ),
+        ]  # fmt: skip
+    return verdicts
+
+
+def _judge_order(results: Results) -> list[Verdict]:
+    """C18, from the shapes of FlashAttention-2's Figure 7, an H100."""
+    verdicts = []
+    samples = sorted(pick(results, kind="order"), key=lambda s: (s["head_dim"], s["causal"], s["length"]))
+    for sample in samples:
+        theirs = paper.FA2_H100.get((sample["head_dim"], sample["causal"]), {})
+        if sample["length"] not in theirs.get("fa1", {}):
+            continue
+        expected = theirs["fa2"][sample["length"]] / theirs["fa1"][sample["length"]]
+        gain = milliseconds(sample, "flash1", "both") / milliseconds(sample, PORTABLE, "both")
+        mask = "causal" if sample["causal"] else "full"
+        what = f"flash1 over flash (both in Triton), d{sample['head_dim']} {mask}, {sample['length']} tokens"
+        why = "at least 1.3x; the paper's own kernels are in CUDA"
+        figures = (f"{expected:.2f}x", f"{gain:.2f}x", gain / expected, gain >= 1.3)
+        verdicts.append(judged("C18", what, *figures, why, results["device"]))
+    return verdicts
+
+
+def _judge_programs(results: Results) -> list[Verdict]:
+    verdicts = []
+    for sample in sorted(pick(results, kind="programs"), key=lambda s: s["heads"]):
+        ms, heads = _medians(sample), sample["heads"]
+        bound = max(1.0, min(sample["processors"], heads * sample["length"] / 64) / heads)
+        gain = ms["one"] / ms["many"]
+        what = (
+            f"one program a head over one a tile of queries, batch * heads {heads}, {sample['length']} tokens"
+        )
+        passed = gain >= 0.5 * bound if bound > 1 else gain >= 0.9
+        why = "half the bound or more; the two-pass forward in both forms"
+        figures = (f"up to {bound:.3g}x", f"{gain:.3g}x", gain / bound, passed)
+        verdicts.append(judged("C19", what, *figures, why, results["device"]))
+    return verdicts
+
+
+def _judge_backward(results: Results) -> list[Verdict]:
+    counted = {s["backend"]: s for s in pick(results, kind="backward count")}
+    checks = {s["backend"]: s for s in pick(results, kind="check")}
+    verdicts = []
+    if {"flash1", "flash"} <= counted.keys() & checks.keys():
+        before, after = (counted[name]["saved"] for name in ("flash1", "flash"))
+        right = checks["flash1"]["passed"] and checks["flash"]["passed"]
+        figures = ("8 and 4", f"{before:.0f} and {after:.0f}", None, (before, after) == (8, 4) and right)
+        why = f"gradients of both {'within' if right else 'not within'} twice naive's error of float64"
+        what = "bytes a query saved for the backward: maximum and sum, log-sum-exp alone"
+        verdicts.append(judged("C21", what, *figures, why, COUNTED))
+    if {"flash1", "two_pass"} <= counted.keys() & checks.keys():
+        one, two = (counted[name]["products"] for name in ("flash1", "two_pass"))
+        right = checks["flash1"]["passed"] and checks["two_pass"]["passed"]
+        why = f"gradients of both {'within' if right else 'not within'} twice naive's error of float64"
+        figures = (
+            "5 and 7",
+            f"{one:.3g} and {two:.3g}",
+            None,
+            (round(one, 2), round(two, 2)) == (5, 7) and right,
+        )
+        what = "matrix products of the backward: delta from dO * O, in a pass of its own"
+        verdicts.append(judged("C22", what, *figures, why, COUNTED))
+    samples = [
+        s for s in pick(results, kind="order", causal=False) if {"flash1", "two_pass"} <= s["ms"].keys()
+    ]
+    for head_dim in sorted({s["head_dim"] for s in samples}):
+        alike = [s for s in samples if s["head_dim"] == head_dim]
+        gains = [
+            milliseconds(s, "two_pass", "backward") / milliseconds(s, "flash1", "backward") for s in alike
+        ]
+        gain = statistics.geometric_mean(gains)
+        why = f"geometric mean over {len(gains)} lengths; both in one program a head"
+        figures = ("1.4x by the products", f"{gain:.2f}x", gain / 1.4, gain >= 1.1)
+        what = f"time of the backward in two passes over one, head_dim {head_dim}"
+        verdicts.append(judged("C22", what, *figures, why, results["device"]))
+    return verdicts
+
+
+def _judge_softmax(results: Results) -> list[Verdict]:
+    accesses = {s["softmax"]: s["accesses"] for s in pick(results, kind="softmax count")}
+    verdicts = []
+    if {"safe", "online"} <= accesses.keys():
+        found = (accesses["safe"], accesses["online"])
+        figures = ("4 and 3", "{:.3g} and {:.3g}".format(*found), None, found == (4, 3))
+        what = "memory accesses an element: safe, online softmax"
+        verdicts.append(judged("C27", what, *figures, "of a row that is not kept on the chip", COUNTED))
+    names = ("safe, top-k", "online, top-k", "online with top-k")
+    if set(names) <= accesses.keys():
+        found = [accesses[name] for name in names]
+        passed = all(abs(a - b) < 0.05 for a, b in zip(found, (5, 4, 1), strict=True))
+        figures = ("5, 4 and 1", ", ".join(f"{each:.2f}" for each in found), None, passed)
+        what = "memory accesses an element: safe softmax then top-k, online then top-k, both in one pass"
+        verdicts.append(
+            judged("C28", what, *figures, "with the k results, which the paper leaves out", COUNTED)
+        )
+    timed = sorted(pick(results, kind="softmax", rows=4000), key=lambda s: (s["length"], s["k"]))
+    for sample in timed[-1:]:
+        ms = _medians(sample)
+        gain = ms["safe"] / ms["online"]
+        what = f"time of safe over online softmax, 4000 rows of {sample['length']}"
+        why = "rows longer than the L2 cache serves; the paper has it from 4000 on, on a V100"
+        figures = ("1.3x", f"{gain:.2f}x", gain / 1.3, gain >= 1.2)
+        verdicts.append(judged("C27", what, *figures, why, results["device"]))
+    for sample in timed:
+        if sample["length"] != paper.TOPK_LENGTH or sample["k"] not in paper.TOPK_SPEEDUP:
+            continue
+        ms, theirs = _medians(sample), paper.TOPK_SPEEDUP[sample["k"]]
+        gain = ms["safe, top-k"] / ms["online with top-k"]
+        what = (
+            f"time of safe softmax then top-k over one pass, k {sample['k']}, 4000 rows of {sample['length']}"
+        )
+        why = "at least the paper's; the top-k of the first is torch's"
+        figures = (f"{theirs:g}x", f"{gain:.1f}x", gain / theirs, gain >= theirs)
+        verdicts.append(judged("C28", what, *figures, why, results["device"]))
+    return verdicts
