@@ -12,7 +12,7 @@ from triton import language as tl
 
 from kernels import ATTENTION, get_attention, register_attention
 from kernels.flash.tiles import KERNELS, forced, tile_for
-from reproduce import attention, sparse, timing
+from reproduce import attention, history, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
@@ -238,6 +238,25 @@ def test_the_kernels_move_what_the_formula_says():
     formula, floor = flash_bytes(192, 32, shapes), compulsory_bytes(192, 32)
     assert forward.read + forward.written == formula["forward"] >= floor["forward"]
     assert backward.read + backward.written == formula["backward"] >= floor["backward"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+def test_what_led_to_flash_counts_as_the_papers_say():
+    workload = Workload("figure2", 1, 1, 128, 32, False)
+    counted = {name: history.count_backward(name, workload) for name in history.ATTENTIONS}
+    # flash has two kernels that both compute the scores; flash1 saves maximum and sum.
+    assert counted == {
+        "two_pass": {"products": 7, "saved": 4},
+        "flash1": {"products": 5, "saved": 8},
+        "flash": {"products": 7, "saved": 4},
+    }
+    accesses = {name: history.count_softmax(name, 1000, 5)["accesses"] for name in history.softmaxes(5)}
+    results = 5 * (4 + 8) / 4000  # values and indices of the top 5; sorting them moves a little more
+    assert list(accesses.values()) == pytest.approx([4, 3, 5 + results, 4 + results, 1 + results], abs=0.06)
+    small, large = (history.count_tile(history.tile_of(keys), workload) for keys in (64, 128))
+    elements = 128 * 32 * 2
+    assert small["bytes"] - small["statistics"] == (3 * 2 + 1) * elements
+    assert large["bytes"] - large["statistics"] == (3 * 1 + 1) * elements
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
