@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .fused import kernels_of, make_known_to_inductor
+from .fused import FusedError, kernels_of, make_known_to_inductor
 from .operators import NAMESPACE
 
 # Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient, but
@@ -31,7 +31,8 @@ def linear_cross_entropy(
         vocab_size: ids that can be predicted.
 
     Returns:
-        0-d float32; 0 when no row counts. Its gradient can be taken once or many times, but not twice over.
+        0-d float32; 0 when no row counts. Its gradient can be taken once or many times, but not twice over: with
+        create_graph=True it is refused.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -108,6 +109,8 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, d_loss, *_):
+    if torch.is_grad_enabled():  # the caller wants a graph of it, which the saved gradients do not have
+        raise FusedError("model.loss=fused has no second derivative; use model.loss=torch")
     d_hidden, d_weight, counted = ctx.saved_tensors
     share = (
         d_loss / counted

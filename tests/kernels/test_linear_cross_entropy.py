@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import linear_cross_entropy as room
+from kernels.fused import FusedError
 from kernels.linear_cross_entropy import linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,6 +115,13 @@ def test_the_gradient_scales_with_the_loss():
     _, once, _ = gradients(linear_cross_entropy, hidden, weight, targets)
     _, scaled, _ = gradients(linear_cross_entropy, hidden, weight, targets, factor=0.25)
     torch.testing.assert_close(scaled, once * 0.25)
+
+
+def test_a_gradient_that_is_to_be_differentiated_is_refused():
+    hidden, weight, targets = problem(torch.float32)
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight, targets, VOCAB)
+    with pytest.raises(FusedError, match="model.loss=fused has no second derivative; use model.loss=torch"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 def test_loss_scaling_keeps_small_gradients_in_fp16():
