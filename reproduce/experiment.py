@@ -132,10 +132,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="numerics",
             title="errors against float64, with outliers",
-            claims=("C1", "C2"),
+            claims=("C1", "C2", "C26"),
             needs="cpu",
             minutes=0.5,
-            code=(*_ATTENTION, "reproduce/attention.py"),
+            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/fp8.py"),
         ),
         Experiment(
             name="sparse",

@@ -98,6 +98,8 @@ def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
     if not claim.experiment:
         yield Verdict(claim.name, "the claim", claim.paper, why=claim.missing)
         return
+    if not claim.on_gpu and page.verdicts[claim.name]:
+        return
     devices = [d["environment"]["device"] for d in page.documents if d["experiment"] == claim.experiment]
     if not any(device.startswith("cuda") for device in devices):
         why = f"needs a CUDA device: python -m reproduce {claim.experiment}"
@@ -105,7 +107,7 @@ def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
         why = f"the run of {claim.experiment} got no figure for it: out of time, or nothing could do it"
     else:
         return
-    yield Verdict(claim.name, claim.on_gpu, claim.paper, why=why)
+    yield Verdict(claim.name, claim.on_gpu or "the claim", claim.paper, why=why)
 
 
 def summary(page: Page) -> str:

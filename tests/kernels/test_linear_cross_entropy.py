@@ -120,7 +120,9 @@ def test_the_gradient_scales_with_the_loss():
 def test_a_gradient_that_is_to_be_differentiated_is_refused():
     hidden, weight, targets = problem(torch.float32)
     loss = linear_cross_entropy(hidden.requires_grad_(), weight, targets, VOCAB)
-    with pytest.raises(FusedError, match="model.loss=fused has no second derivative; use model.loss=torch"):
+    with pytest.raises(
+        FusedError, match=r"model\.loss=fused has no second derivative; use model\.loss=torch"
+    ):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
