@@ -179,13 +179,14 @@ def _draw_paper_rates(axis: plots.Axes, head_dim: int, causal: bool) -> None:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """C7, C8, C17, C20 and C24."""
+    """C7, C8, C17, C20, C24 and C32."""
     return [
         *_judge_speed(results),
         *_judge_memory(results),
         *_judge_head_dim(results),
         *_judge_causal(results),
         *_judge_rates(results),
+        *_judge_chunks(results),
     ]
 
 
@@ -244,10 +245,7 @@ def _judge_speed(results: Results) -> list[Verdict]:
 
 
 def _judge_memory(results: Results) -> list[Verdict]:
-    peaks = _peaks(results)
-    # One head's ratios and slopes are those of any batch and heads.
-    basis = "allocations counted on a CPU, one head" if _on_cpu(results) else results["device"]
-    verdicts = []
+    peaks, basis, verdicts = _peaks(results), _memory_basis(results), []
     for n in (1024, 2048, 4096):
         if (BASELINE, n) in peaks and (OURS, n) in peaks:
             ours = peaks[BASELINE, n] / peaks[OURS, n]
@@ -273,6 +271,11 @@ def _judge_memory(results: Results) -> list[Verdict]:
         figures = (f"{limit:.1f} GiB", f"{gib:.1f} GiB", gib / limit, gib <= 1.05 * limit)
         verdicts.append(judged("C8", "peak memory at 65536 tokens", *figures, "at most the paper's", basis))
     return verdicts
+
+
+def _memory_basis(results: Results) -> str:
+    """Of one head, whose ratios and slopes are those of any batch and heads, where a CPU counted."""
+    return "allocations counted on a CPU, one head" if _on_cpu(results) else results["device"]
 
 
 def log_slope(values: dict[int, float]) -> float | None:
@@ -340,4 +343,21 @@ def _judge_rates(results: Results) -> list[Verdict]:
                     results["device"],
                 )
                 verdicts.append(verdict if same_chip else replace(verdict, status=NOT_COMPARABLE))
+    return verdicts
+
+
+def _judge_chunks(results: Results) -> list[Verdict]:
+    """C32: attention in chunks with checkpointing."""
+    verdicts = []
+    peaks = {n: peak for (backend, n), peak in _peaks(results).items() if backend == "chunked" and n >= 1024}
+    if (slope := log_slope(peaks)) is not None:
+        figures = ("1", f"{slope:.2f}", slope, slope <= 1.15)
+        what, why = "slope of log memory against log length, chunked", "linear, from 1024 tokens on"
+        verdicts.append(judged("C32", what, *figures, why, _memory_basis(results)))
+    for sample in _timed(results, figure="fa1", mask="plain"):
+        chunked, ours = (milliseconds(sample, name, "both") for name in ("chunked", OURS))
+        if chunked and ours and sample["length"] in (1024, 2048, 4096):
+            figures = ("2x to 4x", f"{chunked / ours:.1f}x", chunked / ours / 2, chunked >= 2 * ours)
+            what = f"time of chunked attention over flash, {sample['length']} tokens"
+            verdicts.append(judged("C32", what, *figures, "at least 2x", results["device"]))
     return verdicts

@@ -103,7 +103,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="attention",
             title="time and peak memory of attention against length, every backend",
-            claims=("C7", "C8", "C17", "C20", "C24"),
+            claims=("C7", "C8", "C17", "C20", "C24", "C32"),
             needs="cpu",
             minutes=3.0,
             code=_ATTENTION,

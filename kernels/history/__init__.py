@@ -2,10 +2,11 @@
 
     softmax.py   the softmax of a row in three passes over it, and in two: online softmax
     two_pass.py  attention whose softmax is online: one pass over the keys for it, another for the output
+    chunked.py   attention a chunk at a time with checkpointing, in PyTorch: the memory without the speed
     flash1.py    FlashAttention of 2022: one pass, keys outside and queries inside
 
-Each step saves memory traffic or work; `python -m reproduce history` counts and times them. The two attentions are
-registered as `two_pass` and `flash1`; triton is imported when one is loaded, not before.
+Each step saves memory, traffic or work; `python -m reproduce history` counts and times them. The attentions are
+registered by these names; triton is imported when one that needs it is loaded, not before.
 """
 
 from ..flash import refuses_kernels
@@ -13,7 +14,7 @@ from ..registry import AttentionFn, AttentionRequest, register_attention
 
 
 def refuses(request: AttentionRequest) -> str | None:
-    """Why neither attention can serve `request`, or None."""
+    """Why the attentions in Triton cannot serve `request`, or None."""
     return refuses_kernels(request) or request.unsupported(set())
 
 
@@ -22,6 +23,13 @@ def load_two_pass() -> AttentionFn:
     from .two_pass import two_pass_attention
 
     return two_pass_attention
+
+
+@register_attention("chunked", refuses=lambda request: request.unsupported(set()), lazy=True)
+def load_chunked() -> AttentionFn:
+    from .chunked import chunked_attention
+
+    return chunked_attention
 
 
 @register_attention("flash1", refuses=refuses, lazy=True)

@@ -1,4 +1,4 @@
-"""What the two attentions do with their arguments before a kernel sees them."""
+"""What `two_pass` and `flash1` do with their arguments before a kernel sees them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What both attentions do between q k^T and the softmax."""
+"""What `two_pass` and `flash1` do between q k^T and the softmax."""
 
 import triton
 import triton.language as tl

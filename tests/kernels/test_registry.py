@@ -15,7 +15,7 @@ CPU = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64}
 
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        AttentionError, match="attention=flahs is unknown; known are auto, flash, flash1, flex, naive, sdpa"
+        AttentionError, match="attention=flahs is unknown; known are auto, chunked, flash, flash1, flex"
     ):
         resolve_attention("flahs", **CPU)
 
