@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import os
+import random
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from data.corpora import TextFiles, make_corpus
 from data.loader import Corpus, TokenSplit, open_corpus
 from data.prepare import prepare
 from data.progress import ConsoleProgress
+from data.readers import text_parts
 from data.shards import split_order
 from data.tokenizer import load_tokenizer
 
@@ -239,6 +241,37 @@ def test_a_separator_is_found_wherever_it_lies(tmp_path: Path, monkeypatch: pyte
     corpus = prepare(source, "bytes", tmp_path, workers=1)
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == sorted(texts)
     assert len(corpus.manifest.shards) > 4
+
+
+@pytest.mark.parametrize(("separator", "letters"), [("\n\n", "\nx"), ("\r\n\r\n", "\r\nx"), ("aba", "abx")])
+def test_no_cut_changes_the_documents(separator: str, letters: str, tmp_path: Path, monkeypatch):
+    """A separator can overlap another: of three newlines the first two end a document, the third begins one."""
+    choose = random.Random(0)
+    for block in (1, 3, 1000):
+        monkeypatch.setattr("data.readers._SEARCH_BYTES", block)
+        for _ in range(50):
+            text = "".join(choose.choices(letters, k=60))
+            (tmp_path / "a.txt").write_bytes(text.encode())
+            parts = text_parts(tmp_path / "a.txt", 7, separator)
+            documents = [document for part in parts for document, _ in part.pieces()]
+            assert documents == [document for document in text.split(separator) if document], repr(text)
+
+
+def test_no_cut_is_beside_a_space_of_another_script(tmp_path: Path):
+    """U+3000 and a space are one piece of white space, and can be one token."""
+    tokens = [bytes([value]) for value in range(256)]
+    tokens += ["\u3000".encode()[:2], "\u3000".encode(), "\u3000 ".encode()]
+    ranks = tmp_path / "wide.tiktoken"
+    ranks.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)))
+    text = "東京\u3000 \u3000x x" * 20
+    (tmp_path / "a.txt").write_text(text)
+    encoding = load_tokenizer(str(ranks))
+    for step in range(5, 15):
+        parts = text_parts(tmp_path / "a.txt", step)
+        assert len(parts) > 10
+        pieces = [piece for part in parts for piece, _ in part.pieces()]
+        tokens = [token for piece in pieces for token in encoding.encode_ordinary(piece)]
+        assert tokens == encoding.encode_ordinary(text)
 
 
 def test_a_name_with_brackets_is_a_name(tmp_path: Path):
