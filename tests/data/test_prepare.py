@@ -293,6 +293,11 @@ def test_a_tilde_is_the_home_folder(
     (tmp_path / "small.tiktoken").write_bytes(Path(rank_file).read_bytes())
     source = make_corpus("python_source", roots=["~/code"])
     corpus = prepare(source, "~/small.tiktoken", "~/tokens")
+    # the manifest holds what a repair finds from any folder
+    assert corpus.manifest.source["roots"] == [str(tmp_path / "code")]
+    assert make_corpus("text_files", files="~/*.txt").arguments["files"] == (f"{tmp_path}/*.txt",)
+    monkeypatch.chdir(tmp_path)
+    assert make_corpus("python_source", roots="code") == source
     assert corpus.directory.parent == tmp_path / "tokens"
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["x = 1\n", "y = 2\n"]
 
