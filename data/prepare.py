@@ -136,8 +136,9 @@ def _make_shards(
         documents = min(documents, source.limit_documents)
     if documents < 2:
         raise DataError(
-            f"{source.name} has {documents} documents, training and validation need one each: give more files, or "
-            "say what separates the documents in a .txt file, data.separator='\\n\\n' for paragraphs"
+            f"{source.name} has {documents} {'document' if documents == 1 else 'documents'}, training and validation "
+            "need one each: give more files, or say what else separates the documents in a .txt file, "
+            "data.separator='\\n\\n' for paragraphs"
         )
     order = split_order(documents, val_fraction, SPLIT_SEED)
     if len(order) == documents:

@@ -147,12 +147,25 @@ class ParquetPart:
 def text_parts(path: Path, step: int, separator: str = "") -> list[TextPart]:
     """Cut a text file into parts of about `step` bytes, between documents or, within one, at a space."""
     if separator:
+        _require_found(separator, path)
         cuts = _cuts(path, step, _after(separator.encode()))
         return [TextPart(str(path), start, stop, separator) for start, stop in cuts]
     # A space after a visible character starts a new piece in the split patterns of all of tiktoken's
     # encodings, so the tokens are those of the uncut document.
     cuts = _cuts(path, step, _at_space)
     return [TextPart(str(path), start, stop, ends=stop == cuts[-1][1]) for start, stop in cuts]
+
+
+def _require_found(separator: str, path: Path) -> None:
+    """Refuse a file that has the separator with Windows line ends only: it would be one document."""
+    windows = separator.replace("\r", "").replace("\n", "\r\n")
+    with open(path, "rb") as file:
+        start = file.read(_SEARCH_BYTES)
+    if separator.encode() not in start and windows.encode() in start:
+        typed = windows.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
+        raise DataError(
+            f"{path} has Windows line ends, and the separator was not found in it: data.separator='{typed}'"
+        )
 
 
 def json_lines_parts(path: Path, step: int, column: str) -> list[JsonLinesPart]:

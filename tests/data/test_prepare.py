@@ -274,6 +274,13 @@ def test_no_cut_is_beside_a_space_of_another_script(tmp_path: Path):
         assert tokens == encoding.encode_ordinary(text)
 
 
+def test_windows_line_ends_can_be_typed(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\r\ntwo")
+    source = make_corpus("text_files", files=str(tmp_path / "a.txt"), separator=r"\r\n\r\n")
+    corpus = prepare(source, "bytes", tmp_path)
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "two"]
+
+
 def test_a_name_with_brackets_is_a_name(tmp_path: Path):
     (tmp_path / "a[1].txt").write_text("one\n\ntwo")
     corpus = prepare(
@@ -331,7 +338,8 @@ BAD_FILES = {
     "half.jsonl": (b'{"text": "a"}\n{"text": ', "byte 14 is not JSON"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "abcdefgh"}\n' * 1000)[:60], "cannot read .*cut.jsonl.gz"),
     "cut.parquet": (b"PAR1 and nothing else", "cut.parquet cannot be read as parquet"),
-    "one.txt": (b"a single document", r"data\.separator"),
+    "one.txt": (b"a single document", r"has 1 document, .*data\.separator"),
+    "windows.txt": (b"a\r\n\r\nb", r"windows.txt has Windows line ends.*data\.separator='\\r\\n\\r\\n'"),
     "empty.txt": (b"", "no .* file with text|all empty"),
     "separators.txt": (b"\n\n\n\n", "has 0 documents"),
     "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
@@ -346,7 +354,7 @@ def test_bad_files_are_refused_by_name(name: str, tmp_path: Path):
     content, words = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     arguments = {"source": "text_files", "files": str(tmp_path / name)}
-    if name == "separators.txt":
+    if name in ("separators.txt", "windows.txt"):
         arguments["separator"] = "\n\n"
     message = refused(arguments, tmp_path / "cache")
     assert re.search(words, message), message
