@@ -150,6 +150,11 @@ def _make_shards(
     shards.append(write_val_shard(workshop, records, order))
     if sum(shard["tokens"] for shard in shards) == documents:
         raise DataError(f"the {documents} documents of {source.name} are all empty")
+    if not shards[-1]["utf8_bytes"]:
+        raise DataError(
+            f"the {len(order)} documents of {source.name} that are held out are all empty: "
+            "hold out more, with a larger data.val_fraction"
+        )
     facts: dict[str, Any] = {"shards": shards}
     for key in ("documents", "tokens", "utf8_bytes"):
         facts[key] = {split: sum(s[key] for s in shards if s["split"] == split) for split in ("train", "val")}

@@ -274,6 +274,15 @@ def test_no_cut_is_beside_a_space_of_another_script(tmp_path: Path):
         assert tokens == encoding.encode_ordinary(text)
 
 
+def test_a_validation_split_without_text_is_refused(tmp_path: Path):
+    """It would be found out after the training, by a division by its bytes."""
+    (held_out,) = split_order(4, 0.01, 2357)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["" if row == held_out else "text" for row in range(4)]))
+    message = refused({"source": "text_files", "files": str(tmp_path / "a.jsonl")}, tmp_path / "cache")
+    assert "held out are all empty" in message
+    assert "data.val_fraction" in message
+
+
 def test_windows_line_ends_can_be_typed(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"one\r\n\r\ntwo")
     source = make_corpus("text_files", files=str(tmp_path / "a.txt"), separator=r"\r\n\r\n")
