@@ -90,7 +90,7 @@ def make_corpus(
     files = [files] if isinstance(files, str) else list(files)
     if limit_documents is not None and limit_documents < 2:
         raise DataError(
-            f"limit_documents={limit_documents}: at least 2, one to train on and one to validate on"
+            f"data.limit_documents={limit_documents}: at least 2, one to train on and one to validate on"
         )
     if source == "python_source":
         return PythonSource(_absolute(roots), limit_documents)

@@ -64,10 +64,10 @@ def prepare(
     progress = progress or Silence()
     if not 0 < val_fraction < 1:
         raise DataError(
-            f"val_fraction={val_fraction}: the part held out lies between 0 and 1, data.val_fraction=0.01"
+            f"data.val_fraction={val_fraction}: the part held out lies between 0 and 1, 0.01 for example"
         )
     if workers is not None and workers < 1:
-        raise DataError(f"workers={workers}: at least one process, or null for one per core")
+        raise DataError(f"data.workers={workers}: at least one process, or null for one per core")
     if tokenizer.endswith(".tiktoken"):
         tokenizer = str(Path(tokenizer).expanduser().absolute())
     encoding = load_tokenizer(tokenizer)
@@ -143,7 +143,7 @@ def _make_shards(
     order = split_order(documents, val_fraction, SPLIT_SEED)
     if len(order) == documents:
         raise DataError(
-            f"val_fraction={val_fraction} of {documents} documents leaves none to train on: take less"
+            f"data.val_fraction={val_fraction} of {documents} documents leaves none to train on: take less"
         )
     records = _split(units, counts, workshop, documents, order, workers, progress)
     shards = [record["shard"] for record in records if "shard" in record]

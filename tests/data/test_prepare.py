@@ -332,9 +332,9 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["zz", "zz zz", "ÿÿ"]
 
 
-def refused(source_arguments: dict, cache: Path, **options) -> str:
+def refused(source_arguments: dict, cache: Path, workers: int = 1, **options) -> str:
     with pytest.raises(DataError) as refusal:
-        prepare(make_corpus(**source_arguments), "bytes", cache, workers=1, **options)
+        prepare(make_corpus(**source_arguments), "bytes", cache, workers=workers, **options)
     assert "\n" not in str(refusal.value)
     assert not list(cache.glob("*/manifest.json"))
     return str(refusal.value)
@@ -377,7 +377,8 @@ def test_bad_parquet_columns_are_refused(parquet: Path, tmp_path: Path):
 
 def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     files = {"source": "text_files", "files": str(parquet)}
-    assert "between 0 and 1" in refused(files, tmp_path, val_fraction=1.5)
+    assert "data.val_fraction=1.5: " in refused(files, tmp_path, val_fraction=1.5)
+    assert "data.workers=0: " in refused(files, tmp_path, workers=0)
     assert "leaves none to train on" in refused(files, tmp_path, val_fraction=0.9999)
     assert "data.files" in refused({"source": "text_files"}, tmp_path)
     assert "nowhere" in refused({"source": "text_files", "files": "nowhere/*.txt"}, tmp_path)
@@ -387,7 +388,10 @@ def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     assert "data.split means nothing to source text_files" in refused({**files, "split": "test"}, tmp_path)
     assert "data.column means nothing" in refused({"source": "openwebtext", "column": "content"}, tmp_path)
     assert "40 hexadecimal digits" in refused({"source": "openwebtext", "revision": "main"}, tmp_path)
-    assert "at least 2" in refused({**files, "limit_documents": 1}, tmp_path)
+    assert "data.limit_documents=1: " in refused({**files, "limit_documents": 1}, tmp_path)
+    assert "data.files" in refused({"source": "text_files", "files": ""}, tmp_path)
+    for folder in ("/not/there", "~/not_there", "./there"):
+        assert "there is no such folder" in refused({"source": "hub", "repo": folder}, tmp_path)
     assert "not a folder" in refused({"source": "python_source", "roots": ["/nowhere"]}, tmp_path)
 
 
