@@ -5,6 +5,7 @@ the source is another folder, and what is found in a folder is always part of th
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -51,12 +52,14 @@ def prepare(
     val_fraction: float = 0.01,
     workers: int | None = None,
     progress: Progress | None = None,
+    give_way: float = 0,
 ) -> Corpus:
     """Return the prepared corpus of `source` (see make_corpus), made now unless it is there already.
 
     tokenizer: see load_tokenizer. cache_root: the folder that the corpus folder is made in. val_fraction: part of
     the documents held out, at least one. workers: tokenising processes, None for one per core; they change
-    nothing in the result. progress: what hears how far it is; None: nobody.
+    nothing in the result. progress: what hears how far it is; None: nobody. give_way: seconds for another process to
+    begin before this one does.
 
     May be called by several processes at once: one works, the others wait for it. Raises DataError for whatever
     the user can put right.
@@ -85,6 +88,9 @@ def prepare(
     if (directory / FILE).exists() and not workshop.partial.exists():
         return open_corpus(directory)
 
+    until = time.monotonic() + give_way
+    while time.monotonic() < until and not (directory / FILE).exists():
+        time.sleep(0.05)
     make_folder(workshop.partial)
     with lock(directory, progress):
         if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up

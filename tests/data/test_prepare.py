@@ -8,6 +8,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -518,3 +520,34 @@ def test_console_progress_shows_the_disk_and_a_bar_on_standard_error(parquet: Pa
     assert "B free" in err
     assert "tokenising: 100%" in err
     assert "splitting: 100%" in err
+
+
+def test_of_two_ranks_the_one_that_shows_how_far_it_is_prepares(parquet: Path, tmp_path: Path):
+    code = """if True:
+        import os, sys, time
+        import torch.distributed as dist
+        from training.config import DataConfig
+        from training.corpus import prepare_corpus
+        files, cache, store = sys.argv[1:]
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+        time.sleep(1 - rank)  # the other is there first
+        config = DataConfig("text_files", files=files, cache_dir=cache, workers=1)
+        prepare_corpus(config, quiet=rank > 0)
+        dist.destroy_process_group()"""
+    arguments = [str(parquet), str(tmp_path / "cache"), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            env={**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in "01"
+    ]
+    shown = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], shown
+    assert "tokenising: 100%" in shown[0]
+    assert "another process" not in shown[0]
+    assert "tokenising" not in shown[1]
