@@ -5,7 +5,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,8 +65,8 @@ def make_corpus(
 ) -> Source:
     """Return the corpus called `source` (python_source, text_files, openwebtext, hub); nothing is read yet.
 
-    In `separator`, \\n and \\t may be written as two characters, as a command line passes them. Raises DataError for
-    values no corpus can have, and for an argument that the source would not look at.
+    In `separator`, \\n, \\r and \\t may be written as two characters, as a command line passes them. Raises DataError
+    for values no corpus can have, and for an argument that the source would not look at.
     """
     if source not in USES:
         raise DataError(f"no data source {source!r}: choose one of {', '.join(USES)}")
@@ -90,15 +90,16 @@ def make_corpus(
     files = [files] if isinstance(files, str) else list(files)
     if limit_documents is not None and limit_documents < 2:
         raise DataError(
-            f"limit_documents={limit_documents}: at least 2, one to train on and one to validate on"
+            f"data.limit_documents={limit_documents}: at least 2, one to train on and one to validate on"
         )
     if source == "python_source":
-        return PythonSource(tuple(roots), limit_documents)
+        return PythonSource(_absolute(roots), limit_documents)
     if source == "text_files":
-        if not files:
+        if not any(files):
             raise DataError("text_files needs files: data.files='*.txt' (globs or folders, one or a list)")
-        separator = separator.replace("\\n", "\n").replace("\\t", "\t")
-        return TextFiles(tuple(files), column, separator, limit_documents)
+        for typed, meant in (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t")):
+            separator = separator.replace(typed, meant)
+        return TextFiles(_absolute(files), column, separator, limit_documents)
     from .hub_dataset import HubDataset
     from .openwebtext import OPENWEBTEXT_COMMIT, OpenWebText
 
@@ -106,9 +107,17 @@ def make_corpus(
         return OpenWebText(tuple(files), revision or OPENWEBTEXT_COMMIT, limit_documents)
     if not repo:
         raise DataError("hub needs a dataset: data.repo=owner/name, or a folder that `datasets` can load")
+    repo = os.path.expanduser(repo)
+    if not os.path.isdir(repo) and (repo.startswith((".", "/")) or repo.count("/") > 1):
+        raise DataError(f"data.repo={repo}: there is no such folder, and a dataset on the Hub is owner/name")
     if revision and os.path.isdir(repo):
         raise DataError(f"data.revision={revision}: {repo} is a folder here, and folders have none")
     return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
+
+
+def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
+    """As the manifest names them: a repair finds them from any folder. A shell leaves the ~ of data.files=~/x."""
+    return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths if path)
 
 
 def state_of(paths: Iterable[Path]) -> str:
@@ -153,7 +162,7 @@ class PythonSource(LocalFiles):
         return {"source": "python_source", **asdict(self)}
 
     def paths(self) -> list[Path]:
-        roots = tuple(map(os.path.expanduser, self.roots)) or (sysconfig.get_paths()["stdlib"],)
+        roots = self.roots or (sysconfig.get_paths()["stdlib"],)
         found = [path for root in roots for path in _walk(root, (".py",))]
         if not found:
             raise DataError(
@@ -185,14 +194,11 @@ class TextFiles(LocalFiles):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {
-            "source": "text_files",
-            **asdict(replace(self, files=tuple(map(os.path.abspath, self.files)))),
-        }
+        return {"source": "text_files", **asdict(self)}
 
     def paths(self) -> list[Path]:
         found: dict[Path, None] = {}  # a set that keeps the order
-        for pattern in map(os.path.expanduser, self.files):
+        for pattern in self.files:
             if os.path.isdir(pattern):
                 paths = _walk(pattern, SUFFIXES)
             else:

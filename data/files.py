@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from . import DataError
 from .progress import Progress
 
@@ -64,6 +66,19 @@ def unwritable(path: Path, error: OSError, setting: str = "data.cache_dir") -> D
             "what is finished stays, and the same command goes on from there"
         )
     return DataError(f"cannot write {path} ({error.strerror}): choose a folder you may write with {setting}")
+
+
+def mapped(path: Path, dtype: str) -> np.ndarray:
+    """Return the array that a file holds, memory-mapped for as long as it is used, with no descriptor kept open.
+
+    numpy's map keeps one, and OpenWebText has 4,800 shards where a shell allows 1,024. Tokens/s of the loader over
+    400 shards, in turns: 55 M so, 42 M through numpy's maps, and 24 M with each piece read by os.pread from a file
+    opened for it, which would also do without descriptors.
+    """
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        return np.frombuffer(file.read_buffer(), dtype)
 
 
 def require_room(wanted: dict[Path, int], name: str, what: str, progress: Progress) -> None:

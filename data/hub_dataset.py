@@ -22,7 +22,8 @@ class HubDataset:
 
     repo: on the Hub, or a folder of files in any format that `datasets` reads, CSV, JSON lines or Arrow say.
     streaming: read one file after another, over the network, with no copy on disk. Otherwise `datasets` downloads
-    everything it is asked for and keeps an Arrow copy of it.
+    everything it is asked for and keeps an Arrow copy of it. On the Hub a row of a .txt file is a line, as its page
+    shows; a folder of them is refused, because text_files reads them whole.
     """
 
     repo: str
@@ -97,22 +98,30 @@ class HubDataset:
     @cached_property
     def _dataset(self):
         """The `datasets` object, checked to have the column."""
-        from datasets import load_dataset
+        from datasets import load_dataset, load_dataset_builder
         from huggingface_hub import constants
 
         hub.limit_retries()
         if not self._folder and not constants.HF_HUB_OFFLINE:
             hub.require(self.repo)
+        files = list(self.files) or None
         try:
+            if self._folder and load_dataset_builder(self.repo, self.config, data_files=files).name == "text":
+                raise DataError(
+                    f"{self.repo} holds .txt files, and `datasets` makes a document of each of their lines, without "
+                    f"its line end: use data=text_files data.files={self._folder}"
+                )
             dataset = load_dataset(
                 self.repo,
                 self.config,
                 split=self.split,
                 revision=None if self._folder else self._commit,
-                data_files=list(self.files) or None,
+                data_files=files,
                 streaming=self.streaming,
             )
             names = dataset.column_names or list(next(iter(dataset)))
+        except DataError:
+            raise
         except Exception as error:  # a dozen kinds, and what they say is what helps
             self._remove_damaged()
             raise hub.failed(self.repo, error) from error

@@ -7,6 +7,7 @@ makes the damaged ones (or the named one) again from the source. Exits with 1 if
 """
 
 import argparse
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         describe(corpus, options.documents)
     except DataError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -59,6 +60,8 @@ def corpus_folder(path: Path) -> Path:
         return Path(named.read_text().strip())
     if not path.is_dir():
         raise DataError(f"there is no folder {path}: give a corpus folder or a run directory")
+    if runs := sorted(path.glob("*/corpus")):
+        raise DataError(f"{path} holds several runs: give one of them, for example {runs[0].parent}")
     return path.absolute()
 
 
@@ -132,4 +135,5 @@ def print_documents(corpus: Corpus, count: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends cat
     sys.exit(main())

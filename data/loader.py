@@ -14,7 +14,7 @@ import numpy as np
 
 from . import DataError
 from .ahead import ahead
-from .files import sha256_of
+from .files import mapped, sha256_of
 from .manifest import read_manifest
 from .permutation import Permutation
 from .tokenizer import load_tokenizer, tokenizer_hash
@@ -96,8 +96,7 @@ class TokenSplit:
         """Return the tokens of one shard, memory-mapped at first use."""
         if index not in self._maps:
             path = self.corpus.directory / self.shards[index]["file"]
-            # as a plain array: slicing a memmap object takes 5 times as long
-            self._maps[index] = np.asarray(np.memmap(path, self.corpus.manifest.dtype, mode="r"))
+            self._maps[index] = mapped(path, self.corpus.manifest.dtype)
         return self._maps[index]
 
     def read(self, start: int, length: int) -> np.ndarray:

@@ -5,6 +5,7 @@ the source is another folder, and what is found in a folder is always part of th
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -51,12 +52,14 @@ def prepare(
     val_fraction: float = 0.01,
     workers: int | None = None,
     progress: Progress | None = None,
+    give_way: float = 0,
 ) -> Corpus:
     """Return the prepared corpus of `source` (see make_corpus), made now unless it is there already.
 
     tokenizer: see load_tokenizer. cache_root: the folder that the corpus folder is made in. val_fraction: part of
     the documents held out, at least one. workers: tokenising processes, None for one per core; they change
-    nothing in the result. progress: what hears how far it is; None: nobody.
+    nothing in the result. progress: what hears how far it is; None: nobody. give_way: seconds for another process to
+    begin before this one does.
 
     May be called by several processes at once: one works, the others wait for it. Raises DataError for whatever
     the user can put right.
@@ -64,10 +67,10 @@ def prepare(
     progress = progress or Silence()
     if not 0 < val_fraction < 1:
         raise DataError(
-            f"val_fraction={val_fraction}: the part held out lies between 0 and 1, data.val_fraction=0.01"
+            f"data.val_fraction={val_fraction}: the part held out lies between 0 and 1, 0.01 for example"
         )
     if workers is not None and workers < 1:
-        raise DataError(f"workers={workers}: at least one process, or null for one per core")
+        raise DataError(f"data.workers={workers}: at least one process, or null for one per core")
     if tokenizer.endswith(".tiktoken"):
         tokenizer = str(Path(tokenizer).expanduser().absolute())
     encoding = load_tokenizer(tokenizer)
@@ -85,6 +88,9 @@ def prepare(
     if (directory / FILE).exists() and not workshop.partial.exists():
         return open_corpus(directory)
 
+    until = time.monotonic() + give_way
+    while time.monotonic() < until and not (directory / FILE).exists():
+        time.sleep(0.05)
     make_folder(workshop.partial)
     with lock(directory, progress):
         if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
@@ -136,19 +142,25 @@ def _make_shards(
         documents = min(documents, source.limit_documents)
     if documents < 2:
         raise DataError(
-            f"{source.name} has {documents} documents, training and validation need one each: give more files, or "
-            "say what separates the documents in a .txt file, data.separator='\\n\\n' for paragraphs"
+            f"{source.name} has {documents} {'document' if documents == 1 else 'documents'}, training and validation "
+            "need one each: give more files, or say what else separates the documents in a .txt file, "
+            "data.separator='\\n\\n' for paragraphs"
         )
     order = split_order(documents, val_fraction, SPLIT_SEED)
     if len(order) == documents:
         raise DataError(
-            f"val_fraction={val_fraction} of {documents} documents leaves none to train on: take less"
+            f"data.val_fraction={val_fraction} of {documents} documents leaves none to train on: take less"
         )
     records = _split(units, counts, workshop, documents, order, workers, progress)
     shards = [record["shard"] for record in records if "shard" in record]
     shards.append(write_val_shard(workshop, records, order))
     if sum(shard["tokens"] for shard in shards) == documents:
         raise DataError(f"the {documents} documents of {source.name} are all empty")
+    if not shards[-1]["utf8_bytes"]:
+        raise DataError(
+            f"the {len(order)} documents of {source.name} that are held out are all empty: "
+            "hold out more, with a larger data.val_fraction"
+        )
     facts: dict[str, Any] = {"shards": shards}
     for key in ("documents", "tokens", "utf8_bytes"):
         facts[key] = {split: sum(s[key] for s in shards if s["split"] == split) for split in ("train", "val")}

@@ -16,7 +16,7 @@ Local files are read with json and pyarrow, which `datasets` uses itself, rather
               memory for 316 MB.
     .txt      A document is read whole, 1,145 MB of memory for 288 MB, and its \\r\\n become \\n.
 
-Where that does not matter, and for other formats, data=hub data.repo=FOLDER goes through `datasets`.
+Where that does not matter, and for other formats, data=hub data.repo=FOLDER goes through `datasets`; not for .txt.
 """
 
 import io
@@ -147,12 +147,25 @@ class ParquetPart:
 def text_parts(path: Path, step: int, separator: str = "") -> list[TextPart]:
     """Cut a text file into parts of about `step` bytes, between documents or, within one, at a space."""
     if separator:
+        _require_found(separator, path)
         cuts = _cuts(path, step, _after(separator.encode()))
         return [TextPart(str(path), start, stop, separator) for start, stop in cuts]
     # A space after a visible character starts a new piece in the split patterns of all of tiktoken's
     # encodings, so the tokens are those of the uncut document.
     cuts = _cuts(path, step, _at_space)
     return [TextPart(str(path), start, stop, ends=stop == cuts[-1][1]) for start, stop in cuts]
+
+
+def _require_found(separator: str, path: Path) -> None:
+    """Refuse a file that has the separator with Windows line ends only: it would be one document."""
+    windows = separator.replace("\r", "").replace("\n", "\r\n")
+    with open(path, "rb") as file:
+        start = file.read(_SEARCH_BYTES)
+    if separator.encode() not in start and windows.encode() in start:
+        typed = windows.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
+        raise DataError(
+            f"{path} has Windows line ends, and the separator was not found in it: data.separator='{typed}'"
+        )
 
 
 def json_lines_parts(path: Path, step: int, column: str) -> list[JsonLinesPart]:
@@ -246,18 +259,28 @@ def _cuts(path: Path, step: int, next_cut: Callable[[BinaryIO, int], int]) -> li
 
 
 def _after(mark: bytes) -> Callable[[BinaryIO, int], int]:
-    """A cut after the next `mark`, however far; else the end of the file."""
+    """A cut after the next `mark`, however far; else the end of the file.
+
+    Not after one that another overlaps on its left: of three newlines a text that is split at pairs of them, from its
+    start, takes the first two, and a cut after the last two would leave a document that the whole text does not have.
+    """
+    pattern, context = re.escape(mark), len(mark) - 1
+    for shift in range(1, len(mark)):
+        if mark.startswith(mark[shift:]):  # it can begin again `shift` bytes on
+            pattern += b"(?<!%s)" % re.escape(mark[:shift] + mark)
+    compiled = re.compile(pattern)
 
     def next_cut(file: BinaryIO, start: int) -> int:
-        file.seek(start)
-        seen = b""  # the end of what was read: the mark may begin in it
+        at = start - context
+        file.seek(at)
+        window = file.read(context)  # a mark may begin in it that overlaps another
         while block := file.read(_SEARCH_BYTES):
-            window = seen + block
-            if (found := window.find(mark)) >= 0:
-                return start - len(seen) + found + len(mark)
-            start += len(block)
-            seen = window[len(window) - len(mark) + 1 :]
-        return start
+            window += block
+            if match := compiled.search(window, context):
+                return at + match.end()
+            done = max(0, len(window) - 2 * context)
+            at, window = at + done, window[done:]
+        return at + len(window)
 
     return next_cut
 
@@ -266,6 +289,7 @@ def _at_space(file: BinaryIO, start: int) -> int:
     """A cut before the next space after a visible character; between any two characters where none is near."""
     file.seek(start)
     window = file.read(_SEARCH_BYTES)
-    if match := re.search(rb"(?<=\S) ", window):
+    # visible in ASCII: the last byte of another character does not say whether it is one of Unicode's spaces
+    if match := re.search(rb"(?<=[!-~]) ", window):
         return start + match.start()
     return start + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), 0)

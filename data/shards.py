@@ -21,7 +21,7 @@ import tiktoken
 
 from . import DataError
 from .ahead import ahead
-from .files import written_whole
+from .files import mapped, written_whole
 from .readers import Part
 from .tokenizer import load_encoder, load_tokenizer
 
@@ -165,7 +165,7 @@ def split_unit(
     first_document: number of the document the unit starts in; documents: how many the corpus has;
     val_documents: the validation documents in this unit, sorted.
     """
-    staged = _map(workshop.staged(unit), workshop.dtype)
+    staged = mapped(workshop.staged(unit), workshop.dtype)
     edges = np.concatenate([[0], _end_of_text_positions(staged, workshop.tokenizer) + 1])
     if edges[-1] != len(staged):  # the unit ends within a document
         edges = np.append(edges, len(staged))
@@ -198,7 +198,7 @@ def write_val_shard(workshop: Workshop, records: list[dict[str, Any]], order: np
     for unit, record in enumerate(records):
         if not record["val_documents"]:
             continue
-        part = _map(workshop.val_part(unit), workshop.dtype)
+        part = mapped(workshop.val_part(unit), workshop.dtype)
         edges = np.concatenate([[0], np.cumsum(record["val_lengths"])])
         for document, (start, stop) in zip(record["val_documents"], pairwise(edges), strict=True):
             pieces.setdefault(document, []).append(part[start:stop])
@@ -238,11 +238,6 @@ def _byte_lengths(tokenizer: str) -> np.ndarray:
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths
-
-
-def _map(path: Path, dtype: str) -> np.ndarray:
-    # an empty file cannot be mapped
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
 def _in_blocks(array: np.ndarray) -> Iterator[np.ndarray]:

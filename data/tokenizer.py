@@ -143,6 +143,6 @@ def _require_vocabulary(name: str) -> None:
             wanted += " (or " + " and ".join(f"{Path(url).name} as {_cache_name(url)}" for url in urls) + ")"
         raise DataError(
             f"the vocabulary of {name} is not in {_cache_dir()} and cannot be downloaded "
-            f"({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that holds {wanted}, "
-            f"or name a local rank file, data.tokenizer=/path/to/{name}.tiktoken"
+            f"({type(error).__name__}): name a local rank file, data.tokenizer=/path/to/{name}.tiktoken, "
+            f"or set TIKTOKEN_CACHE_DIR to a folder that holds {wanted}"
         ) from None

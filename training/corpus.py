@@ -9,8 +9,12 @@ from data.loader import Corpus
 from data.prepare import prepare
 from data.progress import ConsoleProgress
 
+from . import torchrun
 from .config import DataConfig
 
+# Rank 0 shows how far it is, so it is the one to prepare: the others give it this long to begin, then wait for it as
+# any process does. Nothing hangs on it: where rank 0 cannot be seen, on another node's disk, one of them prepares.
+_GIVE_WAY_S = 10
 # What `prepare` and the trainer take; every other field of DataConfig describes the source.
 _NOT_SOURCE = ("tokenizer", "cache_dir", "val_fraction", "workers", "document_mask")
 
@@ -25,4 +29,5 @@ def prepare_corpus(config: DataConfig, *, quiet: bool = False) -> Corpus:
         val_fraction=config.val_fraction,
         workers=config.workers,
         progress=None if quiet else ConsoleProgress(),
+        give_way=0 if torchrun.is_main_rank() else _GIVE_WAY_S,
     )

@@ -299,3 +299,11 @@ def test_a_folder_is_read_through_datasets_without_a_hub(hub: HubStub, tmp_path:
     message = refused(hub, tmp_path, **arguments)
     assert str(folder) in message
     assert "check the network" not in message
+
+
+def test_a_folder_of_txt_files_is_refused_before_its_line_ends_are_lost(hub: HubStub, tmp_path: Path):
+    hub.down = True
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one document\nof two lines\n")
+    message = refused(hub, tmp_path, source="hub", repo=str(tmp_path / "texts"), streaming=True)
+    assert f"use data=text_files data.files={tmp_path / 'texts'}" in message

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from data import DataError
 from data.corpora import make_corpus
+from data.inspect import corpus_folder
 from data.loader import Corpus
 from data.prepare import prepare
 
@@ -58,11 +60,30 @@ def test_damage_is_found_told_and_repaired(corpus: Corpus):
     assert inspect(corpus.directory).returncode == 0
 
 
+def test_a_reader_that_stops_early_is_no_error(corpus: Corpus):
+    """As `python -m data.inspect CORPUS | head` does."""
+    command = [sys.executable, "-m", "data.inspect", str(corpus.directory)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+def test_of_a_folder_of_runs_one_is_asked_for(tmp_path: Path):
+    for run in ("0_nano_naive", "1_nano_sdpa"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "corpus").write_text("anywhere")
+    with pytest.raises(DataError, match=r"give one of them, for example .*/0_nano_naive$"):
+        corpus_folder(tmp_path)
+
+
 @pytest.mark.parametrize("arguments", [["nowhere"], ["."], ["{corpus}", "--repair", "train-99999.bin"]])
 def test_what_is_no_corpus_or_shard_is_said_in_one_line(corpus: Corpus, arguments: list[str]):
     refused = inspect(*(argument.format(corpus=corpus.directory) for argument in arguments))
     assert refused.returncode == 1
     assert len(refused.stderr.strip().splitlines()) == 1
+    assert refused.stderr.startswith("error: ")
 
 
 def test_a_changed_source_cannot_repair(tmp_path: Path):

@@ -18,6 +18,7 @@ from data.loader import Batches, Corpus, EvaluationBatches, prefetch
 from data.permutation import Permutation
 from data.prepare import prepare
 
+ROOT = Path(__file__).parents[2]
 SEQ_LEN, PER_BATCH = 16, 8
 
 
@@ -58,6 +59,25 @@ def test_a_split_reads_as_one_sequence_over_its_shards(corpus: Corpus):
     edge = corpus.train.shards[0]["tokens"]
     assert np.array_equal(corpus.train.read(edge - 5, 10), whole[edge - 5 : edge + 5])
     assert len(corpus.train.read(corpus.train.tokens - 3, 10)) == 3
+
+
+def test_more_shards_than_descriptors(tmp_path: Path):
+    """OpenWebText has 4,800 shards, a shell allows 1,024 descriptors."""
+    (tmp_path / "a.txt").write_text("\n".join(f"line {number:03d}" for number in range(300)))
+    code = """if True:
+        import os, resource, sys
+        import data.prepare, pyarrow
+        from data.corpora import make_corpus
+        limit = len(os.listdir("/proc/self/fd")) + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        data.prepare.SHARD_BYTES = 8
+        source = make_corpus("text_files", files=sys.argv[1], separator="\\n")
+        corpus = data.prepare.prepare(source, "bytes", sys.argv[2], val_fraction=0.3, workers=1)
+        assert len(corpus.train.shards) >= 200
+        print(len(corpus.train.read(0, 1 << 30)) + corpus.val.tokens)"""
+    command = [sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "2700\n", done.stderr
 
 
 def test_targets_are_the_inputs_one_later_and_windows_are_whole(corpus: Corpus):
@@ -167,8 +187,7 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_shard(corpus: Corpus
 
 def test_importing_the_package_imports_nothing_heavy():
     code = "import sys, data.corpora; print(sorted({'torch', 'datasets', 'tiktoken', 'numpy'} & set(sys.modules)))"
-    root = Path(__file__).parents[2]
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
         == "[]\n"
     )

@@ -1,0 +1,122 @@
+"""What cannot be prepared is refused in one line that names it, and leaves no corpus (2 s)."""
+
+import errno
+import gzip
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data import DataError
+from data.corpora import make_corpus
+from data.prepare import prepare
+from data.shards import split_order
+
+
+def refused(source_arguments: dict, cache: Path, workers: int = 1, **options) -> str:
+    with pytest.raises(DataError) as refusal:
+        prepare(make_corpus(**source_arguments), "bytes", cache, workers=workers, **options)
+    assert "\n" not in str(refusal.value)
+    assert not list(cache.glob("*/manifest.json"))
+    return str(refusal.value)
+
+
+BAD_FILES = {
+    "column.jsonl": (b'{"title": "x", "body": "y"}\n', r"no column 'text'.* title, body"),
+    "number.jsonl": (b'{"text": 3}\n', "holds int, not text"),
+    "list.jsonl": (b"[1]\n", "not an object"),
+    "half.jsonl": (b'{"text": "a"}\n{"text": ', "byte 14 is not JSON"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "abcdefgh"}\n' * 1000)[:60], "cannot read .*cut.jsonl.gz"),
+    "cut.parquet": (b"PAR1 and nothing else", "cut.parquet cannot be read as parquet"),
+    "one.txt": (b"a single document", r"has 1 document, .*data\.separator"),
+    "windows.txt": (b"a\r\n\r\nb", r"windows.txt has Windows line ends.*data\.separator='\\r\\n\\r\\n'"),
+    "empty.txt": (b"", "no .* file with text|all empty"),
+    "separators.txt": (b"\n\n\n\n", "has 0 documents"),
+    "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
+    "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl"),
+    "latin1.txt": (b"caf\xe9 au lait", r"latin1.txt: byte 3 \(0xe9\) is not UTF-8.*iconv"),
+    "latin1.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', r"latin1.jsonl: byte 24 \(0xff\) is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_refused_by_name(name: str, tmp_path: Path):
+    content, words = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    arguments = {"source": "text_files", "files": str(tmp_path / name)}
+    if name in ("separators.txt", "windows.txt"):
+        arguments["separator"] = "\n\n"
+    message = refused(arguments, tmp_path / "cache")
+    assert re.search(words, message), message
+
+
+def test_bad_parquet_columns_are_refused(parquet: Path, tmp_path: Path):
+    files = {"source": "text_files", "files": str(parquet)}
+    assert "has no column 'content'; it has text, id" in refused({**files, "column": "content"}, tmp_path)
+    assert "column 'id' holds int64, not text" in refused({**files, "column": "id"}, tmp_path)
+
+
+def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
+    files = {"source": "text_files", "files": str(parquet)}
+    assert "data.val_fraction=1.5: " in refused(files, tmp_path, val_fraction=1.5)
+    assert "data.workers=0: " in refused(files, tmp_path, workers=0)
+    assert "leaves none to train on" in refused(files, tmp_path, val_fraction=0.9999)
+    assert "data.files" in refused({"source": "text_files"}, tmp_path)
+    assert "nowhere" in refused({"source": "text_files", "files": "nowhere/*.txt"}, tmp_path)
+    assert "python_source, text_files" in refused({"source": "c4"}, tmp_path)
+    assert "data.repo" in refused({"source": "hub"}, tmp_path)
+    assert "data.roots means nothing to source text_files" in refused({**files, "roots": ["/"]}, tmp_path)
+    assert "data.split means nothing to source text_files" in refused({**files, "split": "test"}, tmp_path)
+    assert "data.column means nothing" in refused({"source": "openwebtext", "column": "content"}, tmp_path)
+    assert "40 hexadecimal digits" in refused({"source": "openwebtext", "revision": "main"}, tmp_path)
+    assert "data.limit_documents=1: " in refused({**files, "limit_documents": 1}, tmp_path)
+    assert "data.files" in refused({"source": "text_files", "files": ""}, tmp_path)
+    for folder in ("/not/there", "~/not_there", "./there"):
+        assert "there is no such folder" in refused({"source": "hub", "repo": folder}, tmp_path)
+    assert "not a folder" in refused({"source": "python_source", "roots": ["/nowhere"]}, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(parquet: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    message = refused({"source": "text_files", "files": str(parquet)}, tmp_path / "file")
+    assert str(tmp_path / "file") in message
+    assert "data.cache_dir" in message
+
+
+def test_a_folder_that_cannot_be_read_is_named_not_left_out(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = shutil.copytree(parquet, tmp_path / "files")
+    (folder / "closed").mkdir()
+    scandir = os.scandir
+
+    def closed(path):  # for root every folder is open
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    message = refused({"source": "text_files", "files": str(folder)}, tmp_path / "cache")
+    assert f"cannot read the folder {folder / 'closed'}: Permission denied" in message
+
+
+def test_too_small_a_disk_is_refused_before_it_starts(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("data.files.free_bytes", lambda path: 1234)
+    message = refused({"source": "text_files", "files": str(parquet)}, tmp_path)
+    assert "not enough room" in message
+    assert "1.23 kB free" in message
+
+
+def test_a_validation_split_without_text_is_refused(tmp_path: Path):
+    """It would be found out after the training, by a division by its bytes."""
+    (held_out,) = split_order(4, 0.01, 2357)
+    lines = [json.dumps({"text": "" if row == held_out else "text"}) for row in range(4)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    message = refused({"source": "text_files", "files": str(tmp_path / "a.jsonl")}, tmp_path / "cache")
+    assert "held out are all empty" in message
+    assert "data.val_fraction" in message
