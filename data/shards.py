@@ -165,7 +165,7 @@ def split_unit(
     first_document: number of the document the unit starts in; documents: how many the corpus has;
     val_documents: the validation documents in this unit, sorted.
     """
-    staged = mapped(workshop.staged(unit), workshop.dtype)
+    staged = _map(workshop.staged(unit), workshop.dtype)
     edges = np.concatenate([[0], _end_of_text_positions(staged, workshop.tokenizer) + 1])
     if edges[-1] != len(staged):  # the unit ends within a document
         edges = np.append(edges, len(staged))
@@ -238,6 +238,11 @@ def _byte_lengths(tokenizer: str) -> np.ndarray:
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    # an empty file cannot be mapped; not `mapped`, for which each worker would import torch
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
 def _in_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
