@@ -37,17 +37,10 @@ def from_huggingface(
     """A GPT, float32 on the CPU, with the weights of source: a local checkpoint directory or a GPT2LMHeadModel.
 
     dropout: for training on; the three values of the transformers config are not taken over. Nothing is
-    downloaded. Raises ValueError when source is no GPT-2 as published, naming what differs.
+    downloaded. Raises ValueError when source is no GPT-2 as published, or not all of one, naming what differs.
     """
     if isinstance(source, str | os.PathLike):
-        if not (Path(source) / "config.json").is_file():
-            raise ValueError(
-                f"{source} is no transformers checkpoint: a directory with a config.json is wanted"
-            )
-        with _transformers_imports():
-            from transformers import GPT2LMHeadModel
-
-            source = GPT2LMHeadModel.from_pretrained(source, local_files_only=True)
+        source = _load(Path(source))
     theirs = source.config
     for name, accepted in _REQUIRED.items():
         if getattr(theirs, name) not in accepted:
@@ -73,7 +66,8 @@ def from_huggingface(
 
 
 def to_huggingface(model: GPT) -> "GPT2LMHeadModel":
-    """A GPT2LMHeadModel, float32 on the CPU, that computes what model does; its save_pretrained writes it out."""
+    """A GPT2LMHeadModel, float32 on the CPU, that computes what model does, dropout included if it is in training
+    mode; its save_pretrained writes it out."""
     config = model.config
     with _transformers_imports():
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -95,7 +89,28 @@ def to_huggingface(model: GPT) -> "GPT2LMHeadModel":
             )
         )
     theirs.load_state_dict(_to_their_names(model.state_dict(), config))
-    return theirs
+    return theirs.train(model.training)
+
+
+def _load(directory: Path) -> "GPT2LMHeadModel":
+    """The checkpoint in a directory, whole: transformers draws at random what it does not find, with a warning."""
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{directory} is no transformers checkpoint: a directory with a config.json is wanted"
+        )
+    with _transformers_imports():
+        from transformers import GPT2LMHeadModel
+
+        model, found = GPT2LMHeadModel.from_pretrained(
+            directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    if missing := sorted(set(found["missing_keys"]) - {"lm_head.weight"}):  # which is wte.weight
+        names = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        raise ValueError(f"{directory} lacks {len(missing)} of the model's weights: {names}")
+    if mismatched := sorted(found["mismatched_keys"]):
+        told = (f"{name} is {tuple(has)}, not {tuple(wanted)}" for name, has, wanted in mismatched)
+        raise ValueError(f"{directory} does not fit its config.json: {', '.join(told)}")
+    return model
 
 
 def _from_their_names(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:

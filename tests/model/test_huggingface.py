@@ -105,6 +105,29 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
         from_huggingface(tmp_path, plain_attention)
 
 
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
+    """transformers fills them with random numbers."""
+    to_huggingface(GPT(GPTConfig(101, 24, n_layer=1, n_head=2, n_embd=32), plain_attention)).save_pretrained(
+        tmp_path
+    )
+    config = tmp_path / "config.json"
+    whole = config.read_text()
+    config.write_text(whole.replace('"n_positions": 24', '"n_positions": 48'))
+    with pytest.raises(ValueError, match=r"transformer\.wpe\.weight is \(24, 32\), not \(48, 32\)"):
+        from_huggingface(tmp_path, plain_attention)
+    config.write_text(whole.replace('"n_layer": 1', '"n_layer": 2'))
+    with pytest.raises(
+        ValueError, match=r"lacks 12 of the model's weights: transformer\.h\.1\.attn\..*, \.\.\.$"
+    ):
+        from_huggingface(tmp_path, plain_attention)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_to_huggingface_keeps_the_mode(training):
+    ours = GPT(GPTConfig(101, 24, n_layer=1, n_head=2, n_embd=32, dropout=0.5), plain_attention)
+    assert to_huggingface(ours.train(training)).training is training
+
+
 def test_this_projects_kernels_are_back_after_an_import():
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "kernels"}
     with _transformers_imports():
