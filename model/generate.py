@@ -14,13 +14,13 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    generator: torch.Generator,
+    generator: torch.Generator | None = None,
     end_token: int | None = None,
 ) -> Tensor:
     """Continue tokens (int64, (B, T), T >= 1) by up to n more; returns (B, T + up to n), prompt included.
 
     temperature: divides the logits; 0 takes the most likely token. top_k: sample among that many (None: all).
-    generator: the only source of randomness; probabilities are moved to its device to draw.
+    generator: the only source of randomness; probabilities are moved to its device to draw. None: one seeded with 0.
     end_token: a sequence that has drawn it is filled up with it, and generation stops when all have.
 
     The model sees at most seq_len tokens. Of a longer prompt it reads the last seq_len; when the window is
@@ -32,6 +32,7 @@ def generate(
         raise ValueError(f"temperature={temperature}: it must be 0 (most likely token) or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: it must be at least 1, or None for all tokens")
+    generator = generator or torch.Generator().manual_seed(0)
     was_training = model.training
     model.eval()
     try:

@@ -87,6 +87,7 @@ def test_same_generator_same_text(model):
     torch.manual_seed(9)
     assert torch.equal(generate(model, tokens, 20, generator=seeded(1)), first)
     assert not torch.equal(generate(model, tokens, 20, generator=seeded(2)), first)
+    assert torch.equal(generate(model, tokens, 20), generate(model, tokens, 20, generator=seeded(0)))
 
 
 def test_top_1_is_the_most_likely_token(model):
