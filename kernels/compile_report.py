@@ -260,7 +260,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; 1 if any tile must not ship."""
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.compile_report", description=__doc__.split("\n")[0]
+        prog=f"python -m {__package__}.compile_report", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])

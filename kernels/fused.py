@@ -11,6 +11,13 @@ import torch
 
 from .registry import AttentionError
 
+# What a user calls, by the module of its Triton kernels.
+_LAYERS = {
+    "add_norm": "linear_add_norm",
+    "bias_gelu": "linear_gelu",
+    "softmax_gradient": "linear_cross_entropy",
+}
+
 
 class FusedError(AttentionError):
     """A fused layer that was asked for cannot be had; the message is one line with the remedy."""
@@ -32,14 +39,14 @@ def _lacking(device_type: str) -> str | None:
 
 
 @functools.cache
-def kernels_of(layer: str, device_type: str) -> ModuleType:
-    """The module with a fused layer's Triton kernels: imported when it is first needed, since triton may be absent.
+def kernels_of(module: str, device_type: str) -> ModuleType:
+    """A module of Triton kernels for a fused layer: imported when it is first needed, since triton may be absent.
 
     Raises FusedError where they cannot run.
     """
     if (lacking := _lacking(device_type)) is not None:
-        raise FusedError(f"{layer} needs {lacking}")
-    return importlib.import_module(f".{layer}", __package__)
+        raise FusedError(f"{_LAYERS[module]} needs {lacking}")
+    return importlib.import_module(f".{module}", __package__)
 
 
 def check_operands(

@@ -28,6 +28,9 @@ FEATURES: dict[str, object] = {
     "precise_delta": False,
 }
 
+# What a feature is to a reader who does not know its argument.
+_WORDS = {"cu_seqlens": "packed documents", "kv_lengths": "padded keys"}
+
 # `auto` takes the first of these that can serve the request; a refusal names it as the nearest backend that
 # can.
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
@@ -62,7 +65,12 @@ class AttentionRequest:
     def unsupported(self, supported: set[str]) -> str | None:
         """A reason to refuse: the first used feature outside `supported`, or None."""
         missing = sorted(self.features - supported)
-        return f"it does not do {missing[0]}" if missing else None
+        return f"it does not do {_in_words(missing[0])}" if missing else None
+
+
+def _in_words(feature: str) -> str:
+    """cu_seqlens (packed documents)"""
+    return f"{feature} ({_WORDS[feature]})" if feature in _WORDS else feature
 
 
 @dataclass(frozen=True)
@@ -161,7 +169,8 @@ def resolve_attention(
         if not able:
             if tier != "auto":  # which only one of them knows
                 raise AttentionError(f"attention=auto: {_reason(PREFERENCE[0], request)}")
-            raise AttentionError(f"attention=auto: no backend can do {', '.join(sorted(request.features))}")
+            asked = ", ".join(map(_in_words, sorted(request.features)))
+            raise AttentionError(f"attention=auto: no backend can do {asked}")
         name = able[0]
     elif (reason := _reason(name, request)) is not None:
         nearest = f"; use attention={able[0]}" if able else ""

@@ -6,7 +6,7 @@ import os
 import torch
 
 from ..registry import FEATURES, AttentionFn, AttentionRequest, register_attention
-from .tiers import refuses_tier, tier_of
+from .tiers import TIERS, refuses_tier, tier_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
@@ -28,6 +28,8 @@ def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, inte
 
 def refuses(request: AttentionRequest) -> str | None:
     """Why our kernels cannot serve `request`, or None."""
+    if request.tier not in TIERS:  # first, since what the kernels need would not mend it
+        return f"attention.tier={request.tier} is none of {', '.join(TIERS)}"
     return refuses_kernels(request) or refuses_tier(request) or request.unsupported(SUPPORTED)
 
 

@@ -26,8 +26,6 @@ LEAST_QUERIES = 128
 
 def refuses_tier(request: AttentionRequest) -> str | None:
     """Why the request's tier cannot serve it, or None."""
-    if request.tier not in TIERS:
-        return f"attention.tier={request.tier} is none of {', '.join(TIERS)}"
     if request.tier == "hopper" and (needed := hopper_needs(request)):
         return f"attention.tier=hopper needs {needed} (attention.tier=auto takes what serves)"
     return None

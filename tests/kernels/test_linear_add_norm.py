@@ -215,7 +215,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
     ):
         check_fused(torch.device("cpu"), "model.block")
     kernels_of.cache_clear()
-    with pytest.raises(FusedError, match="add_norm needs a CUDA device, not cpu"):
+    with pytest.raises(FusedError, match="linear_add_norm needs a CUDA device, not cpu"):
         kernels_of("add_norm", "cpu")
 
 

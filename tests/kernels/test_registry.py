@@ -45,6 +45,13 @@ def test_a_refusal_names_the_reason_and_the_nearest_backend() -> None:
         resolve_attention("sdpa", **CPU, window=(8, 0))
 
 
+@pytest.mark.parametrize("name", ["sdpa", "auto"])
+def test_a_refusal_says_what_the_argument_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.registry, "PREFERENCE", ("sdpa",))
+    with pytest.raises(AttentionError, match=r"do cu_seqlens \(packed documents\)"):
+        resolve_attention(name, **CPU, cu_seqlens=True)
+
+
 def test_features_that_are_off_are_not_asked_for() -> None:
     assert resolve_attention("sdpa", **CPU, dropout_p=0.0, window=None, return_lse=False)[0] == "sdpa"
 
@@ -127,6 +134,12 @@ def test_a_tier_that_cannot_be_had_is_refused(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(AttentionError, match=reason):
         resolve_attention(name, **CPU, tier=tier)
+
+
+def test_a_tier_that_is_none_is_said_before_what_the_kernels_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(AttentionError, match=r"attention\.tier=foo is none of auto, triton, hopper"):
+        resolve_attention("flash", **CPU, tier="foo")
 
 
 def test_a_backend_with_tiers_says_which_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
