@@ -10,7 +10,18 @@ import html
 import os
 from pathlib import Path
 
-from .runs import STEP_PHASES, Run, differing_environment, differing_settings, find_runs, same_tokens
+from .runs import (
+    PHASE_RATIO,
+    PHASE_SHARE,
+    SPREAD,
+    STEP_PHASES,
+    Run,
+    differing_environment,
+    differing_settings,
+    find_runs,
+    same_tokens,
+    unexplained_phases,
+)
 
 HEADER = (
     "run",
@@ -162,8 +173,32 @@ def warnings(runs: list[Run]) -> list[str]:
         said.append(f"not finished: {', '.join(unfinished)}; figures are those so far.")
     if resumed := [run.label for run in runs if run.config.get("trainer.resume")]:
         said.append(f"resumed: {', '.join(resumed)}; times and curves are of the last part.")
+    said += _noise(runs)
     if len(runs) == 1:
         said.append("one run only: there is nothing to compare it with.")
+    return said
+
+
+def _noise(runs: list[Run]) -> list[str]:
+    """Where the machine's other work shows in the speeds."""
+    said = []
+    ranges = {run.label: run.speed_range for run in runs if run.speed_range}
+    if varied := [
+        f"{label} ({slow:,.0f} to {fast:,.0f})"
+        for label, (slow, fast) in ranges.items()
+        if fast > SPREAD * slow
+    ]:
+        said.append(
+            f"tokens/s varied more than {SPREAD:g}x over a run's own rows: {', '.join(varied)}. The machine did "
+            "something else meanwhile; run again before believing a ratio."
+        )
+    for run in runs[1:]:
+        for phase, (theirs, ours) in unexplained_phases(runs[0], run).items():
+            said.append(
+                f"{phase} took {ours:.2f} ms of a step in {run.label} and {theirs:.2f} in {runs[0].label}: more than "
+                f"{PHASE_RATIO:g}x and {PHASE_SHARE:.0%} of a step, and not attention's doing. Something else held "
+                "one of them up; run again before believing a ratio."
+            )
     return said
 
 

@@ -30,6 +30,10 @@ _BOOKKEEPING = (
 _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")
 _RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device", "model.(loss|block)")
 _LEET_TIMEOUT = 120
+_SPEED = "perf/tokens_per_second"
+# Beyond these a speed is the machine's doing. Runs of 30 steps on two cores varied 1.4 times from row to row, their
+# optimizer 1.3 times from run to run; 0.15 and 0.9 ms for data were 2 % of a step, and nothing to warn of.
+SPREAD, PHASE_RATIO, PHASE_SHARE = 2.0, 1.5, 0.05
 # What a step's time goes to, and the column that says how much.
 STEP_PHASES = {
     "data": "perf/data_ms",
@@ -66,6 +70,10 @@ class Run:
         return self.facts.get("attention") or str(self.config.get("attention.name", self.path.name))
 
     @property
+    def machine(self) -> str | None:
+        return self.environment.get("device_name")
+
+    @property
     def finished(self) -> bool:
         return bool(self.summary)
 
@@ -85,6 +93,13 @@ class Run:
             return self.summary[column]
         values = [row[column] for row in self.rows if column in row]
         return statistics.median(values) if values else None
+
+    @property
+    def speed_range(self) -> tuple[float, float] | None:
+        """The slowest and the fastest row's tokens/s, a tenth of the rows left out at either end."""
+        speeds = sorted(row[_SPEED] for row in self.rows if _SPEED in row)
+        odd = len(speeds) // 10
+        return (speeds[odd], speeds[-1 - odd]) if speeds else None
 
     def curve(self, column: str, against: str = "tokens") -> tuple[list[float], list[float]]:
         """(x, y) of the rows that have `column`."""
@@ -136,21 +151,33 @@ class Run:
 def find_runs(arguments: list[str]) -> list[Run]:
     """The runs that `arguments` name: run directories, sweeps, folders of runs, wandb folders, or globs of them.
 
-    Raises ReproduceError for an argument with no run in it.
+    A shell's SWEEP/* also names the files beside the runs: files are passed over, folders without a run with a note
+    on stderr. Raises ReproduceError for what does not exist, and where no run is left.
     """
     paths: dict[Path, None] = {}  # a set that keeps the order
+    empty = []
     for argument in arguments:
         matches = sorted(glob.glob(argument, recursive=True), key=_natural) or [argument]
         found = [path for match in matches for path in _run_paths(Path(match), depth=3)]
-        if not found:
-            raise ReproduceError(
-                f"{argument}: no run there; a run directory has config.yaml and metrics.csv, a wandb folder a "
-                ".wandb file"
-            )
         paths.update(dict.fromkeys(path.resolve() for path in found))
+        if not found:
+            empty.append(argument)
+            if not Path(matches[0]).exists():
+                raise _no_run(argument)
+    if not paths:
+        raise _no_run(empty[0])
+    for argument in empty:
+        if Path(argument).is_dir():
+            print(f"note: {argument}: no run there", file=sys.stderr)
     runs = [_read_wandb(path) if _wandb_file(path) else _read_directory(path) for path in paths]
     name_runs(runs)
     return runs
+
+
+def _no_run(argument: str) -> ReproduceError:
+    return ReproduceError(
+        f"{argument}: no run there; a run directory has config.yaml and metrics.csv, a wandb folder a .wandb file"
+    )
 
 
 def _run_paths(path: Path, depth: int) -> list[Path]:
@@ -288,6 +315,20 @@ def differing_environment(runs: list[Run]) -> dict[str, list[Any]]:
 
 def _differ(values: list[Any]) -> bool:
     return any(value != values[0] for value in values[1:])
+
+
+def unexplained_phases(first: Run, other: Run) -> dict[str, tuple[float, float]]:
+    """Phases of a step that attention cannot change and that took another time all the same: ms in each run."""
+    splits = [run.step_split() for run in (first, other)]
+    if None in splits or first.machine != other.machine or differing_settings([first, other]):
+        return {}
+    least = PHASE_SHARE * min(sum(split.values()) for split in splits)
+    times = {name: tuple(split[name] for split in splits) for name in ("data", "optimizer")}
+    return {
+        name: each
+        for name, each in times.items()
+        if max(each) > PHASE_RATIO * min(each) and max(each) - min(each) > least
+    }
 
 
 def same_tokens(first: Run, other: Run) -> bool:

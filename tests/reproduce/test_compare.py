@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from reproduce.__main__ import main
-from reproduce.compare import HEADER, page, table
+from reproduce.compare import HEADER, page, table, warnings
+from reproduce.experiment import ReproduceError
 from reproduce.runs import find_runs
 from training.config import (
     AttentionConfig,
@@ -120,6 +121,36 @@ def test_a_run_from_before_steps_were_split_is_compared_all_the_same(copies, cap
     assert "not logged" in content
 
 
+def measured(run: Path, speeds: list[float], **phases_ms: float) -> None:
+    """Write the run's files anew, with these tokens/s row by row and these times of a step in the summary."""
+    rows = [f"{step},{256 * step},{speed}" for step, speed in enumerate(speeds, 1)]
+    (run / "metrics.csv").write_text("\n".join(["step,tokens,perf/tokens_per_second", *rows]) + "\n")
+    summary = json.loads((run / "summary.json").read_text())
+    summary |= {f"perf/{name}_ms": ms for name, ms in phases_ms.items()}
+    (run / "summary.json").write_text(json.dumps(summary))
+
+
+STEP = {"step": 35.0, "data": 0.15, "forward_backward": 31.0, "optimizer": 2.6}
+
+
+def test_what_an_idle_machine_varies_by_is_no_warning(copies):
+    measured(copies / "0_naive", [10_383, 13_184, 14_580], **STEP)
+    measured(copies / "1_sdpa", [*[14_000] * 19, 90], **STEP | {"data": 0.9, "optimizer": 3.4})
+    assert not warnings(find_runs([str(copies)]))
+
+
+def test_noise_is_not_sold_as_a_result(copies):
+    measured(copies / "0_naive", [983, 378, 372], **STEP | {"step": 1100.0, "optimizer": 224.0})
+    measured(copies / "1_sdpa", [21_000, 21_700, 22_000], **STEP)
+    varied, optimizer = warnings(find_runs([str(copies)]))
+    assert "more than 2x over a run's own rows: naive (372 to 983)." in varied
+    assert "optimizer took 2.60 ms of a step in sdpa and 224.00 in naive: more than 1.5x and 5%" in optimizer
+    # On another machine, the phases have other reasons to differ.
+    environment = copies / "1_sdpa" / "environment.json"
+    environment.write_text(environment.read_text().replace('"device_name": "', '"device_name": "Other '))
+    assert not [each for each in warnings(find_runs([str(copies)])) if "optimizer took" in each]
+
+
 def test_the_difference_of_losses_is_that_of_the_summaries(sweep):
     runs = find_runs([str(sweep)])
     losses = [run.summary["val/loss"] for run in runs]
@@ -195,6 +226,17 @@ def test_a_path_without_runs_is_one_line(argument, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {argument}: no run there")
     assert len(error.splitlines()) == 1
+
+
+def test_what_a_shells_star_names_beside_the_runs_is_passed_over(copies, capsys):
+    (copies / "multirun.yaml").write_text("hydra: {}")
+    (copies / "empty").mkdir()
+    runs = find_runs([str(path) for path in sorted(copies.iterdir())])
+    assert [run.attention for run in runs] == ["naive", "sdpa"]
+    assert capsys.readouterr().err == f"note: {copies / 'empty'}: no run there\n"
+    for arguments, named in (("multirun.yaml", "empty"), "multirun.yaml"), (("0_naive", "0_naiv"), "0_naiv"):
+        with pytest.raises(ReproduceError, match=f"{named}: no run there"):
+            find_runs([str(copies / argument) for argument in arguments])
 
 
 def test_a_run_that_left_no_settings_is_not_guessed_about(copies, capsys):
