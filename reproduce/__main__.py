@@ -110,7 +110,7 @@ def _seconds(text: str) -> float:
 
 
 def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
-    experiment = find_experiment(arguments.name)
+    experiment = find_experiment(arguments.name, ["all", *TOOLS])
     deadline = time.monotonic() + arguments.budget if arguments.budget else None
 
     device = _device(arguments.device)

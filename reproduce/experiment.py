@@ -16,8 +16,9 @@ list answers at once.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
@@ -165,9 +166,12 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 
-def find_experiment(name: str) -> Experiment:
+def find_experiment(name: str, others: Iterable[str] = ()) -> Experiment:
+    """The experiment of that name; ReproduceError names what there is, `others` that are none included."""
     if name not in EXPERIMENTS:
-        raise ReproduceError(f"no experiment is called {name}; there are {', '.join(EXPERIMENTS)}")
+        known = [*EXPERIMENTS, *others]
+        near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, n=1))
+        raise ReproduceError(f"no experiment is called {name}; there are {', '.join(known)}{near}")
     return EXPERIMENTS[name]
 
 

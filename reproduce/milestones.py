@@ -11,6 +11,7 @@ import bisect
 import csv
 import functools
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ _FREE = {
     *("trainer.save_every", "trainer.keep_checkpoints", "trainer.resume"),
     *("trainer.sample_tokens", "trainer.sample_prompt"),
 }
+# Where these differ, perplexities are of another thing.
+_MODEL = ("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len", "data.tokenizer")
+Departures = dict[str, tuple[Any, Any]]  # setting -> (the run's value, the recipe's)
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,15 @@ def main(argv: list[str]) -> int:
             f"{arguments.run} has no validation loss yet; trainer.eval_every decides when it has"
         )
     reference = arguments.reference or nearest_reference(run)
+    if not arguments.reference and (other := _other_model(departures(run, reference))):
+        raise ReproduceError(
+            f"no published curve is of this model; of {reference}, the nearest, it differs: "
+            f"{', '.join(_told(other))}; --reference {reference} compares all the same"
+        )
     milestones = read_reference(reference)
     verdicts = [verdict(each, tokens, losses) for each in milestones]
     print(_text(run, reference, milestones, verdicts))
-    plot = arguments.plot or run.path / "milestones.svg"
+    plot = arguments.plot or Path(os.path.relpath(run.path / "milestones.svg"))
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -162,19 +171,30 @@ def recipe(name: str) -> dict[str, Any]:
     return flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
 
 
-def departures(run: Run, name: str) -> dict[str, tuple[Any, Any]]:
+def departures(run: Run, name: str) -> Departures:
     """Where the run left the recipe: setting -> (the run's value, the recipe's)."""
-    theirs = recipe(name)
+    # gpt2 may be named by its rank file, gpt2.tiktoken.
+    ours = run.config | {"data.tokenizer": Path(run.config.get("data.tokenizer", "")).stem}
     return {
-        key: (run.config.get(key), value)
-        for key, value in theirs.items()
-        if key not in _FREE and not key.startswith("logger.") and run.config.get(key) != value
+        key: (ours.get(key), value)
+        for key, value in recipe(name).items()
+        if key not in _FREE and not key.startswith("logger.") and ours.get(key) != value
     }
 
 
 def nearest_reference(run: Run) -> str:
-    """The reference whose recipe the run departs from in the fewest settings."""
-    return min(references(), key=lambda name: len(departures(run, name)))
+    """The reference of the most similar model, and of those the one whose recipe has the fewest other settings."""
+    left = {name: departures(run, name) for name in references()}
+    return min(left, key=lambda name: (len(_other_model(left[name])), len(left[name])))
+
+
+def _other_model(left: Departures) -> Departures:
+    """Those of the departures without which perplexities are of the same thing."""
+    return {key: left[key] for key in _MODEL if key in left}
+
+
+def _told(left: Departures) -> list[str]:
+    return [f"{key} is {ours}, not {theirs}" for key, (ours, theirs) in left.items()]
 
 
 # ---- what is shown -----------------------------------------------------------------------------------
@@ -185,10 +205,8 @@ def _text(
 ) -> str:
     lines = [f"{run.path.name} against experiment={reference}"]
     if left := departures(run, reference):
-        changed = "; ".join(f"{key} is {ours}, not {theirs}" for key, (ours, theirs) in left.items())
-        lines.append(
-            f"! the run's recipe is not the reference's, so neither pass nor fail says much: {changed}"
-        )
+        lines.append("! the run's recipe is not the reference's, so neither pass nor fail says much:")
+        lines += [f"    {each}" for each in _told(left)]
     shown = [pair for pair in zip(milestones, verdicts, strict=True) if pair[1][0] != AHEAD]
     ahead = len(milestones) - len(shown)
     if shown:

@@ -169,6 +169,7 @@ def test_the_list_needs_no_torch():
     ("arguments", "words"),
     [
         (["tracing"], "no experiment is called tracing; there are attention"),
+        (["comapre"], "all, report, compare, milestones, workspace; did you mean compare?"),
         (["numerics", "lenghts=3"], "lenghts is not a setting here; there are backends"),
         (["numerics", "repeats=many"], "repeats=many: it must be int"),
         (["numerics", "repeats"], "repeats is not key=value"),

@@ -1,6 +1,7 @@
 """`python -m reproduce milestones`: pass and fail against published curves, on run directories of known losses."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from reproduce.milestones import read_reference, references
 from training.command_line import CONFIGS
 from training.config import Config, from_hydra, to_yaml
 
-BATCH = 512 * 1024
+OTHER_TEXT = ("data=python_source", "data.tokenizer=some/folder/gpt2.tiktoken")
 
 
 def write_run(path: Path, losses: dict[int, float], *overrides: str) -> Path:
@@ -58,12 +59,31 @@ def test_the_reading_error_decides_at_the_edge(tmp_path):
 
 
 def test_another_recipe_is_named(tmp_path, capsys):
-    run = write_run(tmp_path / "run", {1000: 5.0}, "trainer.batch_tokens=262144", "data=python_source")
+    run = write_run(tmp_path / "run", {1000: 5.0}, "trainer.batch_tokens=262144", *OTHER_TEXT)
     assert main(["milestones", str(run)]) == 0
     said = capsys.readouterr().out
     assert "the run's recipe is not the reference's" in said
-    assert "trainer.batch_tokens is 262144, not 524288" in said
-    assert "data.source is python_source, not openwebtext" in said
+    assert "    trainer.batch_tokens is 262144, not 524288\n" in said
+    assert "    data.source is python_source, not openwebtext\n" in said
+    assert "data.tokenizer" not in said
+
+
+def test_another_model_is_refused_unless_a_reference_is_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run", {1000: 5.0}, "model=nano", "data=python_source")
+    assert main(["milestones", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    for said in (
+        "model.n_layer is 4, not 12",
+        "data.tokenizer is bytes, not gpt2",
+        "--reference paper/gpt2_small",
+    ):
+        assert said in error
+    assert not (run / "milestones.svg").exists()
+    assert main(["milestones", str(run), "--reference", "paper/gpt2_medium"]) == 0
+    said = capsys.readouterr().out
+    assert "    model.n_layer is 4, not 24\n" in said
+    assert f"plot: {os.path.relpath(run)}/milestones.svg" in said
 
 
 @pytest.mark.parametrize("name", ["attention=naive", "trainer.micro_batch=8", "seed=7"])
