@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,14 @@ class ModelConfig(GPTConfig):
     # behind it another (kernels.linear_gelu, kernels.linear_add_norm).
     block: Layers = Layers.auto
 
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except (
+            ValueError
+        ) as error:  # of the room `model`, which does not know what its settings are called here
+            raise ConfigError(re.sub(r"(\w+)=", r"model.\1=", str(error))) from None
+
 
 @dataclass
 class AttentionConfig:
@@ -87,10 +96,11 @@ class DataConfig:
     document_mask: bool = False
     # Tokenising processes; null: one per CPU core.
     workers: int | None = None
-    # python_source: folders searched for .py files; empty: the standard library of this Python.
-    roots: list[str] = field(default_factory=list)
-    # text_files: globs or folders of .txt, .jsonl(.gz, .zst) and .parquet, one string or a list.
-    # openwebtext, hub: globs of the repository's files, to take and download only those.
+    # python_source: folders searched for .py files; empty: the standard library of this Python. One string or a
+    # list, a list of strings from then on; omegaconf has no type for that.
+    roots: Any = field(default_factory=list)
+    # text_files: globs or folders of .txt, .jsonl(.gz, .zst) and .parquet. openwebtext, hub: globs of the
+    # repository's files, to take and download only those. As `roots`.
     files: Any = field(default_factory=list)
     # The field of .jsonl, .parquet and Hub rows that holds the text.
     column: str = "text"
@@ -104,6 +114,12 @@ class DataConfig:
     revision: str | None = None
     # hub: read over the network without a local copy.
     streaming: bool = False
+
+    def __post_init__(self) -> None:
+        self.roots, self.files = (
+            list(map(str, given)) if isinstance(given, list | tuple) else [str(given)] if given else []
+            for given in (self.roots, self.files)
+        )
 
 
 @dataclass
