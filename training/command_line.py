@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
@@ -45,15 +47,17 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
 
     begun = False
+    refused: list[str] = []
 
     def main(cfg: DictConfig) -> None:
         nonlocal begun
         begun = True
         settings = HydraConfig.get()
         run_dir = Path(settings.runtime.output_dir)
+        sweeps = settings.mode is RunMode.MULTIRUN
         try:
             config = from_hydra(cfg)
-            if settings.mode is RunMode.MULTIRUN and config.logger.group is None:
+            if sweeps and config.logger.group is None:
                 config.logger.group = run_dir.parent.name
             if recipe := settings.runtime.choices.get("experiment"):
                 config.logger.tags.append(recipe)
@@ -61,11 +65,14 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
         except ValueError as error:
             if not _is_users(error):
                 raise
+            # Said at the end: a sweep goes on with its other runs.
+            refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
+        finally:
             if makes_run and not any(run_dir.iterdir()):
-                run_dir.rmdir()  # refused before it began
-            sys.exit(f"error: {error}")
+                run_dir.rmdir()  # it ended before it began
 
     try:
+        _check_words(sys.argv[1:])
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_explain(error)}")
@@ -73,6 +80,33 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
         if begun:
             raise
         sys.exit(f"error: the run directory cannot be made: {error}")
+    except (
+        KeyboardInterrupt
+    ):  # not noted by the trainer, which saves first: before its first step, or the second one
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    if refused:
+        sys.exit("\n".join(refused))
+
+
+def _check_words(arguments: list[str]) -> None:
+    """End with what would be right where a setting is not written key=value: --steps 5, trainer.steps 5."""
+    known, unknown = get_args_parser().parse_known_args(arguments)
+    words = {*unknown, *known.overrides}
+    wrong = [
+        word
+        for word in arguments
+        if word in words and (word.startswith("--") or ("=" not in word and not word.startswith("~")))
+    ]
+    if unknown and not wrong:
+        sys.exit(f"error: {unknown[0]}: options, as -m, stand before all settings or behind them")
+    if not wrong:
+        return
+    told = " ".join(wrong)
+    key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", told).groups()
+    near = _nearest(key)
+    hint = f"did you mean {near}={value or 'VALUE'}?" if near else "settings are written key=value"
+    sys.exit(f"error: {told}: {hint}")
 
 
 def _is_users(error: ValueError) -> bool:
@@ -87,10 +121,12 @@ def _run_name(*parts: str) -> str:
 
 def _explain(error: Exception) -> str:
     """One line for a composition error, with the nearest name where a name is wrong."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        options = sorted(error.options or [])
-        return f"{group}={option} is not an option; {group} has: {', '.join(options)}"
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        group, _, option = error.missing_cfg_file.partition("/")
+        folder = CONFIGS / group
+        options = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+        near = "".join(f"did you mean {each}? " for each in get_close_matches(option, options, n=1))
+        return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
     text = str(error)
     if match := re.match(r"Could not override '(?P<key>[^']+)'", text):
         near = _nearest(match["key"])
