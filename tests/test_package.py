@@ -1,7 +1,12 @@
-"""What pip installs."""
+"""What pip installs, and what the README says can be done with it. About 10 s."""
 
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import model
 
@@ -19,3 +24,26 @@ def test_the_wheel_has_every_package_of_the_leaves():
 
 def test_names_that_are_loaded_late_are_listed():
     assert set(model.__all__) <= set(dir(model))
+
+
+def test_the_readmes_examples_run_as_printed(tmp_path, user_environment):
+    """One after the other, as the installed package: a folder `tilegpt` without __init__.py, as the wheel makes."""
+    pytest.importorskip("transformers")
+    (tmp_path / "site" / "tilegpt").mkdir(parents=True)
+    for leaf in LEAVES:
+        (tmp_path / "site" / "tilegpt" / leaf).symlink_to(ROOT / leaf)
+    alone, weights, fused = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (path,) = re.findall(r'"(runs/\S+)"', weights)
+    (tmp_path / path).parent.mkdir(parents=True)
+    save = f"torch.save(model.state_dict(), {path!r})\n"  # what a run leaves there
+    done = subprocess.run(
+        [sys.executable, "-c", alone + save + weights + fused],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env=user_environment | {"PYTHONPATH": str(tmp_path / "site")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "def " in done.stdout
+    assert (tmp_path / "huggingface" / "model.safetensors").is_file()
