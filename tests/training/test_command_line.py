@@ -36,7 +36,7 @@ def never(_config: Config, _run_dir: Path) -> None:
     [
         ("experiment=paper/gpt2_smal", "did you mean paper/gpt2_small? experiment has: compare/gpt2_small, "),
         ("experiment=gpt2_medium", "did you mean paper/gpt2_medium?"),
-        ("attention=flsh", "did you mean flash? attention has: auto, flash"),
+        ("attention=flsh", "did you mean flash? attention has: auto, "),
         ("trainer.steps 5", "trainer.steps 5: did you mean trainer.steps=5?"),
         ("seed=1 --steps 5 attention=naive", "--steps 5: did you mean trainer.steps=5?"),
         ("--lr=1", "--lr=1: did you mean optimizer.lr=1?"),
