@@ -4,6 +4,7 @@ The folder is named after a hash of everything that decides the tokens, so anoth
 the source is another folder, and what is found in a folder is always part of the same result.
 """
 
+import multiprocessing
 import shutil
 import time
 from collections.abc import Iterator
@@ -88,6 +89,11 @@ def prepare(
     if (directory / FILE).exists() and not workshop.partial.exists():
         return open_corpus(directory)
 
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A worker imports the script that started it, anew and as a whole: it would wait here for its own parent.
+        raise DataError(
+            "a script that prepares a corpus needs `if __name__ == '__main__':` around what it does"
+        )
     until = time.monotonic() + give_way
     while time.monotonic() < until and not (directory / FILE).exists():
         time.sleep(0.05)

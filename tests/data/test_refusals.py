@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,23 @@ def test_a_validation_split_without_text_is_refused(tmp_path: Path):
     message = refused({"source": "text_files", "files": str(tmp_path / "a.jsonl")}, tmp_path / "cache")
     assert "held out are all empty" in message
     assert "data.val_fraction" in message
+
+
+SCRIPT = """
+from data.corpora import make_corpus
+from data.prepare import prepare
+prepare(make_corpus("text_files", files="texts"), "bytes", "cache", workers=2)
+"""
+
+
+def test_a_script_that_does_not_guard_its_main_part_is_told_so(tmp_path: Path):
+    """Its workers import it, and would wait for their own parent in its `prepare`."""
+    (tmp_path / "texts").mkdir()
+    for number in range(3):
+        (tmp_path / "texts" / f"{number}.txt").write_bytes(b"word " * 500_000)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "needs `if __name__ == '__main__':` around what it does" in done.stderr
