@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from .distributed import World
 
@@ -15,7 +16,10 @@ class Interrupt:
     """Whether the run was told to stop."""
 
     def __init__(self, ranks: World) -> None:
-        self._world = ranks
+        # torchrun kills ranks 30 s after it passed a signal on, and the device may be many steps behind the host. So
+        # the hosts agree among themselves, once a step, without waiting for their devices; the exchange of gradients
+        # ties the ranks together anyhow. Clocks will not do: no two are alike, and a rank that stops alone hangs all.
+        self._hosts = dist.new_group(backend="gloo") if ranks.size > 1 else None
         self.signal: int = 0
 
     @contextmanager
@@ -37,12 +41,10 @@ class Interrupt:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def requested(self, *, may_wait: bool) -> bool:
-        """Whether to stop after this step. Several ranks must agree, which they do only where they may wait."""
-        if self._world.size > 1:
-            if not may_wait:
-                return False
-            told = torch.tensor(self.signal, device=self._world.device)
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+    def requested(self) -> bool:
+        """Whether to stop after this step; every rank must ask after every step, and all get the same answer."""
+        if self._hosts:
+            told = torch.tensor(self.signal)
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._hosts)
             self.signal = int(told)
         return self.signal != 0
