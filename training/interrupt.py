@@ -16,9 +16,9 @@ class Interrupt:
     """Whether the run was told to stop."""
 
     def __init__(self, ranks: World) -> None:
-        # torchrun kills ranks 30 s after it passed a signal on, and the device may be many steps behind the host. So
-        # the hosts agree among themselves, once a step, without waiting for their devices; the exchange of gradients
-        # ties the ranks together anyhow. Clocks will not do: no two are alike, and a rank that stops alone hangs all.
+        # torchrun kills ranks 30 s after it passed a signal on, and the next log step may be further off. So the hosts
+        # agree among themselves, after every step, without waiting for their devices; the exchange of gradients ties
+        # the ranks together anyhow. Clocks will not do: no two are alike, and a rank that stops alone hangs the others.
         self._hosts = dist.new_group(backend="gloo") if ranks.size > 1 else None
         self.signal: int = 0
 

@@ -31,7 +31,7 @@ def refusal(config: Config, run_dir: Path) -> str | None:
     kept = checkpoint.saved(run_dir)
     if not (kept or (run_dir / "metrics.csv").exists()) or _goes_on(config, run_dir):
         return None
-    remedy = f"go on with it by trainer.resume={run_dir}" if kept else "delete it, which has no checkpoint"
+    remedy = f"go on with it by trainer.resume={run_dir}" if kept else "delete it: it has no checkpoint"
     return f"{run_dir} holds a run already: choose another hydra.run.dir, or {remedy}."
 
 

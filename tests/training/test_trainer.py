@@ -1,4 +1,4 @@
-"""What a run does when something goes wrong, and that it goes on as if nothing had. In this process, about 4 s."""
+"""What a run does when something goes wrong, and that it goes on as if nothing had. About 15 s."""
 
 import base64
 import csv
