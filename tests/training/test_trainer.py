@@ -210,6 +210,7 @@ def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_
 # Rank 1 alone has a bad gradient, then alone is told to stop, in a run that logs nothing between its ends.
 RANKS = """
 import dataclasses, math, os, pathlib, pickle, signal, sys
+import torch.distributed as dist
 from training.distributed import world
 from training.trainer import Trainer
 
@@ -227,7 +228,18 @@ with world("cpu") as ranks:
 
     poison = lambda run: run.model.wte.weight.register_hook(lambda gradient: gradient * math.nan)
     diverged = ended("diverged", 3, poison)
-    stopped = ended("stopped", 0, lambda run: os.kill(os.getpid(), signal.SIGTERM))
+
+    def tell(run):  # while the ranks agree that nobody was told to stop
+        agree = dist.all_reduce
+
+        def agree_and_be_told(*args, **options):
+            agree(*args, **options)
+            dist.all_reduce = agree
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        dist.all_reduce = agree_and_be_told
+
+    stopped = ended("stopped", 0, tell)
     pathlib.Path(f"rank{ranks.rank}").write_text(f"{diverged}\\n{stopped}")
 """
 
@@ -253,7 +265,7 @@ def test_ranks_refuse_and_stop_alike(config, tmp_path, user_environment):
     assert diverged.startswith("ConfigError the gradient norm is nan at step 3")
     assert stopped == f"SystemExit {128 + signal.SIGTERM}"
     assert steps_saved(tmp_path / "diverged") == []
-    assert steps_saved(tmp_path / "stopped") == [3]
+    assert steps_saved(tmp_path / "stopped") == [4]
 
 
 # ---- wandb ---------------------------------------------------------------------------------------
