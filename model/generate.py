@@ -25,6 +25,8 @@ def generate(
 
     The model sees at most seq_len tokens. Of a longer prompt it reads the last seq_len; when the window is
     full, its older half is dropped and the rest read again, since learned positions cannot slide.
+    With a config.document_end it sees, as in training, only the document that a token belongs to; sequences then come
+    one at a time, since their documents end at different tokens.
     """
     if tokens.size(1) < 1:
         raise ValueError("the prompt is empty: give at least one token, <|endoftext|> to start from nothing")
@@ -32,6 +34,8 @@ def generate(
         raise ValueError(f"temperature={temperature}: it must be 0 (most likely token) or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: it must be at least 1, or None for all tokens")
+    if model.config.document_end is not None and tokens.size(0) > 1:
+        raise ValueError(f"{tokens.size(0)} sequences: with document_end, generate one at a time")
     generator = generator or torch.Generator().manual_seed(0)
     was_training = model.training
     model.eval()
@@ -50,8 +54,8 @@ def _generate(model, tokens, n, temperature, top_k, generator, end_token) -> Ten
     start = max(0, prompt_len - seq_len)  # first token the cache has not read
     for end in range(prompt_len, prompt_len + n):
         if cache.length + end - start > seq_len:
-            start, cache.length = end - max(1, seq_len // 2), 0
-        hidden = model.hidden(out[:, start:end], cache=cache)
+            start, cache.length, cache.first = end - max(1, seq_len // 2), 0, 0
+        hidden = _read(model, out[:, start:end], cache)
         start = end
         token = _sample(model.logits(hidden[:, -1]), temperature, top_k, generator)  # (B,)
         if end_token is not None:
@@ -61,6 +65,19 @@ def _generate(model, tokens, n, temperature, top_k, generator, end_token) -> Ten
         if end_token is not None and ended.all():
             return out[:, : end + 1]
     return out
+
+
+def _read(model: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
+    """Add tokens to the cache; returns the hidden states of the last document's."""
+    if model.config.document_end is None:
+        return model.hidden(tokens, cache=cache)
+    ends = (tokens[0] == model.config.document_end).nonzero().flatten() + 1
+    for document in tokens.tensor_split(ends.cpu(), dim=1):
+        if document.size(1):
+            hidden = model.hidden(document, cache=cache)
+            if document[0, -1] == model.config.document_end:
+                cache.first = cache.length
+    return hidden
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:

@@ -45,18 +45,19 @@ class KVCache:
     def __init__(self, n_layer: int, max_len: int):
         self.max_len = max_len
         self.length = 0  # tokens held; GPT advances it once all layers have appended theirs
+        self.first = 0  # tokens before it are seen no more: they are of another document
         self.k: list[Tensor | None] = [None] * n_layer
         self.v: list[Tensor | None] = [None] * n_layer
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, H, new, D) of one layer; return those of all tokens, (B, H, length + new, D)."""
+        """Store k, v (B, H, new, D) of one layer; return those from `first` on, (B, H, seen, D)."""
         if self.k[layer] is None:
             shape = (*k.shape[:2], self.max_len, k.size(3))
             self.k[layer], self.v[layer] = k.new_empty(shape), v.new_empty(shape)
         end = self.length + k.size(2)
         self.k[layer][:, :, self.length : end] = k
         self.v[layer][:, :, self.length : end] = v
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+        return self.k[layer][:, :, self.first : end], self.v[layer][:, :, self.first : end]
 
 
 class CausalSelfAttention(nn.Module):
@@ -276,7 +277,7 @@ class GPT(nn.Module):
         x = self.wte(tokens) + self.wpe.weight[start:end]  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         cu_seqlens = None
-        if self.config.document_end is not None and cache is None:  # what is generated is one document
+        if self.config.document_end is not None and cache is None:  # a cache hides other documents itself
             cu_seqlens = document_offsets(tokens, self.config.document_end)
         if self.fused is None:
             for block in self.h:

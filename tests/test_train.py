@@ -73,9 +73,11 @@ def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_pa
         "sample",
         "wandb leet",
         "wandb sync",
+        "1 layer, 2 heads",
         str(run.relative_to(tmp_path)),
     ):
         assert said in done.stdout
+    assert "? left" not in done.stderr
 
 
 def test_the_offline_wandb_run_holds_the_metrics(command_line, tiny, tmp_path):
@@ -213,10 +215,11 @@ def test_sample_refuses_impossible_numbers(command_line, options):
 @pytest.mark.parametrize(
     ("override", "env"), [("logger.mode=online", {}), ("logger.mode=auto", {"WANDB_MODE": "online"})]
 )
-def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, override, env):
+def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, tmp_path, override, env):
     done = command_line("train.py", *tiny, "logger=wandb", override, env=env)
     assert done.returncode == 1
     assert "wandb login" in done.stderr.splitlines()[-1]
+    assert not any((tmp_path / "runs").iterdir())  # nothing that would block a second try
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"]])

@@ -1,8 +1,9 @@
 """Checkpoints: a directory each, written beside and renamed, so that one that exists is whole.
 
     RUN/checkpoints/step-00001000/weights.pt    the model's state dict, all that sampling needs
-                                  training.pt   optimizer, gradient scaler, step, and what must not change on resume
+                                  training.pt   optimizer, gradient scaler, step, seconds, and what must not change
 
+What has a suffix is rubbish: half written, or on its way out. It is never read, and swept at the next save.
 Batches, dropout and the learning rate are functions of the step, so no loader or random state is stored.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,16 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
     """Write the checkpoint of `step` and drop all but the newest `keep`."""
     final = run_dir / FOLDER / f"step-{step:08d}"
     partial = final.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     files = partial / "weights.pt", partial / "training.pt"
+    _sweep(run_dir)
     try:
+        partial.mkdir(parents=True, exist_ok=True)
         torch.save(weights, files[0])
         torch.save({"step": step, **training}, files[1])
         flush_to_disk(files)
+        if final.exists():
+            _put_aside(final)
+        partial.rename(final)
     except (
         OSError,
         RuntimeError,
@@ -43,14 +49,34 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
         raise ConfigError(
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}"
         ) from error
-    replaced = final.with_suffix(".replaced")
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
-    for old in _checkpoints(run_dir)[:-keep]:
-        shutil.rmtree(old)
+    with suppress(OSError):  # the new one is safe: one too many must not end the run
+        for old in saved(run_dir)[:-keep]:
+            _put_aside(old)
+    _sweep(run_dir)
     return final
+
+
+def drop_after(run_dir: Path, step: int) -> None:
+    """Remove what is newer than `step`: it belongs to a branch of the run that is not gone on with."""
+    for path in saved(run_dir):
+        if int(path.name.removeprefix("step-")) > step:
+            _put_aside(path)
+    _sweep(run_dir)
+
+
+def saved(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run directory, oldest first."""
+    return sorted(path for path in (run_dir / FOLDER).glob("step-*") if not path.suffix)
+
+
+def _put_aside(path: Path) -> None:
+    """Make it rubbish, at once: a kill while it is deleted would leave half of it under its name."""
+    path.rename(path.with_suffix(f".{time.time_ns()}"))  # a new name: the last rubbish may still be there
+
+
+def _sweep(run_dir: Path) -> None:
+    for rubbish in (run_dir / FOLDER).glob("step-*.*"):
+        shutil.rmtree(rubbish, ignore_errors=True)
 
 
 def find(path: str | Path) -> Path:
@@ -60,26 +86,24 @@ def find(path: str | Path) -> Path:
         return path
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; name a run directory or one of its checkpoints.")
-    if not (found := _checkpoints(path)):
+    if not (found := saved(path)):
         raise ConfigError(f"{path} holds no checkpoint: looked for {path / FOLDER}/step-*.")
     return found[-1]
 
 
 def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
-    return _load(checkpoint / "weights.pt", device)
+    return _load(checkpoint, "weights.pt", device)
 
 
 def load_training(checkpoint: Path, device: torch.device | str) -> dict[str, Any]:
-    return _load(checkpoint / "training.pt", device)
+    return _load(checkpoint, "training.pt", device)
 
 
-def _load(path: Path, device: torch.device | str) -> Any:
+def _load(checkpoint: Path, name: str, device: torch.device | str) -> Any:
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(checkpoint / name, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).split(". ")[0].splitlines()[0]
-        raise ConfigError(f"{path} cannot be read ({reason}); resume from an older checkpoint.") from error
-
-
-def _checkpoints(run_dir: Path) -> list[Path]:
-    return sorted(path for path in (run_dir / FOLDER).glob("step-*") if not path.suffix)
+        reason = (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
+        older = [path for path in saved(checkpoint.parent.parent) if path.name < checkpoint.name]
+        remedy = f"take the one before it, {older[-1]}" if older else "there is no older checkpoint"
+        raise ConfigError(f"{checkpoint / name} cannot be read ({reason}); {remedy}.") from error

@@ -21,11 +21,17 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
+def plural(number: int, noun: str) -> str:
+    """1 layer, 2 layers."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class Progress:
     """One line that is rewritten: step, loss, tokens/s, time left. Into a file, a line every ten seconds."""
 
     def __init__(self, start: int, steps: int, shown: bool) -> None:
         self._shown, self._live = shown, sys.stderr.isatty()
+        self._begin = f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live}"
         self._bar = tqdm(
             total=steps,
             initial=start,
@@ -34,7 +40,7 @@ class Progress:
             file=sys.stderr if self._live else _Lines(),
             mininterval=0.1 if self._live else 10,
             maxinterval=0.1 if self._live else 10,
-            bar_format=f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live} · {{desc}}{{remaining}} left",
+            bar_format=self._begin,
         )
 
     def step(self) -> None:
@@ -42,6 +48,9 @@ class Progress:
 
     def report(self, loss: float, tokens_per_second: float | None) -> None:
         rate = f"{tokens_per_second:,.0f} tokens/s · " if tokens_per_second else ""
+        self._bar.bar_format = (
+            f"{self._begin} · {{desc}}{{remaining}} left"  # not known before the first step
+        )
         self._bar.set_description_str(f"loss {loss:.4f} · {rate}", refresh=False)
 
     def say(self, text: str) -> None:

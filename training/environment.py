@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from .files import write_whole
+
 
 def environment(device: torch.device) -> dict[str, object]:
     """Command, versions, device and commit, as environment.json has them."""
@@ -75,7 +77,4 @@ def _driver() -> str | None:
 
 
 def write_json(path: Path, record: dict) -> None:
-    """Write beside and rename, so that a reader never sees half a file."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(record, indent=2) + "\n")

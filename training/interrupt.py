@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from .distributed import World
 
@@ -15,8 +16,13 @@ class Interrupt:
     """Whether the run was told to stop."""
 
     def __init__(self, ranks: World) -> None:
-        self._world = ranks
-        self.signal: int = 0
+        # torchrun kills ranks 30 s after it passed a signal on; the next log step may be further off. So the hosts
+        # agree among themselves, after every step, without waiting for their devices; the exchange of gradients
+        # ties the ranks together anyhow. Clocks will not do: no two are alike, and one that stops alone hangs all.
+        self._hosts = dist.new_group(backend="gloo") if ranks.size > 1 else None
+        # Apart, since a signal may come while the ranks agree that there was none.
+        self._told: int = 0  # what this process was sent
+        self.signal: int = 0  # what the run was, as all ranks know
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -26,23 +32,24 @@ class Interrupt:
         """
 
         def note(number: int, _frame: object) -> None:
-            if self.signal and number == signal.SIGINT:
+            if self._told and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.signal = number
+            self._told = number
 
         previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
+            self._hosts = (
+                None  # a traceback would keep it to the end of the interpreter, where gloo may abort
+            )
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def requested(self, *, may_wait: bool) -> bool:
-        """Whether to stop after this step. Several ranks must agree, which they do only where they may wait."""
-        if self._world.size > 1:
-            if not may_wait:
-                return False
-            told = torch.tensor(self.signal, device=self._world.device)
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-            self.signal = int(told)
+    def requested(self) -> bool:
+        """Whether to stop after this step; every rank must ask after every step, and all get the same answer."""
+        told = torch.tensor(self._told)
+        if self._hosts:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._hosts)
+        self.signal = int(told)
         return self.signal != 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
+import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
 from .config import Config, ConfigError, WandbMode
+from .files import write_whole
 
 # One vocabulary for the CSV and wandb. `tokens` is the common axis of runs that differ in batch or length.
 COLUMNS = [
@@ -44,18 +47,22 @@ class Logger(Protocol):
 class CsvLogger:
     """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once.
 
-    A run that is gone on with in its own directory keeps its rows up to `step`, where it goes on.
+    A run that is gone on with in its own directory keeps its rows up to `step`, where it goes on; an evaluation there
+    is made again, since a checkpoint is older than the evaluation of its step.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = []
+        kept = io.StringIO()
+        writer = csv.DictWriter(kept, COLUMNS, restval="")
+        writer.writeheader()
         if path.exists():
             with path.open(newline="") as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
-        self._file = path.open("w", newline="")
+                for row in csv.DictReader(file):
+                    if int(row["step"]) < step or (int(row["step"]) == step and not row["val/loss"]):
+                        writer.writerow(row)
+        write_whole(path, kept.getvalue())  # a kill loses no row that is kept
+        self._file = path.open("a", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
-        self._writer.writeheader()
-        self._writer.writerows(kept)
 
     def log(self, metrics: dict[str, float]) -> None:
         self._writer.writerow({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in metrics.items()})
@@ -66,7 +73,11 @@ class CsvLogger:
 
 
 class WandbLogger:
-    """One wandb run a training run; online when a key is configured, otherwise offline, and never a prompt."""
+    """One wandb run a training run; online when a key is configured, otherwise offline, and never a prompt.
+
+    A run that goes on in its own directory goes on in its wandb run. Offline each start leaves a folder of its own
+    with the same id, and `wandb sync` makes one run of them. Steps that wandb has had already it does not take again.
+    """
 
     def __init__(
         self, config: Config, run_dir: Path, facts: dict[str, Any], environment: dict[str, Any]
@@ -74,10 +85,12 @@ class WandbLogger:
         import wandb
         from omegaconf import OmegaConf
 
-        self.mode = _wandb_mode(config.logger.mode)
+        self.mode = wandb_mode(config.logger.mode)
         resolved = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
         options = {
             "dir": run_dir,
+            "id": _wandb_id(run_dir),
+            "resume": "allow",
             "project": config.logger.project,
             "name": run_dir.name,
             "group": config.logger.group,
@@ -117,7 +130,14 @@ class WandbLogger:
         self._run.finish(exit_code=0 if summary else 1)
 
 
-def _wandb_mode(mode: WandbMode) -> str:
+def _wandb_id(run_dir: Path) -> str:
+    kept = run_dir / "wandb_id"
+    if not kept.exists():
+        write_whole(kept, secrets.token_hex(4))
+    return kept.read_text()
+
+
+def wandb_mode(mode: WandbMode) -> str:
     """online or offline (or what WANDB_MODE says), decided without a prompt and without the network."""
     if mode is WandbMode.offline:
         return "offline"

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import count
+from .console import count, plural
 from .environment import device_name
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def banner(run: Trainer) -> Rows:
         ("layers", f"{run.block.value} blocks, {run.loss.value} loss"),
         (
             "model",
-            f"{count(run.model.num_parameters())} parameters: {model.n_layer} layers, {model.n_head} heads, "
-            f"{model.n_embd} wide, vocabulary {model.vocab_size:,}",
+            f"{count(run.model.num_parameters())} parameters: {plural(model.n_layer, 'layer')}, "
+            f"{plural(model.n_head, 'head')}, {model.n_embd} wide, vocabulary {model.vocab_size:,}",
         ),
         (
             "data",
@@ -38,24 +38,26 @@ def banner(run: Trainer) -> Rows:
         ),
         (
             "batch",
-            f"{config.trainer.batch_tokens:,} tokens a step: {run.micro_batch} sequences of {model.seq_len}"
+            f"{config.trainer.batch_tokens:,} tokens a step: {plural(run.micro_batch, 'sequence')} of {model.seq_len}"
             + (f" x {run.accumulation} accumulated" if run.accumulation > 1 else "")
             + (f" x {ranks.size} ranks" if ranks.size > 1 else ""),
         ),
         (
             "length",
-            f"{config.trainer.steps:,} steps, {count(tokens)} tokens, "
+            f"{plural(config.trainer.steps, 'step')}, {count(tokens)} tokens, "
             f"{tokens / run.corpus.train.tokens:.2g} epochs",
         ),
     ]
     if run.start:
         rows.append(("resumed", f"{config.trainer.resume}, at step {run.start:,}"))
+    if run.resumed.changed:
+        rows.append(("changed", run.resumed.changed))
     return rows
 
 
 def result(summary: dict[str, Any], run_dir: Path) -> Rows:
     """Quality, speed, memory, and where it all is."""
-    speed = "not measured: the run is shorter than the warm-up"
+    speed = "not measured: no step came after the warm-up"
     if "perf/step_ms" in summary:
         speed = f"{summary['perf/tokens_per_second']:,.0f} tokens/s, {summary['perf/step_ms']:.1f} ms a step"
     if "perf/mfu" in summary:

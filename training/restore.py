@@ -1,19 +1,102 @@
-"""A trained model back from its run directory."""
+"""A run back from its directory: to be gone on with, or its model to be sampled from."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tiktoken
 import torch
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, tokenizer_hash
 from kernels import resolve_attention
+from model.config import GPTConfig
 from model.gpt import GPT
 
 from . import checkpoint
-from .config import ConfigError, load_config
+from .config import Config, ConfigError, load_config, to_yaml
 from .distributed import resolve_device
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+# Settings, by how they begin, that may change without a word: they change no weight, or identity() refuses them.
+_BESIDES = (
+    *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_checkpoints"),
+    *("trainer.log_every", "trainer.eval_every", "trainer.save_every"),
+)
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on; one that begins goes on from nothing."""
+
+    step: int = 0
+    seconds: float = 0.0  # that it has run for
+    changed: str = ""  # settings that are not what they were
+
+
+def resume(run: Trainer, path: str) -> Resumed:
+    """Load a checkpoint into model, optimizer and scaler."""
+    found = checkpoint.find(path)
+    state = checkpoint.load_training(found, run.world.device)
+    run_dir = found.parent.parent
+    was, now = _flat(state["identity"]), _flat(identity(run))
+    if differing := [name for name in now if was.get(name) != now[name]]:
+        theirs, ours = (", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now))
+        raise ConfigError(
+            f"trainer.resume={path}: it was trained with {theirs}, this run has {ours}; the command it was "
+            f"trained with is in {run_dir / 'environment.json'}."
+        )
+    if state["step"] > run.config.trainer.steps:
+        raise ConfigError(
+            f"trainer.resume={path} is at step {state['step']}, beyond trainer.steps={run.config.trainer.steps}."
+        )
+    run.model.load_state_dict(checkpoint.load_weights(found, run.world.device))
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in run.optimizer.param_groups]
+    run.optimizer.load_state_dict(state["optimizer"])
+    for group, setting in zip(run.optimizer.param_groups, settings, strict=True):
+        group.update(setting)  # rates and decays are this run's; only the moments are the checkpoint's
+    if state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
+    # A checkpoint from before seconds were kept counts as no time.
+    return Resumed(state["step"], state.get("seconds", 0.0), _changed(run_dir / "config.yaml", run.config))
+
+
+def identity(run: Trainer) -> dict[str, Any]:
+    """What must be equal for a resumed run to go on with the batches the first would have seen."""
+    config = run.config
+    return {
+        "model": {f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)},
+        "corpus": run.corpus.directory.name,
+        "seed": config.seed,
+        "trainer.batch_tokens": config.trainer.batch_tokens,
+        "optimizer.decay_embeddings": config.optimizer.decay_embeddings,
+    }
+
+
+def _changed(config_file: Path, config: Config) -> str:
+    """`trainer.steps 20000 -> 40`: where `config` is not what the run was trained with so far."""
+    from omegaconf import OmegaConf
+
+    if not config_file.is_file():  # a checkpoint alone
+        return ""
+    # Read as it stands: the code that wrote it may have had other settings.
+    files = OmegaConf.load(config_file), OmegaConf.create(to_yaml(config))
+    was, now = (_flat(OmegaConf.to_container(file)) for file in files)
+    differing = [name for name in now if name in was and was[name] != now[name]]
+    return ", ".join(
+        f"{name} {was[name]} -> {now[name]}" for name in differing if not name.startswith(_BESIDES)
+    )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def load_run(
@@ -21,12 +104,17 @@ def load_run(
 ) -> tuple[GPT, tiktoken.Encoding]:
     """The model of a run directory or checkpoint, in eval mode and float32, and its tokenizer."""
     found = checkpoint.find(path)
-    config_file = found.parent.parent / "config.yaml"
-    if not config_file.is_file():
+    files = [found.parent.parent / name for name in ("config.yaml", "tokenizer.json")]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file} is missing; a checkpoint needs the run directory it was written in.")
+    config = load_config(files[0])
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer_hash(tokenizer) != json.loads(files[1].read_text())["sha256"]:
         raise ConfigError(
-            f"{config_file} is missing; a checkpoint needs the run directory it was written in."
+            f"{path} was trained with another tokenizer than {config.data.tokenizer} is now: put that back, or "
+            f"write where it is into {files[0]}."
         )
-    config = load_config(config_file)
     device = resolve_device(device_name, "--device ")
     _, attention = resolve_attention(
         attention_name, device=device, dtype=torch.float32, head_dim=config.model.head_dim
@@ -34,4 +122,4 @@ def load_run(
     with torch.device("meta"):
         model = GPT(config.model, attention)
     model.load_state_dict(checkpoint.load_weights(found, device), assign=True)
-    return model.eval(), load_tokenizer(config.data.tokenizer)
+    return model.eval(), tokenizer

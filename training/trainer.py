@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,20 +20,19 @@ from model.config import GPTConfig
 from model.gpt import GPT
 
 from . import checkpoint
-from .config import Config, ConfigError, ModelConfig, to_yaml
-from .console import Progress, table
+from .config import Config, ConfigError, DataConfig, ModelConfig
+from .console import Progress
 from .corpus import prepare_corpus
 from .distributed import World, world
-from .environment import environment, write_json
 from .evaluation import Evaluation, evaluate
 from .interrupt import Interrupt
 from .layers import BLOCKS, LOSSES, resolve_layers
-from .loggers import CsvLogger, Logger, WandbLogger
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer
 from .precision import compiled, resolve_precision
-from .report import banner, dtype_name, result
-from .sampling import sample_text
+from .report import dtype_name
+from .restore import Resumed, identity, resume
+from .run_directory import close_run, open_run, refusal
 from .schedule import learning_rate
 from .seeds import stream_seed
 
@@ -54,7 +53,9 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
 class Trainer:
     def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
         self.run_dir, self.world = run_dir, ranks
-        self._refuse_used_directory(config.trainer.resume)
+        # Rank 0 decides: only it has the directory and the key.
+        if why := ranks.share(refusal(config, run_dir) if ranks.is_main else None):
+            raise ConfigError(why)
         reset_peak_memory(ranks.device)
         self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
         self.dtype = resolve_precision(config.trainer.precision, ranks.device)
@@ -79,7 +80,9 @@ class Trainer:
         self.block = resolve_layers(config.model.block, "model.block", ranks.device)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
         model_config = _with_vocabulary(config, self.corpus)
-        self.config = config = dataclasses.replace(config, model=model_config)
+        self.config = config = dataclasses.replace(
+            config, model=model_config, data=_found_anywhere(config.data)
+        )
         sequences = config.trainer.batch_tokens // model_config.seq_len
         data_seed = stream_seed(config.seed, "data")
         self.batches = Batches(self.corpus.train, model_config.seq_len, sequences, data_seed)
@@ -94,7 +97,8 @@ class Trainer:
         ).to(ranks.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
-        self.start = self._resume(config.trainer.resume) if config.trainer.resume else 0
+        self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else Resumed()
+        self.start = self.resumed.step
 
         wanted = config.trainer.compile
         self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
@@ -112,33 +116,41 @@ class Trainer:
     # ---- the run ---------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
+        """Train to the last step, evaluate, report. A signal ends it sooner: saved, and with SystemExit."""
         config = self.config.trainer
-        loggers = self._open_run()
+        loggers = open_run(self)
         progress = Progress(self.start, config.steps, shown=self.world.is_main)
         interrupt = Interrupt(self.world)
-        began = time.perf_counter()
-        summary: dict[str, Any] = {}
+        self.began = time.perf_counter() - self.resumed.seconds
+        done, stopping, summary = self.start, False, {}
 
         def log(metrics: dict[str, float]) -> None:
-            seconds = time.perf_counter() - began
-            row = {"step": done, "tokens": done * config.batch_tokens, "seconds": seconds, **metrics}
+            row = {"step": done, "tokens": done * config.batch_tokens, "seconds": self._seconds(), **metrics}
             for logger in loggers:
                 logger.log(row)
+
+        def evaluated() -> Evaluation:
+            evaluation = self._evaluate(done)
+            log(evaluation.metrics())
+            progress.say(f"step {done:,}: validation {evaluation}")
+            return evaluation
 
         try:
             with (
                 interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
-                for step, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start):
-                    loss, grad_norm = self.train_step(step, inputs, targets)
+                # A checkpoint is older than the evaluation of its step.
+                if self._evaluates_at(done):
+                    evaluated()
+                for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start + 1):
+                    loss, grad_norm = self.train_step(done - 1, inputs, targets)
                     self.throughput.step()
                     progress.step()
-                    done = step + 1
                     saving = _due(done, config.save_every) or done == config.steps
-                    # A model that is saved was looked at: only checkpoints of a finite loss are kept.
+                    # A model that is saved was looked at: none is kept that a bad step has spoilt.
                     logging = saving or _due(done, config.log_every) or done == 1
-                    stopping = interrupt.requested(may_wait=logging) and done < config.steps
+                    stopping = interrupt.requested() and done < config.steps
                     # Only here does the host wait for the device.
                     if logging or stopping:
                         metrics = self._training_metrics(done, loss, grad_norm)
@@ -149,25 +161,29 @@ class Trainer:
                         self._save(done)
                     if stopping:
                         break
-                    if _due(done, config.eval_every) or done == config.steps:
-                        evaluation = self._evaluate()
-                        log(evaluation.metrics())
-                        progress.say(f"step {done:,}: validation {evaluation}")
-            progress.close()
-            if not stopping:
-                summary = self._summary(evaluation, time.perf_counter() - began)
+                    if self._evaluates_at(done):
+                        evaluated()
+                if not stopping:
+                    summary = self._summary(evaluated())
         finally:
             progress.close()
             for logger in loggers:
                 logger.finish(summary)
         if self.world.is_main:
-            self._close_run(summary, done)
+            close_run(self, summary, done)
         if stopping:
-            self.world.share(
-                None
-            )  # a rank that left before rank 0 has saved would have torchrun end rank 0 as well
+            # A rank that left before rank 0 has saved would have torchrun end rank 0 as well.
+            self.world.share(None)
             raise SystemExit(128 + interrupt.signal)
         return summary
+
+    def _evaluates_at(self, done: int) -> bool:
+        """Whether an evaluation is due, other than the last."""
+        return 0 < done < self.config.trainer.steps and _due(done, self.config.trainer.eval_every)
+
+    def _seconds(self) -> float:
+        """That the run has run for, what came before it was resumed included."""
+        return time.perf_counter() - self.began
 
     def train_step(
         self, step: int, inputs: torch.Tensor, targets: torch.Tensor
@@ -185,7 +201,7 @@ class Trainer:
             # Ranks exchange gradients once a step, with the last micro-batch.
             exchange = self.world.size == 1 or micro == self.accumulation - 1
             with nullcontext() if exchange else self.parallel.no_sync():
-                with self._autocast():
+                with self.autocast():
                     loss = self.parallel(x, y, dropout_seed=self._dropout_seed(step, micro))
                 self.scaler.scale(loss / self.accumulation).backward()
             total += loss.detach() / self.accumulation
@@ -206,7 +222,7 @@ class Trainer:
             for pair in loaded:
                 yield tuple(tensor.to(self.world.device, non_blocking=True) for tensor in pair)
 
-    def _autocast(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not torch.float32)
 
     def _dropout_seed(self, step: int, micro: int) -> torch.Tensor | None:
@@ -222,32 +238,48 @@ class Trainer:
 
     def _training_metrics(self, done: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> dict[str, float]:
         mean = self.world.sum(loss.clone()).item() / self.world.size
+        norm = grad_norm.item()  # of gradients that all ranks share, so all decide alike, as on the mean
         if not math.isfinite(mean):
-            raise ConfigError(
-                f"the loss is {mean} at step {done}: lower optimizer.lr, raise schedule.warmup_fraction, or try "
-                f"trainer.precision=fp32; checkpoints so far are in {self.run_dir / checkpoint.FOLDER}."
+            self._give_up(f"the loss is {mean}", done)
+        # The loss is from before the update. In fp16 an infinite gradient costs the step and half the scale, which is
+        # how the scale is found; below 1 it is not found any more.
+        if not (math.isfinite(norm) or self.scaler.is_enabled()):
+            self._give_up(f"the gradient norm is {norm}", done)
+        if self.scaler.get_scale() < 1:
+            self._give_up(
+                "fp16 finds no gradient scale: step after step overflows and is skipped, also", done
             )
         return {
             "train/loss": mean,
             "train/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "train/grad_norm": grad_norm.item(),
+            "train/grad_norm": norm,
             **self._speed(self.throughput.mark()),
             **memory(self.world.device),
         }
+
+    def _give_up(self, why: str, done: int) -> NoReturn:
+        kept = checkpoint.saved(self.run_dir)
+        left = f"the newest checkpoint is {kept[-1]}" if kept else "no checkpoint was saved"
+        raise ConfigError(
+            f"{why} at step {done}: lower optimizer.lr, raise schedule.warmup_fraction, or try "
+            f"trainer.precision=fp32; {left}."
+        )
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)
         return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self, done: int) -> Evaluation:
         with closing(self._load(self.validation, 0, len(self.validation))) as batches:
             evaluation = evaluate(
-                self.forward, batches, self.corpus.val.utf8_bytes, self.world, self._autocast
+                self.forward, batches, self.corpus.val.utf8_bytes, self.world, self.autocast
             )
+        if not math.isfinite(evaluation.loss):
+            self._give_up(f"the validation loss is {evaluation.loss}", done)
         self.throughput.resume()
         return evaluation
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What was resolved from the config."""
         return {
             "attention": self.attention_name,
@@ -262,13 +294,13 @@ class Trainer:
             "corpus": self.corpus.directory.name,
         }
 
-    def _summary(self, evaluation: Evaluation, seconds: float) -> dict[str, Any]:
+    def _summary(self, evaluation: Evaluation) -> dict[str, Any]:
         config = self.config.trainer
         return {
-            **self._facts(),
+            **self.facts(),
             "steps": config.steps,
             "tokens": config.steps * config.batch_tokens,
-            "seconds": seconds,
+            "seconds": self._seconds(),
             **evaluation.metrics(),
             "val/tokens": evaluation.tokens,
             "val/text_bytes": evaluation.text_bytes,
@@ -276,104 +308,18 @@ class Trainer:
             **memory(self.world.device),
         }
 
-    # ---- what it leaves behind -------------------------------------------------------------------
-
-    def _refuse_used_directory(self, resume: str | None) -> None:
-        """A directory holds one run; only that run may go on in it."""
-        goes_on = resume is not None and self.run_dir.resolve() in (Path(resume) / "x").resolve().parents
-        used = (self.run_dir / "metrics.csv").exists() and not goes_on
-        if self.world.share(used):
-            raise ConfigError(
-                f"{self.run_dir} holds a run already: choose another hydra.run.dir, or go on with it by "
-                f"trainer.resume={self.run_dir}."
-            )
-
-    def _open_run(self) -> list[Logger]:
-        """Write what is known beforehand, print the banner, and return the loggers (none but on rank 0)."""
-        if not self.world.is_main:
-            return []
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(to_yaml(self.config))
-        (self.run_dir / "corpus").write_text(f"{self.corpus.directory}\n")  # for python -m data.inspect RUN
-        where = environment(self.world.device)
-        write_json(self.run_dir / "environment.json", where)
-        loggers: list[Logger] = [CsvLogger(self.run_dir / "metrics.csv", self.start)]
-        rows = banner(self)
-        if self.config.logger.wandb:
-            wandb_logger = WandbLogger(self.config, self.run_dir, self._facts(), where)
-            loggers.append(wandb_logger)
-            rows += wandb_logger.where()
-        print(table("tilegpt", [*rows, ("run", str(self.run_dir))]), flush=True)
-        return loggers
-
-    def _close_run(self, summary: dict[str, Any], done: int) -> None:
-        """Print how it ended; a finished run gets its summary.json and a sample."""
-        if not summary:
-            print(
-                f"stopped at step {done:,} and saved; to go on, give this run's command again and add "
-                f"trainer.resume={self.run_dir}",
-                flush=True,
-            )
-            return
-        write_json(self.run_dir / "summary.json", summary)
-        config = self.config.trainer
-        if config.sample_tokens:
-            generator = torch.Generator().manual_seed(stream_seed(self.config.seed, "sampling"))
-            with self._autocast():  # in the precision its attention was picked for
-                text = sample_text(
-                    self.model,
-                    self.corpus.tokenizer(self.config.data.tokenizer),
-                    config.sample_prompt,
-                    config.sample_tokens,
-                    generator,
-                )
-            (self.run_dir / "sample.txt").write_text(text)
-            print(f"\nsample\n{text}")
-        print("\n" + table("done", result(summary, self.run_dir)), flush=True)
-
     def _save(self, done: int) -> None:
         if self.world.is_main:
             state = {
                 "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(),
-                "identity": self._identity(),
+                "seconds": self._seconds(),
+                "identity": identity(self),
             }
             checkpoint.save(
                 self.run_dir, done, self.model.state_dict(), state, self.config.trainer.keep_checkpoints
             )
         self.throughput.resume()
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be equal for a resumed run to go on with the batches the first would have seen."""
-        return {
-            "model": {f.name: getattr(self.config.model, f.name) for f in dataclasses.fields(GPTConfig)},
-            "corpus": self.corpus.directory.name,
-            "seed": self.config.seed,
-            "trainer.batch_tokens": self.config.trainer.batch_tokens,
-            "optimizer.decay_embeddings": self.config.optimizer.decay_embeddings,
-        }
-
-    def _resume(self, path: str) -> int:
-        """Load a checkpoint into model, optimizer and scaler; returns the step to go on with."""
-        found = checkpoint.find(path)
-        state = checkpoint.load_training(found, self.world.device)
-        for name, now in self._identity().items():
-            if (saved := state["identity"][name]) != now:
-                raise ConfigError(
-                    f"trainer.resume={path}: it was trained with {name}={saved}, this run has {now}."
-                )
-        if state["step"] >= self.config.trainer.steps:
-            raise ConfigError(
-                f"trainer.resume={path} is at step {state['step']}; set trainer.steps above that."
-            )
-        self.model.load_state_dict(checkpoint.load_weights(found, self.world.device))
-        settings = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, now in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(now)  # rates and decays are this run's; only the moments are the checkpoint's
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-        return state["step"]
 
 
 def _due(done: int, every: int) -> bool:
@@ -391,3 +337,10 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> ModelConfig:
         raise ConfigError("model.document_end is the tokenizer's; use data.document_mask=true.")
     document_end = corpus.eot_token if config.data.document_mask else None
     return dataclasses.replace(config.model, vocab_size=corpus.n_vocab, document_end=document_end)
+
+
+def _found_anywhere(data: DataConfig) -> DataConfig:
+    """The same from another folder: who samples from the run may stand elsewhere."""
+    if not data.tokenizer.endswith(".tiktoken"):
+        return data
+    return dataclasses.replace(data, tokenizer=str(Path(data.tokenizer).expanduser().absolute()))

@@ -1,9 +1,11 @@
 """Packed documents: where they begin, and that no token sees another document."""
 
+import pytest
 import torch
 
 from kernels import get_attention
 from model.config import GPTConfig
+from model.generate import generate
 from model.gpt import GPT, document_offsets
 
 END = 9
@@ -26,3 +28,27 @@ def test_a_document_reads_as_it_would_alone():
         assert torch.equal(model(packed)[0, 3:], model(other)[0, 3:])
         torch.testing.assert_close(model(packed)[0, :3], model(packed[:, :3])[0])
         assert not torch.equal(model(packed)[0, :2], model(other)[0, :2])
+
+
+def test_what_is_generated_sees_its_own_document_alone():
+    """As in training: after an end token, given or drawn, what was before is hidden, also when the window slides."""
+    config = GPTConfig(vocab_size=10, seq_len=24, n_layer=2, n_head=2, n_embd=16, document_end=END)
+    model = GPT(config, get_attention("naive")).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8.0)  # untrained logits are nearly flat: spread them, so that a wrong one shows
+    seen, logits = [], model.logits
+    model.logits = lambda hidden: seen.append(logits(hidden)) or seen[-1]
+    prompt = torch.tensor([[6, 7, END, 3, 4, 5]])
+    for given in (prompt, prompt[:, 2:3]):
+        seen.clear()
+        out = generate(model, given, 60, temperature=50.0, generator=torch.Generator().manual_seed(3))
+        start = 0
+        for end in range(given.size(1), out.size(1)):
+            start = start if end - start <= 24 else end - 12
+            as_trained = logits(model.hidden(out[:, start:end]))[:, -1]
+            torch.testing.assert_close(seen[end - given.size(1)], as_trained, rtol=1e-4, atol=1e-4)
+        assert END in out[0, given.size(1) : 20]
+        assert END in out[0, -12:]
+    with pytest.raises(ValueError, match="one at a time"):
+        generate(model, prompt.expand(2, -1), 1, generator=torch.Generator())

@@ -1,3 +1,6 @@
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -36,6 +39,46 @@ def test_a_half_written_checkpoint_is_never_taken_and_is_written_over(tmp_path):
     assert not partial.exists()
 
 
+def test_rubbish_is_never_in_the_way(tmp_path, monkeypatch):
+    """Of a kill while an old one was deleted, of one put aside, of a folder that cannot be deleted."""
+    folder = tmp_path / "checkpoints"
+    for step in (5, 10):
+        save(tmp_path, step)
+    for name in ("step-00000005.replaced", "step-00000010.replaced", "step-00000020.partial"):
+        (folder / name).mkdir()
+        (folder / name / "weights.pt").write_bytes(b"half")
+    delete = shutil.rmtree
+    with monkeypatch.context() as patch:
+
+        def half(path, **_):
+            (path / "training.pt").unlink(missing_ok=True)
+
+        patch.setattr(shutil, "rmtree", half)  # each save leaves what it could not delete
+        for _ in range(2):
+            save(tmp_path, 10)
+        save(tmp_path, 20)
+    assert shutil.rmtree is delete
+    assert [path.name for path in checkpoint.saved(tmp_path)] == ["step-00000010", "step-00000020"]
+    for found in checkpoint.saved(tmp_path):
+        checkpoint.load_training(found, "cpu")
+    save(tmp_path, 30)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000030"]
+
+
+def test_one_that_cannot_be_dropped_does_not_end_the_run(tmp_path, monkeypatch):
+    save(tmp_path, 5, keep=1)
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name == "step-00000005":
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    save(tmp_path, 10, keep=1)
+    assert checkpoint.find(tmp_path).name == "step-00000010"
+
+
 def test_a_failing_write_leaves_no_checkpoint(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")
@@ -49,8 +92,12 @@ def test_a_failing_write_leaves_no_checkpoint(tmp_path, monkeypatch):
 def test_a_truncated_file_is_named(tmp_path):
     weights = save(tmp_path, 5) / "weights.pt"
     weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ConfigError, match=r"weights\.pt cannot be read"):
+    with pytest.raises(ConfigError, match=r"weights\.pt cannot be read .* there is no older checkpoint"):
         checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
+    newer = save(tmp_path, 10)
+    (newer / "weights.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"take the one before it, .*step-00000005"):
+        checkpoint.load_weights(newer, "cpu")
 
 
 def test_pickled_code_is_not_run(tmp_path):

@@ -1,0 +1,293 @@
+"""What a run does when something goes wrong, and that it goes on as if nothing had. About 15 s."""
+
+import base64
+import csv
+import json
+import math
+import pickle
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer import load_tokenizer
+from training import checkpoint, evaluation
+from training.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Precision,
+    TrainerConfig,
+    WandbMode,
+)
+from training.distributed import World
+from training.restore import load_run
+from training.trainer import Trainer, train
+
+CPU = World(torch.device("cpu"))
+
+
+@pytest.fixture
+def config(text_file) -> Config:
+    return Config(
+        model=ModelConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32),
+        data=DataConfig(
+            source="text_files",
+            files=str(text_file),
+            separator="\n\n",
+            cache_dir=str(text_file.parent / "cache"),
+            val_fraction=0.1,
+            workers=1,
+        ),
+        trainer=TrainerConfig(
+            steps=8, batch_tokens=64, log_every=1, eval_every=2, device="cpu", sample_tokens=5
+        ),
+        logger=LoggerConfig(wandb=False),
+    )
+
+
+def having(config: Config, **settings) -> Config:
+    return replace(config, trainer=replace(config.trainer, **settings))
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def measured(run: Path, column: str) -> dict[int, str]:
+    return {int(row["step"]): row[column] for row in rows(run) if row[column]}
+
+
+def steps_saved(run: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.saved(run)]
+
+
+class Killed(BaseException):
+    """As of a SIGKILL: nothing after it is done."""
+
+
+def killed(*_args, **_options):
+    raise Killed
+
+
+# ---- what diverges -------------------------------------------------------------------------------
+
+
+def poisoned(config: Config, folder: Path, value: float, at: int) -> Trainer:
+    """A trainer whose gradients are `value` from step `at` on."""
+    run = Trainer(config, folder, CPU)
+    whole_step, done = run.train_step, 0
+
+    def train_step(step, inputs, targets):
+        nonlocal done
+        done = step + 1
+        return whole_step(step, inputs, targets)
+
+    run.train_step = train_step
+    run.model.wte.weight.register_hook(lambda gradient: gradient * value if done >= at else gradient)
+    return run
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_gradient_is_refused_before_it_is_saved(config, tmp_path, precision, value):
+    sparse = having(config, precision=precision, log_every=100, save_every=2, keep_checkpoints=1)
+    with pytest.raises(ConfigError, match=r"gradient norm is (nan|inf) at step 4: .*is .*step-00000002"):
+        poisoned(sparse, tmp_path, value, at=4).run()
+    assert steps_saved(tmp_path) == [2]
+    assert all(w.isfinite().all() for w in checkpoint.load_weights(checkpoint.find(tmp_path), "cpu").values())
+
+
+def test_a_step_that_fp16_skips_is_none_to_stop_at(config, tmp_path):
+    run = poisoned(having(config, precision=Precision.fp16), tmp_path, math.inf, at=6)
+    assert math.isfinite(run.run()["val/loss"])
+    assert not math.isfinite(float(measured(tmp_path, "train/grad_norm")[6]))
+
+
+def test_a_scale_that_fp16_does_not_find_ends_the_run(config, tmp_path):
+    run = poisoned(having(config, precision=Precision.fp16, steps=40), tmp_path, math.inf, at=1)
+    with pytest.raises(ConfigError, match=r"no gradient scale.*at step 17.*no checkpoint was saved"):
+        run.run()
+
+
+def test_a_validation_loss_that_is_none_is_refused(config, tmp_path):
+    assert math.isnan(evaluation.Evaluation(math.nan, 1, 1).perplexity)
+    run = Trainer(config, tmp_path, CPU)
+    run.model.register_forward_hook(lambda model, _, loss: loss if model.training else loss * math.nan)
+    with pytest.raises(ConfigError, match="validation loss is nan at step 2"):
+        run.run()
+    assert not (tmp_path / "summary.json").exists()
+
+
+# ---- what goes on --------------------------------------------------------------------------------
+
+
+def test_what_came_after_the_start_is_dropped(config, tmp_path):
+    """Also the summary: it is of the branch that is left."""
+    train(having(config, save_every=2, keep_checkpoints=9), tmp_path)
+    start = tmp_path / "checkpoints" / "step-00000004"
+    saved = checkpoint.load_training(start, "cpu")["seconds"]
+    run = Trainer(having(config, save_every=2, resume=str(start)), tmp_path, CPU)
+    run.train_step = killed
+    with pytest.raises(Killed):
+        run.run()
+    assert steps_saved(tmp_path) == [2, 4]
+    assert not (tmp_path / "summary.json").exists()
+    assert sorted(measured(tmp_path, "train/loss")) == [1, 2, 3, 4]  # kept, though the run has logged nothing
+    assert checkpoint.find(tmp_path) == start
+    # Time goes on as well.
+    summary = train(having(config, save_every=2, resume=str(tmp_path)), tmp_path)
+    assert steps_saved(tmp_path) == [6, 8]
+    column = [float(row["seconds"]) for row in rows(tmp_path)]
+    assert column == sorted(column)
+    assert summary["seconds"] >= column[-1] * 0.999 > saved > column[0]
+
+
+@pytest.mark.parametrize("at", [4, 8])
+def test_a_run_killed_in_its_evaluation_ends_as_if_it_had_not_been(config, tmp_path, monkeypatch, at):
+    config = having(config, save_every=4)
+    whole = train(config, tmp_path / "whole")
+    evaluate = Trainer._evaluate
+    monkeypatch.setattr(
+        Trainer, "_evaluate", lambda run, done: killed() if done == at else evaluate(run, done)
+    )
+    with pytest.raises(Killed):
+        train(config, tmp_path / "cut")
+    monkeypatch.undo()
+    resumed = train(having(config, resume=str(tmp_path / "cut")), tmp_path / "cut")
+    for column in ("train/loss", "val/loss"):
+        assert measured(tmp_path / "cut", column) == measured(tmp_path / "whole", column)
+    assert resumed["val/loss"] == whole["val/loss"]
+    sample = (tmp_path / "whole" / "sample.txt").read_text()
+    assert (tmp_path / "cut" / "sample.txt").read_text() == sample
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["steps"] == 8
+
+
+def test_resuming_says_what_is_not_as_it_was(config, tmp_path, capsys):
+    train(config, tmp_path / "a")
+    goes_on = having(config, steps=9, save_every=3, resume=str(tmp_path / "a"))
+    train(replace(goes_on, optimizer=OptimizerConfig(lr=1e-4)), tmp_path / "b")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
+    assert line.split("  ")[-1].strip() == "optimizer.lr 0.0006 -> 0.0001, trainer.steps 8 -> 9"
+    wider = replace(goes_on, seed=1, model=replace(config.model, n_embd=64))
+    said = r"with model.n_embd=32, seed=1337, this run has model.n_embd=64, seed=1; .*a/environment.json"
+    with pytest.raises(ConfigError, match=said):
+        train(wider, tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"at step 8, beyond trainer.steps=7"):
+        train(having(goes_on, steps=7), tmp_path / "c")
+
+
+def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_path, monkeypatch):
+    ranks = [bytes([value]) for value in range(256)]
+    write = lambda ranks: Path("own.tiktoken").write_bytes(  # noqa: E731
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks))
+    )
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write([*ranks, b"th", b"he"])
+    data = replace(config.data, tokenizer="own.tiktoken", cache_dir="cache")
+    train(having(replace(config, data=data), steps=1), Path("run"))
+    monkeypatch.chdir(tmp_path)
+    _, tokenizer = load_run(Path("here/run"))
+    assert tokenizer.encode_ordinary("the") == [256, 101]
+    monkeypatch.chdir(tmp_path / "here")
+    write([*ranks, b"he", b"th"])
+    load_tokenizer.cache_clear()
+    with pytest.raises(ConfigError, match=r"another tokenizer than .*own\.tiktoken is now"):
+        load_run(Path("run"))
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+# Rank 1 alone has a bad gradient, then alone is told to stop, in a run that logs nothing between its ends.
+RANKS = """
+import dataclasses, math, os, pathlib, pickle, signal, sys
+import torch.distributed as dist
+from training.distributed import world
+from training.trainer import Trainer
+
+config = pickle.loads(bytes.fromhex(sys.argv[1]))
+with world("cpu") as ranks:
+    def ended(name, save_every, disturb):
+        trainer = dataclasses.replace(config.trainer, log_every=10**6, eval_every=0, save_every=save_every)
+        run = Trainer(dataclasses.replace(config, trainer=trainer), pathlib.Path(name), ranks)
+        step = run.train_step
+        run.train_step = lambda n, *batch: (n == 2 and ranks.rank == 1 and disturb(run), step(n, *batch))[1]
+        try:
+            run.run()
+        except (Exception, SystemExit) as error:
+            return f"{type(error).__name__} {error}"
+
+    poison = lambda run: run.model.wte.weight.register_hook(lambda gradient: gradient * math.nan)
+    diverged = ended("diverged", 3, poison)
+
+    def tell(run):  # while the ranks agree that nobody was told to stop
+        agree = dist.all_reduce
+
+        def agree_and_be_told(*args, **options):
+            agree(*args, **options)
+            dist.all_reduce = agree
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        dist.all_reduce = agree_and_be_told
+
+    stopped = ended("stopped", 0, tell)
+    pathlib.Path(f"rank{ranks.rank}").write_text(f"{diverged}\\n{stopped}")
+"""
+
+
+def test_ranks_refuse_and_stop_alike(config, tmp_path, user_environment):
+    config = having(config, steps=50)
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            *("ranks.py", pickle.dumps(config).hex()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=user_environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    ends = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert ends[0] == ends[1]
+    diverged, stopped = ends[0]
+    assert diverged.startswith("ConfigError the gradient norm is nan at step 3")
+    assert stopped == f"SystemExit {128 + signal.SIGTERM}"
+    assert steps_saved(tmp_path / "diverged") == []
+    assert steps_saved(tmp_path / "stopped") == [4]
+
+
+# ---- wandb ---------------------------------------------------------------------------------------
+
+
+class FakeWandbRun:
+    url = "https://wandb.example/run"
+    summary: dict = {}  # noqa: RUF012
+
+    def __getattr__(self, _name):
+        return lambda *_args, **_options: None
+
+
+def test_a_run_that_goes_on_is_one_wandb_run(config, tmp_path, monkeypatch):
+    import wandb
+
+    ids = []
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(wandb, "init", lambda *, id, resume, **_: ids.append((id, resume)) or FakeWandbRun())
+    config = having(replace(config, logger=LoggerConfig(mode=WandbMode.online)), steps=2)
+    train(config, tmp_path / "a")
+    train(having(config, steps=3, resume=str(tmp_path / "a")), tmp_path / "a")
+    train(having(config, steps=3, resume=str(tmp_path / "a")), tmp_path / "b")
+    assert ids[0] == ids[1] != ids[2]
+    assert ids[0][1] == "allow"

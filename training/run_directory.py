@@ -1,0 +1,93 @@
+"""What a run leaves on disk and says, when it begins and when it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import checkpoint
+from .config import Config, ConfigError, to_yaml
+from .console import table
+from .environment import environment, write_json
+from .files import write_whole
+from .loggers import CsvLogger, Logger, WandbLogger, wandb_mode
+from .report import banner, result
+from .sampling import sample_text
+from .seeds import stream_seed
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def refusal(config: Config, run_dir: Path) -> str | None:
+    """Why the run may not begin: it has no wandb key, or the directory holds another run."""
+    if config.logger.wandb:
+        try:
+            wandb_mode(config.logger.mode)
+        except ConfigError as error:
+            return str(error)
+    kept = checkpoint.saved(run_dir)
+    if not (kept or (run_dir / "metrics.csv").exists()) or _goes_on(config, run_dir):
+        return None
+    remedy = f"go on with it by trainer.resume={run_dir}" if kept else "delete it: it has no checkpoint"
+    return f"{run_dir} holds a run already: choose another hydra.run.dir, or {remedy}."
+
+
+def _goes_on(config: Config, run_dir: Path) -> bool:
+    """Whether the run is one that goes on in its own directory."""
+    resume = config.trainer.resume
+    return resume is not None and run_dir.resolve() in (Path(resume) / "x").resolve().parents
+
+
+def open_run(run: Trainer) -> list[Logger]:
+    """Write what is known beforehand, print the banner, and return the loggers (none but on rank 0)."""
+    if not run.world.is_main:
+        return []
+    run_dir = run.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # What came after the step to go on from goes: first the checkpoints, which say where a next start goes on.
+    checkpoint.drop_after(run_dir, run.start)
+    for end in ("summary.json", "sample.txt"):
+        (run_dir / end).unlink(missing_ok=True)
+    write_whole(run_dir / "config.yaml", to_yaml(run.config))
+    write_whole(run_dir / "corpus", f"{run.corpus.directory}\n")  # for python -m data.inspect RUN
+    write_json(run_dir / "tokenizer.json", run.corpus.manifest.tokenizer)
+    where = environment(run.world.device)
+    write_json(run_dir / "environment.json", where)
+    loggers: list[Logger] = [CsvLogger(run_dir / "metrics.csv", run.start)]
+    rows = banner(run)
+    if run.config.logger.wandb:
+        wandb_logger = WandbLogger(run.config, run_dir, run.facts(), where)
+        loggers.append(wandb_logger)
+        rows += wandb_logger.where()
+    print(table("tilegpt", [*rows, ("run", str(run_dir))]), flush=True)
+    return loggers
+
+
+def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
+    """Print how it ended; a finished run gets its summary.json and a sample."""
+    if not summary:
+        print(
+            f"stopped at step {done:,} and saved; to go on, give this run's command again and add "
+            f"trainer.resume={run.run_dir}",
+            flush=True,
+        )
+        return
+    write_json(run.run_dir / "summary.json", summary)
+    if run.config.trainer.sample_tokens:
+        text = _sample(run)
+        write_whole(run.run_dir / "sample.txt", text)
+        print(f"\nsample\n{text}")
+    print("\n" + table("done", result(summary, run.run_dir)), flush=True)
+
+
+def _sample(run: Trainer) -> str:
+    config = run.config
+    tokenizer = run.corpus.tokenizer(config.data.tokenizer)
+    generator = torch.Generator().manual_seed(stream_seed(config.seed, "sampling"))
+    with run.autocast():  # in the precision its attention was picked for
+        return sample_text(
+            run.model, tokenizer, config.trainer.sample_prompt, config.trainer.sample_tokens, generator
+        )
