@@ -125,9 +125,10 @@ def test_a_validation_split_without_text_is_refused(tmp_path: Path):
 
 
 SCRIPT = """
+import data.prepare
 from data.corpora import make_corpus
-from data.prepare import prepare
-prepare(make_corpus("text_files", files="texts"), "bytes", "cache", workers=2)
+data.prepare.WORTH_A_PROCESS = 1
+data.prepare.prepare(make_corpus("text_files", files="texts"), "bytes", "cache", workers=2)
 """
 
 
@@ -135,7 +136,7 @@ def test_a_script_that_does_not_guard_its_main_part_is_told_so(tmp_path: Path):
     """Its workers import it, and would wait for their own parent in its `prepare`."""
     (tmp_path / "texts").mkdir()
     for number in range(3):
-        (tmp_path / "texts" / f"{number}.txt").write_bytes(b"word " * 500_000)
+        (tmp_path / "texts" / f"{number}.txt").write_bytes(b"word ")
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "script.py"]
