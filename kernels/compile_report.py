@@ -2,10 +2,11 @@
 
     python -m kernels.compile_report [--arch 80 90 100] [--head-dim 64 128 256]
 
-Every shipped tile of both tiers is compiled ahead of time by Triton and ptxas, no GPU or driver needed. The table
-gives registers a thread, bytes spilled, shared memory, the tensor core instruction, the asynchronous loads and
-ptxas's warnings. The exit code is 1 when a kernel spills more than compile_budgets.toml allows, lost the tensor cores
-or the asynchronous loads, or has its wgmma serialised.
+Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
+ptxas, no GPU or driver needed. The table gives registers a thread, bytes spilled, shared memory, the tensor core
+instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 when a kernel spills more than
+compile_budgets.toml allows, lost the tensor cores or (but for history) the asynchronous loads, or has its wgmma
+serialised.
 """
 
 import argparse
@@ -37,12 +38,21 @@ from .flash import hopper_backward, hopper_forward
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
 from .flash.tiles import ARCHITECTURES, KERNELS, Tile, candidates, specify
+from .history import flash1, two_pass
 
 HOPPER = {
     "hopper_forward": hopper_forward.hopper_forward_kernel,
     "hopper_backward": hopper_backward.hopper_backward_kernel,
 }
+# Kernel, tiles, and the tensors that are float32.
+HISTORY = {
+    "flash1_forward": (flash1.forward_kernel, flash1.FORWARD, {"RowMax", "RowSum"}),
+    "flash1_backward": (flash1.backward_kernel, flash1.BACKWARD, {"RowMax", "RowSum", "DQ"}),
+    "two_pass_forward": (two_pass.forward_kernel, two_pass.FORWARD, {"Lse"}),
+    "two_pass_backward": (two_pass.backward_kernel, two_pass.BACKWARD, {"Lse", "DK", "DV"}),
+}
 FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, **HOPPER}
+FUNCTIONS |= {name: function for name, (function, _, _) in HISTORY.items()}
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 OPTIONAL_POINTERS = {
@@ -93,7 +103,7 @@ class Job:
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
-        what = f"{self.kernel:16}{TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
+        what = f"{self.kernel:18}{TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
         return f"sm_{self.architecture:<4}{what} {self.tile or f'n{self.length}'!s:14} {self.feature:9}"
 
 
@@ -121,7 +131,7 @@ class Report:
             found.append(f"{self.spill_bytes} bytes spilled")
         if self.tensor_cores != TENSOR_CORES[job.architecture]:
             found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")
-        if self.async_loads == "none":
+        if self.async_loads == "none" and job.kernel not in HISTORY:
             found.append("no asynchronous loads")
         return found
 
@@ -153,7 +163,7 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
         if name in values:
             signature[name], constants[index,] = "constexpr", values[name]
             continue
-        signature[name] = _descriptor(name, job) if name.endswith("_desc") else _type(name, job.dtype)
+        signature[name] = _descriptor(name, job) if name.endswith("_desc") else _type(name, job)
         if signature[name].startswith("*") or name.startswith("stride"):
             attributes[index,] = [["tt.divisibility", 16]]  # else no vector loads
     # The Hopper kernels name the warps of their consumers and producers themselves, beside the first four.
@@ -175,6 +185,8 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
 
 def _constants(job: Job) -> dict[str, object]:
     """The compile-time arguments: the tile, no optional tensor, the token strides of a packed qkv and its output."""
+    if job.kernel in HISTORY:
+        return {"SPEC": specify(job.tile, job.head_dim, job.causal)}
     tokens = HEADS * job.head_dim
     packed = dict.fromkeys(["stride_qm", "stride_kn", "stride_vn"], 3 * tokens)
     plain = dict.fromkeys(["stride_om", "stride_dom", "stride_dqm", "stride_dkn", "stride_dvn"], tokens)
@@ -202,15 +214,15 @@ def _descriptor(name: str, job: Job) -> str:
     return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)!r}>"
 
 
-def _type(name: str, dtype: torch.dtype) -> str:
+def _type(name: str, job: Job) -> str:
     if name in OPTIONAL_POINTERS:
         return OPTIONAL_POINTERS[name]
-    if name in ("Lse", "Delta"):
+    if name in (HISTORY[job.kernel][2] if job.kernel in HISTORY else {"Lse", "Delta"}):
         return "*fp32"
     if name == "Turns":
         return "*i32"
     if name[0].isupper():
-        return f"*{TYPE_NAMES[dtype]}"
+        return f"*{TYPE_NAMES[job.dtype]}"
     return "fp32" if name == "scale" else "i32"
 
 
@@ -245,6 +257,8 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
             if architecture == 80 and 64 in head_dims:
                 (tile,) = candidates(kernel, architecture, 64, torch.float32, True)
                 jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
+        if 64 in head_dims:
+            jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90:
             for head_dim in sorted({64, 128} & set(head_dims)):
                 for causal, feature in itertools.product((True, False), ("", RAGGED)):
@@ -272,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     jobs = [job for job in shipped(options.arch, options.head_dim) if job.kernel in options.kernel]
     if options.feature:
-        plain = [job for job in jobs if job.causal and job.tile and not job.feature]
+        plain = [job for job in jobs if job.causal and job.kernel in KERNELS and not job.feature]
         jobs = [replace(job, feature=options.feature) for job in plain]
     if options.tile:
         tile = Tile(*options.tile)

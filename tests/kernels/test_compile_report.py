@@ -28,6 +28,13 @@ def test_the_hopper_kernels_keep_to_their_budgets(kernel: str) -> None:
     assert "\n0 of " in done.stdout
 
 
+@pytest.mark.parametrize("kernel", ["flash1_backward", "two_pass_backward"])
+def test_what_led_to_flash_is_on_the_tensor_cores_too(kernel: str) -> None:
+    done = report("--arch", "90", "--head-dim", "64", kernel=kernel)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wgmma" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

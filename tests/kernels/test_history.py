@@ -1,0 +1,367 @@
+"""The algorithms that led to flash, against float64 in Triton's interpreter. About 20 s on 2 cores.
+
+On a GPU the interpreter's tests are skipped, and those of softmax run there.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import kernels
+from kernels import AttentionError
+from kernels.flash.tiles import Tile
+from kernels.history import flash1, softmax, two_pass
+from kernels.registry import FEATURES
+from tests.kernels.accuracy import assert_as_accurate, golden, inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's; those marked gpu are the GPU's")
+BOTH = pytest.mark.parametrize("name", ["flash1", "two_pass"])
+OPERATORS = {
+    "flash1": (flash1.flash1_forward, flash1.flash1_backward),
+    "two_pass": (two_pass.two_pass_forward, two_pass.two_pass_backward),
+}
+LENGTHS = [(1, 1), (63, 63), (65, 65), (1, 128), (128, 63), (97, 1)]
+LONG = [(200, 200), (200, 130)]  # many tiles of queries by many of keys: half a second each
+# A value that means "used", of those features where a tensor does not.
+USED = {"dropout_p": 0.1, "window": (8, 0), "softcap": 5.0, "return_lse": True, "precise_delta": True}
+SOFTMAX = [softmax.safe_softmax, softmax.online_softmax]
+HALF_AND_SINGLE = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+
+
+def run(
+    name: str, tensors: Sequence[torch.Tensor], d_out: torch.Tensor, **options: object
+) -> dict[str, torch.Tensor]:
+    """out, dq, dk, dv of an attention, from memory that is NaN where nothing has been written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty fills what it gives
+    try:
+        out = kernels.get_attention(name)(*tensors, **options)
+        gradients = torch.autograd.grad(out, tensors, d_out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+
+
+def assert_exact(
+    name: str, lengths: list[tuple[int, int]], head_dim: int, dtype: torch.dtype, causal: bool
+) -> None:
+    for q_len, kv_len in lengths:
+        *tensors, d_out = inputs(q_len, kv_len, head_dim, dtype, seed=q_len)
+        assert_as_accurate(run(name, tensors, d_out, causal=causal), tensors, d_out, causal=causal)
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    for name, x in want.items():
+        assert torch.equal(got[name], x), name
+
+
+# ---- attention ---------------------------------------------------------------------------------------
+
+
+@INTERPRETED
+@BOTH
+@HALF_AND_SINGLE
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_exact_at_every_length(name: str, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    assert_exact(name, LENGTHS, head_dim, dtype, causal)
+
+
+@INTERPRETED
+@BOTH
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "causal"),
+    [(16, torch.float32, True), (80, torch.float16, True), (128, torch.float16, False)],
+)
+def test_exact_over_many_tiles(name: str, head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+    assert_exact(name, LONG, head_dim, dtype, causal)
+
+
+@INTERPRETED
+@BOTH
+def test_queries_that_see_nothing(name: str) -> None:
+    *tensors, d_out = inputs(150, 40, 16, torch.float32)
+    got = run(name, tensors, d_out)
+    assert (got["out"][:, :, :110] == 0).all()
+    assert (got["dq"][:, :, :110] == 0).all()
+    assert_as_accurate(got, tensors, d_out)
+
+
+@INTERPRETED
+@BOTH
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(1, 0, 5), (1, 5, 0), (1, 0, 0), (0, 5, 5)])
+def test_lengths_of_zero(name: str, batch: int, q_len: int, kv_len: int, causal: bool) -> None:
+    *tensors, d_out = inputs(q_len, kv_len, 16, torch.float32, batch=batch)
+    got = run(name, tensors, d_out, causal=causal)
+    for x, like in zip(got.values(), (tensors[0], *tensors), strict=True):
+        assert x.shape == like.shape
+        assert (x == 0).all()
+
+
+@INTERPRETED
+@BOTH
+@HALF_AND_SINGLE
+def test_extreme_scores(name: str, dtype: torch.dtype) -> None:
+    """Logits of tens of thousands, one huge outlier, all equal, all strongly negative: right, and never NaN.
+
+    The bounds are those of flash: a probability is recomputed from float32 statistics, and its relative error grows
+    as they do.
+    """
+    *tensors, d_out = inputs(70, 70, 16, dtype)
+    q, k, v = (x.detach() for x in tensors)
+    outlier = k.clone()
+    outlier[:, :, 3] = 6000.0
+    for case in ((q * 50, k * 50, v), (q, outlier, v), (q * 0, k, v), (q * 0 + 500, k * 0 - 20, v)):
+        leaves = [x.detach().requires_grad_() for x in case]
+        got, want = run(name, leaves, d_out), golden(leaves, d_out)
+        eps = 4 * torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps * want["lse"].abs().max().item()
+        for each, x in got.items():
+            error, size = (x.double() - want[each]).norm(), want[each].norm() + case[1].abs().max()
+            assert error <= eps * size, f"{each}: {error:.1e} of {size:.1e}"
+
+
+@INTERPRETED
+@BOTH
+@HALF_AND_SINGLE
+def test_scale_and_grouped_heads(name: str, dtype: torch.dtype) -> None:
+    *tensors, d_out = inputs(30, 40, 32, dtype, heads=4, kv_heads=2)
+    assert_as_accurate(run(name, tensors, d_out, scale=0.05), tensors, d_out, scale=0.05)
+
+
+@INTERPRETED
+@BOTH
+def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous(name: str) -> None:
+    qkv = torch.randn(2, 70, 3, 2, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    tensors = [qkv[:, :, each].transpose(1, 2) for each in range(3)]
+    d_out = torch.randn(2, 70, 32, 2, generator=torch.Generator().manual_seed(1)).permute(0, 3, 1, 2)
+    got = run(name, tensors, d_out)
+    assert_as_accurate(got, tensors, d_out)
+    # Heads lie inside tokens, so that the model merges them without a copy.
+    assert got["out"].transpose(1, 2).is_contiguous()
+
+
+@INTERPRETED
+@BOTH
+def test_a_gradient_that_is_expanded(name: str) -> None:
+    *tensors, d_out = inputs(70, 70, 16, torch.float32, heads=2, kv_heads=2)
+    expanded = d_out[:, :1, :1].expand_as(d_out)
+    assert_same(run(name, tensors, expanded), run(name, tensors, expanded.contiguous()))
+
+
+@INTERPRETED
+@BOTH
+def test_each_of_q_k_v_in_another_layout(name: str) -> None:
+    *tensors, d_out = inputs(40, 70, 16, torch.float32, batch=2, heads=2, kv_heads=2)
+    want = run(name, tensors, d_out)
+    # Memory of q: heads inside tokens; of k: tokens outside all; of v: head_dim not last.
+    orders = [(0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2)]
+    laid = []
+    for x, order in zip(tensors, orders, strict=True):
+        back = [order.index(axis) for axis in range(4)]
+        laid.append(x.detach().permute(order).contiguous().permute(back).requires_grad_())
+    assert len({x.stride() for x in laid}) == 3
+    assert_same(run(name, laid, d_out), want)
+
+
+@INTERPRETED
+@BOTH
+def test_repeats_agree_bit_for_bit(name: str) -> None:
+    *tensors, d_out = inputs(80, 130, 16, torch.float16)
+    assert_same(run(name, tensors, d_out), run(name, tensors, d_out))
+
+
+@INTERPRETED
+def test_tiles_of_flash1_that_are_not_square() -> None:
+    *tensors, d_out = inputs(100, 150, 16, torch.float32)
+    q, k, v = (x.detach() for x in tensors)
+    for tile in (Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)):
+        out, row_max, row_sum = flash1.forward_with(tile, q, k, v, True, 0.25)
+        assert_as_accurate(
+            {"out": out, "lse": (row_max + row_sum.log2()) / 1.4426950408889634}, tensors, d_out
+        )
+
+
+@INTERPRETED
+def test_programs_of_two_pass_share_the_tiles_of_queries() -> None:
+    q, k, v, _ = (x.detach() for x in inputs(200, 200, 16, torch.float32, heads=2, kv_heads=2))
+    want = two_pass.forward_in(None, q, k, v, True, 0.25)
+    for programs in (1, 3):
+        assert all(map(torch.equal, two_pass.forward_in(programs, q, k, v, True, 0.25), want))
+
+
+@INTERPRETED
+@BOTH
+def test_torch_compile_takes_it_whole(name: str) -> None:
+    *tensors, d_out = inputs(40, 40, 16, torch.float32)
+    compiled = torch.compile(kernels.get_attention(name), backend="aot_eager", fullgraph=True)
+    out = compiled(*tensors)
+    got = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, tensors, d_out)), strict=True))
+    assert_same(got, run(name, tensors, d_out))
+
+
+@INTERPRETED
+@BOTH
+def test_the_operators_pass_torchs_own_checks(name: str) -> None:
+    q, k, v, d_out = inputs(20, 33, 16, torch.float32, heads=2, kv_heads=2)
+    forward, backward = OPERATORS[name]
+    heads_in_tokens = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    torch.library.opcheck(forward, (heads_in_tokens, k, v, True, 0.25))
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, *statistics = forward(q, k, v, True, 0.25)
+    saved = (out, *statistics) if name == "flash1" else statistics
+    torch.library.opcheck(backward, (d_out, *saved, q, k, v, True, 0.25))
+
+
+@INTERPRETED
+@BOTH
+def test_a_second_derivative_is_refused(name: str) -> None:
+    q, k, v, d_out = inputs(8, 8, 16, torch.float32)
+    (dq,) = torch.autograd.grad(kernels.get_attention(name)(q, k, v), q, d_out, create_graph=True)
+    with pytest.raises((AttentionError, RuntimeError), match=name):
+        dq.sum().backward()
+
+
+@INTERPRETED
+@BOTH
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_is_refused_by_name(name: str, feature: str) -> None:
+    options = {feature: USED.get(feature, torch.ones(1))}
+    with pytest.raises(
+        AttentionError, match=f"attention={name} cannot be used here: it does not do {feature}(;| [(])"
+    ):
+        kernels.resolve_attention(name, device="cpu", dtype=torch.float32, head_dim=16, **options)
+    q, k, v, _ = inputs(8, 8, 16, torch.float32)
+    with pytest.raises(AttentionError, match=f"attention={name} does not do {feature}; attention=naive does"):
+        kernels.get_attention(name)(q, k, v, dropout_seed=7, **options)
+    off = {feature: FEATURES[feature]}
+    assert kernels.get_attention(name)(q, k, v, dropout_seed=7, **off).shape == q.shape
+
+
+@INTERPRETED
+@BOTH
+def test_an_argument_nobody_knows_is_refused(name: str) -> None:
+    q, k, v, _ = inputs(8, 8, 16, torch.float32)
+    with pytest.raises(AttentionError, match="unknown attention argument droput_p"):
+        kernels.get_attention(name)(q, k, v, droput_p=0.1)
+
+
+@INTERPRETED
+@BOTH
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.bfloat16}, "interpreter multiplies bfloat16 wrongly"),
+        ({"dtype": torch.float64}, "it takes float16, bfloat16 and float32, not torch.float64"),
+        ({"head_dim": 8}, "it takes head_dim 16 to 256, not 8"),
+        ({"head_dim": 257}, "it takes head_dim 16 to 256, not 257"),
+    ],
+)
+def test_inputs_it_does_not_take_are_refused(name: str, change: dict[str, object], message: str) -> None:
+    shape = {"head_dim": 16, "dtype": torch.float32} | change
+    with pytest.raises(AttentionError, match=f"attention={name} cannot be used here: .*{message}"):
+        kernels.resolve_attention(name, device="cpu", **shape)
+    q, k, v, _ = inputs(8, 8, **shape)
+    with pytest.raises(AttentionError, match=f"attention={name}: .*{message}"):
+        kernels.get_attention(name)(q, k, v)
+
+
+@BOTH
+def test_a_cpu_without_the_interpreter_is_refused_in_a_line(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(AttentionError) as refused:
+        kernels.resolve_attention(name, device="cpu", dtype=torch.float32, head_dim=64)
+    assert str(refused.value) == (
+        f"attention={name} cannot be used here: it needs a CUDA device, not cpu (TRITON_INTERPRET=1 interprets it, "
+        "slowly); use attention=sdpa"
+    )
+
+
+# ---- softmax -----------------------------------------------------------------------------------------
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Probabilities as `want` in float64, but for the rounding to their type."""
+    rtol, atol = {torch.float16: (1e-3, 6e-8), torch.float32: (2e-5, 1e-37)}[got.dtype]
+    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
+
+
+def assert_the_k_largest(x: torch.Tensor, k: int, values: torch.Tensor, indices: torch.Tensor) -> None:
+    """Descending, each with its own index; in which order equal ones come is left open."""
+    assert indices.dtype is torch.int64
+    assert_near(values, x.double().softmax(-1).topk(k).values)
+    assert_near(values, x.double().softmax(-1).gather(1, indices))
+    assert torch.equal(x.gather(1, indices).sort(descending=True).values, x.topk(k).values)
+    assert all(len(set(row)) == k for row in indices.tolist())
+
+
+def rows_of(length: int, dtype: torch.dtype, rows: int = 3) -> torch.Tensor:
+    x = torch.randn(rows, length, generator=torch.Generator().manual_seed(length)) * 3
+    return x.to(DEVICE, dtype)
+
+
+@HALF_AND_SINGLE
+@pytest.mark.parametrize("function", SOFTMAX)
+def test_softmax_at_every_length(function, dtype: torch.dtype) -> None:
+    for length in (1, 5, 4096, 5000):
+        x = rows_of(length, dtype)
+        got = function(x)
+        assert got.dtype is dtype
+        assert_near(got, x.double().softmax(-1))
+    for empty in (x[:, :0], x[:0]):
+        assert function(empty).shape == empty.shape
+
+
+@pytest.mark.parametrize("function", SOFTMAX)
+def test_softmax_of_rows_that_are_not_contiguous(function) -> None:
+    x = rows_of(5, torch.float32, rows=70).T
+    assert_near(function(x), x.double().softmax(-1))
+
+
+@pytest.mark.parametrize("function", SOFTMAX)
+def test_softmax_of_huge_values(function) -> None:
+    """As large as float16 has them, of either sign, and with minus infinities: what is masked."""
+    x = torch.full((4, 5000), -6e4, dtype=torch.float16, device=DEVICE)
+    x[0, ::7] = 6e4
+    x[1, 4999] = 6e4  # the maximum comes last
+    x[2, 10:] = -torch.inf
+    assert_near(function(x), x.double().softmax(-1))
+
+
+@HALF_AND_SINGLE
+@pytest.mark.parametrize(("length", "k"), [(1, 1), (5, 3), (5, 5), (4096, 1), (5000, 7)])
+def test_the_k_largest_of_a_softmax(length: int, k: int, dtype: torch.dtype) -> None:
+    x = rows_of(length, dtype)
+    x[0] = x[0].sort().values  # the worst of orders: every block brings better ones
+    values, indices = softmax.online_softmax_topk(x, k)
+    assert values.dtype is dtype
+    assert_the_k_largest(x, k, values, indices)
+
+
+def test_the_k_largest_of_rows_that_are_not_contiguous_and_huge() -> None:
+    x = torch.linspace(-6e4, 6e4, 80, device=DEVICE).half().view(40, 2).T
+    values, indices = softmax.online_softmax_topk(x, 4)
+    assert_the_k_largest(x, 4, values, indices)
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_exact_on_a_gpu_and_20_repeats_agree(
+    name: str, causal: bool, head_dim: int, dtype: torch.dtype
+) -> None:
+    heads = {"batch": 4, "heads": 16, "kv_heads": 16}
+    *tensors, d_out = inputs(1000, 1000, head_dim, dtype, device="cuda", **heads)
+    first = run(name, tensors, d_out, causal=causal)
+    assert_as_accurate(first, tensors, d_out, causal=causal)
+    for _ in range(20):
+        assert_same(run(name, tensors, d_out, causal=causal), first)
