@@ -13,7 +13,8 @@ from ..arguments import check_scale
 from ..flash.memory import load_rows, load_vector, store_rows
 from ..flash.tiles import Tile
 from ..operators import NAMESPACE
-from .inputs import compiled_for, prepared, strides, tile_of
+from ..registry import AttentionError
+from .inputs import compiled_for, output_like, prepared, strides, tile_of
 from .scores import LOWEST, seen
 
 Tensor = torch.Tensor
@@ -87,7 +88,7 @@ def flash1_backward(
 
 @flash1_forward.register_fake
 def _forward_like(q: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    return output_like(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
 
 
 @flash1_backward.register_fake
@@ -106,7 +107,12 @@ def _gradients(ctx, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return *flash1_backward(d_out, *ctx.saved_tensors, *ctx.rules), None, None
 
 
+def _refuse(ctx, *gradients: Tensor) -> None:
+    raise AttentionError("attention=flash1 has no second derivative; use attention=naive")
+
+
 flash1_forward.register_autograd(_gradients, setup_context=_save)
+flash1_backward.register_autograd(_refuse)
 
 
 @triton.jit
@@ -191,12 +197,12 @@ def backward_kernel(
             p = tl.exp2(scores - row_max[:, None]) / share[:, None]
             dv_t = tl.dot(d_out.T, p.to(d_out.dtype), dv_t, input_precision="ieee")
             delta = tl.sum(out * d_out.to(tl.float32), 1)
-            ds = p * (tl.dot(d_out, v.T, input_precision="ieee") - delta[:, None]) * scale
-            ds = ds.to(q.dtype)
+            ds = p * (tl.dot(d_out, v.T, input_precision="ieee") - delta[:, None])
+            ds = ds.to(q.dtype)  # before the scale, so that float16 keeps what is small
             dk_t = tl.dot(q.T, ds, dk_t, input_precision="ieee")
-            dq = tl.dot(ds, k, dq, input_precision="ieee")
+            dq += tl.dot(ds, k, input_precision="ieee") * scale
             store_rows(DQ, dq, first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
-        store_rows(DK, dk_t.T, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
+        store_rows(DK, dk_t.T * scale, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
         store_rows(DV, dv_t.T, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
         tl.debug_barrier()
 

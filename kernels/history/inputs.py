@@ -23,10 +23,18 @@ def prepared(
     check_inputs(q, k, v)
     if reason := refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED):
         raise AttentionError(f"attention={name}: {reason}")
+    if max(q.shape[:2]) > 65535:  # they are grid axes of the launch
+        raise AttentionError(f"attention={name} takes batch and heads up to 65535, got {tuple(q.shape[:2])}")
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v
+
+
+def output_like(q: Tensor) -> Tensor:
+    """Uninitialised, with the axes in memory as q has them; contiguous where that would not have head_dim last."""
+    like = torch.empty_like(q)
+    return like if like.stride(-1) == 1 else q.new_empty(q.shape)
 
 
 def tile_of(tiles: dict[int, Tile], q: Tensor) -> Tile:

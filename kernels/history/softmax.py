@@ -34,10 +34,13 @@ def online_softmax(x: Tensor) -> Tensor:
 def online_softmax_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of softmax(x, dim=-1), descending, and their int64 indices, each (rows, k), in one pass over x.
 
-    x: (rows, length), as in `safe_softmax`; 1 <= k <= length. Of equal elements any may be among the k.
+    x: (rows, length), as in `safe_softmax`. Of equal elements any may be among the k. Raises ValueError unless
+    1 <= k <= length.
     """
     x = x.contiguous()
     rows, length = x.shape
+    if not 1 <= k <= length:
+        raise ValueError(f"k={k}: it must be 1 to {length}, the length of a row")
     slots = triton.next_power_of_2(k)
     values, indices = x.new_empty(rows, slots), x.new_empty(rows, slots, dtype=torch.int64)
     topk_kernel[(rows,)](x, values, indices, length, k, slots, _block(length), num_warps=WARPS)
@@ -99,6 +102,8 @@ def topk_kernel(X, Values, Indices, length, k, SLOTS: tl.constexpr, BLOCK: tl.co
     for first in range(0, length, BLOCK):
         x = load_scaled(X, first, length, BLOCK)
         largest, sums = online(largest, sums, x)
+        # Above what is behind the row's end, so that -inf has its own index.
+        x = tl.where(first + tl.arange(0, BLOCK) < length, tl.maximum(x, LOWEST), float("-inf"))
         # The best of this part of the row takes the place of the worst of the k, as long as it is better.
         least = tl.min(values, 0)
         best = tl.max(x, 0)

@@ -14,7 +14,8 @@ from ..arguments import check_scale
 from ..flash.memory import load_rows, load_vector, store_rows
 from ..flash.tiles import Tile
 from ..operators import NAMESPACE
-from .inputs import compiled_for, prepared, strides, tile_of
+from ..registry import AttentionError
+from .inputs import compiled_for, output_like, prepared, strides, tile_of
 from .scores import LOWEST, last_key, seen
 
 Tensor = torch.Tensor
@@ -75,7 +76,7 @@ def two_pass_backward(
 
 @two_pass_forward.register_fake
 def _forward_like(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return output_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @two_pass_backward.register_fake
@@ -92,7 +93,12 @@ def _gradients(ctx, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *two_pass_backward(d_out, *ctx.saved_tensors, *ctx.rules), None, None
 
 
+def _refuse(ctx, *gradients: Tensor) -> None:
+    raise AttentionError("attention=two_pass has no second derivative; use attention=naive")
+
+
 two_pass_forward.register_autograd(_gradients, setup_context=_save)
+two_pass_backward.register_autograd(_refuse)
 
 
 @triton.jit
@@ -179,11 +185,12 @@ def backward_kernel(
             v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, True)
             dk = load_rows(DK, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N, True)
             p_t = tl.exp2(scores_t_of(q, k, rows, first_key, q_len, kv_len, scale, SPEC) - lse[None, :])
-            ds_t = p_t * (tl.dot(v, d_out.T, input_precision="ieee") - delta[None, :]) * scale
-            dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
-            dq_t = tl.dot(k.T, ds_t.to(k.dtype), dq_t, input_precision="ieee")
+            ds_t = p_t * (tl.dot(v, d_out.T, input_precision="ieee") - delta[None, :])
+            ds_t = ds_t.to(q.dtype)  # before the scale, so that float16 keeps what is small
+            dk += tl.dot(ds_t, q, input_precision="ieee") * scale
+            dq_t = tl.dot(k.T, ds_t, dq_t, input_precision="ieee")
             store_rows(DK, dk, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
-        store_rows(DQ, dq_t.T, first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
+        store_rows(DQ, dq_t.T * scale, first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
         tl.debug_barrier()  # the next queries add to what these threads wrote
 
 
