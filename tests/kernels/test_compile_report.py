@@ -35,6 +35,28 @@ def test_what_led_to_flash_is_on_the_tensor_cores_too(kernel: str) -> None:
     assert "wgmma" in done.stdout
 
 
+BARRIERS = """
+from kernels.compile_report import HISTORY, Job, compile_kernel
+for name, (_, tiles, _) in HISTORY.items():
+    ttgir = compile_kernel(Job(90, name, 64, True, tiles[64]))[0].asm["ttgir"]
+    print(name, ttgir.count("ttg.barrier"), ttgir.count("gpu.barrier"))
+"""
+
+
+def test_what_led_to_flash_reads_back_behind_a_barrier() -> None:
+    """Triton orders no load after a store of another thread, and its interpreter has but one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", BARRIERS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    barriers = {name: int(one) + int(other) for name, one, other in map(str.split, done.stdout.splitlines())}
+    reads_nothing_back = {"two_pass_forward": 0}
+    assert (
+        barriers
+        == dict.fromkeys(("flash1_forward", "flash1_backward", "two_pass_backward"), 1) | reads_nothing_back
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

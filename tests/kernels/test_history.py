@@ -185,6 +185,16 @@ def test_tiles_of_flash1_that_are_not_square() -> None:
 
 
 @INTERPRETED
+@BOTH
+def test_tiles_that_are_not_square(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a GPU's backward; the interpreter's are."""
+    *tensors, d_out = inputs(100, 150, 16, torch.float32)
+    for tile in (Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)):
+        monkeypatch.setattr("kernels.history.inputs.INTERPRETER", tile)
+        assert_as_accurate(run(name, tensors, d_out), tensors, d_out)
+
+
+@INTERPRETED
 def test_programs_of_two_pass_share_the_tiles_of_queries() -> None:
     q, k, v, _ = (x.detach() for x in inputs(200, 200, 16, torch.float32, heads=2, kv_heads=2))
     want = two_pass.forward_in(None, q, k, v, True, 0.25)
