@@ -230,7 +230,9 @@ def test_the_operators_pass_torchs_own_checks(name: str) -> None:
 def test_a_second_derivative_is_refused(name: str) -> None:
     q, k, v, d_out = inputs(8, 8, 16, torch.float32)
     (dq,) = torch.autograd.grad(kernels.get_attention(name)(q, k, v), q, d_out, create_graph=True)
-    with pytest.raises(AttentionError, match=f"attention={name} has no second derivative; use attention=naive"):
+    with pytest.raises(
+        AttentionError, match=f"attention={name} has no second derivative; use attention=naive"
+    ):
         dq.sum().backward()
 
 
