@@ -22,7 +22,7 @@ def test_a_shipped_tile_passes() -> None:
 
 @pytest.mark.parametrize("kernel", ["hopper_forward", "hopper_backward"])
 def test_the_hopper_kernels_keep_to_their_budgets(kernel: str) -> None:
-    done = report("--arch", "90", "--head-dim", "64", "128", kernel=kernel)
+    done = report("--arch", "90", "--head-dim", "64", kernel=kernel)  # the others are .ci/run's
     assert done.returncode == 0, done.stdout + done.stderr
     assert "TMA" in done.stdout
     assert "\n0 of " in done.stdout
