@@ -15,6 +15,8 @@ os.environ.setdefault("WANDB_SILENT", "true")
 import pytest
 import torch
 
+from training.config import DataConfig
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -36,6 +38,18 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n\n".join(paragraphs))
     return path
+
+
+def text_data(text_file: Path) -> DataConfig:
+    """That text, prepared beside it."""
+    return DataConfig(
+        source="text_files",
+        files=str(text_file),
+        separator="\n\n",
+        cache_dir=str(text_file.parent / "cache"),
+        val_fraction=0.1,
+        workers=1,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -80,9 +80,8 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
         if begun:
             raise
         sys.exit(f"error: the run directory cannot be made: {error}")
-    except (
-        KeyboardInterrupt
-    ):  # not noted by the trainer, which saves first: before its first step, or the second one
+    except KeyboardInterrupt:
+        # Not noted by the trainer, which saves first: it came before the first step, or was the second one.
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     if refused:

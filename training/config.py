@@ -59,9 +59,8 @@ class ModelConfig(GPTConfig):
     def __post_init__(self) -> None:
         try:
             super().__post_init__()
-        except (
-            ValueError
-        ) as error:  # of the room `model`, which does not know what its settings are called here
+        except ValueError as error:
+            # Of the room `model`, which does not know what its settings are called here.
             raise ConfigError(re.sub(r"(\w+)=", r"model.\1=", str(error))) from None
 
 

@@ -48,9 +48,8 @@ class Progress:
 
     def report(self, loss: float, tokens_per_second: float | None) -> None:
         rate = f"{tokens_per_second:,.0f} tokens/s · " if tokens_per_second else ""
-        self._bar.bar_format = (
-            f"{self._begin} · {{desc}}{{remaining}} left"  # not known before the first step
-        )
+        # Not known before the first step.
+        self._bar.bar_format = f"{self._begin} · {{desc}}{{remaining}} left"
         self._bar.set_description_str(f"loss {loss:.4f} · {rate}", refresh=False)
 
     def say(self, text: str) -> None:

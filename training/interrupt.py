@@ -40,9 +40,8 @@ class Interrupt:
         try:
             yield
         finally:
-            self._hosts = (
-                None  # a traceback would keep it to the end of the interpreter, where gloo may abort
-            )
+            # A traceback would keep it to the end of the interpreter, where gloo may abort.
+            self._hosts = None
             for number, handler in previous.items():
                 signal.signal(number, handler)
 

@@ -264,17 +264,17 @@ def _forward_like(q: Tensor, k: Tensor | None, precise_delta: bool) -> tuple[Ten
     """Uninitialised out, lse and out_low."""
     if k is None:
         q, _, _ = _parts(q)
-    return _empty_like(q), _empty_rows(q), _empty_like(q) if precise_delta else q.new_empty(0)
+    return empty_like(q), _empty_rows(q), empty_like(q) if precise_delta else q.new_empty(0)
 
 
 def _backward_like(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised dq, dk, dv and delta."""
     if k is None:
         return q.new_empty(q.shape), q.new_empty(0), q.new_empty(0), _empty_rows(_parts(q)[0])
-    return _empty_like(q), _empty_like(k), _empty_like(v), _empty_rows(q)
+    return empty_like(q), empty_like(k), empty_like(v), _empty_rows(q)
 
 
-def _empty_like(x: Tensor) -> Tensor:
+def empty_like(x: Tensor) -> Tensor:
     """As torch.empty_like: dense, with the axes in memory as x has them, so heads inside tokens for a packed qkv."""
     like = torch.empty_like(x)
     # Of windows that overlap (Tensor.unfold) it may put another axis last.

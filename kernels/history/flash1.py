@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 
 from ..arguments import check_scale
+from ..flash.api import empty_like
+from ..flash.forward import LOWEST
 from ..flash.memory import load_rows, load_vector, store_rows
 from ..flash.tiles import Tile
 from ..operators import NAMESPACE
 from ..registry import AttentionError
-from .inputs import compiled_for, output_like, prepared, strides, tile_of
-from .scores import LOWEST, seen
+from .inputs import compiled_for, prepared, strides, tile_of
+from .scores import seen
 
 Tensor = torch.Tensor
 # By the largest head_dim they serve.
@@ -88,7 +90,7 @@ def flash1_backward(
 
 @flash1_forward.register_fake
 def _forward_like(q: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return output_like(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    return empty_like(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
 
 
 @flash1_backward.register_fake

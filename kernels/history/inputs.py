@@ -31,12 +31,6 @@ def prepared(
     return q, k, v
 
 
-def output_like(q: Tensor) -> Tensor:
-    """Uninitialised, with the axes in memory as q has them; contiguous where that would not have head_dim last."""
-    like = torch.empty_like(q)
-    return like if like.stride(-1) == 1 else q.new_empty(q.shape)
-
-
 def tile_of(tiles: dict[int, Tile], q: Tensor) -> Tile:
     """The tile for q; tiles: by the largest head_dim they serve, in 16 bits."""
     if INTERPRETED:

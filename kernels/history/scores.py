@@ -5,10 +5,6 @@ import triton.language as tl
 
 from ..flash.rules import LOG2_E
 
-LOWEST = tl.constexpr(
-    -3.0e38
-)  # where a running maximum starts: below every score, and -inf - LOWEST is no NaN
-
 
 @triton.jit
 def last_key(row, q_len, kv_len, SPEC: tl.constexpr):

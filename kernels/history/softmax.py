@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..flash.forward import LOWEST
 from ..flash.rules import LOG2_E
 
 Tensor = torch.Tensor
 BLOCK = 4096  # elements of a row at a time, each lane with a maximum and a sum of its own
 WARPS = 8
-LOWEST = tl.constexpr(-3.0e38)  # below every element, and finite: -inf - -inf would be NaN
 
 
 def safe_softmax(x: Tensor) -> Tensor:

@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 
 from ..arguments import check_scale
+from ..flash.api import empty_like
+from ..flash.forward import LOWEST
 from ..flash.memory import load_rows, load_vector, store_rows
 from ..flash.tiles import Tile
 from ..operators import NAMESPACE
 from ..registry import AttentionError
-from .inputs import compiled_for, output_like, prepared, strides, tile_of
-from .scores import LOWEST, last_key, seen
+from .inputs import compiled_for, prepared, strides, tile_of
+from .scores import last_key, seen
 
 Tensor = torch.Tensor
 # By the largest head_dim they serve.
@@ -76,7 +78,7 @@ def two_pass_backward(
 
 @two_pass_forward.register_fake
 def _forward_like(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return output_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @two_pass_backward.register_fake

@@ -10,10 +10,10 @@ import torch
 
 from kernels import AttentionError
 from model.gpt import cross_entropy
+from tests.conftest import text_data
 from training.config import (
     AttentionConfig,
     Config,
-    DataConfig,
     Layers,
     LoggerConfig,
     ModelConfig,
@@ -30,14 +30,7 @@ def config(text_file: Path, attention: str, dropout: float = 0.0) -> Config:
     return Config(
         model=ModelConfig(seq_len=32, n_layer=2, n_head=2, n_embd=32, dropout=dropout),
         attention=AttentionConfig(attention),
-        data=DataConfig(
-            source="text_files",
-            files=str(text_file),
-            separator="\n\n",
-            cache_dir=str(text_file.parent / "cache"),
-            val_fraction=0.1,
-            workers=1,
-        ),
+        data=text_data(text_file),
         trainer=TrainerConfig(
             steps=STEPS, batch_tokens=64, log_every=1, eval_every=2, device="cpu", sample_tokens=0
         ),

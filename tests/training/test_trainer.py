@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from data.tokenizer import load_tokenizer
+from tests.conftest import text_data
 from training import checkpoint, evaluation
 from training.config import (
     Config,
     ConfigError,
-    DataConfig,
     LoggerConfig,
     ModelConfig,
     OptimizerConfig,
@@ -38,14 +38,7 @@ CPU = World(torch.device("cpu"))
 def config(text_file) -> Config:
     return Config(
         model=ModelConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32),
-        data=DataConfig(
-            source="text_files",
-            files=str(text_file),
-            separator="\n\n",
-            cache_dir=str(text_file.parent / "cache"),
-            val_fraction=0.1,
-            workers=1,
-        ),
+        data=text_data(text_file),
         trainer=TrainerConfig(
             steps=8, batch_tokens=64, log_every=1, eval_every=2, device="cpu", sample_tokens=5
         ),
