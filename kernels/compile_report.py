@@ -140,10 +140,8 @@ def _spills_allowed(job: Job) -> int:
     """Bytes, from compile_budgets.toml."""
     of_job = ("architecture", "kernel", "head_dim", "causal")
     for entry in BUDGETS["spills"]:
-        if (
-            all(entry[name] == getattr(job, name) for name in of_job)
-            and entry.get("feature", "") == job.feature
-        ):
+        same = all(entry[name] == getattr(job, name) for name in of_job)
+        if same and job.feature in entry.get("features", [""]):
             return entry["bytes"]
     return BUDGETS["features"]["bytes"] if job.feature else 0
 
@@ -197,10 +195,11 @@ def _constants(job: Job) -> dict[str, object]:
 
 
 def _hopper_constants(job: Job) -> dict[str, object]:
-    ragged = job.feature == RAGGED
+    ragged, group = job.feature == RAGGED, FEATURES["gqa"][0]["group"] if job.feature == "gqa" else 1
     if job.kernel == "hopper_forward":
-        return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, job.length, job.length + ragged)}
-    return {"CAUSAL": job.causal, "MASKED": job.causal or ragged}
+        lengths = job.length, job.length + ragged
+        return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, *lengths, group)}
+    return {"GROUP": group, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
 
 
 def _descriptor(name: str, job: Job) -> str:
@@ -261,7 +260,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90:
             for head_dim in sorted({64, 128} & set(head_dims)):
-                for causal, feature in itertools.product((True, False), ("", RAGGED)):
+                for causal, feature in itertools.product((True, False), ("", RAGGED, "gqa")):
                     jobs.append(Job(90, "hopper_backward", head_dim, causal, None, feature=feature))
                     lengths = (1024, 16384) if head_dim == 64 else (1024,)  # long ones have more consumers
                     for length in lengths:

@@ -61,21 +61,20 @@ def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]
 
 
 def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
-    """Whether `backward` takes these: as `fits_forward`, d_out too, and as many heads in k and v as in q."""
+    """Whether `backward` takes these: as `fits_forward`, and d_out too."""
     return (
         fits_forward(q, k, v)
         and d_out.data_ptr() % 16 == 0
-        and _fits_backward(q.shape, k.shape, out.stride(), d_out.stride())
+        and _fits_backward(q.shape, out.stride(), d_out.stride())
     )
 
 
 @functools.lru_cache(maxsize=SHAPES)
-def _fits_backward(q_shape: Shape, kv_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> bool:
+def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> bool:
     batch, heads, q_len, head_dim = q_shape
     return (
         fits_tma(q_shape, d_out_strides)
         and out_strides[3] == 1
-        and heads == kv_shape[1]
         and q_len <= 65535 * BLOCK_M[head_dim]  # blocks of queries, an axis of a grid
         and batch * heads * (q_len + 128) < 2**31  # rows of dQ's sum, an int32
     )
@@ -102,33 +101,35 @@ def backward(
     Needs 4 * head_dim bytes a query and head for the sum of dQ, freed on return.
 
     Args:
-        d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, heads, kv_len, head_dim).
+        d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, kv_heads, kv_len, head_dim).
         d_lse: as lse, or None.
         lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
         dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
     """
-    (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
-    sequences, block_m = batch * heads, BLOCK_M[head_dim]
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    block_m = BLOCK_M[head_dim]
     row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that takes 2 us
-    dq_sum = q.new_empty(sequences * row_blocks * block_m, head_dim, dtype=torch.float32)
-    turns = q.new_empty(sequences * row_blocks, dtype=torch.int32)
+    blocks = batch * heads * row_blocks
+    dq_sum = q.new_empty(blocks * block_m, head_dim, dtype=torch.float32)
+    turns = q.new_empty(blocks, dtype=torch.int32)
     grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)
 
     def prepare_delta() -> Launch:
         return delta_kernel, grid, (*out.stride()[:3], *d_out.stride()[:3], q_len, *sizes), {}
 
     def prepare_main() -> Launch:
+        sequences, group = batch * kv_heads, heads // kv_heads
         programs = (sequences * triton.cdiv(kv_len, KEYS.value), 1, 1)
         masked = causal or kv_len % KEYS.value != 0
         together = _together(row_blocks, q.device)
-        numbers = (heads, sequences, together, q_len, kv_len, scale, causal, masked)
+        numbers = (kv_heads, sequences, together, q_len, kv_len, scale, group, causal, masked)
         return hopper_backward_kernel, programs, numbers, {}
 
     def prepare_round() -> Launch:
         blind = max(q_len - kv_len, 0) if causal else 0
         return round_kernel, grid, (*dq.stride()[:3], q_len, blind, scale, *sizes), {}
 
-    key = (q.shape, kv_len, causal, scale)
+    key = (q.shape, kv_heads, kv_len, causal, scale)
     launch((out, d_out, d_lse, delta, turns), ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     moved = (q, k, v, d_out, dk, dv, dq_sum)
     launch((lse, delta, turns), ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)

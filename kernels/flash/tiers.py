@@ -91,7 +91,6 @@ def takes_hopper(tier: str, q: torch.Tensor, plain: bool, fits: Callable[[], boo
     if tier == "hopper" and not takes:
         raise AttentionError(
             "attention.tier=hopper cannot run this call: it takes plain attention on sm_90, float16 or bfloat16, "
-            "head_dim 64 or 128, strides of 16 bytes, and its backward as many heads in k and v as in q; "
-            "use attention.tier=auto"
+            "head_dim 64 or 128, strides of 16 bytes; use attention.tier=auto"
         )
     return takes

@@ -61,10 +61,30 @@ class TestOnHopper:
         d_out = torch.randn(2, 333, 4, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
         assert_accurate(*(qkv[:, :, each].transpose(1, 2) for each in range(3)), d_out, causal)
 
-    def test_250_repeats_agree_bit_for_bit(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 1)])
+    def test_grouped_heads(
+        self, heads: int, kv_heads: int, causal: bool, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        """Odd and even numbers of blocks, keys without queries, queries without keys, many programs."""
+        for batch, q_len, kv_len in [
+            (2, 333, 333),
+            (1, 128, 700),
+            (1, 700, 30),
+            (1, 65, 129),
+            (16, 1024, 1024),
+        ]:
+            tensors = inputs(
+                q_len, kv_len, head_dim, dtype, batch=batch, heads=heads, kv_heads=kv_heads, device="cuda"
+            )  # fmt: skip
+            assert_accurate(*tensors, causal)
+
+    @pytest.mark.parametrize("kv_heads", [12, 4])
+    def test_250_repeats_agree_bit_for_bit(
+        self, kv_heads: int, causal: bool, head_dim: int, dtype: torch.dtype
+    ) -> None:
         """With more programs than processors, so that their order in time varies."""
         *qkv, d_out = inputs(
-            1000, 1000, head_dim, dtype, batch=16, heads=12, kv_heads=12, device="cuda"
+            1000, 1000, head_dim, dtype, batch=16, heads=12, kv_heads=kv_heads, device="cuda"
         )  # fmt: skip
         tensors = forward(*qkv, d_out, causal)
         first = gradients(tensors, causal)
@@ -91,4 +111,3 @@ class TestOnHopper:
         assert not fits_backward(odd, x, x, x, x)
         assert not fits_backward(x, x, x, x, x[:1, :1, :1].expand(2, 4, 64, head_dim))
         assert not fits_backward(x[..., :48], x[..., :48], x[..., :48], x[..., :48], x[..., :48])
-        assert not fits_backward(x, x[:, :2], x[:, :2], x, x)

@@ -213,7 +213,8 @@ cases = [
     (alone(*packed(200, batch=1)), True),
     (packed(256, heads=1, kv_heads=1), True),
     (packed(256, dtype=torch.float16), True),
-    # Each differs in one thing from the first: the scale, the keys' length, the strides of the output.
+    # Each differs in one thing from the first: the heads of keys, the scale, the keys' length, the output's strides.
+    (packed(256, kv_heads=2), True),
     (packed(256), True, 0.25),
     ((packed(256)[0], *packed(384)[1:]), True),
     (packed(256), True, 0.125, torch.empty(2, 4, 256, 64, dtype=torch.bfloat16)),
