@@ -140,8 +140,10 @@ def _spills_allowed(job: Job) -> int:
     """Bytes, from compile_budgets.toml."""
     of_job = ("architecture", "kernel", "head_dim", "causal")
     for entry in BUDGETS["spills"]:
-        same = all(entry[name] == getattr(job, name) for name in of_job)
-        if same and job.feature in entry.get("features", [""]):
+        if (
+            all(entry[name] == getattr(job, name) for name in of_job)
+            and entry.get("feature", "") == job.feature
+        ):
             return entry["bytes"]
     return BUDGETS["features"]["bytes"] if job.feature else 0
 
@@ -195,11 +197,10 @@ def _constants(job: Job) -> dict[str, object]:
 
 
 def _hopper_constants(job: Job) -> dict[str, object]:
-    ragged, group = job.feature == RAGGED, FEATURES["gqa"][0]["group"] if job.feature == "gqa" else 1
+    ragged = job.feature == RAGGED
     if job.kernel == "hopper_forward":
-        lengths = job.length, job.length + ragged
-        return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, *lengths, group)}
-    return {"GROUP": group, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
+        return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, job.length, job.length + ragged)}
+    return {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
 
 
 def _descriptor(name: str, job: Job) -> str:
@@ -260,7 +261,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90:
             for head_dim in sorted({64, 128} & set(head_dims)):
-                for causal, feature in itertools.product((True, False), ("", RAGGED, "gqa")):
+                for causal, feature in itertools.product((True, False), ("", RAGGED)):
                     jobs.append(Job(90, "hopper_backward", head_dim, causal, None, feature=feature))
                     lengths = (1024, 16384) if head_dim == 64 else (1024,)  # long ones have more consumers
                     for length in lengths:

@@ -40,6 +40,8 @@ class Settings:
     lengths: tuple[int, ...] = (1024, 2048, 4096, 512, 8192, 256, 128, 16384, 32768, 65536)
     # Compiled anew for every shape, which takes longer than all its competitors: timed at GPT-2's shape only.
     compiled: tuple[str, ...] = ("flex",)
+    # Of kernels.history: up to 70 times as slow as flash (30 s a call at 65536), so at fa1's shape, to 4096 tokens.
+    old: tuple[str, ...] = ("two_pass", "chunked", "flash1")
     # Per backend and workload, after warm-up; 3 rounds at least and 100 at most.
     seconds: float = 0.15
     # Of the square matrix product that fractions of the matrix rate refer to.
@@ -318,8 +320,12 @@ def backend_names(chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _names(settings: Settings, workload: Workload) -> list[str]:
-    names = backend_names(settings.backends)
-    return [each for each in names if each not in settings.compiled or workload.figure == "gpt2"]
+    left_out: set[str] = set()
+    if workload.figure != "gpt2":
+        left_out |= set(settings.compiled)
+    if workload.figure != "fa1" or workload.length > 4096:
+        left_out |= set(settings.old)
+    return [each for each in backend_names(settings.backends) if each not in left_out]
 
 
 def _ready(backend: str, workload: Workload, options: Options, dtype: torch.dtype) -> bool:

@@ -10,9 +10,8 @@ order, programs with later keys first, handed on by a counter for each block of 
 order, though CUDA does not promise it, so none waits for one that starts after it; and each begins with the first
 queries that see its keys, so that it hardly ever waits: order cost 0 to 6 % of the kernel's time on an H200.
 
-Query heads that share keys (GROUP) are one head's queries after the other's, so dK and dV are summed in registers.
-
-Plain attention only; the rest is the portable kernels' (backward.py).
+Plain attention only; the rest is the portable kernels' (backward.py). Heads that share keys have a program each, and
+dK and dV of their own.
 """
 
 from typing import NamedTuple
@@ -40,14 +39,14 @@ BLOCK_M = {64: 128, 128: 64}
 
 
 class Work(NamedTuple):
-    """What a program does: a block of keys, with `steps` blocks of queries of each head from block `first` on.
+    """What a program does: a block of keys of a head, with `steps` blocks of queries from block `first` on.
 
     The first `masked` of them need a mask.
     """
 
     batch: gl.tensor
-    head: gl.tensor  # of keys
-    sequence: gl.tensor  # head of keys, of the whole batch
+    head: gl.tensor
+    sequence: gl.tensor  # head of the whole batch
     key_block: gl.tensor
     first: gl.tensor
     steps: gl.tensor
@@ -101,47 +100,36 @@ def meet():
 
 
 @gluon.jit
-def queries_at(step, work, GROUP: gl.constexpr):
-    """Which head of the group, and which of its blocks of queries, the step-th tile is."""
-    if GROUP == 1:
-        return 0, work.first + step
-    return step // work.steps, work.first + step % work.steps
-
-
-@gluon.jit
 def load_tiles(
     q_desc, k_desc, v_desc, do_desc, k_tile, v_tile, kv_full, queries, d_outs, work, GROUP: gl.constexpr
-):  # fmt: skip
+):
     """Bring K and V once, and the tiles of Q and dO as their stages become free."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     first_key = work.key_block * KEYS
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [work.batch, work.head, first_key, 0], kv_full, k_tile)
-    tma.async_copy_global_to_shared(v_desc, [work.batch, work.head, first_key, 0], kv_full, v_tile)
-    for step in range(GROUP * work.steps):
+    kv_place = [work.batch, work.head // GROUP, first_key, 0]
+    tma.async_copy_global_to_shared(k_desc, kv_place, kv_full, k_tile)
+    tma.async_copy_global_to_shared(v_desc, kv_place, kv_full, v_tile)
+    for step in range(work.steps):
         stage = step % STAGES
         phase = step // STAGES & 1
-        member, block = queries_at(step, work, GROUP)
-        place = [work.batch, work.head * GROUP + member, block * BLOCK_M, 0]
+        place = [work.batch, work.head, (work.first + step) * BLOCK_M, 0]
         fetch(q_desc, place, queries, stage, phase)
         fetch(do_desc, place, d_outs, stage, phase)
 
 
 @gluon.jit
-def load_rows(Lse, Delta, lse_ring, delta_ring, rows_full, queries, work, GROUP: gl.constexpr):
+def load_rows(Lse, Delta, lse_ring, delta_ring, rows_full, queries, work):
     """Lay lse, in powers of two, and delta beside the tiles of queries."""
     BLOCK_M: gl.constexpr = lse_ring.shape[1]
     offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-    Lse += work.sequence.to(gl.int64) * (GROUP * work.q_len)
-    Delta += work.sequence.to(gl.int64) * (GROUP * work.q_len)
-    for step in range(GROUP * work.steps):
+    Lse += work.sequence.to(gl.int64) * work.q_len
+    Delta += work.sequence.to(gl.int64) * work.q_len
+    for step in range(work.steps):
         stage = step % STAGES
-        member, block = queries_at(step, work, GROUP)
-        rows = block * BLOCK_M + offsets
-        inside = rows < work.q_len
-        rows += member * work.q_len
-        lse = gl.load(Lse + rows, mask=inside, other=float("-inf")) * LOG2_E
-        delta = gl.load(Delta + rows, mask=inside, other=0.0)
+        rows = (work.first + step) * BLOCK_M + offsets
+        lse = gl.load(Lse + rows, mask=rows < work.q_len, other=float("-inf")) * LOG2_E
+        delta = gl.load(Delta + rows, mask=rows < work.q_len, other=0.0)
         # Of a row that sees nothing, or lies beyond the end, exp2(S - inf) is 0.
         lse = gl.where(lse == float("-inf"), float("inf"), lse)
         mbarrier.wait(queries.empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -151,45 +139,40 @@ def load_rows(Lse, Delta, lse_ring, delta_ring, rows_full, queries, work, GROUP:
 
 
 @gluon.jit
-def add_dq(
-    sum_desc, Turns, sums, work,
-    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, WHICH: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constexpr, CAUSAL: gl.constexpr):
     """Add every other tile of dQ, from the WHICH-th on, each in its turn."""
     # The warpgroups' halves of a tile are 64 of its queries, or 64 of the head's dimensions.
     DOWN: gl.constexpr = 64 if BLOCK_M > 64 else 0
     ACROSS: gl.constexpr = 64 - DOWN
     row_blocks = gl.cdiv(work.q_len, BLOCK_M)
     last_key_block = gl.cdiv(work.kv_len, KEYS) - 1
-    first_block = work.sequence * (GROUP * row_blocks)
-    Turns += first_block
-    for step in range(WHICH, GROUP * work.steps, 2):
-        member, block = queries_at(step, work, GROUP)
-        place = member * row_blocks + block
+    Turns += work.sequence * row_blocks
+    for step in range(WHICH, work.steps, 2):
+        block = work.first + step
         seen_last = last_key_block
         if CAUSAL:
             last_seen_key = (block + 1) * BLOCK_M - 1 + work.kv_len - work.q_len
             seen_last = gl.minimum(last_key_block, last_seen_key // KEYS)
         turn = seen_last - work.key_block
-        row = (first_block + place) * BLOCK_M
-        take(WAIT_TURN, Turns + place, turn)
+        row = (work.sequence * row_blocks + block) * BLOCK_M
+        take(WAIT_TURN, Turns + block, turn)
         for half in gl.static_range(2):
             tile = 2 * WHICH + half
             mbarrier.wait(sums.full.index(tile), step // 2 & 1)
-            corner = [row + half * DOWN, half * ACROSS]
+            place = [row + half * DOWN, half * ACROSS]
             if turn == 0:
-                tma.async_copy_shared_to_global(sum_desc, corner, sums.tiles.index(tile))
+                tma.async_copy_shared_to_global(sum_desc, place, sums.tiles.index(tile))
             else:
-                tma_add(sum_desc, corner, sums.tiles.index(tile))
+                tma_add(sum_desc, place, sums.tiles.index(tile))
         tma.store_wait(0)
         mbarrier.arrive(sums.empty.index(WHICH))
-        take(PASS_TURN, Turns + place, turn + 1)
+        take(PASS_TURN, Turns + block, turn + 1)
 
 
 @gluon.jit
 def consume(
     dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full, ds_ring, sums,
-    work, scale, GROUP: gl.constexpr, WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    work, scale, WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of half of the keys, and half of each tile of dQ."""
     BLOCK_M: gl.constexpr = queries.tiles.shape[3]
@@ -206,7 +189,7 @@ def consume(
     dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
     mbarrier.wait(kv_full, 0)
 
-    for step in range(GROUP * work.steps):
+    for step in range(work.steps):
         stage = step % STAGES
         phase = step // STAGES & 1
         q = queries.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
@@ -214,10 +197,8 @@ def consume(
         zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
         # The mask goes in before the product: no branch may stand between products under way.
         bias = zeros
-        if MASKED:
-            _, block = queries_at(step, work, GROUP)
-            if block - work.first < work.masked:
-                bias = mask(zeros, WHICH, block * BLOCK_M, work, CAUSAL)
+        if MASKED and step < work.masked:
+            bias = mask(zeros, WHICH, (work.first + step) * BLOCK_M, work, CAUSAL)
         mbarrier.wait(queries.full.index(stage), phase)
         s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
         mbarrier.wait(d_outs.full.index(stage), phase)
@@ -284,8 +265,8 @@ def mask(zeros, WHICH: gl.constexpr, first_row, work, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def plan(kv_heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
-    """The work of this program. `together` heads of keys come side by side, each with its last keys first."""
+def plan(heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+    """The work of this program. Heads come in groups; in a group the last keys come first."""
     key_blocks = gl.cdiv(kv_len, KEYS)
     row_blocks = gl.cdiv(q_len, BLOCK_M)
     index = gl.program_id(0)
@@ -305,23 +286,24 @@ def plan(kv_heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CA
     if first_key + KEYS > kv_len:
         masked = steps
     return Work(
-        sequence // kv_heads, sequence % kv_heads, sequence, key_block, first, steps, masked, q_len, kv_len
+        sequence // heads, sequence % heads, sequence, key_block, first, steps, masked, q_len, kv_len
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "sequences", "together", "q_len", "kv_len"])
+@gluon.jit(do_not_specialize=["heads", "sequences", "together", "q_len", "kv_len"])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns,
-    kv_heads, sequences, together, q_len, kv_len, scale,
+    heads, sequences, together, q_len, kv_len, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the float32 sum of dQ / scale. Grid (ceil(kv_len / KEYS) * batch * kv_heads,).
+    """dK, dV and the float32 sum of dQ / scale. Grid (ceil(kv_len / KEYS) * sequences,).
 
-    Lse, Delta: float32 (batch, heads, q_len), contiguous. Turns: int32 zeros, one a block of queries.
+    dK and dV are of all heads, K and V of one in GROUP. Lse, Delta: float32 (batch, heads, q_len), contiguous. Turns:
+    int32 zeros, one a block of queries.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
-    work = plan(kv_heads, sequences, together, q_len, kv_len, BLOCK_M, CAUSAL)
+    work = plan(heads, sequences, together, q_len, kv_len, BLOCK_M, CAUSAL)
 
     k_tile = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
     v_tile = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
@@ -342,18 +324,18 @@ def hopper_backward_kernel(
         [
             (consume, (
                 dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
-                ds_ring, sums, work, scale, GROUP, gl.constexpr(0), CAUSAL, MASKED,
+                ds_ring, sums, work, scale, gl.constexpr(0), CAUSAL, MASKED,
             )),
             (consume, (
                 dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
-                ds_ring, sums, work, scale, GROUP, gl.constexpr(1), CAUSAL, MASKED,
+                ds_ring, sums, work, scale, gl.constexpr(1), CAUSAL, MASKED,
             )),
             (load_tiles, (
                 q_desc, k_desc, v_desc, do_desc, k_tile, v_tile, kv_full, queries, d_outs, work, GROUP,
             )),
-            (load_rows, (Lse, Delta, lse_ring, delta_ring, rows_full, queries, work, GROUP)),
-            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, GROUP, gl.constexpr(0), CAUSAL)),
-            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, GROUP, gl.constexpr(1), CAUSAL)),
+            (load_rows, (Lse, Delta, lse_ring, delta_ring, rows_full, queries, work)),
+            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(0), CAUSAL)),
+            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(1), CAUSAL)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],

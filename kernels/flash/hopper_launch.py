@@ -98,7 +98,8 @@ def backward(
 ) -> None:
     """Fill dq, dk, dv and delta with the gradients of attention; `fits_backward` says of what.
 
-    Needs 4 * head_dim bytes a query and head for the sum of dQ, freed on return.
+    Needs 4 * head_dim bytes a query and head for the sum of dQ, freed on return; with grouped heads as many a key and
+    head of q besides, for dk and dv before the sum over the heads of a group.
 
     Args:
         d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, kv_heads, kv_len, head_dim).
@@ -118,11 +119,11 @@ def backward(
         return delta_kernel, grid, (*out.stride()[:3], *d_out.stride()[:3], q_len, *sizes), {}
 
     def prepare_main() -> Launch:
-        sequences, group = batch * kv_heads, heads // kv_heads
+        sequences, group = batch * heads, heads // kv_heads
         programs = (sequences * triton.cdiv(kv_len, KEYS.value), 1, 1)
         masked = causal or kv_len % KEYS.value != 0
         together = _together(row_blocks, q.device)
-        numbers = (kv_heads, sequences, together, q_len, kv_len, scale, group, causal, masked)
+        numbers = (heads, sequences, together, q_len, kv_len, scale, group, causal, masked)
         return hopper_backward_kernel, programs, numbers, {}
 
     def prepare_round() -> Launch:
@@ -131,9 +132,15 @@ def backward(
 
     key = (q.shape, kv_heads, kv_len, causal, scale)
     launch((out, d_out, d_lse, delta, turns), ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
-    moved = (q, k, v, d_out, dk, dv, dq_sum)
+    of_heads = (dk, dv)
+    if heads != kv_heads:
+        of_heads = tuple(q.new_empty(batch, heads, kv_len, head_dim) for _ in range(2))
+    moved = (q, k, v, d_out, *of_heads, dq_sum)
     launch((lse, delta, turns), ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
     launch((dq_sum, dq), ("round", *key, dq.stride()), prepare_round)
+    if heads != kv_heads:
+        for total, each in zip((dk, dv), of_heads, strict=True):
+            torch.sum(each.view(batch, kv_heads, -1, kv_len, head_dim), 2, out=total)
 
 
 def _describe_backward(
