@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from kernels import ATTENTION, get_attention, resolve_attention
+from kernels import ATTENTION, get_attention, history, resolve_attention
 
 from . import timing
 from .attention_figures import MASK_NAMES, draw, judge, table
@@ -41,7 +41,7 @@ class Settings:
     # Compiled anew for every shape, which takes longer than all its competitors: timed at GPT-2's shape only.
     compiled: tuple[str, ...] = ("flex",)
     # Of kernels.history: up to 70 times as slow as flash (30 s a call at 65536), so at fa1's shape, to 4096 tokens.
-    old: tuple[str, ...] = ("two_pass", "chunked", "flash1")
+    old: tuple[str, ...] = history.NAMES
     # Per backend and workload, after warm-up; 3 rounds at least and 100 at most.
     seconds: float = 0.15
     # Of the square matrix product that fractions of the matrix rate refer to.

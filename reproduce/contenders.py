@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels import ATTENTION, resolve_attention
+from kernels import ATTENTION, history, resolve_attention
 from model.config import GPTConfig
 from model.gpt import GPT, AttentionFn
 from training.config import Layers
@@ -31,9 +31,9 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def backends() -> list[str]:
-    """Every registered attention, ours and the baseline first."""
+    """Every registered attention that one would train with, ours and the baseline first."""
     first = [name for name in ("naive", "sdpa", "flash") if name in ATTENTION]
-    return first + sorted(set(ATTENTION) - set(first))
+    return first + sorted(set(ATTENTION) - {*first, *history.NAMES})
 
 
 class Contender:

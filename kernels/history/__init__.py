@@ -12,6 +12,8 @@ registered by these names; triton is imported when one that needs it is loaded, 
 from ..flash import refuses_kernels
 from ..registry import AttentionFn, AttentionRequest, register_attention
 
+NAMES = ("two_pass", "chunked", "flash1")
+
 
 def refuses(request: AttentionRequest) -> str | None:
     """Why the attentions in Triton cannot serve `request`, or None."""
