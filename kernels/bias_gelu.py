@@ -4,6 +4,7 @@ A program keeps to its columns and goes down the rows, so that it reads their bi
 registers until the end.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ def backward(d_out: torch.Tensor, pre: torch.Tensor, bias: torch.Tensor, d_pre: 
     return partials.sum(0)
 
 
+@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 are 5 us a call
 def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int, int]:
     """Programs side by side, and one below the other."""
     across = triton.cdiv(width, tile.columns)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 NAMESPACE = __package__.replace(".", "_")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -30,9 +31,17 @@ def operator(
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", like, lib=LIBRARY)
+    made = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def to_autograd(*inputs: object) -> Any:
+        # torch.compile has the gradient in its own graph and calls the operator without: an autograd.Function and a
+        # second way through PyTorch's dispatcher are 12 us there.
+        wanted = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        return differentiable(*inputs) if wanted else below_autograd(made, *inputs)
+
     if differentiable is not None:
-        LIBRARY.impl(name, differentiable, "Autograd")
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+        LIBRARY.impl(name, to_autograd, "Autograd")
+    return made
 
 
 def below_autograd(of: torch._ops.OpOverload, *inputs: object) -> Any:
