@@ -11,7 +11,10 @@ def at_least(smallest: float, kind: type) -> Callable[[str], float]:
     """An argparse type: a number of `kind`, `smallest` or more."""
 
     def parse(text: str) -> float:
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text}: it must be a number") from None
         if not smallest <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text}: it must be {smallest} or more")
         return value

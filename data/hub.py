@@ -66,8 +66,8 @@ def require(what: str, remedy: str = "") -> None:
 
 def offline(what: str) -> DataError:
     return DataError(
-        f"{what} not in the Hub cache {cache()}, and HF_HUB_OFFLINE is set: unset it, or set HF_HOME to a cache "
-        "that has them"
+        f"{what} cannot be had: not in the Hub cache {cache()}, and HF_HUB_OFFLINE is set: unset it, or set HF_HOME "
+        "to a cache that has them"
     )
 
 

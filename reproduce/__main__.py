@@ -60,10 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def listing() -> str:
     """The experiments and the other subcommands."""
-    lines = [f"{'experiment':12}{'claims':21}{'needs':7}{'takes':>7}  what"]
-    for each in EXPERIMENTS.values():
+    experiments = EXPERIMENTS.values()
+    width = max(len(" ".join(each.claims)) for each in experiments) + 2
+    lines = [f"{'experiment':12}{'claims':{width}}{'needs':7}{'takes':>7}  what"]
+    for each in experiments:
         claims = " ".join(each.claims)
-        lines.append(f"{each.name:12}{claims:21}{each.needs:7}{_takes(each):>7}  {each.title}")
+        lines.append(f"{each.name:12}{claims:{width}}{each.needs:7}{_takes(each):>7}  {each.title}")
     lines += ["", "python -m reproduce NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]"]
     lines += [
         "python -m reproduce all --budget 10m      as many as fit, in this order; goes on where it stopped"
@@ -157,14 +159,9 @@ def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
 
 def _device(name: str) -> torch.device:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr each time it starts
-    import torch
+    from training.distributed import resolve_device
 
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ReproduceError("there is no CUDA device here; --device cpu")
-    return device
+    return resolve_device(name, "--device ")
 
 
 def _draw(module: object, store: object) -> None:

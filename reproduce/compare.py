@@ -10,6 +10,8 @@ import html
 import os
 from pathlib import Path
 
+from training.console import plural
+
 from .runs import (
     PHASE_RATIO,
     PHASE_SHARE,
@@ -350,9 +352,9 @@ def _shared(runs: list[Run]) -> str:
         config[f"model.{name}"] for name in ("n_layer", "n_head", "n_embd", "seq_len")
     )
     return (
-        f"{layers} layers, {heads} heads, {width} wide, context {context:,} · {config['data.source']}, tokenizer "
-        f"{config['data.tokenizer']} · {config['trainer.batch_tokens']:,} tokens a step, "
-        f"{config['trainer.steps']:,} steps, seed {config['seed']}"
+        f"{plural(layers, 'layer')}, {plural(heads, 'head')}, {width} wide, context {context:,} · "
+        f"{config['data.source']}, tokenizer {config['data.tokenizer']} · "
+        f"{config['trainer.batch_tokens']:,} tokens a step, {config['trainer.steps']:,} steps, seed {config['seed']}"
     )
 
 

@@ -166,7 +166,9 @@ def as_markdown(page: Page, directory: Path) -> str:
 
 def _markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    for row in rows:
+        cells = " | ".join(cell.replace("|", r"\|") for cell in row)
+        lines.append(f"| {cells} |")
     return [*lines, ""]
 
 

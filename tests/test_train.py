@@ -167,6 +167,7 @@ def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
     short = ["trainer.steps=3", "model.seq_len=16", "trainer.batch_tokens=32"]
     done = command_line("train.py", *tiny, *short, "attention=flash", env={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
+    assert "Triton's kernels interpreted\n" in done.stdout + done.stderr
     assert json.loads((only_run(tmp_path) / "summary.json").read_text())["attention"] == "flash"
 
 
@@ -205,7 +206,7 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
     assert done.stderr.splitlines()[-1].startswith("error: the run directory cannot be made")
 
 
-@pytest.mark.parametrize("options", [["-n", "-5"], ["-t", "nan"], ["--samples", "0"]])
+@pytest.mark.parametrize("options", [["-n", "-5"], ["-n", "many"], ["-t", "nan"], ["--samples", "0"]])
 def test_sample_refuses_impossible_numbers(command_line, options):
     done = command_line("sample.py", "nowhere", *options)
     assert done.returncode == 2

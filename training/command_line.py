@@ -17,7 +17,8 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -95,17 +96,34 @@ def _check_words(arguments: list[str]) -> None:
     wrong = [
         word
         for word in arguments
-        if word in words and (word.startswith("--") or ("=" not in word and not word.startswith("~")))
+        if word in words and (word.startswith("--") or not re.match(r"~|\+{0,2}[^=+]+=", word))
     ]
     if unknown and not wrong:
         sys.exit(f"error: {unknown[0]}: options, as -m, stand before all settings or behind them")
     if not wrong:
+        _check_groups(known.overrides)
         return
     told = " ".join(wrong)
     key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", told).groups()
     near = _nearest(key)
     hint = f"did you mean {near}={value or 'VALUE'}?" if near else "settings are written key=value"
     sys.exit(f"error: {told}: {hint}")
+
+
+def _check_groups(overrides: list[str]) -> None:
+    """End where a group is given what is no option: Hydra takes a list's last one, and raises on null."""
+    for word in overrides:
+        group = word.partition("=")[0]
+        if not (CONFIGS / group).is_dir():
+            continue
+        value = OverridesParser.create().parse_override(word).value()
+        if value is None or isinstance(value, list | bool | int | float):
+            sys.exit(f"error: {word}: {group} takes one of {', '.join(_options(group))}")
+
+
+def _options(group: str) -> list[str]:
+    folder = CONFIGS / group
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
 
 def _is_users(error: ValueError) -> bool:
@@ -122,11 +140,19 @@ def _explain(error: Exception) -> str:
     """One line for a composition error, with the nearest name where a name is wrong."""
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         group, _, option = error.missing_cfg_file.partition("/")
-        folder = CONFIGS / group
-        options = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
-        near = "".join(f"did you mean {each}? " for each in get_close_matches(option, options, n=1))
-        return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
+        if options := _options(group):
+            near = "".join(f"did you mean {each}? " for each in get_close_matches(option, options, n=1))
+            return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
+    if isinstance(error, OverrideParseException):
+        quoted = _quoted(error.override)
+        return f"{error.override}: it cannot be read; quote the value in the shell's quotes, {quoted}"
     text = str(error)
+    if match := re.match(r"Ambiguous value for argument '(?P<override>.*)'", text):
+        key, _, value = match["override"].partition("=")
+        several = f"{match['override']}: several values are one run each with -m"
+        if (CONFIGS / key).is_dir():
+            return several
+        return f"{several}; a list is {key}=[{value}], a text with commas {_quoted(match['override'])}"
     if match := re.match(r"Could not override '(?P<key>[^']+)'", text):
         near = _nearest(match["key"])
         hint = f"did you mean {near}?" if near else "`python train.py --cfg job` prints all settings"
@@ -135,6 +161,13 @@ def _explain(error: Exception) -> str:
     if error.__cause__ and (reason := str(error.__cause__).splitlines()):
         return f"{first}: {reason[0]}"
     return first
+
+
+def _quoted(override: str) -> str:
+    """The override as a shell takes it with its value as one text to Hydra too."""
+    key, _, value = override.partition("=")
+    escaped = value.replace("'", r"\'")
+    return f"\"{key}='{escaped}'\""
 
 
 def _nearest(key: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ def banner(run: Trainer) -> Rows:
     """What will really run, resolved."""
     config, model, ranks = run.config, run.config.model, run.world
     how = f"{dtype_name(run.dtype)}, {'torch.compile' if run.compiled else 'eager'}"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        how += ", Triton's kernels interpreted"
     asked = "" if config.attention.name == run.attention_name else f" (asked: {config.attention.name})"
     tier = f", {run.attention_tier} kernels" if run.attention_tier else ""
     tokens = config.trainer.steps * config.trainer.batch_tokens

@@ -192,6 +192,7 @@ def test_offline_with_and_without_a_cache(hub: HubStub, tmp_path: Path):
     assert cached["state"] == online["state"]
     for arguments in (dataset, {"source": "openwebtext"}):
         message = refused(hub, tmp_path / "empty", offline, **arguments)
+        assert "cannot be had: not in the Hub cache" in message
         assert "HF_HUB_OFFLINE is set" in message
         assert "HF_HOME" in message
     assert not [path for _, path, _ in hub.log if path.startswith(("/datasets", "/api/datasets"))]

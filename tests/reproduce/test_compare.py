@@ -78,6 +78,7 @@ def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
     ):
         assert title in page
     assert page.count("<svg") == 6
+    assert "1 layer, 2 heads, 32 wide" in page
     assert "<script src" not in page
     assert "<link" not in page
 

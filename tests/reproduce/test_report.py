@@ -10,6 +10,7 @@ from reproduce import attention_figures, paper, traffic
 from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.experiment import EXPERIMENTS
+from reproduce.report import _markdown_table
 from reproduce.results import VERSION
 
 GPU = "NVIDIA Test 3000"
@@ -114,6 +115,10 @@ def test_the_page_has_figures_and_pictures_and_needs_no_other_file(tmp_path):
     assert "@import" not in page
     picture = tmp_path / "nvidia-test-3000" / "attention.svg"
     assert f"({picture.relative_to(tmp_path)})" in (tmp_path / "REPORT.md").read_text()
+
+
+def test_a_bar_in_a_cell_ends_no_column():
+    assert _markdown_table(("what",), [["mean |x|"]])[-2] == r"| mean \|x\| |"
 
 
 def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
