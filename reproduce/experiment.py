@@ -92,7 +92,18 @@ class Experiment:
         return importlib.import_module(f"{__package__}.{self.name}")
 
 
-_ATTENTION = ("kernels", "reproduce/standard.py", "reproduce/timing.py")
+# All of kernels but the fused layers and the tools.
+_ATTENTION = (
+    *("kernels/__init__.py", "kernels/arguments.py", "kernels/flash", "kernels/history", "kernels/launch.py"),
+    *(
+        "kernels/library.py",
+        "kernels/naive.py",
+        "kernels/operators.py",
+        "kernels/philox.py",
+        "kernels/registry.py",
+    ),
+    *("reproduce/standard.py", "reproduce/timing.py"),
+)
 _TRAINING = (
     *("kernels", "model", "training/optimizer.py", "training/precision.py", "training/layers.py"),
     "reproduce/contenders.py",

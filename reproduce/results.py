@@ -45,8 +45,16 @@ def code_of(experiment: Experiment) -> dict[str, str]:
 
 
 def changed_since(document: Results) -> list[str]:
-    """The files that made a document and are other ones now. A new file counts by those that import it."""
-    return [name for name, before in document["code"].items() if _hash(ROOT / name) != before]
+    """The files that made a document, as far as its figures depend on them, and are other ones now.
+
+    A new file counts by those that import it.
+    """
+    needed = code_of(EXPERIMENTS[document["experiment"]])
+    return [
+        name
+        for name, before in document["code"].items()
+        if (name in needed or not (ROOT / name).exists()) and _hash(ROOT / name) != before
+    ]
 
 
 def _hash(file: Path) -> str:

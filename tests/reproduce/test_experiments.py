@@ -1,5 +1,6 @@
 """The experiments run to the end in their tiny form, resume, and say no in one line. About 30 s on 2 cores."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -18,12 +19,33 @@ from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
-from reproduce.results import Store, slug
+from reproduce.results import Store, code_of, slug
 from training.environment import device_name
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FOLDER = slug(device_name(torch.device(DEVICE)))
+
+
+def relative_imports(file: Path) -> set[str]:
+    """The files of its own package that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = file.parents[node.level - 1] / (node.module or "").replace(".", "/")
+            candidates = [base, *(base / alias.name for alias in node.names)]
+            found |= {path.relative_to(ROOT) for path in candidates}
+    paths = [each.with_suffix(".py") for each in found] + [each / "__init__.py" for each in found]
+    return {str(path) for path in paths if (ROOT / path).exists()}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_kernels_import_is_code_that_results_depend_on(name):
+    code = code_of(EXPERIMENTS[name])
+    kernels = [file for file in code if file.startswith("kernels/") and file != "kernels/__init__.py"]
+    assert "kernels/flash/forward.py" in kernels
+    missing = {f"{file}: {each}" for file in kernels for each in relative_imports(ROOT / file) - set(code)}
+    assert not missing
 
 
 def run(directory: Path, name: str, *arguments: str) -> int:
