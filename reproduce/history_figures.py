@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from . import paper, plots
 from .attention_figures import milliseconds
-from .experiment import Results, Sample, Verdict, judged, pick, text_table
+from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
 
 # FlashAttention's Figure 2: batch 64, 16 heads.
 PAPER_HEADS = 1024
@@ -207,7 +208,13 @@ def _judge_order(results: Results) -> list[Verdict]:
         ratio = statistics.geometric_mean(gains) / statistics.geometric_mean(expected)
         why = f"1.3x at least, at each of {len(samples)} lengths; the paper's two are in CUDA"
         figures = (_span(expected), _span(gains), ratio, min(gains) >= 1.3)
-        verdicts.append(judged("C18", what, *figures, why, results["device"]))
+        verdict = judged("C18", what, *figures, why, results["device"])
+        if ratio > 2:  # more than the loop order can explain
+            why = (
+                "flash1 is the algorithm as printed, one program a head; the paper's figure is of tuned CUDA"
+            )
+            verdict = replace(verdict, status=NOT_COMPARABLE, why=why)
+        verdicts.append(verdict)
     return verdicts
 
 

@@ -6,6 +6,7 @@ import math
 import statistics
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 from . import plots
 from .contenders import FUSED, HF_EAGER, NANOGPT, NANOGPT_BIASES
@@ -34,15 +35,34 @@ def find(results: Results, part: str, **where: object) -> Sample | None:
     return next(iter(pick(results, kind="speed", part=part, **where)), None)
 
 
-def _timed(results: Results) -> list[Sample]:
-    return pick(results, kind="speed") + pick(results, kind="speed_alone")
+class Row(NamedTuple):
+    """A timed contender: as it is to be called, its sample, and its name there."""
+
+    label: str
+    sample: Sample
+    name: str
+
+
+def _groups(results: Results) -> list[tuple[str, list[Row]]]:
+    """What is shown together, with a title: those that took turns, and those that were timed alone."""
+    groups = [
+        (f"{_title(sample)}, {_sequences(sample)}", [Row(name, sample, name) for name in sample["ms"]])
+        for sample in pick(results, kind="speed")
+    ]
+    if alone := pick(results, kind="speed_alone"):
+        rows = [Row(f"{s['contender']}, {_sequences(s)}", s, s["contender"]) for s in alone]
+        groups.append((_title(alone[0]), rows))
+    return groups
 
 
 def _title(sample: Sample) -> str:
-    sequences = f"{sample['micro_batch']} x {sample['accumulation']} sequences"
     dropout = f", dropout {sample['dropout']:g}" if sample["dropout"] else ""
     how = f"{sample['mode']}, {sample['dtype']}{dropout}"
-    return f"{sample['model']}, context {sample['context']}, {how}, {sequences}"
+    return f"{sample['part']}: {sample['model']}, context {sample['context']}, {how}"
+
+
+def _sequences(sample: Sample) -> str:
+    return f"{sample['micro_batch']} x {sample['accumulation']} sequences"
 
 
 def _peak_gib(results: Results, sample: Sample, contender: str) -> float | None:
@@ -57,15 +77,16 @@ def table(results: Results) -> str:
     """Every timed contender: tokens/s, its ratio to the first of its group, the step's parts, MFU, peak memory."""
     header = ["", "tokens/s", "ratio", "step ms", "forward", "backward", "optimizer", "MFU", "peak GiB"]
     lines: list[str] = []
-    for sample in _timed(results):
+    for title, group in _groups(results):
         rows = []
-        first = next(iter(sample["tokens_per_second"].values()))
-        for name, tokens_per_second in sample["tokens_per_second"].items():
+        first = rate(group[0].sample, group[0].name)
+        for label, sample, name in group:
+            tokens_per_second = rate(sample, name)
             parts = {part: statistics.median(values) for part, values in sample["ms"][name].items()}
             mfu, peak = sample["mfu"].get(name), _peak_gib(results, sample, name)
             rows.append(
                 [
-                    f"  {name}",
+                    f"  {label}",
                     f"{tokens_per_second:,.0f}",
                     f"{tokens_per_second / first:.2f}",
                     f"{1e3 * sample['step_tokens'] / tokens_per_second:.1f}",
@@ -74,7 +95,7 @@ def table(results: Results) -> str:
                     f"{peak:.2f}" if peak is not None else "-",
                 ]
             )
-        lines += [f"{sample['part']}: {_title(sample)}", text_table(header, rows), ""]
+        lines += [title, text_table(header, rows), ""]
     for sample in results["samples"]:
         if sample.get("kind") == "memory" and (why := _why_missing(sample)):
             lines.append(f"{sample['part']}: {sample['contender']}, context {sample['context']}: {why}")
@@ -91,31 +112,31 @@ def _why_missing(sample: Sample) -> str | None:
 
 def draw(results: Results, path: Path) -> None:
     """A panel a group: each contender's step, split into forward, backward and optimizer."""
-    samples = _timed(results)
-    if not samples:
+    groups = _groups(results)
+    if not groups:
         return
-    with plots.picture(path, len(samples), title=f"Training GPT-2 on {results['device']}") as axes:
-        for axis, sample in zip(axes, samples, strict=True):
-            _draw_group(axis, results, sample)
+    with plots.picture(path, len(groups), title=f"Training GPT-2 on {results['device']}") as axes:
+        for axis, (title, group) in zip(axes, groups, strict=True):
+            _draw_group(axis, results, group)
+            axis.set_title(textwrap.fill(title, 48), fontsize=8)
         axes[0].legend(fontsize=8)
 
 
-def _draw_group(axis: plots.Axes, results: Results, sample: Sample) -> None:
-    names = list(sample["ms"])
-    left = [0.0] * len(names)
+def _draw_group(axis: plots.Axes, results: Results, group: list[Row]) -> None:
+    labels = [row.label.replace(", ", "\n") for row in group]
+    left = [0.0] * len(group)
     for part, shade in zip(("forward", "backward", "optimizer"), plots.COLOURS, strict=False):
-        widths = [statistics.median(sample["ms"][name][part]) for name in names]
-        axis.barh(names, widths, left=left, color=shade, height=0.65, label=part)
+        widths = [statistics.median(row.sample["ms"][row.name][part]) for row in group]
+        axis.barh(labels, widths, left=left, color=shade, height=0.65, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    for row, (name, end) in enumerate(zip(names, left, strict=True)):
-        peak = _peak_gib(results, sample, name)
+    for place, (row, end) in enumerate(zip(group, left, strict=True)):
+        peak = _peak_gib(results, row.sample, row.name)
         memory = f", {peak:.1f} GiB" if peak is not None else ""
-        axis.text(end, row, f" {rate(sample, name):,.0f}/s{memory}", va="center", fontsize=7)
+        axis.text(end, place, f" {rate(row.sample, row.name):,.0f}/s{memory}", va="center", fontsize=7)
     axis.set_xlim(0, max(left) * 1.55)
-    axis.set_ylim(max(len(names), 4) - 0.5, -0.5)
+    axis.set_ylim(max(len(group), 4) - 0.5, -0.5)
     axis.grid(axis="y", visible=False)
     axis.set_xlabel("ms a step; tokens/s, peak memory")
-    axis.set_title(textwrap.fill(f"{sample['part']}: {_title(sample)}", 48), fontsize=8)
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------
