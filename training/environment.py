@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ def environment(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": _triton_version(),
         "device": str(device),
         "device_name": device_name(device),
         "cpu_count": os.cpu_count(),
@@ -31,13 +30,26 @@ def environment(device: torch.device) -> dict[str, object]:
     }
     if device.type == "cuda":
         record |= {"driver": _driver(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        record["ptxas"] = _ptxas_version()
     return record
 
 
-def _version(package: str) -> str | None:
+def _triton_version() -> str | None:
+    """Of the Triton that runs: the installed package's metadata may be of another, which it hides on the path."""
     try:
-        return version(package)
-    except PackageNotFoundError:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def _ptxas_version() -> str | None:
+    """Of the assembler that Triton calls, its own or TRITON_PTXAS_PATH's: registers and spills depend on it."""
+    try:
+        from triton import knobs
+
+        return knobs.nvidia.ptxas.version
+    except (ImportError, AttributeError, RuntimeError):
         return None
 
 
