@@ -92,8 +92,10 @@ class Experiment:
         return importlib.import_module(f"{__package__}.{self.name}")
 
 
+_TILES = "kernels/flash/measured/sm_90.json"  # the times that pick them
 # All of kernels but the fused layers and the tools.
 _ATTENTION = (
+    _TILES,
     *("kernels/__init__.py", "kernels/arguments.py", "kernels/flash", "kernels/history", "kernels/launch.py"),
     *(
         "kernels/library.py",
@@ -105,7 +107,7 @@ _ATTENTION = (
     *("reproduce/standard.py", "reproduce/timing.py"),
 )
 _TRAINING = (
-    *("kernels", "model", "training/optimizer.py", "training/precision.py", "training/layers.py"),
+    *(_TILES, "kernels", "model", "training/optimizer.py", "training/precision.py", "training/layers.py"),
     "reproduce/contenders.py",
 )
 # In order of worth: `all` runs them in this order.
@@ -196,9 +198,10 @@ class Options:
         settings: the module's Settings, command line applied.
         sample: `sample(measure, **where)` gives the sample at the coordinates `where`: from an earlier run of the
             same code and settings that was killed, or else from `measure() -> dict`, and saved before it returns.
-            The sample is {**where, **measured}. A refused backend gives {**where, "refused": reason}, an
-            out-of-memory or another error {**where, "failed": reason}; the run goes on. Raises OutOfTime when the
-            experiment's time is over, which `run` lets through.
+            The sample is {**where, **measured}. A refused backend gives {**where, "refused": reason}, too little
+            memory {**where, "out_of_memory": True}, another error {**where, "failed": reason, "broke_device": bool};
+            the run goes on, but for an error that broke the device. Raises OutOfTime when the experiment's time is
+            over, which `run` lets through.
         say: prints a line of progress.
     """
 
