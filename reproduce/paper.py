@@ -47,14 +47,8 @@ FIGURE_2_TILES = {
 # FA1 Figure 2 right: length 4096, share of non-zero blocks -> ms; dense 188 ms (read off the figure's vectors).
 FIGURE_2_SPARSE_MS = {10: 27, 20: 43, 30: 60, 40: 81, 50: 99, 60: 117, 70: 136, 80: 156, 90: 176}
 FIGURE_2_DENSE_MS = 188
-# FA1 Figure 1 right: forward of GPT-2's attention on an A100, ms.
-FIGURE_1_MS = {"matmul": 2.2, "mask": 4.5, "softmax": 3.7, "dropout": 4.6, "matmul 2": 1.8, "flash": 2.2}
 # FA1 Tables 11 and 20, length 65536: dense over block-sparse FlashAttention.
 BLOCK_SPARSE_SPEEDUP_64K = {"plain": 7492.85 / 50.39, "padding+dropout": 9341.30 / 64.11}
-# FA1 Table 20, block-sparse FlashAttention, forward and backward, ms.
-BLOCK_SPARSE_MS = dict(
-    zip(LENGTHS, (0.74, 0.77, 0.82, 0.88, 1.71, 3.21, 6.56, 12.60, 24.93, 50.39), strict=True)
-)
 
 # OS Figure 3, batch 4000: length and, by k, the time of safe softmax and then top-k over both in one pass.
 TOPK_LENGTH = 25000

@@ -13,7 +13,6 @@ from tests.kernels.accuracy import inputs
 pytestmark = pytest.mark.gpu
 
 SHAPE = {"batch": 2, "heads": 4, "device": "cuda"}
-RULES = (True, 0.125, 0.0, -1, -1, 0.0)
 Tensor = torch.Tensor
 
 
