@@ -19,8 +19,8 @@ from tests.kernels.accuracy import inputs
 from tests.kernels.test_flash_gpu import features
 
 
-def attend(tier: str, head_dim: int, q_len: int, kv_len: int, **options: object) -> None:
-    heads = {"batch": 2, "heads": 4, "kv_heads": 4}
+def attend(tier: str, head_dim: int, q_len: int, kv_len: int, kv_heads: int = 4, **options: object) -> None:
+    heads = {"batch": 2, "heads": 4, "kv_heads": kv_heads}
     *tensors, d_out = inputs(q_len, kv_len, head_dim, torch.bfloat16, device="cuda", **heads)
     out = kernels.get_attention("flash")(*tensors, tier=tier, **options)
     out.backward(d_out)
@@ -59,10 +59,11 @@ def cases() -> dict[str, Callable[[], None]]:
     for tier in ("hopper", "triton"):
         for head_dim in (64, 128):
             for causal in (True, False):
-                name = f"{tier}_{head_dim}_{'causal' if causal else 'full'}"
-                found[name] = lambda args=(tier, head_dim, 130, 190), causal=causal: attend(
-                    *args, causal=causal
-                )
+                for kv_heads in (4, 2):
+                    grouped = "_grouped" if kv_heads < 4 else ""
+                    name = f"{tier}_{head_dim}_{'causal' if causal else 'full'}{grouped}"
+                    arguments = (tier, head_dim, 130, 190, kv_heads)
+                    found[name] = lambda arguments=arguments, causal=causal: attend(*arguments, causal=causal)
     for name, options in features().items():
         found[name] = lambda options=options: attend("triton", 64, 1000, 1000, **options)
     return found
