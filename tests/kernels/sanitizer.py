@@ -19,8 +19,8 @@ from tests.kernels.accuracy import inputs
 from tests.kernels.test_flash_gpu import features
 
 
-def attend(tier: str, head_dim: int, q_len: int, kv_len: int, **options: object) -> None:
-    heads = {"batch": 2, "heads": 4, "kv_heads": 4}
+def attend(tier: str, head_dim: int, q_len: int, kv_len: int, kv_heads: int = 4, **options: object) -> None:
+    heads = {"batch": 2, "heads": 4, "kv_heads": kv_heads}
     *tensors, d_out = inputs(q_len, kv_len, head_dim, torch.bfloat16, device="cuda", **heads)
     out = kernels.get_attention("flash")(*tensors, tier=tier, **options)
     out.backward(d_out)
@@ -55,6 +55,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "block with dropout": lambda: block(torch.float32, dropout_p=0.1),
         "last block": lambda: block(torch.float32, both=False),
         "packed": packed,
+        "hopper_grouped": lambda: attend("hopper", 64, 130, 190, kv_heads=2),
     }
     for tier in ("hopper", "triton"):
         for head_dim in (64, 128):
