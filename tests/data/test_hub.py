@@ -1,4 +1,4 @@
-"""The real `datasets` and `huggingface_hub` clients against a local Hub, in subprocesses (45 s)."""
+"""The real `datasets` and `huggingface_hub` clients against a local Hub, in subprocesses (55 s)."""
 
 import io
 import json

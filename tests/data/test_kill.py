@@ -1,4 +1,4 @@
-"""Preparation killed with SIGKILL, run twice at once, out of room: the result is whole or not trusted (20 s)."""
+"""Preparation killed with SIGKILL, run twice at once, out of room: the result is whole or not trusted (15 s)."""
 
 import json
 import os
