@@ -276,7 +276,8 @@ def test_a_run_that_goes_on_is_one_wandb_run(config, tmp_path, monkeypatch):
     import wandb
 
     ids = []
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    # wandb reads the variable once a process, and an earlier test may have had it do so.
+    monkeypatch.setattr(wandb.setup().settings, "api_key", "0" * 40)
     monkeypatch.setattr(wandb, "init", lambda *, id, resume, **_: ids.append((id, resume)) or FakeWandbRun())
     config = having(replace(config, logger=LoggerConfig(mode=WandbMode.online)), steps=2)
     train(config, tmp_path / "a")
