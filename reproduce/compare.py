@@ -10,12 +10,11 @@ import html
 import os
 from pathlib import Path
 
-from training.console import plural
+from training.console import SPREAD, plural
 
 from .runs import (
     PHASE_RATIO,
     PHASE_SHARE,
-    SPREAD,
     STEP_PHASES,
     Run,
     differing_environment,
