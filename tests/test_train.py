@@ -239,13 +239,20 @@ def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, 
     assert not any((tmp_path / "runs").iterdir())  # nothing that would block a second try
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"]])
-def test_help_answers_at_once(command_line, flags):
+@pytest.mark.parametrize(
+    ("script", "flags", "said"),
+    [
+        ("train.py", ["--help"], "python train.py attention=naive"),
+        ("train.py", ["--cfg", "job"], "attention"),
+        ("prepare.py", ["--help"], "python prepare.py data=text_files data.files='*.txt'"),
+    ],
+)
+def test_help_answers_at_once(command_line, script, flags, said):
     began = time.perf_counter()
-    done = command_line("train.py", *flags)
+    done = command_line(script, *flags)
     assert done.returncode == 0
     assert time.perf_counter() - began < 3
-    assert "attention" in done.stdout
+    assert said in done.stdout
 
 
 def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_environment, tiny, tmp_path):
