@@ -5,8 +5,8 @@
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
 ptxas, or for AMD by LLVM, no GPU or driver needed. The table gives registers a thread, bytes spilled, shared memory,
 the tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 when a kernel spills more
-than compile_budgets.toml allows, lost the tensor cores or (but for history and AMD) the asynchronous loads, or has its
-wgmma serialised.
+than compile_budgets.toml allows, lost the tensor cores or (but for history and AMD) the asynchronous loads, or has
+its wgmma serialised.
 """
 
 import argparse
