@@ -1,4 +1,11 @@
-"""Make a corpus ready ahead of a run: `python prepare.py data=openwebtext`, with the data settings of train.py."""
+"""Make a corpus ready ahead of a run, with the data settings that the run will have.
+
+    python prepare.py data=openwebtext
+    python prepare.py data=text_files data.files='*.txt' data.tokenizer=gpt2
+    python prepare.py data=text_files --cfg job         what a command resolves to, without doing it
+
+data is one of python_source, text_files, openwebtext, hub; the settings are explained in training/config.py.
+"""
 
 from pathlib import Path
 
@@ -18,4 +25,4 @@ def main(config: Config, _run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, makes_run=False)
+    launch(main, makes_run=False, usage=__doc__)

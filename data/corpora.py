@@ -219,8 +219,14 @@ class TextFiles(LocalFiles):
         return with_text
 
     def parts(self, step: int) -> list[Part]:
+        paths = self.paths()
+        texts = [path for path in paths if path.suffix == ".txt"]
+        if self.separator and not texts:
+            raise DataError("data.separator is for .txt files, and data.files has none: leave it out")
+        if texts == paths and len(paths) == 1 and not self.separator:
+            raise too_few(self.name, 1)
         parts: list[Part] = []
-        for path in self.paths():
+        for path in paths:
             if path.suffix == ".txt":
                 parts += text_parts(path, step, self.separator)
             elif path.suffix == ".parquet":
@@ -228,6 +234,18 @@ class TextFiles(LocalFiles):
             else:
                 parts += json_lines_parts(path, step, self.column)
         return parts
+
+
+class Unfit(DataError):
+    """The text that was read makes no corpus: what is done of it serves no later preparation."""
+
+
+def too_few(name: str, documents: int) -> Unfit:
+    return Unfit(
+        f"{name} has {documents} {'document' if documents == 1 else 'documents'}, training and validation need one "
+        "each: give more files, or say what else separates the documents in a .txt file, "
+        "data.separator='\\n\\n' for paragraphs"
+    )
 
 
 def limited(name: str, limit_documents: int | None) -> str:

@@ -130,8 +130,8 @@ class Batches:
     def __init__(self, split: TokenSplit, seq_len: int, sequences_per_batch: int, seed: int):
         if split.tokens <= seq_len:
             raise DataError(
-                f"the {split.name} split of {split.corpus.name} has {split.tokens} tokens, one sequence takes "
-                f"{seq_len + 1}: give more text, or a model.seq_len of at most {max(1, split.tokens - 1)}"
+                f"the {split.name} split of {split.corpus.name} has {split.tokens:,} tokens, one sequence takes "
+                f"{seq_len + 1:,}: give more text, or a model.seq_len of at most {max(1, split.tokens - 1)}"
             )
         self.split, self.seq_len, self.sequences_per_batch, self.seed = (
             split,

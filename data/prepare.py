@@ -8,7 +8,7 @@ import multiprocessing
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from . import DataError
-from .corpora import Source
+from .corpora import Source, Unfit, too_few
 from .files import make_folder, require_room, unwritable
 from .loader import Corpus, open_corpus
 from .manifest import FILE, Manifest, fingerprint
@@ -101,7 +101,13 @@ def prepare(
     with lock(directory, progress):
         if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
             make_folder(workshop.partial)
-            facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
+            try:
+                facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
+            except DataError as error:
+                finished = any(workshop.partial.glob("*.json"))
+                if isinstance(error, Unfit) or not finished:  # there is nothing to go on from
+                    shutil.rmtree(directory, ignore_errors=True)
+                raise
             manifest = Manifest(
                 name=source.name,
                 tokenizer={
@@ -147,23 +153,19 @@ def _make_shards(
     if source.limit_documents is not None:
         documents = min(documents, source.limit_documents)
     if documents < 2:
-        raise DataError(
-            f"{source.name} has {documents} {'document' if documents == 1 else 'documents'}, training and validation "
-            "need one each: give more files, or say what else separates the documents in a .txt file, "
-            "data.separator='\\n\\n' for paragraphs"
-        )
+        raise too_few(source.name, documents)
     order = split_order(documents, val_fraction, SPLIT_SEED)
     if len(order) == documents:
-        raise DataError(
+        raise Unfit(
             f"data.val_fraction={val_fraction} of {documents} documents leaves none to train on: take less"
         )
     records = _split(units, counts, workshop, documents, order, workers, progress)
     shards = [record["shard"] for record in records if "shard" in record]
     shards.append(write_val_shard(workshop, records, order))
     if sum(shard["tokens"] for shard in shards) == documents:
-        raise DataError(f"the {documents} documents of {source.name} are all empty")
+        raise Unfit(f"the {documents} documents of {source.name} are all empty")
     if not shards[-1]["utf8_bytes"]:
-        raise DataError(
+        raise Unfit(
             f"the {len(order)} documents of {source.name} that are held out are all empty: "
             "hold out more, with a larger data.val_fraction"
         )
@@ -269,11 +271,14 @@ def lock(directory: Path, progress: Progress) -> Iterator[None]:
     """Let one process at a time make a corpus. The system lets go of the lock when its holder dies."""
     held = FileLock(directory / ".lock")
     try:
-        try:
-            held.acquire(timeout=0)
-        except Timeout:
-            progress.say(f"another process is preparing {directory}: waiting for it")
-            held.acquire()
+        while not held.is_locked:
+            make_folder(directory)
+            with suppress(FileNotFoundError):  # who held it was refused, and took the folder along
+                try:
+                    held.acquire(timeout=0)
+                except Timeout:
+                    progress.say(f"another process is preparing {directory}: waiting for it")
+                    held.acquire()
     except OSError as error:
         raise unwritable(directory, error) from None
     try:

@@ -142,7 +142,9 @@ def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
                     yield block
                     block, characters = [], 0
         except OSError as error:
-            raise DataError(f"cannot read {getattr(part, 'path', part)}: {error.strerror or error}") from None
+            # pyarrow's own errors, of damaged compression, have no strerror
+            reason = error.strerror or f"{error}: get the file again, then start again"
+            raise DataError(f"cannot read {getattr(part, 'path', part)}: {reason}") from None
     if block:
         yield block
 

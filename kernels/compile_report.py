@@ -1,12 +1,12 @@
 """Compile the flash kernels for GPUs that are not here, and refuse what would be slow on them.
 
-    python -m kernels.compile_report [--arch 80 90 100] [--head-dim 64 128 256]
+    python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256]
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
-ptxas, no GPU or driver needed. The table gives registers a thread, bytes spilled, shared memory, the tensor core
-instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 when a kernel spills more than
-compile_budgets.toml allows, lost the tensor cores or (but for history) the asynchronous loads, or has its wgmma
-serialised.
+ptxas, or for AMD by LLVM, no GPU or driver needed. The table gives registers a thread, bytes spilled, shared memory,
+the tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 when a kernel spills more
+than compile_budgets.toml allows, lost the tensor cores or (but for history and AMD) the asynchronous loads, or has
+its wgmma serialised.
 """
 
 import argparse
@@ -34,10 +34,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .flash import hopper_backward, hopper_forward
+from .flash import dropout, hopper_backward, hopper_forward
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
-from .flash.tiles import ARCHITECTURES, KERNELS, Tile, candidates, specify
+from .flash.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates, specify
 from .history import flash1, two_pass
 
 HOPPER = {
@@ -54,7 +54,8 @@ HISTORY = {
 FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, **HOPPER}
 FUNCTIONS |= {name: function for name, (function, _, _) in HISTORY.items()}
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", AMD: "mfma"}
+GPUS = {str(each): each for each in ARCHITECTURES} | {"gfx942": AMD}  # as --arch names them
 OPTIONAL_POINTERS = {
     "OutLow": "*bf16",
     "DLse": "*fp32",
@@ -103,8 +104,9 @@ class Job:
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
+        gpu = "gfx942" if self.architecture == AMD else f"sm_{self.architecture}"
         what = f"{self.kernel:18}{TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
-        return f"sm_{self.architecture:<4}{what} {self.tile or f'n{self.length}'!s:14} {self.feature:9}"
+        return f"{gpu:7}{what} {self.tile or f'n{self.length}'!s:14} {self.feature:9}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Report:
             found.append(f"{self.spill_bytes} bytes spilled")
         if self.tensor_cores != TENSOR_CORES[job.architecture]:
             found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")
-        if self.async_loads == "none" and job.kernel not in HISTORY:
+        if self.async_loads == "none" and job.kernel not in HISTORY and job.architecture != AMD:
             found.append("no asynchronous loads")
         return found
 
@@ -149,8 +151,10 @@ def _spills_allowed(job: Job) -> int:
 
 
 def compile_job(job: Job) -> Report:
-    """Compile one job from scratch and read the figures off the PTX and ptxas's log."""
+    """Compile one job from scratch and read the figures off the assembly and ptxas's log."""
     compiled, log = compile_kernel(job)
+    if job.architecture == AMD:
+        return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     return _read(compiled.asm["ptx"], log, compiled.metadata.shared)
 
 
@@ -171,13 +175,17 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
     if job.tile:
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
     source = GluonASTSource if on_hopper else ASTSource
+    target = GPUTarget("cuda", job.architecture, 32)
+    if job.architecture == AMD:
+        target = GPUTarget("hip", "gfx942", 64)
+    dropout.HAS_PTX = gl.constexpr(job.architecture != AMD)  # it goes by the PyTorch that is here
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
         triton.knobs.cache.dir = cache  # a cached kernel would have no log
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(
             source(function, signature, constants, attributes),
-            target=GPUTarget("cuda", job.architecture, 32),
+            target=target,
             options=options,
         )
     return compiled, log.getvalue()
@@ -239,6 +247,20 @@ def _read(ptx: str, log: str, shared_bytes: int) -> Report:
     )
 
 
+def _read_amd(assembly: str, shared_bytes: int) -> Report:
+    def figure(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", assembly).group(1))
+
+    return Report(
+        registers=figure("vgpr_count"),
+        spill_bytes=4 * figure("vgpr_spill_count"),
+        shared_bytes=shared_bytes,
+        tensor_cores="mfma" if "v_mfma" in assembly else "none",
+        async_loads="none",
+        warnings=(),
+    )
+
+
 def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
     """A job for every tile of the table, causal and full; with dropout and grouped heads where they matter."""
     jobs = []
@@ -249,7 +271,11 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                     for tile in candidates(kernel, architecture, head_dim, torch.bfloat16, causal):
                         job = Job(architecture, kernel, head_dim, causal, tile)
                         jobs.append(job)
-                        if not causal or head_dim > 128 or (head_dim == 128 and architecture != 90):
+                        if (
+                            not causal
+                            or head_dim > 128
+                            or (head_dim == 128 and architecture not in (90, AMD))
+                        ):
                             continue
                         jobs.append(replace(job, feature="dropout"))
                         if kernel == "dkdv":  # the others only look up another head
@@ -257,7 +283,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
             if architecture == 80 and 64 in head_dims:
                 (tile,) = candidates(kernel, architecture, 64, torch.float32, True)
                 jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
-        if 64 in head_dims:
+        if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90:
             for head_dim in sorted({64, 128} & set(head_dims)):
@@ -276,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.compile_report", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
+    parser.add_argument("--arch", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--feature", choices=sorted(FEATURES), help="compile every tile with it instead")
     parser.add_argument(
@@ -284,7 +310,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
     options = parser.parse_args(arguments)
-    jobs = [job for job in shipped(options.arch, options.head_dim) if job.kernel in options.kernel]
+    architectures = [GPUS[name] for name in options.arch]
+    jobs = [job for job in shipped(architectures, options.head_dim) if job.kernel in options.kernel]
     if options.feature:
         plain = [job for job in jobs if job.causal and job.kernel in KERNELS and not job.feature]
         jobs = [replace(job, feature=options.feature) for job in plain]

@@ -168,7 +168,10 @@ def resolve_attention(
     if name == "auto":
         if not able:
             if tier != "auto":  # which only one of them knows
-                raise AttentionError(f"attention=auto: {_reason(PREFERENCE[0], request)}")
+                raise AttentionError(
+                    f"attention=auto: {_reason(PREFERENCE[0], request)}; attention.tier is {PREFERENCE[0]}'s alone: "
+                    "leave it out for another"
+                )
             asked = ", ".join(map(_in_words, sorted(request.features)))
             raise AttentionError(f"attention=auto: no backend can do {asked}")
         name = able[0]

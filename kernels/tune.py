@@ -19,6 +19,7 @@ import triton
 from triton.testing import do_bench
 
 from .flash.api import flash_attention
+from .flash.portable_launch import architecture
 from .flash.tiles import KERNELS, LENGTHS, Tile, candidates, forced, tuned_path
 
 TOKENS, WIDTH = 16384, 2048
@@ -49,11 +50,11 @@ class Case:
 
 def cases(head_dims: list[int]) -> Iterator[Case]:
     """Every candidate at every shape, where there is a choice."""
-    major, minor = torch.cuda.get_device_capability()
+    this = architecture(torch.device("cuda"))
     for head_dim in head_dims:
         for kernel in KERNELS:
             for causal in (True, False):
-                tiles = candidates(kernel, 10 * major + minor, head_dim, torch.bfloat16, causal)
+                tiles = candidates(kernel, this, head_dim, torch.bfloat16, causal)
                 for length in LENGTHS if len(tiles) > 1 else ():
                     for tile in tiles:
                         yield Case(kernel, head_dim, causal, length, tile)

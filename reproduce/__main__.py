@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -208,4 +209,5 @@ def _start(name: str, arguments: argparse.Namespace, seconds: float | None, agai
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends cat
     sys.exit(main())

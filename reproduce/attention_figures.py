@@ -115,7 +115,10 @@ def draw(results: Results, path: Path) -> None:
             axis = next(free)
             _draw_times(axis, _timed(results, figure="fa1", mask=mask), names)
             axis.set_title(f"Time, {MASK_NAMES[mask]}")
-        plots.legend(axes[0])
+        if masks:
+            low, high = axes[0].get_ylim()
+            axes[0].set_ylim(low, high * (high / low) ** 0.4)  # room for the legend
+            plots.legend(axes[0], ncols=3, loc="upper left", columnspacing=1, handlelength=1.2)
         if _peaks(results):
             _draw_memory(next(free), results)
         for head_dim, causal in shapes:

@@ -10,12 +10,11 @@ import html
 import os
 from pathlib import Path
 
-from training.console import plural
+from training.console import SPREAD, plural
 
 from .runs import (
     PHASE_RATIO,
     PHASE_SHARE,
-    SPREAD,
     STEP_PHASES,
     Run,
     differing_environment,
@@ -60,11 +59,11 @@ def main(argv: list[str]) -> int:
 
 
 def _common_folder(runs: list[Run]) -> Path:
-    """The sweep's folder if the runs are a sweep's, the run's own if it is one, else the current one."""
-    parents = {run.path.parent for run in runs}
-    if len(runs) == 1:
-        return Path(os.path.relpath(runs[0].path))
-    return Path(os.path.relpath(parents.pop())) if len(parents) == 1 else Path()
+    """The run's own if it is one, else the nearest that holds them all, but never the current one or one above it."""
+    folder = Path(os.path.commonpath([run.path.parent for run in runs]))
+    if len(runs) == 1 or Path.cwd().is_relative_to(folder):
+        folder = runs[0].path
+    return Path(os.path.relpath(folder))
 
 
 # ---- the table ---------------------------------------------------------------------------------------

@@ -183,9 +183,15 @@ def departures(run: Run, name: str) -> Departures:
 
 
 def nearest_reference(run: Run) -> str:
-    """The reference of the most similar model, and of those the one whose recipe has the fewest other settings."""
+    """The reference of the model nearest in size, and of those the one whose recipe has the fewest other settings."""
     left = {name: departures(run, name) for name in references()}
-    return min(left, key=lambda name: (len(_other_model(left[name])), len(left[name])))
+    return min(left, key=lambda name: (_apart(_other_model(left[name])), len(left[name])))
+
+
+def _apart(other: Departures) -> float:
+    """Doublings of its sizes from one model to the other; anything that is no size counts as one."""
+    sizes = [pair for pair in other.values() if all(isinstance(each, int) for each in pair)]
+    return sum(abs(math.log2(ours / theirs)) for ours, theirs in sizes) + len(other) - len(sizes)
 
 
 def _other_model(left: Departures) -> Departures:

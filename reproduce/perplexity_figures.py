@@ -80,43 +80,54 @@ def _row(name: str, run: Sample, base: Sample | None) -> list[str]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Training curves, their distance from the baseline beside the seeds', and validation loss against context."""
+    """Training curves, their distance from the baseline beside the seeds', and validation loss against context.
+
+    What was not measured has no panel.
+    """
     base, others, seeds = _compared(results)
-    with plots.picture(path, 3, title=f"Loss curves on {results['device']}") as (curves, apart, context):
-        names = tuple(run["backend"] for run in others)
-        if base is not None:
-            curves.plot(base["losses"], color=plots.colour(BASELINE), linewidth=4, alpha=0.5, label=BASELINE)
-            for run in others:
-                shade = plots.colour(run["backend"], names)
-                curves.plot(run["losses"], color=shade, linewidth=1, label=run["backend"])
-                apart.plot(differences(run, base), color=shade, linewidth=1, label=run["backend"])
-            for run in seeds:
-                apart.plot(
-                    differences(run, base),
-                    color="#999999",
-                    linewidth=1,
-                    label=f"{BASELINE}, seed {run['seed']}",
-                )
-            curves.legend(fontsize=8)
-            if others or seeds:
-                apart.set_yscale("symlog", linthresh=1e-7)
-                apart.legend(fontsize=8)
-        curves.set(title="Training loss, same seed and data", xlabel="step", ylabel="nats")
-        apart.set(title=f"|Loss - {BASELINE}'s|, step by step", xlabel="step", ylabel="nats")
-        if runs := _runs(results, "context"):
-            for row, step in enumerate(step for step, _, _ in runs[0]["validation"]):
-                losses = [run["validation"][row][1] for run in runs]
-                shade = plots.COLOURS[row % len(plots.COLOURS)]
-                context.plot(
-                    [run["context"] for run in runs], losses, "o-", color=shade, label=f"step {step}"
-                )
-            plots.length_axis(context, [run["context"] for run in runs])
-            context.legend(fontsize=8)
-        context.set(title="Validation loss, same targets", xlabel="context", ylabel="nats")
-        for axis in (curves, apart, context):
-            if not axis.has_data():
-                axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
-                axis.set(xticks=[], yticks=[])
+    compared, contexts = base is not None and [*others, *seeds], _runs(results, "context")
+    panels = sum(map(bool, (base, compared, contexts)))
+    with plots.picture(path, max(1, panels), title=f"Loss curves on {results['device']}") as axes:
+        free = iter(axes)
+        if base:
+            _draw_curves(next(free), base, others)
+        if compared:
+            _draw_differences(next(free), base, others, seeds)
+        if contexts:
+            _draw_contexts(next(free), contexts)
+
+
+def _draw_curves(axis: plots.Axes, base: Sample, others: list[Sample]) -> None:
+    axis.plot(base["losses"], color=plots.colour(BASELINE), linewidth=4, alpha=0.5, label=BASELINE)
+    names = tuple(run["backend"] for run in others)
+    for run in others:
+        shade = plots.colour(run["backend"], names)
+        axis.plot(run["losses"], color=shade, linewidth=1, label=run["backend"])
+    axis.set(title="Training loss, same seed and data", xlabel="step", ylabel="nats")
+    plots.legend(axis)
+
+
+def _draw_differences(axis: plots.Axes, base: Sample, others: list[Sample], seeds: list[Sample]) -> None:
+    names = tuple(run["backend"] for run in others)
+    for run in others:
+        shade = plots.colour(run["backend"], names)
+        axis.plot(differences(run, base), color=shade, linewidth=1, label=run["backend"])
+    for run in seeds:
+        label = f"{BASELINE}, seed {run['seed']}"
+        axis.plot(differences(run, base), color="#999999", linewidth=1, label=label)
+    axis.set_yscale("symlog", linthresh=1e-7)
+    axis.set(title=f"|Loss - {BASELINE}'s|, step by step", xlabel="step", ylabel="nats")
+    plots.legend(axis)
+
+
+def _draw_contexts(axis: plots.Axes, runs: list[Sample]) -> None:
+    lengths = [run["context"] for run in runs]
+    for row, (step, _, _) in enumerate(runs[0]["validation"]):
+        losses = [run["validation"][row][1] for run in runs]
+        axis.plot(lengths, losses, "o-", color=plots.COLOURS[row % len(plots.COLOURS)], label=f"step {step}")
+    plots.length_axis(axis, lengths)
+    axis.set(title="Validation loss, same targets", xlabel="context", ylabel="nats")
+    plots.legend(axis)
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------

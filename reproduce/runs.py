@@ -17,6 +17,8 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from training.console import speed_range
+
 from .experiment import ReproduceError
 
 # Settings that can change neither loss nor speed nor memory.
@@ -31,9 +33,9 @@ _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")
 _RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device", "model.(loss|block)")
 _LEET_TIMEOUT = 120
 _SPEED = "perf/tokens_per_second"
-# Beyond these a speed is the machine's doing. Runs of 30 steps on two cores varied 1.4 times from row to row, their
-# optimizer 1.3 times from run to run; 0.15 and 0.9 ms for data were 2 % of a step, and nothing to warn of.
-SPREAD, PHASE_RATIO, PHASE_SHARE = 2.0, 1.5, 0.05
+# Beyond these a phase's time is the machine's doing. Of runs of 30 steps on two cores the optimizer varied 1.3 times;
+# 0.15 and 0.9 ms for data were 2 % of a step, and nothing to warn of.
+PHASE_RATIO, PHASE_SHARE = 1.5, 0.05
 # What a step's time goes to, and the column that says how much.
 STEP_PHASES = {
     "data": "perf/data_ms",
@@ -96,10 +98,8 @@ class Run:
 
     @property
     def speed_range(self) -> tuple[float, float] | None:
-        """The slowest and the fastest row's tokens/s, a tenth of the rows left out at either end."""
-        speeds = sorted(row[_SPEED] for row in self.rows if _SPEED in row)
-        odd = len(speeds) // 10
-        return (speeds[odd], speeds[-1 - odd]) if speeds else None
+        """The slowest and the fastest row's tokens/s."""
+        return speed_range(row[_SPEED] for row in self.rows if _SPEED in row)
 
     def curve(self, column: str, against: str = "tokens") -> tuple[list[float], list[float]]:
         """(x, y) of the rows that have `column`."""

@@ -144,15 +144,16 @@ def _time(options: Options) -> None:
         )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the profiled program is another process on the same device
-    for backend in (BASELINE, OURS):
-        found = options.sample(
+    found = [
+        options.sample(
             lambda b=backend: hardware_counters.read_counters(b, workload), kind="ncu", backend=backend,
             **asdict(workload),
-        )  # fmt: skip
-        if "refused" in found:
-            options.say(
-                f"  hardware counters: {found['refused']}; where they can be read:\n  {found['command']}"
-            )
+        )
+        for backend in (BASELINE, OURS)
+    ]  # fmt: skip
+    if refused := [each for each in found if "refused" in each]:
+        one = refused[0]  # the other's command is the same but for its name
+        options.say(f"  hardware counters: {one['refused']}; where they can be read:\n  {one['command']}")
 
 
 def _able(backend: str, workload: Workload, options: Options) -> bool:

@@ -290,4 +290,5 @@ def _ratio(ours: float | None, theirs: float | None) -> float | None:
 
 
 def _missing(claim: str, what: str, paper: str) -> Verdict:
-    return Verdict(claim, what, paper, why="the experiment has no figures of it; it needs a CUDA device")
+    why = "the experiment has no figures of it yet; needs a CUDA device: python -m reproduce training"
+    return Verdict(claim, what, paper, why=why)

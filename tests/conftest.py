@@ -15,10 +15,15 @@ os.environ.setdefault("WANDB_SILENT", "true")
 import pytest
 import torch
 
-from training.config import DataConfig
+from training.command_line import launch
+from training.config import Config, DataConfig
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import hasten
+
+    hasten()
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,3 +95,21 @@ def command_line(tmp_path: Path, user_environment: dict[str, str]) -> CommandLin
         )
 
     return run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int | str | None]:
+    """The same in this process: launch a task in an empty directory, and say what the process would end with, a
+    status or an error message."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+
+    def started(task: Callable[[Config, Path], object], *arguments: str) -> int | str | None:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        try:
+            launch(task, makes_run=True)
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    return started

@@ -87,6 +87,8 @@ def find(path: str | Path) -> Path:
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; name a run directory or one of its checkpoints.")
     if not (found := saved(path)):
+        if runs := sorted(str(each.parent) for each in path.glob(f"*/{FOLDER}")):
+            raise ConfigError(f"{path} holds runs; name one of them: {', '.join(runs)}.")
         raise ConfigError(f"{path} holds no checkpoint: looked for {path / FOLDER}/step-*.")
     return found[-1]
 

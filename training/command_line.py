@@ -29,12 +29,13 @@ from .config import Config, from_hydra
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
+def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: str = "") -> None:
     """Call `task(config, run_dir)` with the config that the command line says.
 
     Args:
         task: raises ValueError's subclasses of this project for what a user can mend.
         makes_run: whether the task fills a run directory; otherwise Hydra leaves no files at all.
+        usage: what --help prints; empty: train.py's, of configs/train.yaml.
     """
     makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
     if torchrun.launched() and {"-m", "--multirun"} & set(sys.argv):
@@ -43,6 +44,8 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool) -> None:
         )
     if not makes_run:
         sys.argv.append("hydra.run.dir=.")
+    if usage:
+        sys.argv.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
     OmegaConf.register_new_resolver("run_name", _run_name, use_cache=True, replace=True)
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines

@@ -71,6 +71,7 @@ class Throughput:
         # Steps that compile, allocate and pick algorithms.
         self.warmup_steps = warmup_steps
         self.total_steps = 0
+        self.windows: list[float] = []  # seconds a step of each
         self._totals: Counter[str] = Counter()  # seconds
         self._window_steps = 0
         self._started = 0.0
@@ -107,6 +108,7 @@ class Throughput:
         seconds, steps = {"step": now - self._started, **self._phases.read()}, self._window_steps
         self._totals.update(seconds)
         self.total_steps += steps
+        self.windows.append(seconds["step"] / steps)
         self._started, self._window_steps = now, 0
         return {name: total / steps for name, total in seconds.items()}
 

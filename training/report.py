@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import count, plural
+from .console import SPREAD, count, plural, speed_range
 from .environment import device_name
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def banner(run: Trainer) -> Rows:
     return rows
 
 
-def result(summary: dict[str, Any], run_dir: Path) -> Rows:
-    """Quality, speed, memory, and where it all is."""
+def result(summary: dict[str, Any], run_dir: Path, speeds: list[float]) -> Rows:
+    """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
     speed = "not measured: no step came after the warm-up"
     if "perf/step_ms" in summary:
         speed = f"{summary['perf/tokens_per_second']:,.0f} tokens/s, {summary['perf/step_ms']:.1f} ms a step"
@@ -75,6 +75,7 @@ def result(summary: dict[str, Any], run_dir: Path) -> Rows:
             f"bits per byte {summary['val/bits_per_byte']:.3f} (whole split, {summary['val/tokens']:,} tokens)",
         ),
         ("speed", speed),
+        *_noise(summary, speeds),
         ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
         ("time", f"{summary['seconds']:.0f} s"),
         ("metrics", str(run_dir / "metrics.csv")),
@@ -84,6 +85,15 @@ def result(summary: dict[str, Any], run_dir: Path) -> Rows:
     if (run_dir.parent / "multirun.yaml").is_file():  # the sweep's folder, as Hydra leaves it
         rows.append(("compare", f"python -m reproduce compare {shlex.quote(str(run_dir.parent))}"))
     return rows
+
+
+def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:
+    """A row where the machine's other work shows in the speed."""
+    slow, fast = speed_range(speeds) or (1, 1)
+    if fast <= SPREAD * slow:
+        return []
+    remedy = "; OMP_WAIT_POLICY=passive suffers less" if "perf/peak_resident_gib" in summary else ""
+    return [("", f"varied from {slow:,.0f} to {fast:,.0f}: the machine did something else meanwhile{remedy}")]
 
 
 def dtype_name(dtype: object) -> str:

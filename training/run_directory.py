@@ -80,7 +80,8 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
         text = _sample(run)
         write_whole(run.run_dir / "sample.txt", text)
         print(f"\nsample\n{text}")
-    print("\n" + table("done", result(summary, run.run_dir)), flush=True)
+    speeds = [run.config.trainer.batch_tokens / seconds for seconds in run.throughput.windows]
+    print("\n" + table("done", result(summary, run.run_dir, speeds)), flush=True)
 
 
 def _sample(run: Trainer) -> str:

@@ -60,9 +60,11 @@ def launch_flash(
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """Compute capability, major * 10 + minor; 0 for the interpreter."""
+    """As `tiles.tile_for` takes it."""
     if device.type != "cuda":
-        return 0
+        return tiles.INTERPRETED
+    if torch.version.hip is not None:  # PyTorch calls an AMD GPU "cuda" too, and gives it a capability
+        return tiles.AMD
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

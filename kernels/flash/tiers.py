@@ -53,7 +53,12 @@ def hopper_needs(request: AttentionRequest) -> str | None:
 @functools.cache
 def machine_lacks(device: torch.device) -> str | None:
     """What keeps the Hopper kernels from running on the device at all, or None."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    is_hopper = (
+        device.type == "cuda"
+        and torch.version.hip is None  # AMD's gfx90a is 9.0 as well
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+    if not is_hopper:
         return "a Hopper GPU (compute capability 9.0)"
     import triton
 

@@ -37,7 +37,8 @@ class Tile:
 
 
 KERNELS = ("forward", "dq", "dkdv")
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 90, 100)  # compute capability, major * 10 + minor
+INTERPRETED, AMD = 0, 1  # which have none
 # A tile is measured at these lengths of keys; others take the next larger one's, the longest the last one's.
 LENGTHS = (512, 1024, 4096, 16384)
 # Time there is spent per tile, not per element; yet 200 queries should cross several tiles in both directions.
@@ -66,6 +67,10 @@ HALF = {
     (100, "forward"): {64: (Tile(128, 64, 8, 3),), 128: (Tile(128, 64, 8, 3),), 256: (Tile(128, 32, 8, 2),)},
     (100, "dq"): {64: (Tile(64, 64, 4, 3),), 128: (Tile(64, 64, 4, 2),), 256: (Tile(64, 32, 8, 2),)},
     (100, "dkdv"): {64: (Tile(64, 128, 8, 2),), 128: (Tile(32, 64, 8, 2),), 256: (Tile(32, 64, 8, 2),)},
+    # Compiled for gfx942 and never run: matrix instructions, 64 KB of shared memory, no spills with dropout either.
+    (AMD, "forward"): {64: (Tile(64, 64, 4, 2),), 128: (Tile(64, 64, 4, 2),), 256: (Tile(64, 32, 4, 2),)},
+    (AMD, "dq"): {64: (Tile(64, 64, 4, 2),), 128: (Tile(64, 64, 4, 2),), 256: (Tile(64, 16, 4, 2),)},
+    (AMD, "dkdv"): {64: (Tile(32, 64, 4, 2),), 128: (Tile(32, 32, 4, 2),), 256: (Tile(16, 32, 4, 2),)},
 }
 # Further candidates where nothing is causal: with a causal mask's second loop ptxas serialises or spills them.
 FULL = {(90, "dkdv"): {64: (Tile(32, 64, 4, 3),), 128: (Tile(32, 64, 4, 2),), 256: ()}}
@@ -115,13 +120,13 @@ def tile_for(
 
     Args:
         architecture: compute capability, major * 10 + minor; one without entries takes those of the nearest below.
-            0 means the interpreter.
+            Or INTERPRETED, or AMD.
         head_dim, dtype: of q, k and v.
         length: of the keys.
     """
     if kernel in _forced:
         return _forced[kernel]
-    if architecture == 0:
+    if architecture == INTERPRETED:
         return INTERPRETER[kernel]
     length_class = next((each for each in LENGTHS if length <= each), LENGTHS[-1])
     return _fastest(kernel, architecture, head_dim, dtype, causal, length_class)
@@ -148,10 +153,13 @@ def candidates(
     kernel: str, architecture: int, head_dim: int, dtype: torch.dtype, causal: bool
 ) -> tuple[Tile, ...]:
     """The tiles of the table; where none was measured, the first one runs."""
-    # Consumer Blackwell (12.x) has neither Hopper's nor data-centre Blackwell's tensor core instructions.
-    known = (
-        80 if architecture >= 120 else max(each for each in ARCHITECTURES if each <= max(architecture, 80))
-    )
+    known = architecture
+    if (
+        known >= 120
+    ):  # consumer Blackwell has neither Hopper's nor data-centre Blackwell's tensor core instructions
+        known = 80
+    if known != AMD:
+        known = max(each for each in ARCHITECTURES if each <= max(known, 80))
     tables = [SINGLE if dtype is torch.float32 else HALF[known, kernel]]
     if not causal and dtype is not torch.float32 and (known, kernel) in FULL:
         tables.append(FULL[known, kernel])

@@ -62,6 +62,7 @@ class HubStub:
 class _Handler(BaseHTTPRequestHandler):
     hub: HubStub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # it would hold a body back for 40 ms, until its headers are acknowledged
 
     def do_GET(self):
         self._answer()

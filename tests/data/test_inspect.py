@@ -70,7 +70,9 @@ def test_a_reader_that_stops_early_is_no_error(corpus: Corpus):
         assert process.stderr.read() == ""
 
 
-def test_of_a_folder_of_runs_one_is_asked_for(tmp_path: Path):
+def test_of_a_folder_of_runs_or_corpora_one_is_asked_for(corpus: Corpus, tmp_path: Path):
+    with pytest.raises(DataError, match=f"holds corpora: give one of them, {corpus.directory.name}$"):
+        corpus_folder(corpus.directory.parent)
     for run in ("0_nano_naive", "1_nano_sdpa"):
         (tmp_path / run).mkdir()
         (tmp_path / run / "corpus").write_text("anywhere")

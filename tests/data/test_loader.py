@@ -135,7 +135,7 @@ def test_a_corpus_shorter_than_a_sequence_is_refused(corpus: Corpus):
     tokens = corpus.val.tokens
     assert Batches(corpus.val, tokens - 1, 1, seed=0).batch(5)[0].shape == (1, tokens - 1)
     with pytest.raises(
-        DataError, match=f"has {tokens} tokens, one sequence takes {tokens + 1}.*model.seq_len"
+        DataError, match=f"has {tokens:,} tokens, one sequence takes {tokens + 1:,}.*model.seq_len"
     ):
         Batches(corpus.val, tokens, 1, seed=0)
 

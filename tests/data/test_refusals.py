@@ -22,7 +22,7 @@ def refused(source_arguments: dict, cache: Path, workers: int = 1, **options) ->
     with pytest.raises(DataError) as refusal:
         prepare(make_corpus(**source_arguments), "bytes", cache, workers=workers, **options)
     assert "\n" not in str(refusal.value)
-    assert not list(cache.glob("*/manifest.json"))
+    assert not [*cache.glob("*/manifest.json"), *cache.glob("*/partial"), *cache.glob("*/.lock")]
     return str(refusal.value)
 
 
@@ -31,7 +31,10 @@ BAD_FILES = {
     "number.jsonl": (b'{"text": 3}\n', "holds int, not text"),
     "list.jsonl": (b"[1]\n", "not an object"),
     "half.jsonl": (b'{"text": "a"}\n{"text": ', "byte 14 is not JSON"),
-    "cut.jsonl.gz": (gzip.compress(b'{"text": "abcdefgh"}\n' * 1000)[:60], "cannot read .*cut.jsonl.gz"),
+    "cut.jsonl.gz": (
+        gzip.compress(b'{"text": "abcdefgh"}\n' * 1000)[:60],
+        "cut.jsonl.gz: .*: get the file again",
+    ),
     "cut.parquet": (b"PAR1 and nothing else", "cut.parquet cannot be read as parquet"),
     "one.txt": (b"a single document", r"has 1 document, .*data\.separator"),
     "windows.txt": (b"a\r\n\r\nb", r"windows.txt has Windows line ends.*data\.separator='\\r\\n\\r\\n'"),
@@ -49,10 +52,16 @@ def test_bad_files_are_refused_by_name(name: str, tmp_path: Path):
     content, words = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     arguments = {"source": "text_files", "files": str(tmp_path / name)}
-    if name in ("separators.txt", "windows.txt"):
+    if name in ("separators.txt", "windows.txt", "latin1.txt"):
         arguments["separator"] = "\n\n"
     message = refused(arguments, tmp_path / "cache")
     assert re.search(words, message), message
+
+
+def test_one_text_without_a_separator_is_refused_before_it_is_read(tmp_path: Path):
+    (tmp_path / "one.txt").write_text("a single document")
+    with pytest.raises(DataError, match=r"has 1 document, .*data\.separator"):
+        make_corpus("text_files", files=str(tmp_path / "one.txt")).parts(1 << 20)
 
 
 def test_bad_parquet_columns_are_refused(parquet: Path, tmp_path: Path):
@@ -66,6 +75,7 @@ def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     assert "data.val_fraction=1.5: " in refused(files, tmp_path, val_fraction=1.5)
     assert "data.workers=0: " in refused(files, tmp_path, workers=0)
     assert "leaves none to train on" in refused(files, tmp_path, val_fraction=0.9999)
+    assert "data.separator is for .txt files" in refused({**files, "separator": "x"}, tmp_path)
     assert "data.files" in refused({"source": "text_files"}, tmp_path)
     assert "nowhere" in refused({"source": "text_files", "files": "nowhere/*.txt"}, tmp_path)
     assert "python_source, text_files" in refused({"source": "c4"}, tmp_path)

@@ -55,6 +55,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "block with dropout": lambda: block(torch.float32, dropout_p=0.1),
         "last block": lambda: block(torch.float32, both=False),
         "packed": packed,
+        "hopper_grouped": lambda: attend("hopper", 64, 130, 190, kv_heads=2),
     }
     for tier in ("hopper", "triton"):
         for head_dim in (64, 128):

@@ -20,6 +20,14 @@ def test_a_shipped_tile_passes() -> None:
     assert "\n0 of " in done.stdout
 
 
+def test_amd_has_the_portable_kernels_and_no_ptx() -> None:
+    done = report("--arch", "gfx942", "--head-dim", "64")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        done.stdout.count("mfma") == 3
+    )  # causal, full, and with dropout, whose PTX AMD's compiler would refuse
+
+
 @pytest.mark.parametrize("kernel", ["hopper_forward", "hopper_backward"])
 def test_the_hopper_kernels_keep_to_their_budgets(kernel: str) -> None:
     done = report("--arch", "90", "--head-dim", "64", kernel=kernel)  # the others are .ci/run's

@@ -1,4 +1,4 @@
-"""Flash attention in Triton's interpreter against float64. About 60 s on 2 cores."""
+"""Flash attention in Triton's interpreter against float64. About 20 s."""
 
 import pytest
 import torch

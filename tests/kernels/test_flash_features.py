@@ -1,4 +1,4 @@
-"""What training needs beyond a causal softmax, in the interpreter against the naive oracle. About 35 s on 2 cores."""
+"""What training needs beyond a causal softmax, in the interpreter against the naive oracle. About 10 s."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The algorithms that led to flash, against float64 in Triton's interpreter. About 20 s on 2 cores.
+"""The algorithms that led to flash, against float64 in Triton's interpreter. About 8 s.
 
 On a GPU the interpreter's tests are skipped, and those of softmax run there.
 """

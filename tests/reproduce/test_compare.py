@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reproduce.__main__ import main
-from reproduce.compare import HEADER, page, table, warnings
+from reproduce.compare import HEADER, _common_folder, page, table, warnings
 from reproduce.experiment import ReproduceError
 from reproduce.runs import find_runs
 from training.config import (
@@ -219,6 +219,15 @@ def test_one_run_and_a_run_without_metrics_still_give_a_page(copies, capsys):
     assert "one run only" in said
     assert "no metrics" in said
     assert (copies / "1_sdpa" / "compare.html").is_file()
+
+
+def test_the_page_of_several_sweeps_is_above_them_and_never_in_the_current_folder(tmp_path, monkeypatch):
+    for run in ("runs/a_sweep/0_naive", "runs/b_sweep/0_naive", "here"):
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "metrics.csv").write_text("step\n")
+    monkeypatch.chdir(tmp_path)
+    assert _common_folder(find_runs(["runs/*_sweep"])) == Path("runs")
+    assert _common_folder(find_runs(["runs/b_sweep", "here"])) == Path("runs/b_sweep/0_naive")
 
 
 @pytest.mark.parametrize("argument", ["nowhere", "nowhere/*"])

@@ -58,8 +58,9 @@ def document(directory: Path, name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse", "history"])
-def test_the_tiny_form_runs_to_the_end(name, tmp_path):
+def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert run(tmp_path, name) == 0
+    assert capsys.readouterr().out.count("where they can be read:") <= 1
     results = document(tmp_path, name)
     assert results["state"] == "complete"
     assert results["samples"]
@@ -188,6 +189,16 @@ def test_the_list_needs_no_torch():
     for experiment in EXPERIMENTS.values():
         assert experiment.name in done.stdout
         assert f" {' '.join(experiment.claims)} " in done.stdout  # apart from the next column
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    """As `python -m reproduce | head` does."""
+    command = [sys.executable, "-m", "reproduce"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as listing:
+        listing.stdout.close()
+        assert listing.stderr.read() == ""
 
 
 @pytest.mark.parametrize(

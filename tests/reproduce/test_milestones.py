@@ -76,7 +76,8 @@ def test_another_model_is_refused_unless_a_reference_is_named(tmp_path, capsys):
     for said in (
         "model.n_layer is 4, not 12",
         "data.tokenizer is bytes, not gpt2",
-        "--reference paper/gpt2_small",
+        "of paper/gpt2_small, the nearest,",
+        "--reference paper/gpt2_small compares",
     ):
         assert said in error
     assert not (run / "milestones.svg").exists()

@@ -138,3 +138,16 @@ def test_without_a_second_seed_nothing_is_claimed():
 def test_longer_context_is_judged_by_its_direction(gain, status):
     contexts = [curve("flash", gain * i, context=64 * 2**i, part="context") for i in range(3)]
     assert ("C14", status) in judged(*contexts)
+
+
+def test_what_was_not_measured_has_no_panel(tmp_path):
+    results = {
+        "device": "GPU",
+        "settings": {"seeds": [1]},
+        "samples": [curve("naive", 0.0), curve("flash", 0.1)],
+    }
+    perplexity.draw(results, tmp_path / "perplexity.svg")
+    drawn = (tmp_path / "perplexity.svg").read_text()
+    assert "Training loss" in drawn
+    assert "step by step" in drawn
+    assert "Validation loss" not in drawn

@@ -122,3 +122,12 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 def test_a_path_without_a_checkpoint_is_refused(tmp_path, place, said):
     with pytest.raises(ConfigError, match=said):
         checkpoint.find(tmp_path / place)
+
+
+def test_of_a_sweeps_folder_its_runs_are_named(tmp_path):
+    for run in ("0_nano_naive", "1_nano_sdpa"):
+        save(tmp_path / run, 5)
+    with pytest.raises(
+        ConfigError, match=r"holds runs; name one of them: .*/0_nano_naive, .*/1_nano_sdpa\.$"
+    ):
+        checkpoint.find(tmp_path)

@@ -1,30 +1,10 @@
 """What becomes of a command line: composed, refused, interrupted. In this process, with tasks that train nothing."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from training.command_line import launch
 from training.config import Config, ConfigError
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int | str | None]:
-    """Launch a task in an empty directory; what the process ends with: a status, or an error message."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-
-    def started(task: Callable[[Config, Path], object], *arguments: str) -> int | str | None:
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        try:
-            launch(task, makes_run=True)
-        except SystemExit as end:
-            return end.code
-        return 0
-
-    return started
 
 
 def never(_config: Config, _run_dir: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from training.distributed import World
 from training.metrics import Throughput, peak_flops, performance
+from training.report import result
 
 CPU = World(torch.device("cpu"))
 
@@ -36,6 +37,7 @@ def test_warmup_and_pauses_are_not_counted():
     step, *phases = meter.mean.values()
     assert 0.02 <= sum(phases) <= step < 0.06
     assert meter.total_steps == 10
+    assert len(meter.windows) == 2
 
 
 def test_a_step_is_split_into_its_phases():
@@ -56,6 +58,14 @@ def test_a_step_is_split_into_its_phases():
         assert 0.02 <= optimizer < 0.04
         # logging is of the step and of no phase
         assert data + forward_backward + optimizer <= step - 0.005
+
+
+def test_a_busy_machine_is_told_of_at_the_end():
+    summary = dict.fromkeys(("val/loss", "val/perplexity", "val/bits_per_byte", "seconds"), 1.0)
+    summary |= {"val/tokens": 1, "perf/peak_resident_gib": 1.0}
+    idle, busy = (str(result(summary, Path("run"), [100.0, speed, 130.0])) for speed in (199.0, 201.0))
+    assert "varied" not in idle
+    assert "varied from 100 to 201: the machine did something else meanwhile; OMP_WAIT_POLICY=passive" in busy
 
 
 @pytest.mark.gpu

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from data.tokenizer import load_tokenizer
+from kernels import AttentionError
 from tests.conftest import text_data
 from training import checkpoint, evaluation
 from training.config import (
+    AttentionConfig,
     Config,
     ConfigError,
     LoggerConfig,
@@ -109,6 +111,15 @@ def test_a_scale_that_fp16_does_not_find_ends_the_run(config, tmp_path):
     run = poisoned(having(config, precision=Precision.fp16, steps=40), tmp_path, math.inf, at=1)
     with pytest.raises(ConfigError, match=r"no gradient scale.*at step 17.*no checkpoint was saved"):
         run.run()
+
+
+def test_a_tier_that_no_backend_here_has_is_named(config, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    wanted = replace(config, attention=AttentionConfig(tier="hopper"))
+    with pytest.raises(
+        AttentionError, match=r"needs a CUDA device, .*; attention\.tier is flash's alone: leave"
+    ):
+        Trainer(wanted, tmp_path, CPU)
 
 
 def test_a_validation_loss_that_is_none_is_refused(config, tmp_path):
@@ -276,7 +287,8 @@ def test_a_run_that_goes_on_is_one_wandb_run(config, tmp_path, monkeypatch):
     import wandb
 
     ids = []
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    # wandb reads the variable once a process, and an earlier test may have had it do so.
+    monkeypatch.setattr(wandb.setup().settings, "api_key", "0" * 40)
     monkeypatch.setattr(wandb, "init", lambda *, id, resume, **_: ids.append((id, resume)) or FakeWandbRun())
     config = having(replace(config, logger=LoggerConfig(mode=WandbMode.online)), steps=2)
     train(config, tmp_path / "a")
