@@ -60,11 +60,10 @@ def cases() -> dict[str, Callable[[], None]]:
     for tier in ("hopper", "triton"):
         for head_dim in (64, 128):
             for causal in (True, False):
-                for kv_heads in (4, 2):
-                    grouped = "_grouped" if kv_heads < 4 else ""
-                    name = f"{tier}_{head_dim}_{'causal' if causal else 'full'}{grouped}"
-                    arguments = (tier, head_dim, 130, 190, kv_heads)
-                    found[name] = lambda arguments=arguments, causal=causal: attend(*arguments, causal=causal)
+                name = f"{tier}_{head_dim}_{'causal' if causal else 'full'}"
+                found[name] = lambda args=(tier, head_dim, 130, 190), causal=causal: attend(
+                    *args, causal=causal
+                )
     for name, options in features().items():
         found[name] = lambda options=options: attend("triton", 64, 1000, 1000, **options)
     return found
