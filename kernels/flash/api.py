@@ -46,7 +46,8 @@ def flash_attention(
     precise_delta also keeps what rounding took from the output, as large as the output, so that delta =
     rowsum(dO * O) does not inherit a rounding that can lean one way (arXiv 2510.04212).
     tier says which kernels may run: "triton", "hopper" (see `tiers`), or "auto", the Hopper ones where they serve.
-    Their backward sums dQ in float32, which takes 4 * head_dim bytes a query while it runs.
+    Their backward sums dQ in float32, which takes 4 * head_dim bytes a query and head while it runs; with grouped
+    heads it also holds dk and dv of every head, in the type of q.
 
     Raises:
         AttentionError: an argument that is not supported, by name.
