@@ -92,22 +92,38 @@ class Experiment:
         return importlib.import_module(f"{__package__}.{self.name}")
 
 
-_TILES = "kernels/flash/measured/sm_90.json"  # the times that pick them
-# All of kernels but the fused layers and the tools.
-_ATTENTION = (
-    _TILES,
-    *("kernels/__init__.py", "kernels/arguments.py", "kernels/flash", "kernels/history", "kernels/launch.py"),
-    *(
-        "kernels/library.py",
-        "kernels/naive.py",
-        "kernels/operators.py",
-        "kernels/philox.py",
-        "kernels/registry.py",
-    ),
-    *("reproduce/standard.py", "reproduce/timing.py"),
+_ATTENTIONS = (
+    "kernels/__init__.py",
+    "kernels/arguments.py",
+    "kernels/flash",
+    "kernels/flash/measured/sm_90.json",  # the times that pick its tiles
+    "kernels/history",
+    "kernels/launch.py",
+    "kernels/library.py",
+    "kernels/naive.py",
+    "kernels/operators.py",
+    "kernels/philox.py",
+    "kernels/registry.py",
 )
+_LAYERS = (
+    "kernels/add_norm.py",
+    "kernels/bias_gelu.py",
+    "kernels/fused.py",
+    "kernels/linear_add_norm.py",
+    "kernels/linear_cross_entropy.py",
+    "kernels/linear_gelu.py",
+    "kernels/softmax_gradient.py",
+)
+_ATTENTION = (*_ATTENTIONS, "reproduce/standard.py", "reproduce/timing.py")
 _TRAINING = (
-    *(_TILES, "kernels", "model", "training/optimizer.py", "training/precision.py", "training/layers.py"),
+    *(
+        *_ATTENTIONS,
+        *_LAYERS,
+        "model",
+        "training/optimizer.py",
+        "training/precision.py",
+        "training/layers.py",
+    ),
     "reproduce/contenders.py",
 )
 # In order of worth: `all` runs them in this order.
