@@ -116,14 +116,12 @@ _LAYERS = (
 )
 _ATTENTION = (*_ATTENTIONS, "reproduce/standard.py", "reproduce/timing.py")
 _TRAINING = (
-    *(
-        *_ATTENTIONS,
-        *_LAYERS,
-        "model",
-        "training/optimizer.py",
-        "training/precision.py",
-        "training/layers.py",
-    ),
+    *_ATTENTIONS,
+    *_LAYERS,
+    "model",
+    "training/layers.py",
+    "training/optimizer.py",
+    "training/precision.py",
     "reproduce/contenders.py",
 )
 # In order of worth: `all` runs them in this order.

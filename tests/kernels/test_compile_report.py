@@ -7,10 +7,21 @@ import sys
 import pytest
 
 
-def report(*arguments: str, kernel: str = "forward") -> subprocess.CompletedProcess[str]:
+def compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, and without the interpreter that the tests switch on."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kernels.compile_report", "--kernel", kernel, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+
+
+def report(*arguments: str, kernel: str = "forward") -> subprocess.CompletedProcess[str]:
+    return compiling("-m", "kernels.compile_report", "--kernel", kernel, *arguments)
+
+
+def printed(program: str) -> list[list[str]]:
+    """The words of each line that a program prints."""
+    done = compiling("-c", program)
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 def test_a_shipped_tile_passes() -> None:
@@ -53,11 +64,7 @@ for name, (_, tiles, _) in HISTORY.items():
 
 def test_what_led_to_flash_reads_back_behind_a_barrier() -> None:
     """Triton orders no load after a store of another thread, and its interpreter has but one."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", BARRIERS]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    barriers = {name: int(one) + int(other) for name, one, other in map(str.split, done.stdout.splitlines())}
+    barriers = {name: int(one) + int(other) for name, one, other in printed(BARRIERS)}
     reads_nothing_back = {"two_pass_forward": 0}
     assert (
         barriers
@@ -94,15 +101,11 @@ for kernel, tile in ("forward", Tile(64, 64, 4, 3)), ("dq", Tile(64, 64, 4, 3)),
 
 def test_the_elements_in_a_threads_registers_share_their_philox_calls() -> None:
     """Eight share a call in S, four in its transpose. Twelve products a call stay in each of the two loops."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", PRODUCTS]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    products = [line.split() for line in done.stdout.splitlines()]
+    products = printed(PRODUCTS)
     assert len(products) == 3
     for _, wide, high in products:  # a thread has 32 elements in S and 16 in the transpose: four calls a loop
         assert 2 * 4 * 12 <= int(wide) < 2 * 5 * 12, (
-            done.stdout
+            products
         )  # addresses, and what left the loops, come on top
         assert high == "0"
 
