@@ -6,9 +6,10 @@ asynchronously (FlashAttention-3's schedule, Shah et al. 2024) on the transposes
 backward.py does.
 
 dQ sums over keys, so over programs: two more warps add each tile to a float32 sum in memory by TMA. They do it in one
-order, programs with later keys first, handed on by a counter for each block of queries. GPUs start programs in that
-order, though CUDA does not promise it, so none waits for one that starts after it; and each begins with the first
-queries that see its keys, so that it hardly ever waits: order cost 0 to 6 % of the kernel's time on an H200.
+order, programs with earlier keys first, handed on by a counter for each block of queries. GPUs start programs in that
+order, though CUDA does not promise it, so none waits for one that starts after it. Most queries see the earlier keys
+under the causal mask: the longest programs come first, and the GPU is busy to the end. All begin with the last of the
+queries, so each follows the one before it; two tiles of dQ in shared memory let it lag.
 
 Plain attention only; the rest is the portable kernels' (backward.py). Heads that share keys have a program each, and
 dK and dV of their own.
@@ -39,18 +40,18 @@ BLOCK_M = {64: 128, 128: 64}
 
 
 class Work(NamedTuple):
-    """What a program does: a block of keys of a head, with `steps` blocks of queries from block `first` on.
+    """What a program does: a block of keys of a head, with `steps` blocks of queries from block `last` down.
 
-    The first `masked` of them need a mask.
+    All but the first `clear` of them need a mask.
     """
 
     batch: gl.tensor
     head: gl.tensor
     sequence: gl.tensor  # head of the whole batch
     key_block: gl.tensor
-    first: gl.tensor
+    last: gl.tensor
     steps: gl.tensor
-    masked: gl.tensor
+    clear: gl.tensor
     q_len: gl.tensor
     kv_len: gl.tensor
 
@@ -113,7 +114,7 @@ def load_tiles(
     for step in range(work.steps):
         stage = step % STAGES
         phase = step // STAGES & 1
-        place = [work.batch, work.head, (work.first + step) * BLOCK_M, 0]
+        place = [work.batch, work.head, (work.last - step) * BLOCK_M, 0]
         fetch(q_desc, place, queries, stage, phase)
         fetch(do_desc, place, d_outs, stage, phase)
 
@@ -127,7 +128,7 @@ def load_rows(Lse, Delta, lse_ring, delta_ring, rows_full, queries, work):
     Delta += work.sequence.to(gl.int64) * work.q_len
     for step in range(work.steps):
         stage = step % STAGES
-        rows = (work.first + step) * BLOCK_M + offsets
+        rows = (work.last - step) * BLOCK_M + offsets
         lse = gl.load(Lse + rows, mask=rows < work.q_len, other=float("-inf")) * LOG2_E
         delta = gl.load(Delta + rows, mask=rows < work.q_len, other=0.0)
         # Of a row that sees nothing, or lies beyond the end, exp2(S - inf) is 0.
@@ -139,34 +140,28 @@ def load_rows(Lse, Delta, lse_ring, delta_ring, rows_full, queries, work):
 
 
 @gluon.jit
-def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constexpr, CAUSAL: gl.constexpr):
-    """Add every other tile of dQ, from the WHICH-th on, each in its turn."""
+def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constexpr):
+    """Add every other tile of dQ, from the WHICH-th on, each in its turn: as many as blocks of keys come before."""
     # The warpgroups' halves of a tile are 64 of its queries, or 64 of the head's dimensions.
     DOWN: gl.constexpr = 64 if BLOCK_M > 64 else 0
     ACROSS: gl.constexpr = 64 - DOWN
     row_blocks = gl.cdiv(work.q_len, BLOCK_M)
-    last_key_block = gl.cdiv(work.kv_len, KEYS) - 1
     Turns += work.sequence * row_blocks
     for step in range(WHICH, work.steps, 2):
-        block = work.first + step
-        seen_last = last_key_block
-        if CAUSAL:
-            last_seen_key = (block + 1) * BLOCK_M - 1 + work.kv_len - work.q_len
-            seen_last = gl.minimum(last_key_block, last_seen_key // KEYS)
-        turn = seen_last - work.key_block
+        block = work.last - step
         row = (work.sequence * row_blocks + block) * BLOCK_M
-        take(WAIT_TURN, Turns + block, turn)
+        take(WAIT_TURN, Turns + block, work.key_block)
         for half in gl.static_range(2):
             tile = 2 * WHICH + half
             mbarrier.wait(sums.full.index(tile), step // 2 & 1)
             place = [row + half * DOWN, half * ACROSS]
-            if turn == 0:
+            if work.key_block == 0:
                 tma.async_copy_shared_to_global(sum_desc, place, sums.tiles.index(tile))
             else:
                 tma_add(sum_desc, place, sums.tiles.index(tile))
         tma.store_wait(0)
         mbarrier.arrive(sums.empty.index(WHICH))
-        take(PASS_TURN, Turns + block, turn + 1)
+        take(PASS_TURN, Turns + block, work.key_block + 1)
 
 
 @gluon.jit
@@ -197,8 +192,8 @@ def consume(
         zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
         # The mask goes in before the product: no branch may stand between products under way.
         bias = zeros
-        if MASKED and step < work.masked:
-            bias = mask(zeros, WHICH, (work.first + step) * BLOCK_M, work, CAUSAL)
+        if MASKED and step >= work.clear:
+            bias = mask(zeros, WHICH, (work.last - step) * BLOCK_M, work, CAUSAL)
         mbarrier.wait(queries.full.index(stage), phase)
         s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
         mbarrier.wait(d_outs.full.index(stage), phase)
@@ -266,7 +261,7 @@ def mask(zeros, WHICH: gl.constexpr, first_row, work, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def plan(heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
-    """The work of this program. Heads come in groups; in a group the last keys come first."""
+    """The work of this program. Heads come in groups; in a group the first keys come first."""
     key_blocks = gl.cdiv(kv_len, KEYS)
     row_blocks = gl.cdiv(q_len, BLOCK_M)
     index = gl.program_id(0)
@@ -274,19 +269,18 @@ def plan(heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CAUSA
     index -= first_sequence * key_blocks
     in_group = gl.minimum(together, sequences - first_sequence)
     sequence = first_sequence + index % in_group
-    key_block = key_blocks - 1 - index // in_group
+    key_block = index // in_group
     first_key = key_block * KEYS
-    first = 0
-    masked = 0
+    steps = row_blocks
+    clear = row_blocks
     if CAUSAL:
         offset = kv_len - q_len
-        first = gl.maximum(first_key - offset, 0) // BLOCK_M
-        masked = gl.cdiv(gl.maximum(first_key + KEYS - 1 - offset, 0), BLOCK_M) - first
-    steps = row_blocks - first
+        steps -= gl.maximum(first_key - offset, 0) // BLOCK_M
+        clear -= gl.cdiv(gl.maximum(first_key + KEYS - 1 - offset, 0), BLOCK_M)
     if first_key + KEYS > kv_len:
-        masked = steps
+        clear = 0
     return Work(
-        sequence // heads, sequence % heads, sequence, key_block, first, steps, masked, q_len, kv_len
+        sequence // heads, sequence % heads, sequence, key_block, row_blocks - 1, steps, clear, q_len, kv_len
     )  # fmt: skip
 
 
@@ -334,8 +328,8 @@ def hopper_backward_kernel(
                 q_desc, k_desc, v_desc, do_desc, k_tile, v_tile, kv_full, queries, d_outs, work, GROUP,
             )),
             (load_rows, (Lse, Delta, lse_ring, delta_ring, rows_full, queries, work)),
-            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(0), CAUSAL)),
-            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(1), CAUSAL)),
+            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(0))),
+            (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(1))),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],

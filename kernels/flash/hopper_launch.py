@@ -122,7 +122,7 @@ def backward(
         sequences, group = batch * heads, heads // kv_heads
         programs = (sequences * triton.cdiv(kv_len, KEYS.value), 1, 1)
         masked = causal or kv_len % KEYS.value != 0
-        together = _together(row_blocks, q.device)
+        together = _together(causal, row_blocks, q.device)
         numbers = (heads, sequences, together, q_len, kv_len, scale, group, causal, masked)
         return hopper_backward_kernel, programs, numbers, {}
 
@@ -153,7 +153,11 @@ def _describe_backward(
     )  # fmt: skip
 
 
-def _together(row_blocks: int, device: torch.device) -> int:
-    """How many heads run side by side: few, for the L2 cache, but so many that a program starts two blocks of queries
-    after the one before it in its head, and need not wait for it."""
-    return max(1, triton.cdiv(2 * processors(device), row_blocks))
+def _together(causal: bool, row_blocks: int, device: torch.device) -> int:
+    """How many heads run side by side: with few their tiles stay in the L2 cache, with many few programs of one head
+    run at a time, which wait for one another.
+
+    Three of a head under the causal mask; else a quarter as many as it has blocks of queries. LOG.md has the times.
+    """
+    side_by_side = 3 if causal else max(3, row_blocks // 4)
+    return max(1, processors(device) // side_by_side)
