@@ -4,16 +4,21 @@
     results/<device>/<name>.partial.json     a run that was interrupted or ran out of time; the next run goes on
     results/<device>/<name>.svg              its picture
 
-A document says what made it: command, environment, settings, and each file of code with its hash. A run goes on from
-a partial document, and is not repeated after a complete one, only if those are the same.
+A document says what made it: command, environment, settings, and each file of code with its hash, comments and
+docstrings left out. A run goes on from a partial document, and is not repeated after a complete one, only if those
+are the same.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
+import io
 import json
 import re
 import time
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -47,9 +52,11 @@ def code_of(experiment: Experiment) -> dict[str, str]:
 def changed_since(document: Results) -> list[str]:
     """The files that made a document, as far as its figures depend on them, and are other ones now.
 
-    A new file counts by those that import it.
+    A new file counts by those that import it, and a kernel for Hopper GPUs does not count for a CPU.
     """
     needed = code_of(EXPERIMENTS[document["experiment"]])
+    if document["device"].startswith("CPU"):
+        needed = {name: of for name, of in needed.items() if not Path(name).name.startswith("hopper")}
     return [
         name
         for name, before in document["code"].items()
@@ -58,7 +65,25 @@ def changed_since(document: Results) -> list[str]:
 
 
 def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
+    if not file.exists():
+        return ""
+    content = _code_in(file.read_text()) if file.suffix == ".py" else file.read_text()
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+@functools.lru_cache(1024)
+def _code_in(source: str) -> str:
+    """Python source without comments, docstrings and blank lines, so that a better sentence makes no figure stale."""
+    lines = source.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 class Store:

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,26 @@ def test_what_kernels_import_is_code_that_results_depend_on(name):
     assert {"kernels/flash/forward.py", "kernels/flash/measured/sm_90.json"} <= code.keys()
     missing = {f"{file}: {each}" for file in kernels for each in relative_imports(ROOT / file) - set(code)}
     assert not missing
+
+
+def test_a_better_sentence_makes_no_figure_stale_and_other_code_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("reproduce.results.ROOT", tmp_path)
+    (tmp_path / "reproduce").mkdir()
+    file = tmp_path / "reproduce/numerics.py"
+    experiment = replace(EXPERIMENTS["numerics"], code=())
+
+    def hash_of(source: str) -> str:
+        file.write_text(source)
+        return code_of(experiment)["reproduce/numerics.py"]
+
+    first = hash_of('"""Errors."""\n\n\ndef error(x):\n    """Of x."""\n    return abs(x) + 1  # ulp\n')
+    assert (
+        hash_of('"""Errors\nof all."""\n\ndef error(x):\n    # One ulp.\n\n    return abs(x) + 1\n') == first
+    )
+    assert hash_of('def error(x):\n    """Of x."""\n    return abs(x) + 2  # ulp\n') != first
+    assert hash_of('def error(x):\n    return abs(x) + 1, "# ulp"\n') != hash_of(
+        "def error(x):\n    return abs(x) + 1\n"
+    )
 
 
 def run(directory: Path, name: str, *arguments: str) -> int:

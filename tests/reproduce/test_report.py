@@ -140,6 +140,16 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
     assert "20.4x" in (tmp_path / "REPORT.md").read_text()
 
 
+def test_a_kernel_for_hopper_makes_no_cpu_stale(tmp_path, capsys):
+    code = {"kernels/flash/hopper_backward.py": "0"}
+    write(tmp_path, "attention", papers_own_attention(), code=code)
+    write(tmp_path, "traffic", [], code=code, device="CPU (Test)")
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"attention on {GPU} was run before kernels/flash/hopper_backward.py changed" in out
+    assert "traffic on CPU" not in out
+
+
 def test_two_devices_are_kept_apart(tmp_path):
     write(tmp_path, "attention", papers_own_attention())
     other = tmp_path / "nvidia-other"
