@@ -1,4 +1,4 @@
-"""What the fused layers (`linear_cross_entropy`, `linear_add_norm`, `linear_gelu`) have in common."""
+"""What the fused layers (`linear_cross_entropy`, `linear_add_norm`, `linear_gelu`, `embedding`) have in common."""
 
 import functools
 import importlib
@@ -15,6 +15,7 @@ from .registry import AttentionError
 _LAYERS = {
     "add_norm": "linear_add_norm",
     "bias_gelu": "linear_gelu",
+    "embedding_gradient": "embedding",
     "softmax_gradient": "linear_cross_entropy",
 }
 
@@ -64,8 +65,13 @@ def check_operands(
             raise ValueError(
                 f"{name} is on {tensor.device}, but the linear layer's output on {product.device}"
             )
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name} is {tensor.dtype}; fused layers take float32, bfloat16 and float16")
+        check_dtype(name, tensor)
+
+
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the kernels can read a tensor."""
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name} is {tensor.dtype}; fused layers take float32, bfloat16 and float16")
 
 
 def make_known_to_inductor(operator: torch._ops.OpOverload) -> None:

@@ -1,6 +1,6 @@
-"""Compile the kernels of `linear_add_norm` and `linear_gelu` for GPUs that are not here.
+"""Compile the kernels of `linear_add_norm`, `linear_gelu` and `embedding` for GPUs that are not here.
 
-    python -m tests.kernels.compile_fused MODULE [--arch 80 90 100] [--width 768 1600]
+    python -m tests.kernels.compile_fused [MODULES] [--arch 80 90 100] [--width 768 1600]
 
 One line a kernel, in bfloat16 with a float32 residual stream and parameters, with bias and every gradient: where for,
 its name, the model's width, registers, bytes spilled, loads of 16 bytes, loads and stores of 2.
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import re
 import tempfile
 from collections.abc import Iterator
@@ -21,12 +22,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+NUMBERS = {"rows": "i32", "count": "i32", "eps": "fp32"}
 # The rest is float32.
-BFLOAT16 = {"Update", "Normalised", "DNormalised", "DUpdate", "Pre", "Out", "DOut", "DPre"}
+BFLOAT16 = ("Update", "Normalised", "DNormalised", "DUpdate", "Pre", "Out", "DOut", "DPre")
+POINTERS = dict.fromkeys(BFLOAT16, "*bf16") | {"InOrder": "*i32", "Places": "*i64"}
 
 
 def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, object], int]]:
     """(kernel, its compile-time arguments, warps) of the forward and the backward."""
+    if module.__name__.endswith("embedding_gradient"):
+        block, warps, _ = module._grid(module.TILE, 1, width)
+        constants = {"WIDTH": width, "BLOCK": block, "CHUNK": module.TILE.chunk, "ROWS": module.TILE.rows}
+        yield module.sum_runs_kernel, constants, warps
+        yield module.join_pieces_kernel, constants, warps
+        return
     for tile, suffix in ((module.FORWARD, ""), (module.BACKWARD, "_backward")):
         constants = {"WIDTH": width, "ROWS": tile.rows, "STAGES": tile.stages}
         if module.__name__.endswith("add_norm"):
@@ -46,10 +55,10 @@ def compile_kernel(
     for index, name in enumerate(kernel.arg_names):
         if name in values:
             signature[name], constants[index,] = "constexpr", values[name]
-        elif name in ("rows", "eps"):
-            signature[name] = "i32" if name == "rows" else "fp32"
+        elif name in NUMBERS:
+            signature[name] = NUMBERS[name]
         else:
-            signature[name] = "*bf16" if name in BFLOAT16 else "*fp32"
+            signature[name] = POINTERS.get(name, "*fp32")
             attributes[index,] = [["tt.divisibility", 16]]
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
@@ -65,25 +74,24 @@ def compile_kernel(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("module", choices=["add_norm", "bias_gelu"])
+    parser.add_argument("modules", nargs="*", default=["add_norm", "bias_gelu", "embedding_gradient"])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--width", type=int, nargs="+", default=[768, 1600])
     options = parser.parse_args()
-    module = importlib.import_module(f"kernels.{options.module}")
-    for architecture in options.arch:
-        for width in options.width:
-            for kernel, constants, warps in kernels(module, width):
-                compiled, log = compile_kernel(kernel, constants, warps, architecture)
-                registers = re.search(r"Used (\d+) registers", log).group(1)
-                spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-                ptx = compiled.asm["ptx"]
-                wide = len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg.* 0x10", ptx))
-                narrow = len(re.findall(r"(?:ld|st)\.global\S*\.b16 ", ptx))
-                name = compiled.metadata.name
-                print(
-                    f"sm_{architecture} {name} {width}: {registers} registers, {spilled} B spilled, {wide} wide, "
-                    f"{narrow} narrow"
-                )
+    modules = [importlib.import_module(f"kernels.{name}") for name in options.modules]
+    for architecture, width, module in itertools.product(options.arch, options.width, modules):
+        for kernel, constants, warps in kernels(module, width):
+            compiled, log = compile_kernel(kernel, constants, warps, architecture)
+            registers = re.search(r"Used (\d+) registers", log).group(1)
+            spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+            ptx = compiled.asm["ptx"]
+            wide = len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg.* 0x10", ptx))
+            narrow = len(re.findall(r"(?:ld|st)\.global\S*\.b16 ", ptx))
+            name = compiled.metadata.name
+            print(
+                f"sm_{architecture} {name} {width}: {registers} registers, {spilled} B spilled, {wide} wide, "
+                f"{narrow} narrow"
+            )
 
 
 if __name__ == "__main__":

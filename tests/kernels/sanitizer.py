@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 import kernels
+from kernels.embedding import embedding
 from kernels.linear_add_norm import linear_add_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_gelu import linear_gelu
@@ -43,6 +44,11 @@ def block(stream: torch.dtype, dropout_p: float = 0.0, both: bool = True) -> Non
     (x + h if both else h).sum().backward()
 
 
+def look_up() -> None:
+    tokens = torch.arange(300, device="cuda") % 23 // 22 * 5  # 0, and now and then 5
+    embedding(tokens, random(7, 96)).sum().backward()
+
+
 def packed() -> None:
     kernels.get_attention("flash").packed(random(2, 130, 3, 4, 64)).sum().backward()
 
@@ -54,6 +60,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "block of two dtypes": lambda: block(torch.float32),
         "block with dropout": lambda: block(torch.float32, dropout_p=0.1),
         "last block": lambda: block(torch.float32, both=False),
+        "embedding": look_up,
         "packed": packed,
         "hopper_grouped": lambda: attend("hopper", 64, 130, 190, kv_heads=2),
     }

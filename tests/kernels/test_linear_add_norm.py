@@ -235,15 +235,14 @@ def test_an_operator_that_comes_late_is_made_known_to_an_inductor_that_would_des
     assert list(known) == [room.add_norm]
 
 
-@pytest.mark.parametrize("module", ["add_norm", "bias_gelu"])
-def test_compiled_the_kernels_load_16_bytes_and_spill_nothing(module):
-    """About 8 s each."""
+def test_compiled_the_kernels_load_16_bytes_and_spill_nothing():
+    """Of the other fused layers too, about 10 s: a process for each would import Triton and PyTorch again."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_fused", module]
+    command = [sys.executable, "-m", "tests.kernels.compile_fused"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 3 * 2 * 2
+    assert len(lines) == 3 * 2 * 3 * 2
     for line in lines:
         spilled, wide, narrow = map(
             int, re.search(r"(\d+) B spilled, (\d+) wide, (\d+) narrow", line).groups()

@@ -1,0 +1,139 @@
+"""The Triton kernels of `embedding`'s gradient: each token's rows summed in a fixed order, without atomics.
+
+Sorting puts the places of each token side by side, a run. Runs are cut where chunks of the sorted places begin, and
+a program sums one piece. A run of one piece is a row of the result; the pieces of a longer one are added up by a
+second kernel.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch
+
+
+class Tile(NamedTuple):
+    """How the rows are shared out."""
+
+    chunk: int  # sorted places in which runs are not cut
+    rows: int  # a program adds at once
+    columns: int  # of a row in each thread
+
+
+# Of 65,536 uniform tokens and 768 float32 columns on an H200, with sorting and clearing, and runs not cut yet: 4
+# whole rows at once by 4 warps took 205 us, 16 rows of 256 columns 392. Text with one token 3,997 times took 1,276,
+# each load behind another. In chunks of 64 a program has 16 behind one another, and those 63 pieces are 16 again.
+TILE = Tile(chunk=64, rows=4, columns=8)
+
+
+def add_up(d_out: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor) -> None:
+    """Write the sum of d_out over the places of each token, in float32, into the token's row of table.
+
+    d_out: (..., width). tokens: (...), whole numbers. table: (rows, width). All contiguous. Rows of tokens that are
+    nowhere stay as they are.
+    """
+    count, width = tokens.numel(), table.shape[1]
+    block, warps, chunks = _grid(TILE, count, width)
+    # The order of equal tokens is the order of the sum, so it must be stable.
+    in_order, places = torch.sort(tokens.flatten().int(), stable=True)
+    # Of a chunk, the piece of a run that comes in, and of one that starts there and goes on.
+    pieces = table.new_empty((chunks, 2, width), dtype=torch.float32)
+    numbers = (count, width, block, TILE.chunk, TILE.rows)
+
+    def runs():
+        return sum_runs_kernel, (count, 1, 1), numbers, {"num_warps": warps}
+
+    def joined():
+        return join_pieces_kernel, (chunks - 1, 1, 1), numbers, {"num_warps": warps}
+
+    if count:
+        launch((in_order, places, d_out, table, pieces), ("sum_runs", count, width), runs)
+    if chunks > 1:
+        launch((in_order, table, pieces), ("join_pieces", count, width), joined)
+
+
+@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 are 5 us a call
+def _grid(tile: Tile, count: int, width: int) -> tuple[int, int, int]:
+    """(columns of a block, warps of a program, chunks)."""
+    block = triton.next_power_of_2(width)
+    warps = min(max(block // (32 * tile.columns), 1), 16)
+    return block, warps, triton.cdiv(count, tile.chunk)
+
+
+@triton.jit
+def sum_runs_kernel(
+    InOrder,
+    Places,
+    DOut,
+    Table,
+    Pieces,
+    count,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program a sorted place, idle unless a piece of a run starts there."""
+    first = tl.program_id(0)
+    token = tl.load(InOrder + first)
+    starts = tl.load(InOrder + first - 1, mask=first > 0, other=-1) != token
+    if starts | (first % CHUNK == 0):
+        chunk = first // CHUNK
+        end = tl.minimum((chunk + 1) * CHUNK, count)
+        columns = tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        sums = tl.zeros([ROWS, BLOCK], tl.float32)
+        at = first
+        while tl.load(InOrder + at, mask=at < end, other=-1) == token:
+            here = at + tl.arange(0, ROWS)
+            same = tl.load(InOrder + here, mask=here < end, other=-1) == token
+            place = tl.load(Places + here, mask=same, other=0)  # int64
+            wanted = same[:, None] & inside[None, :]
+            rows = tl.load(DOut + place[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0)
+            sums += rows.to(tl.float32)
+            at += ROWS
+        total = tl.sum(sums, 0)
+        goes_on = tl.load(InOrder + end, mask=end < count, other=-1) == token
+        if starts & (goes_on == 0):
+            row = Table + token.to(tl.int64) * WIDTH
+            tl.store(row + columns, total.to(Table.dtype.element_ty), mask=inside)
+        else:
+            piece = Pieces + (2 * chunk + starts.to(tl.int32)).to(tl.int64) * WIDTH
+            tl.store(piece + columns, total, mask=inside)
+
+
+@triton.jit
+def join_pieces_kernel(
+    InOrder,
+    Table,
+    Pieces,
+    count,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program a chunk but for the last, idle unless a run starts there and goes on into the next."""
+    chunk = tl.program_id(0)
+    begin = chunk * CHUNK
+    token = tl.load(InOrder + begin + CHUNK)
+    goes_on = tl.load(InOrder + begin + CHUNK - 1) == token
+    starts = tl.load(InOrder + begin - 1, mask=begin > 0, other=-1) != token
+    if starts & goes_on:
+        columns = tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        first = tl.load(Pieces + (2 * chunk + 1).to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+        sums = tl.zeros([ROWS, BLOCK], tl.float32)
+        at = chunk + 1
+        while tl.load(InOrder + at * CHUNK, mask=at * CHUNK < count, other=-1) == token:
+            here = at + tl.arange(0, ROWS)
+            same = tl.load(InOrder + here * CHUNK, mask=here * CHUNK < count, other=-1) == token
+            pieces = Pieces + (2 * here).to(tl.int64)[:, None] * WIDTH + columns[None, :]
+            sums += tl.load(pieces, mask=same[:, None] & inside[None, :], other=0.0)
+            at += ROWS
+        total = first + tl.sum(sums, 0)
+        row = Table + token.to(tl.int64) * WIDTH
+        tl.store(row + columns, total.to(Table.dtype.element_ty), mask=inside)
