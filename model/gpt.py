@@ -19,14 +19,16 @@ LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as cross_entropy bel
 
 
 class Fused(NamedTuple):
-    """Functions that can take the place of the blocks' layers; see FusedBlock.
+    """Functions that can take the place of the blocks' layers (see FusedBlock) and of the token embedding.
 
     linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
     linear_add_norm: (x, y, weight, bias, gain, shift, dropout_p, eps) -> x + dropout(y @ weight.T + bias), its norm
+    embedding: (tokens, weight) -> weight[tokens]
     """
 
     linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
     linear_add_norm: Callable[..., tuple[Tensor, Tensor]]
+    embedding: Callable[[Tensor, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
@@ -204,7 +206,7 @@ class GPT(nn.Module):
         `form_of` is this attention, is the same of the one buffer (B, T, 3, H, D), and is called where nothing is
         cached.
     loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
-    fused: functions that take the place of the blocks' layers (FusedBlock); None: torch's layers.
+    fused: functions that take the place of the blocks' layers (FusedBlock) and of wte's; None: torch's layers.
     generator: draws the initial weights (see init_weights); None is one seeded with 0. Built under
         `torch.device("meta")` the model draws none.
     """
@@ -274,7 +276,8 @@ class GPT(nn.Module):
             raise ValueError(
                 f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
             )
-        x = self.wte(tokens) + self.wpe.weight[start:end]  # (B, T, C)
+        rows = self.wte(tokens) if self.fused is None else self.fused.embedding(tokens, self.wte.weight)
+        x = rows + self.wpe.weight[start:end]  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         cu_seqlens = None
         if self.config.document_end is not None and cache is None:  # a cache hides other documents itself

@@ -108,6 +108,8 @@ _ATTENTIONS = (
 _LAYERS = (
     "kernels/add_norm.py",
     "kernels/bias_gelu.py",
+    "kernels/embedding.py",
+    "kernels/embedding_gradient.py",
     "kernels/fused.py",
     "kernels/linear_add_norm.py",
     "kernels/linear_cross_entropy.py",

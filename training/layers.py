@@ -1,4 +1,4 @@
-"""Which layers other than attention run in our kernels: the head with its loss, and those of the blocks."""
+"""Which layers other than attention run in our kernels: the head with its loss, the blocks', the embedding."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from kernels.embedding import embedding
 from kernels.fused import check_fused
 from kernels.linear_add_norm import linear_add_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
@@ -15,7 +16,7 @@ from model.gpt import Fused, cross_entropy
 from .config import Layers
 
 LOSSES = {Layers.torch: cross_entropy, Layers.fused: linear_cross_entropy}
-BLOCKS = {Layers.torch: None, Layers.fused: Fused(linear_gelu, linear_add_norm)}
+BLOCKS = {Layers.torch: None, Layers.fused: Fused(linear_gelu, linear_add_norm, embedding)}
 
 
 def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:

@@ -152,7 +152,7 @@ def test_a_wrapper_of_an_attention_is_not_gone_around():
 
 def test_the_layers_of_the_blocks_can_be_replaced():
     """By functions of their parameters, which get the dropout in training alone."""
-    rates = []
+    rates, looked_up = [], []
 
     def linear_gelu(x, weight, bias):
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
@@ -162,11 +162,16 @@ def test_the_layers_of_the_blocks_can_be_replaced():
         x = x + F.linear(y, weight, bias)
         return x, F.layer_norm(x, gain.shape, gain, shift, eps)
 
+    def embedding(tokens, weight):
+        looked_up.append(tokens)
+        return F.embedding(tokens, weight)
+
     config, tokens = GPTConfig(**TINY | {"dropout": 0.1}), some_tokens(2, 16)
-    fused = GPT(config, plain_attention, fused=Fused(linear_gelu, linear_add_norm))
+    fused = GPT(config, plain_attention, fused=Fused(linear_gelu, linear_add_norm, embedding))
     torchs = GPT(config, plain_attention)
     torch.testing.assert_close(fused.eval()(tokens), torchs.eval()(tokens))
     assert rates == [0.0] * 2 * TINY["n_layer"]
+    assert looked_up == [tokens]
     fused.train()(tokens, dropout_seed=torch.tensor(1))
     assert rates[2 * TINY["n_layer"] :] == [0.1] * 2 * TINY["n_layer"]
     assert fused.state_dict().keys() == torchs.state_dict().keys()

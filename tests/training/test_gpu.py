@@ -1,5 +1,6 @@
 """Whole runs on a GPU: every backend, compiled, in each precision."""
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from kernels import AttentionError, resolve_attention
+from training.checkpoint import find, load_weights
 from training.config import (
     AttentionConfig,
     Config,
@@ -110,14 +112,29 @@ def test_flash_needs_less_memory_than_naive(text_file, tmp_path):
     assert peaks["flash"] < peaks["naive"]
 
 
+def test_a_run_repeats_bit_for_bit(text_file, tmp_path):
+    """Compiled and in bf16. With torch's embedding it does not: compiled, its gradient is summed by atomics."""
+    runs = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        logging = config(text_file, "auto")
+        train(replace(logging, trainer=replace(logging.trainer, log_every=1)), folder)
+        with (folder / "metrics.csv").open() as file:
+            losses = [row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]]
+        runs.append((losses, load_weights(find(folder), "cpu")))
+    (losses, weights), (losses_again, weights_again) = runs
+    assert len(losses) == 20
+    assert losses_again == losses
+    for name, weight in weights.items():
+        assert torch.equal(weights_again[name], weight), name
+
+
 def test_a_resumed_run_goes_on_where_it_was(text_file, tmp_path):
-    """Not bit for bit as on a CPU: the compiled backward of an embedding adds with atomics."""
     whole = config(text_file, "flash")
     whole = replace(whole, trainer=replace(whole.trainer, save_every=10))
     reference = train(whole, tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000010"
     resumed = replace(whole, trainer=replace(whole.trainer, resume=str(checkpoint)))
-    assert train(resumed, tmp_path / "resumed")["val/loss"] == pytest.approx(reference["val/loss"], rel=1e-3)
+    assert train(resumed, tmp_path / "resumed")["val/loss"] == reference["val/loss"]
 
 
 def test_an_attention_that_cannot_is_refused():
