@@ -189,7 +189,15 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C12", "C14"),
             needs="cuda",
             minutes=10.0,
-            code=(*_TRAINING, "training", "data"),
+            code=(
+                *_ATTENTIONS,
+                "model",
+                "training/evaluation.py",
+                "training/optimizer.py",
+                "training/schedule.py",
+                "training/seeds.py",
+                "data",
+            ),
         ),
     )
 }

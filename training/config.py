@@ -135,6 +135,9 @@ class TrainerConfig:
     device: str = "auto"
     # torch.compile the model. null: on CUDA only (on a CPU it costs more than a short run gains).
     compile: bool | None = None
+    # Record what a compiled micro-step launches and replay it, so that a slow host keeps no GPU waiting. null: on one
+    # CUDA device.
+    cuda_graphs: bool | None = None
     # Largest global gradient norm; 0 switches clipping off.
     grad_clip: float = 1.0
     # Steps between metrics rows. Each one waits for the device, so a large model loses nothing at 10.

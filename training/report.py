@@ -20,6 +20,8 @@ def banner(run: Trainer) -> Rows:
     """What will really run, resolved."""
     config, model, ranks = run.config, run.config.model, run.world
     how = f"{dtype_name(run.dtype)}, {'torch.compile' if run.compiled else 'eager'}"
+    if run.graphs:
+        how += ", CUDA graphs"
     if os.environ.get("TRITON_INTERPRET") == "1":
         how += ", Triton's kernels interpreted"
     asked = "" if config.attention.name == run.attention_name else f" (asked: {config.attention.name})"

@@ -23,6 +23,7 @@ from . import checkpoint
 from .config import Config, ConfigError, DataConfig, ModelConfig
 from .console import Progress
 from .corpus import prepare_corpus
+from .cuda_graphs import compiled_to_graphs, resolve_graphs
 from .distributed import World, world
 from .evaluation import Evaluation, evaluate
 from .interrupt import Interrupt
@@ -78,6 +79,9 @@ class Trainer:
             attention = bind(attention, precise_delta=True)
         self.loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
         self.block = resolve_layers(config.model.block, "model.block", ranks.device)
+        wanted = config.trainer.compile
+        self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
+        self.graphs = resolve_graphs(config.trainer.cuda_graphs, self.compiled, ranks)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
         model_config = _with_vocabulary(config, self.corpus)
         self.config = config = dataclasses.replace(
@@ -100,8 +104,6 @@ class Trainer:
         self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else Resumed()
         self.start = self.resumed.step
 
-        wanted = config.trainer.compile
-        self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
         # `parallel` trains and `forward` evaluates. DDP goes inside torch.compile, which then splits the graph at
         # DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
         self.forward: torch.nn.Module = self.model
@@ -110,7 +112,8 @@ class Trainer:
             self.parallel = DistributedDataParallel(self.model)
         if self.compiled:
             torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
-            self.forward, self.parallel = (compiled(x, self.dtype) for x in (self.forward, self.parallel))
+            make = compiled_to_graphs if self.graphs else compiled
+            self.forward, self.parallel = compiled(self.forward, self.dtype), make(self.parallel, self.dtype)
         self.throughput = Throughput(ranks)
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -200,6 +203,8 @@ class Trainer:
         for micro, (x, y) in enumerate(micro_batches):
             # Ranks exchange gradients once a step, with the last micro-batch.
             exchange = self.world.size == 1 or micro == self.accumulation - 1
+            if self.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             with nullcontext() if exchange else self.parallel.no_sync():
                 with self.autocast():
                     loss = self.parallel(x, y, dropout_seed=self._dropout_seed(step, micro))
@@ -211,7 +216,7 @@ class Trainer:
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.graphs)
         return total, grad_norm
 
     def _load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
@@ -288,6 +293,7 @@ class Trainer:
             "block": self.block.value,
             "dtype": dtype_name(self.dtype),
             "compiled": self.compiled,
+            "cuda_graphs": self.graphs,
             "parameters": self.model.num_parameters(),
             "flops_per_token": self.model.flops_per_token(self.config.model.seq_len),
             "world_size": self.world.size,

@@ -112,20 +112,23 @@ def test_flash_needs_less_memory_than_naive(text_file, tmp_path):
     assert peaks["flash"] < peaks["naive"]
 
 
-def test_a_run_repeats_bit_for_bit(text_file, tmp_path):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_run_repeats_bit_for_bit_with_and_without_cuda_graphs(text_file, tmp_path, dropout):
     """Compiled and in bf16. With torch's embedding it does not: compiled, its gradient is summed by atomics."""
     runs = []
-    for folder in (tmp_path / "first", tmp_path / "second"):
-        logging = config(text_file, "auto")
-        train(replace(logging, trainer=replace(logging.trainer, log_every=1)), folder)
+    for number, graphs in enumerate((True, True, False)):
+        logging, folder = config(text_file, "auto"), tmp_path / str(number)
+        trainer = replace(logging.trainer, log_every=1, micro_batch=4, cuda_graphs=graphs)
+        train(replace(logging, trainer=trainer, model=replace(logging.model, dropout=dropout)), folder)
         with (folder / "metrics.csv").open() as file:
             losses = [row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]]
         runs.append((losses, load_weights(find(folder), "cpu")))
-    (losses, weights), (losses_again, weights_again) = runs
+    (losses, weights), *others = runs
     assert len(losses) == 20
-    assert losses_again == losses
-    for name, weight in weights.items():
-        assert torch.equal(weights_again[name], weight), name
+    for losses_again, weights_again in others:
+        assert losses_again == losses
+        for name, weight in weights.items():
+            assert torch.equal(weights_again[name], weight), name
 
 
 def test_a_resumed_run_goes_on_where_it_was(text_file, tmp_path):

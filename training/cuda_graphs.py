@@ -1,0 +1,35 @@
+"""A compiled micro-step as CUDA graphs, so that a slow host does not keep the GPU waiting.
+
+A step of GPT-2 small with 16 sequences a forward launches 3,700 kernels: beside one H200 it took 158 ms, beside
+another 117. torch.compile's mode "reduce-overhead" records what a forward and a backward launch once, and replays it.
+A replay writes where the recording wrote, so what outlives a micro-step needs memory of its own: the gradients.
+"""
+
+import torch
+from torch import nn
+
+from .config import ConfigError
+from .distributed import World
+from .precision import compiled
+
+
+def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World) -> bool:
+    """Whether to replay; null: wherever it can be done. Raises ConfigError when it is asked for and cannot."""
+    lacking = None
+    if ranks.device.type != "cuda":
+        lacking = f"a CUDA device, not {ranks.device.type}"
+    elif not is_compiled:
+        lacking = "trainer.compile=true"
+    elif ranks.size > 1:
+        lacking = "a single GPU: they cannot hold the exchange of gradients"
+    if asked and lacking:
+        raise ConfigError(f"trainer.cuda_graphs=true needs {lacking}; leave it out, or say false.")
+    return lacking is None and asked is not False
+
+
+def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As `precision.compiled`, with replays. It gives each parameter a gradient of zeros, to be added to."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    compiled(model, dtype)  # for what it does to the process: nothing is compiled before a model is called
+    return torch.compile(model, mode="reduce-overhead")
