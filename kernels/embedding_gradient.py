@@ -23,9 +23,8 @@ class Tile(NamedTuple):
     columns: int  # of a row in each thread
 
 
-# Of 65,536 uniform tokens and 768 float32 columns on an H200, with sorting and clearing, and runs not cut yet: 4
-# whole rows at once by 4 warps took 205 us, 16 rows of 256 columns 392. Text with one token 3,997 times took 1,276,
-# each load behind another. In chunks of 64 a program has 16 behind one another, and those 63 pieces are 16 again.
+# 4 rows in 4 warps were the fastest of four forms on an H200 for uniform tokens, whatever the chunk, and in chunks of
+# 64 within a fifth of the best for text in which one token is 6 % of all. Uncut runs took 6 times as long there.
 TILE = Tile(chunk=64, rows=4, columns=8)
 
 
