@@ -124,7 +124,7 @@ class DataConfig:
 
 @dataclass
 class TrainerConfig:
-    # Optimizer steps in all.
+    # Optimizer steps in all; 0: evaluate only, and save no checkpoint.
     steps: int = 1000
     # Global batch in tokens: sequences * model.seq_len, over all ranks and accumulation steps together.
     batch_tokens: int = 4096
@@ -155,10 +155,10 @@ class TrainerConfig:
     sample_prompt: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_tokens", "log_every", "keep_checkpoints"):
+        for name in ("batch_tokens", "log_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("grad_clip", "eval_every", "save_every", "sample_tokens"):
+        for name in ("steps", "grad_clip", "eval_every", "save_every", "sample_tokens"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be 0 or more.")
         if self.micro_batch is not None and self.micro_batch < 1:

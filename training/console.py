@@ -47,7 +47,7 @@ class Progress:
         self._bar = tqdm(
             total=steps,
             initial=start,
-            disable=not shown,
+            disable=not (shown and steps),
             dynamic_ncols=self._live,
             file=sys.stderr if self._live else _Lines(),
             mininterval=0.1 if self._live else 10,

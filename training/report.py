@@ -27,6 +27,15 @@ def banner(run: Trainer) -> Rows:
     asked = "" if config.attention.name == run.attention_name else f" (asked: {config.attention.name})"
     tier = f", {run.attention_tier} kernels" if run.attention_tier else ""
     tokens = config.trainer.steps * config.trainer.batch_tokens
+    batch = sequences = f"{plural(run.micro_batch, 'sequence')} of {model.seq_len}"
+    length = "no step: evaluation only"
+    if config.trainer.steps:
+        batch = f"{config.trainer.batch_tokens:,} tokens a step: {sequences}"
+        batch += f" x {run.accumulation} accumulated" if run.accumulation > 1 else ""
+        length = (
+            f"{plural(config.trainer.steps, 'step')}, {count(tokens)} tokens, "
+            f"{tokens / run.corpus.train.tokens:.2g} epochs"
+        )
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {how}"),
         ("attention", run.attention_name + tier + asked),
@@ -41,17 +50,8 @@ def banner(run: Trainer) -> Rows:
             f"{run.corpus.name}, {config.data.tokenizer}: {count(run.corpus.train.tokens)} training and "
             f"{count(run.corpus.val.tokens)} validation tokens",
         ),
-        (
-            "batch",
-            f"{config.trainer.batch_tokens:,} tokens a step: {plural(run.micro_batch, 'sequence')} of {model.seq_len}"
-            + (f" x {run.accumulation} accumulated" if run.accumulation > 1 else "")
-            + (f" x {ranks.size} ranks" if ranks.size > 1 else ""),
-        ),
-        (
-            "length",
-            f"{plural(config.trainer.steps, 'step')}, {count(tokens)} tokens, "
-            f"{tokens / run.corpus.train.tokens:.2g} epochs",
-        ),
+        ("batch", batch + (f" x {ranks.size} ranks" if ranks.size > 1 else "")),
+        ("length", length),
     ]
     if run.start:
         rows.append(("resumed", f"{config.trainer.resume}, at step {run.start:,}"))
@@ -62,7 +62,8 @@ def banner(run: Trainer) -> Rows:
 
 def result(summary: dict[str, Any], run_dir: Path, speeds: list[float]) -> Rows:
     """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
-    speed = "not measured: no step came after the warm-up"
+    saved = summary["steps"] > 0
+    speed = f"not measured: no step{' came after the warm-up' if saved else ''}"
     if "perf/step_ms" in summary:
         speed = f"{summary['perf/tokens_per_second']:,.0f} tokens/s, {summary['perf/step_ms']:.1f} ms a step"
     if "perf/mfu" in summary:
@@ -81,7 +82,7 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float]) -> Rows:
         ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
         ("time", f"{summary['seconds']:.0f} s"),
         ("metrics", str(run_dir / "metrics.csv")),
-        ("sample more", f'python sample.py {shlex.quote(str(run_dir))} "def "'),
+        *([("sample more", f'python sample.py {shlex.quote(str(run_dir))} "def "')] if saved else []),
         ("run", str(run_dir)),
     ]
     if (run_dir.parent / "multirun.yaml").is_file():  # the sweep's folder, as Hydra leaves it

@@ -51,7 +51,8 @@ def resume(run: Trainer, path: str) -> Resumed:
         )
     if state["step"] > run.config.trainer.steps:
         raise ConfigError(
-            f"trainer.resume={path} is at step {state['step']}, beyond trainer.steps={run.config.trainer.steps}."
+            f"trainer.resume={path} is at step {state['step']}, beyond trainer.steps={run.config.trainer.steps}; "
+            f"trainer.init_from={path} trainer.steps=0 evaluates it."
         )
     run.model.load_state_dict(checkpoint.load_weights(found, run.world.device))
     settings = [{k: v for k, v in g.items() if k != "params"} for g in run.optimizer.param_groups]

@@ -16,6 +16,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from kernels import AttentionError
+from reproduce import compare
 from tests.conftest import text_data
 from training import checkpoint, evaluation
 from training.config import (
@@ -185,7 +186,9 @@ def test_resuming_says_what_is_not_as_it_was(config, tmp_path, capsys):
     said = r"with model.n_embd=32, seed=1337, this run has model.n_embd=64, seed=1; .*a/environment.json"
     with pytest.raises(ConfigError, match=said):
         train(wider, tmp_path / "c")
-    with pytest.raises(ConfigError, match=r"at step 8, beyond trainer.steps=7"):
+    with pytest.raises(
+        ConfigError, match=r"at step 8, beyond trainer.steps=7; trainer.init_from=.* evaluates it"
+    ):
         train(having(goes_on, steps=7), tmp_path / "c")
 
 
@@ -207,6 +210,30 @@ def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_
     load_tokenizer.cache_clear()
     with pytest.raises(ConfigError, match=r"another tokenizer than .*own\.tiktoken is now"):
         load_run(Path("run"))
+
+
+# ---- what does not train -------------------------------------------------------------------------
+
+
+def test_no_step_is_an_evaluation(config, tmp_path, capsys):
+    """Of weights drawn at random: nothing is saved, nothing that was not measured is said."""
+    config = having(config, steps=0)
+    summary = train(config, tmp_path / "run")
+    assert summary["val/loss"] == pytest.approx(math.log(257), abs=0.1)
+    assert summary["val/tokens"] == Trainer(config, tmp_path / "other", CPU).corpus.val.tokens - 1
+    assert [name for name in summary if name.startswith("perf/")] == ["perf/peak_resident_gib"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert (tmp_path / "run" / "sample.txt").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert [row["step"] for row in rows(tmp_path / "run")] == ["0"]
+    said = capsys.readouterr()
+    assert "no step: evaluation only" in said.out
+    assert "not measured: no step\n" in said.out
+    assert "sample.py" not in said.out  # which would find no checkpoint
+    assert "0/0" not in said.err
+    compare.main([str(tmp_path / "run")])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "finished" in line)
+    assert f"{summary['val/loss']:.4f}" in line
 
 
 # ---- several ranks -------------------------------------------------------------------------------
