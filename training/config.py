@@ -150,6 +150,9 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     # A run directory or one of its checkpoints to go on from.
     resume: str | None = None
+    # Weights to begin with, at step 0 and with this run's own data, optimizer and schedule: a run directory, one of
+    # its checkpoints, or a folder where Hugging Face's save_pretrained left a GPT-2. null: random ones.
+    init_from: str | None = None
     # Tokens of generated text at the end of the run, and the text it starts from (empty: a new document).
     sample_tokens: int = 200
     sample_prompt: str = ""

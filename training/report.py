@@ -53,6 +53,8 @@ def banner(run: Trainer) -> Rows:
         ("batch", batch + (f" x {ranks.size} ranks" if ranks.size > 1 else "")),
         ("length", length),
     ]
+    if config.trainer.init_from:
+        rows.append(("weights", f"from {config.trainer.init_from}"))
     if run.start:
         rows.append(("resumed", f"{config.trainer.resume}, at step {run.start:,}"))
     if run.resumed.changed:

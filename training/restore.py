@@ -38,7 +38,7 @@ class Resumed(NamedTuple):
 
 
 def resume(run: Trainer, path: str) -> Resumed:
-    """Load a checkpoint into model, optimizer and scaler."""
+    """Load a checkpoint into model, optimizer and scaler; where its weights began goes into the config."""
     found = checkpoint.find(path)
     state = checkpoint.load_training(found, run.world.device)
     run_dir = found.parent.parent
@@ -61,6 +61,10 @@ def resume(run: Trainer, path: str) -> Resumed:
         group.update(setting)  # rates and decays are this run's; only the moments are the checkpoint's
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
+    began = state.get("init_from")
+    run.config = dataclasses.replace(
+        run.config, trainer=dataclasses.replace(run.config.trainer, init_from=began)
+    )
     # A checkpoint from before seconds were kept counts as no time.
     return Resumed(state["step"], state.get("seconds", 0.0), _changed(run_dir / "config.yaml", run.config))
 
@@ -100,21 +104,26 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def read_run(found: Path) -> tuple[Config, str]:
+    """The config of the run that a checkpoint is of, and the hash of its tokenizer."""
+    files = [found.parent.parent / name for name in ("config.yaml", "tokenizer.json")]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file} is missing; a checkpoint needs the run directory it was written in.")
+    return load_config(files[0]), json.loads(files[1].read_text())["sha256"]
+
+
 def load_run(
     path: Path, device_name: str = "auto", attention_name: str = "auto"
 ) -> tuple[GPT, tiktoken.Encoding]:
     """The model of a run directory or checkpoint, in eval mode and float32, and its tokenizer."""
     found = checkpoint.find(path)
-    files = [found.parent.parent / name for name in ("config.yaml", "tokenizer.json")]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{file} is missing; a checkpoint needs the run directory it was written in.")
-    config = load_config(files[0])
+    config, sha256 = read_run(found)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    if tokenizer_hash(tokenizer) != json.loads(files[1].read_text())["sha256"]:
+    if tokenizer_hash(tokenizer) != sha256:
         raise ConfigError(
             f"{path} was trained with another tokenizer than {config.data.tokenizer} is now: put that back, or "
-            f"write where it is into {files[0]}."
+            f"write where it is into {found.parent.parent / 'config.yaml'}."
         )
     device = resolve_device(device_name, "--device ")
     _, attention = resolve_attention(

@@ -69,10 +69,12 @@ def open_run(run: Trainer) -> list[Logger]:
 def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
     """Print how it ended; a finished run gets its summary.json and a sample."""
     if not summary:
+        trainer = run.config.trainer
+        adding = f" and add trainer.resume={run.run_dir}"
+        if trainer.init_from and not trainer.resume:
+            adding = f", with trainer.resume={run.run_dir} in place of trainer.init_from"
         print(
-            f"stopped at step {done:,} and saved; to go on, give this run's command again and add "
-            f"trainer.resume={run.run_dir}",
-            flush=True,
+            f"stopped at step {done:,} and saved; to go on, give this run's command again{adding}", flush=True
         )
         return
     write_json(run.run_dir / "summary.json", summary)

@@ -26,6 +26,7 @@ from .corpus import prepare_corpus
 from .cuda_graphs import compiled_to_graphs, resolve_graphs
 from .distributed import World, world
 from .evaluation import Evaluation, evaluate
+from .init_from import initial_weights
 from .interrupt import Interrupt
 from .layers import BLOCKS, LOSSES, resolve_layers
 from .metrics import Throughput, memory, performance, reset_peak_memory
@@ -82,10 +83,15 @@ class Trainer:
         wanted = config.trainer.compile
         self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
         self.graphs = resolve_graphs(config.trainer.cuda_graphs, self.compiled, ranks)
+        initial = initial_weights(config) if config.trainer.init_from else None
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
         model_config = _with_vocabulary(config, self.corpus)
         self.config = config = dataclasses.replace(
-            config, model=model_config, data=_found_anywhere(config.data)
+            config,
+            model=model_config,
+            data=_found_anywhere(config.data),
+            # Of a run, which checkpoint: its newest may be another tomorrow.
+            trainer=dataclasses.replace(config.trainer, init_from=initial and initial.source),
         )
         sequences = config.trainer.batch_tokens // model_config.seq_len
         data_seed = stream_seed(config.seed, "data")
@@ -99,6 +105,8 @@ class Trainer:
         self.model = GPT(
             model_config, attention, loss=LOSSES[self.loss], fused=BLOCKS[self.block], generator=generator
         ).to(ranks.device)
+        if initial:
+            self.model.load_state_dict(initial.state)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
         self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else Resumed()
@@ -321,6 +329,7 @@ class Trainer:
                 "scaler": self.scaler.state_dict(),
                 "seconds": self._seconds(),
                 "identity": identity(self),
+                "init_from": self.config.trainer.init_from,
             }
             checkpoint.save(
                 self.run_dir, done, self.model.state_dict(), state, self.config.trainer.keep_checkpoints

@@ -1,0 +1,203 @@
+"""Runs that begin with weights of another run or of Hugging Face's. About 8 s, 4 of them transformers' import."""
+
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import train as command
+from data.loader import EvaluationBatches, open_corpus
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.huggingface import _transformers_imports, to_huggingface
+from tests.conftest import text_data
+from training.config import (
+    Config,
+    ConfigError,
+    LoggerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Precision,
+    TrainerConfig,
+    load_config,
+)
+from training.distributed import World
+from training.trainer import Trainer, train
+
+CPU = World(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def config(text_file: Path) -> Config:
+    return Config(
+        model=ModelConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32),
+        data=text_data(text_file),
+        optimizer=OptimizerConfig(lr=1e-2),
+        trainer=TrainerConfig(
+            steps=8, batch_tokens=64, log_every=1, eval_every=0, device="cpu", sample_tokens=0
+        ),
+        logger=LoggerConfig(wandb=False),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(config: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A run and its summary."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    return run, train(having(config, keep_checkpoints=3, save_every=4), run)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """The same on another text."""
+    text = tmp_path_factory.mktemp("elsewhere") / "text.txt"
+    text.write_text("\n\n".join(f"{'pack my box with five dozen jugs ' * n}{n}" for n in range(30)))
+    return replace(config, data=text_data(text))
+
+
+def having(config: Config, **settings) -> Config:
+    return replace(config, trainer=replace(config.trainer, **settings))
+
+
+def test_a_runs_weights_have_the_loss_that_it_ended_with(config, trained, tmp_path, capsys):
+    run, ended = trained
+    again = train(having(config, init_from=str(run), steps=0), tmp_path / "again")
+    assert again["val/loss"] == ended["val/loss"]
+    newest = str(run / "checkpoints" / "step-00000008")
+    assert load_config(tmp_path / "again" / "config.yaml").trainer.init_from == newest
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  weights "))
+    assert line.split()[1:] == ["from", newest]
+    earlier = str(run / "checkpoints" / "step-00000004")
+    before = train(having(config, init_from=earlier, steps=0), tmp_path / "before")
+    assert before["val/loss"] > ended["val/loss"]
+    rounded = having(config, init_from=str(run), steps=0, precision=Precision.bf16)
+    assert train(rounded, tmp_path / "rounded")["val/loss"] == pytest.approx(ended["val/loss"], rel=0.01)
+
+
+def test_training_goes_on_from_them_on_another_text(elsewhere, trained, tmp_path):
+    """At step 0, and through a checkpoint of its own, which keeps in mind where the weights began."""
+    run, _ = trained
+    tuned, drawn = having(elsewhere, init_from=str(run)), Trainer(elsewhere, tmp_path / "drawn", CPU)
+    first = Trainer(tuned, tmp_path / "a", CPU)
+    assert first.start == 0
+    assert not first.optimizer.state
+    batch = [torch.from_numpy(part) for part in first.batches.batch(0)]
+    losses = [float(each.train_step(0, *batch)[0]) for each in (first, drawn)]
+    assert losses[0] < losses[1] - 0.5
+    whole = train(tuned, tmp_path / "whole")
+    train(having(tuned, save_every=4), tmp_path / "cut")
+    goes_on = having(elsewhere, resume=str(tmp_path / "cut" / "checkpoints" / "step-00000004"))
+    assert train(goes_on, tmp_path / "cut")["val/loss"] == whole["val/loss"]
+    for name in ("whole", "cut"):
+        began = load_config(tmp_path / name / "config.yaml").trainer.init_from
+        assert began == str(run / "checkpoints" / "step-00000008")
+    assert goes_on.trainer.init_from is None  # who asked keeps what was asked
+
+
+def test_what_does_not_fit_is_refused_with_what_to_type(config, trained, tmp_path, monkeypatch):
+    run, _ = trained
+    # Before the corpus is made, which may take hours.
+    monkeypatch.setattr("training.trainer.prepare_corpus", None)
+
+    def refused(said: str, config: Config = config, **settings) -> None:
+        with pytest.raises(ConfigError, match=said) as refusal:
+            Trainer(having(config, **{"init_from": str(run)} | settings), tmp_path / "refused", CPU)
+        assert "\n" not in str(refusal.value)
+
+    deeper = replace(config, model=replace(config.model, n_layer=2, seq_len=64))
+    refused(
+        r"needs model\.n_layer=1 model\.seq_len=32; this run has model\.n_layer=2 model\.seq_len=64", deeper
+    )
+    ranks = write_ranks(tmp_path / "own.tiktoken", 300)
+    refused(
+        r"needs data\.tokenizer=bytes; this run has data\.tokenizer=.*own\.tiktoken",
+        replace(config, data=replace(config.data, tokenizer=ranks)),
+    )
+    refused(r"leave out trainer\.init_from", resume=str(run))
+    refused(r"openai-community.gpt2 does not exist.*hf download", init_from="openai-community/gpt2")
+    refused(r"holds no checkpoint.*hf download", init_from=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    refused(r"is no GPT-2 that can be read: .*model_type=llama", init_from=str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    refused(r"is no GPT-2 that can be read", init_from=str(tmp_path))
+
+
+def test_another_size_is_named_by_its_preset(config, tmp_path):
+    """As who takes GPT-2's weights into the default run sees it."""
+    from training.init_from import _differing
+
+    theirs = GPTConfig(seq_len=512, n_layer=24, n_head=16, n_embd=1024)
+    assert _differing(theirs, config.model)[1] == ["model=gpt2_medium", "model.seq_len=512"]
+    theirs = replace(theirs, n_layer=23, seq_len=32)
+    assert _differing(theirs, config.model)[1] == [
+        *("model.n_layer=23", "model.n_head=16", "model.n_embd=1024"),
+    ]
+
+
+# ---- Hugging Face's ------------------------------------------------------------------------------
+
+
+def write_ranks(path: Path, tokens: int) -> str:
+    """A tokenizer of so many ranks: the bytes, and pairs of letters that merge."""
+    ranks = [bytes([value]) for value in range(256)]
+    pairs = [bytes([first, second]) for first in b"etaoinshrdlu" for second in b"etaoinshrdlu"]
+    ranks += pairs[: tokens - 256]
+    ranks += [b"~%d~" % number for number in range(tokens - len(ranks))]
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), n) for n, token in enumerate(ranks)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory):
+    """A GPT-2 of transformers with GPT-2's vocabulary, and the folder it is saved in."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("theirs")
+    with _transformers_imports():
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(n_positions=32, n_layer=1, n_head=2, n_embd=32)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))  # far from the loss of a uniform guess
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def test_hugging_faces_weights_have_the_loss_that_transformers_computes(started, tiny, theirs, tmp_path):
+    model, folder = theirs
+    ranks = write_ranks(tmp_path / "gpt2.tiktoken", 50256)
+    evaluation = [*tiny, "hydra.run.dir=run", "trainer.steps=0", f"trainer.init_from={folder}"]
+    error = started(command.main, *evaluation)
+    assert (
+        error
+        == f"error: trainer.init_from={folder} needs data.tokenizer=gpt2; this run has data.tokenizer=bytes."
+    )
+    assert started(command.main, *evaluation, f"data.tokenizer={ranks}") == 0
+    run = tmp_path / "run"
+    corpus = open_corpus((run / "corpus").read_text().strip())
+    batches = EvaluationBatches(corpus.val, 32, 4)
+    nats = tokens = 0
+    for n in range(len(batches)):
+        inputs, targets = (torch.from_numpy(part) for part in batches.batch(n))
+        with torch.no_grad(), _transformers_imports():
+            logits = model(inputs).logits
+        nats += float(
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        )
+        tokens += int((targets != -1).sum())
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert abs(summary["val/loss"] - 10.82) > 0.1  # ln 50257, of weights that know nothing
+
+
+def test_another_vocabulary_than_gpt2s_is_refused(config, tmp_path):
+    pytest.importorskip("transformers")
+    small = GPT(GPTConfig(257, 32, n_layer=1, n_head=2, n_embd=32), lambda q, k, v, **_: v)
+    to_huggingface(small).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"vocabulary of 257, .*GPT-2's is 50257"):
+        Trainer(having(config, init_from=str(tmp_path)), tmp_path / "run", CPU)

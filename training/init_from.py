@@ -1,0 +1,115 @@
+"""`trainer.init_from`: a run that begins with the weights of another, or with a GPT-2 of Hugging Face's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from data.tokenizer import load_tokenizer, tokenizer_hash
+from kernels import get_attention
+from model.config import GPTConfig
+from model.huggingface import from_huggingface
+
+from . import checkpoint
+from .config import Config, ConfigError, ModelConfig
+from .restore import read_run
+
+_SIZES = ("n_layer", "n_head", "n_embd")
+# What weights are of. Dropout and the document mask are each run's own.
+_SHAPE = (*_SIZES, "seq_len", "scale_attn_by_inverse_layer_idx")
+_GPT2_VOCABULARY = 50257
+_PRESETS = Path(__file__).parents[1] / "configs" / "model"
+
+
+class InitialWeights(NamedTuple):
+    source: str  # the folder they were read from
+    state: dict[str, torch.Tensor]
+    model: GPTConfig
+    tokenizer: str  # as data.tokenizer calls it
+    same_tokenizer: bool  # as this run's
+
+
+def initial_weights(config: Config) -> InitialWeights:
+    """The weights that `config.trainer.init_from` names, on the CPU. Raises ConfigError if they are not for this run.
+
+    Needs no corpus: what cannot be is refused before hours of tokenising.
+    """
+    path = config.trainer.init_from
+    if config.trainer.resume:
+        raise ConfigError(
+            f"trainer.resume={config.trainer.resume} has weights of its own: leave out trainer.init_from={path}."
+        )
+    hugging_face = (Path(path) / "config.json").is_file()
+    found = (_from_hugging_face if hugging_face else _from_run)(Path(path), config.data.tokenizer)
+    has, needs = _differing(found.model, config.model)
+    if not found.same_tokenizer:
+        has.append(f"data.tokenizer={config.data.tokenizer}")
+        needs.append(f"data.tokenizer={found.tokenizer}")
+    if needs:
+        raise ConfigError(f"trainer.init_from={path} needs {' '.join(needs)}; this run has {' '.join(has)}.")
+    return found
+
+
+def _from_run(path: Path, tokenizer: str) -> InitialWeights:
+    try:
+        found = checkpoint.find(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"trainer.init_from: {error} A GPT-2 saved by Hugging Face's save_pretrained serves as well; the "
+            "released one: `hf download openai-community/gpt2 config.json model.safetensors --local-dir gpt2`."
+        ) from None
+    config, sha256 = read_run(found)
+    theirs = config.data.tokenizer
+    if theirs.endswith(".tiktoken"):
+        theirs += " as it was then"  # the file may have changed, not its name
+    same = tokenizer_hash(load_tokenizer(tokenizer)) == sha256
+    return InitialWeights(str(found), checkpoint.load_weights(found, "cpu"), config.model, theirs, same)
+
+
+def _from_hugging_face(path: Path, tokenizer: str) -> InitialWeights:
+    try:
+        kind = json.loads((path / "config.json").read_text()).get("model_type")
+        if kind != "gpt2":
+            raise ValueError(f"its config.json says model_type={kind}, gpt2 is wanted")
+        model = from_huggingface(path, get_attention("naive"))  # any: attention has no weights
+    except ImportError:
+        raise ConfigError(f"trainer.init_from={path} needs transformers: pip install transformers.") from None
+    except Exception as error:  # safetensors, for one, has a kind of its own
+        reason = (str(error) or type(error).__name__).splitlines()[0].removesuffix(".")
+        raise ConfigError(f"trainer.init_from={path} is no GPT-2 that can be read: {reason}.") from error
+    if model.config.vocab_size != _GPT2_VOCABULARY:
+        raise ConfigError(
+            f"trainer.init_from={path} has a vocabulary of {model.config.vocab_size}, of a tokenizer that is not "
+            f"known here; GPT-2's is {_GPT2_VOCABULARY}."
+        )
+    # It does not say which tokenizer it was trained with.
+    same = load_tokenizer(tokenizer).n_vocab == _GPT2_VOCABULARY
+    return InitialWeights(str(path), model.state_dict(), model.config, "gpt2", same)
+
+
+def _differing(theirs: GPTConfig, ours: ModelConfig) -> tuple[list[str], list[str]]:
+    """Where `ours` is not the shape of `theirs`, and what to type for that; a model of configs/ by its name."""
+    has = [f"model.{name}={value}" for name, value in _shape(ours).items() if value != _shape(theirs)[name]]
+    base: GPTConfig = ours
+    needs = []
+    if theirs.n_embd != ours.n_embd:  # another model: its name brings the batch and the rate that suit it
+        for name, preset in _presets().items():
+            if all(getattr(preset, size) == getattr(theirs, size) for size in _SIZES):
+                base, needs = preset, [f"model={name}"]
+    needs += [
+        f"model.{name}={value}" for name, value in _shape(theirs).items() if value != _shape(base)[name]
+    ]
+    return has, needs
+
+
+def _shape(config: GPTConfig) -> dict[str, int | bool]:
+    return {name: getattr(config, name) for name in _SHAPE}
+
+
+def _presets() -> dict[str, GPTConfig]:
+    from omegaconf import OmegaConf
+
+    return {file.stem: GPTConfig(**OmegaConf.load(file).model) for file in sorted(_PRESETS.glob("*.yaml"))}
