@@ -26,7 +26,7 @@ _FREE = {
     *("attention.name", "seed", "data.cache_dir", "data.workers", "model.loss", "model.block"),
     *("trainer.micro_batch", "trainer.compile", "trainer.cuda_graphs", "trainer.device", "trainer.log_every"),
     *("trainer.eval_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.resume"),
-    *("trainer.sample_tokens", "trainer.sample_prompt"),
+    *("trainer.keep_best", "trainer.sample_tokens", "trainer.sample_prompt"),
 }
 # Where these differ, perplexities are of another thing.
 _MODEL = ("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len", "data.tokenizer")

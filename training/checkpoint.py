@@ -1,7 +1,9 @@
 """Checkpoints: a directory each, written beside and renamed, so that one that exists is whole.
 
-    RUN/checkpoints/step-00001000/weights.pt    the model's state dict, all that sampling needs
-                                  training.pt   optimizer, gradient scaler, step, seconds, and what must not change
+    RUN/checkpoints/step-00001000/weights.pt       the model's state dict, all that sampling needs
+                                  training.pt      optimizer, gradient scaler, step, seconds, and what must not change
+                                  validation_loss  if it was the run's lowest; training.pt is from before
+                    best                           with trainer.keep_best, a link to the one with the lowest
 
 What has a suffix is rubbish: half written, or on its way out. It is never read, and swept at the next save.
 Batches, dropout and the learning rate are functions of the step, so no loader or random state is stored.
@@ -22,13 +24,15 @@ from data import DataError
 from data.files import flush_to_disk
 
 from .config import ConfigError
+from .files import write_whole
 
 FOLDER = "checkpoints"
+BEST = "best"
 
 
 def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of `step` and drop all but the newest `keep`."""
-    final = run_dir / FOLDER / f"step-{step:08d}"
+    final = at(run_dir, step)
     partial = final.with_suffix(".partial")
     files = partial / "weights.pt", partial / "training.pt"
     _sweep(run_dir)
@@ -49,19 +53,58 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
         raise ConfigError(
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}"
         ) from error
+    _prune(run_dir, keep)
+    return final
+
+
+def _prune(run_dir: Path, keep: int) -> None:
     with suppress(OSError):  # the new one is safe: one too many must not end the run
         for old in saved(run_dir)[:-keep]:
-            _put_aside(old)
+            if old != _behind(run_dir / FOLDER / BEST):
+                _put_aside(old)
     _sweep(run_dir)
-    return final
+
+
+def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
+    """Make the checkpoint of `step`, with that validation loss, the best; it stays beside the newest `keep`."""
+    link = run_dir / FOLDER / BEST
+    partial = link.with_suffix(".partial")
+    checkpoint = at(run_dir, step)
+    try:
+        write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(checkpoint.name)
+        partial.replace(link)  # at once: a kill leaves the old best or the new one, and either is whole
+    except OSError as error:
+        raise ConfigError(f"{link} could not be made a link to {checkpoint.name}: {error}") from error
+    _prune(run_dir, keep)
+
+
+def best(run_dir: Path) -> tuple[Path, float] | None:
+    """The best checkpoint and its validation loss, where one is kept."""
+    link = run_dir / FOLDER / BEST
+    if not (link / "validation_loss").is_file():
+        return None
+    return _behind(link), float((link / "validation_loss").read_text())
+
+
+def _behind(path: Path) -> Path:
+    return path.parent / path.readlink() if path.is_symlink() else path
 
 
 def drop_after(run_dir: Path, step: int) -> None:
     """Remove what is newer than `step`: it belongs to a branch of the run that is not gone on with."""
-    for path in saved(run_dir):
-        if int(path.name.removeprefix("step-")) > step:
-            _put_aside(path)
+    newer = [path for path in saved(run_dir) if int(path.name.removeprefix("step-")) > step]
+    if _behind(run_dir / FOLDER / BEST) in newer:
+        (run_dir / FOLDER / BEST).unlink()
+    for path in newer:
+        _put_aside(path)
     _sweep(run_dir)
+
+
+def at(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or would be."""
+    return run_dir / FOLDER / f"step-{step:08d}"
 
 
 def saved(run_dir: Path) -> list[Path]:
@@ -83,7 +126,7 @@ def find(path: str | Path) -> Path:
     """The checkpoint directory that `path` names: itself, or the newest of a run directory."""
     path = Path(path)
     if (path / "weights.pt").is_file():
-        return path
+        return _behind(path)
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; name a run directory or one of its checkpoints.")
     if not (found := saved(path)):

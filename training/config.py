@@ -148,6 +148,8 @@ class TrainerConfig:
     save_every: int = 0
     # Checkpoints to keep, newest first.
     keep_checkpoints: int = 2
+    # Keep, beside those, the one with the lowest validation loss of all evaluations: RUN/checkpoints/best.
+    keep_best: bool = False
     # A run directory or one of its checkpoints to go on from.
     resume: str | None = None
     # Weights to begin with, at step 0 and with this run's own data, optimizer and schedule: a run directory, one of

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import checkpoint
 from .console import SPREAD, count, plural, speed_range
 from .environment import device_name
 
@@ -79,6 +80,7 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float]) -> Rows:
             f"loss {summary['val/loss']:.4f}, perplexity {summary['val/perplexity']:.2f}, "
             f"bits per byte {summary['val/bits_per_byte']:.3f} (whole split, {summary['val/tokens']:,} tokens)",
         ),
+        *_best(run_dir),
         ("speed", speed),
         *_noise(summary, speeds),
         ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
@@ -90,6 +92,13 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float]) -> Rows:
     if (run_dir.parent / "multirun.yaml").is_file():  # the sweep's folder, as Hydra leaves it
         rows.append(("compare", f"python -m reproduce compare {shlex.quote(str(run_dir.parent))}"))
     return rows
+
+
+def _best(run_dir: Path) -> Rows:
+    """Where the checkpoint with the lowest validation loss is, if it was kept."""
+    if not (best := checkpoint.best(run_dir)):
+        return []
+    return [("best", f"loss {best[1]:.4f}, {run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best[0].name}")]
 
 
 def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Settings, by how they begin, that may change without a word: they change no weight, or identity() refuses them.
 _BESIDES = (
-    *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_checkpoints"),
+    *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
     *("trainer.log_every", "trainer.eval_every", "trainer.save_every"),
 )
 

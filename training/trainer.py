@@ -144,6 +144,8 @@ class Trainer:
             evaluation = self._evaluate(done)
             log(evaluation.metrics())
             progress.say(f"step {done:,}: validation {evaluation}")
+            if config.keep_best and done:
+                self._keep_if_best(done, evaluation.loss)
             return evaluation
 
         try:
@@ -334,6 +336,15 @@ class Trainer:
             checkpoint.save(
                 self.run_dir, done, self.model.state_dict(), state, self.config.trainer.keep_checkpoints
             )
+        self.throughput.resume()
+
+    def _keep_if_best(self, done: int, loss: float) -> None:
+        if self.world.is_main:
+            best = checkpoint.best(self.run_dir)
+            if best is None or loss < best[1]:
+                if not checkpoint.at(self.run_dir, done).exists():
+                    self._save(done)
+                checkpoint.keep_best(self.run_dir, done, loss, self.config.trainer.keep_checkpoints)
         self.throughput.resume()
 
 

@@ -111,6 +111,47 @@ def test_pickled_code_is_not_run(tmp_path):
         checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
 
 
+def test_the_best_stays_and_is_found_by_its_name(tmp_path):
+    assert checkpoint.best(tmp_path) is None
+    link = tmp_path / "checkpoints" / "best"
+    for step, loss in ((5, 3.0), (10, 2.1), (20, None), (30, None)):
+        save(tmp_path, step, keep=1)
+        if loss:
+            checkpoint.keep_best(tmp_path, step, loss, keep=1)
+    assert [path.name for path in checkpoint.saved(tmp_path)] == ["step-00000010", "step-00000030"]
+    assert checkpoint.best(tmp_path) == (checkpoint.find(link), 2.1)
+    assert checkpoint.load_training(checkpoint.find(link), "cpu")["step"] == 10
+    assert checkpoint.find(tmp_path).name == "step-00000030"
+    checkpoint.drop_after(tmp_path, 10)
+    assert checkpoint.best(tmp_path)
+    checkpoint.drop_after(tmp_path, 5)  # it was of a branch that is left
+    assert checkpoint.best(tmp_path) is None
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("at", ["write_text", "symlink_to", "replace"])
+def test_a_kill_leaves_the_old_best(tmp_path, monkeypatch, at):
+    save(tmp_path, 5, keep=1)
+    checkpoint.keep_best(tmp_path, 5, 3.0, keep=1)
+    save(tmp_path, 10, keep=1)
+    act = getattr(Path, at)
+
+    def killed(path, *args, **options):
+        if at != "replace" or path.name == "best.partial":
+            raise KeyboardInterrupt
+        return act(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.keep_best(tmp_path, 10, 2.0, keep=1)
+    found, loss = checkpoint.best(tmp_path)
+    assert (checkpoint.load_training(found, "cpu")["step"], loss) == (5, 3.0)
+    checkpoint.keep_best(tmp_path, 10, 2.0, keep=1)
+    assert checkpoint.best(tmp_path)[1] == 2.0
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "step-00000010"]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 5)
     checkpoint.save(tmp_path, 5, {"w": torch.full((4,), 7.0)}, {"identity": {}}, 2)

@@ -212,6 +212,51 @@ def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_
         load_run(Path("run"))
 
 
+# ---- the best ------------------------------------------------------------------------------------
+
+
+def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monkeypatch, capsys):
+    """The best of those before it was killed, of those it evaluates again, and of its end."""
+    losses = {2: 3.0, 4: 2.5, 6: 2.7, 8: 2.6, 10: 2.4, 12: 2.5}
+    evaluate = Trainer._evaluate
+    monkeypatch.setattr(
+        Trainer, "_evaluate", lambda run, done: replace(evaluate(run, done), loss=losses[done])
+    )
+    config = having(config, keep_best=True, keep_checkpoints=1, save_every=3)
+    best = tmp_path / "checkpoints" / "best"
+
+    def kept() -> tuple[int, list[int]]:
+        return checkpoint.load_training(checkpoint.find(best), "cpu")["step"], steps_saved(tmp_path)
+
+    with monkeypatch.context() as patch:
+        keep = Trainer._keep_if_best
+        patch.setattr(
+            Trainer, "_keep_if_best", lambda run, done, loss: killed() if done == 6 else keep(run, done, loss)
+        )
+        with pytest.raises(Killed):
+            train(config, tmp_path)
+    assert kept() == (4, [4, 6])
+    train(having(config, resume=str(tmp_path)), tmp_path)
+    assert kept() == (4, [4, 8])
+    assert f"loss 2.5000, {best}: step-00000004" in capsys.readouterr().out
+    # The evaluation of step 10 is the end's, and is not made again when that run goes on.
+    train(having(config, steps=10, resume=str(tmp_path)), tmp_path)
+    assert kept() == (10, [10])
+    train(having(config, steps=12, eval_every=12, resume=str(tmp_path)), tmp_path)
+    assert kept() == (10, [10, 12])
+    assert checkpoint.find(tmp_path).name == "step-00000012"
+    model, _ = load_run(best)
+    saved = checkpoint.load_weights(checkpoint.at(tmp_path, 10), "cpu")
+    assert torch.equal(model.wte.weight, saved["wte.weight"])
+    assert Trainer(having(config, init_from=str(best)), tmp_path / "b", CPU).config.trainer.init_from == str(
+        checkpoint.at(tmp_path, 10)
+    )
+    # Elsewhere it is the best of what was evaluated there.
+    train(having(config, steps=12, resume=str(best)), tmp_path / "other")
+    found, loss = checkpoint.best(tmp_path / "other")
+    assert (found.name, loss) == ("step-00000010", 2.4)
+
+
 # ---- what does not train -------------------------------------------------------------------------
 
 
