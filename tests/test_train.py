@@ -216,6 +216,24 @@ def test_refusing_leaves_the_current_directory_alone(command_line, tmp_path):
     assert tmp_path.is_dir()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=text_files", "--cfg", "job"],
+        ["--cfg", "job", "data=text_files"],
+        ["data=text_files", "-c", "job"],
+        ["data=text_files", "hydra.run.dir=made", "--cfg", "job"],
+    ],
+)
+@pytest.mark.parametrize("script", ["prepare.py", "train.py"])
+def test_options_stand_before_or_after_the_settings(command_line, tmp_path, script, words):
+    """Also where the settings are not the user's alone: of prepare.py, and of all ranks but the first."""
+    done = command_line(script, *words, env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "source: text_files" in done.stdout
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
     done = command_line("train.py", *tiny, "hydra.run.dir=/proc/run")
     assert done.returncode == 1

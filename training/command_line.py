@@ -42,10 +42,13 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.exit(
             "error: -m does not work under torchrun; start one torchrun a setting, with one logger.group."
         )
-    if not makes_run:
-        sys.argv.append("hydra.run.dir=.")
+    overrides = _check_words(sys.argv[1:])
+    ours = [] if makes_run else ["hydra.run.dir=."]
     if usage:
-        sys.argv.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
+        ours.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
+    # Behind the user's settings, since Hydra takes them in one piece only; without any, before all options.
+    end = len(sys.argv) - sys.argv[::-1].index(overrides[-1]) if overrides else 1
+    sys.argv[end:end] = ours
     OmegaConf.register_new_resolver("run_name", _run_name, use_cache=True, replace=True)
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
@@ -76,7 +79,6 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
                 run_dir.rmdir()  # it ended before it began
 
     try:
-        _check_words(sys.argv[1:])
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_explain(error)}")
@@ -92,8 +94,8 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.exit("\n".join(refused))
 
 
-def _check_words(arguments: list[str]) -> None:
-    """End with what would be right where a setting is not written key=value: --steps 5, trainer.steps 5."""
+def _check_words(arguments: list[str]) -> list[str]:
+    """Return the settings; end with what would be right where one is not key=value: --steps 5, trainer.steps 5."""
     known, unknown = get_args_parser().parse_known_args(arguments)
     words = {*unknown, *known.overrides}
     wrong = [
@@ -102,10 +104,10 @@ def _check_words(arguments: list[str]) -> None:
         if word in words and (word.startswith("--") or not re.match(r"~|\+{0,2}[^=+]+=", word))
     ]
     if unknown and not wrong:
-        sys.exit(f"error: {unknown[0]}: options, as -m, stand before all settings or behind them")
+        sys.exit(f"error: {unknown[0]}: put options such as -m before or after all key=value settings")
     if not wrong:
         _check_groups(known.overrides)
-        return
+        return known.overrides
     told = " ".join(wrong)
     key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", told).groups()
     near = _nearest(key)

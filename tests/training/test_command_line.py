@@ -22,7 +22,7 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("--lr=1", "--lr=1: did you mean optimizer.lr=1?"),
         ("trainer.steps", "did you mean trainer.steps=VALUE?"),
         ("--foo", "settings are written key=value"),
-        ("attention=naive,sdpa -m seed=1", "seed=1: options, as -m, stand before all settings"),
+        ("attention=naive,sdpa -m seed=1", "seed=1: put options such as -m before or after all"),
         ("=3", "=3: settings are written key=value"),
         ("model=null", "model=null: model takes one of gpt2_large, "),
         ("attention=[naive,sdpa]", "attention=[naive,sdpa]: attention takes one of auto, "),
