@@ -56,10 +56,12 @@ def open_run(run: Trainer) -> list[Logger]:
     write_json(run_dir / "tokenizer.json", run.corpus.manifest.tokenizer)
     where = environment(run.world.device)
     write_json(run_dir / "environment.json", where)
+    facts = run.facts()
+    write_json(run_dir / "facts.json", facts)
     loggers: list[Logger] = [CsvLogger(run_dir / "metrics.csv", run.start)]
     rows = banner(run)
     if run.config.logger.wandb:
-        wandb_logger = WandbLogger(run.config, run_dir, run.facts(), where)
+        wandb_logger = WandbLogger(run.config, run_dir, facts, where)
         loggers.append(wandb_logger)
         rows += wandb_logger.where()
     print(table("tilegpt", [*rows, ("run", str(run_dir))]), flush=True)
