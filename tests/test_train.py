@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import sample
 import train
 from training.checkpoint import find, load_training
+from training.config import ConfigError
+from training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -183,6 +186,38 @@ def test_a_refusal_is_all_that_a_shell_sees(command_line, tiny, tmp_path):
     assert not any((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            [],
+            "trainer.micro_batch=8: use trainer.micro_batch=4; gradients accumulate, so the global batch stays ",
+        ),
+        (["trainer.batch_tokens=480"], "trainer.micro_batch=15: use trainer.micro_batch=5; "),
+        (["trainer.micro_batch=1"], "trainer.micro_batch=1: one sequence at a time is too much; lower "),
+    ],
+)
+def test_out_of_memory_is_one_line_with_the_remedy(started, monkeypatch, tiny, overrides, said):
+    causes = []
+
+    def exhausted(*_args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def task(config, run_dir):
+        try:
+            train.main(config, run_dir)
+        except ConfigError as error:
+            causes.append(error.__cause__)
+            raise
+
+    monkeypatch.setattr(Trainer, "train_step", exhausted)
+    error = started(task, *tiny, *overrides)
+    assert error.startswith("error: cpu is out of memory with trainer.micro_batch=")
+    assert said in error
+    assert "\n" not in error
+    assert isinstance(causes[0], torch.OutOfMemoryError)
+
+
 def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
     short = ["trainer.steps=3", "model.seq_len=16", "trainer.batch_tokens=32", "data.val_fraction=0.01"]
     done = command_line("train.py", *tiny, *short, "attention=flash", env={"TRITON_INTERPRET": "1"})
@@ -255,6 +290,14 @@ def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, 
     assert done.returncode == 1
     assert "wandb login" in done.stderr.splitlines()[-1]
     assert not any((tmp_path / "runs").iterdir())  # nothing that would block a second try
+
+
+@pytest.mark.parametrize("overrides", [[], ["logger.mode=offline"]])
+def test_without_wandb_installed_one_line_says_what_to_do(started, monkeypatch, tiny, tmp_path, overrides):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not there
+    error = started(train.main, *tiny, "logger=wandb", *overrides)
+    assert error == "error: wandb is not installed: pip install wandb, or use logger=none."
+    assert not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(
