@@ -27,6 +27,11 @@ class ConfigError(ValueError):
     """Something a user asked for that cannot be; one line with the remedy."""
 
 
+def is_users(error: ValueError) -> bool:
+    """Whether a room raised this for the user to mend, as it does a ConfigError; any other ValueError is a bug."""
+    return type(error).__module__.split(".")[0] in {"training", "data", "kernels", "reproduce"}
+
+
 class Precision(Enum):
     auto = "auto"  # bf16 on a GPU that has it, fp32 elsewhere
     fp32 = "fp32"
@@ -263,5 +268,12 @@ def to_yaml(config: Config) -> str:
 def load_config(path: str | os.PathLike) -> Config:
     """The config a run wrote to its config.yaml."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    except ConfigError:
+        raise
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
