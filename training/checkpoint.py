@@ -56,12 +56,13 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
     return final
 
 
-def drop_after(run_dir: Path, step: int) -> None:
-    """Remove what is newer than `step`: it belongs to a branch of the run that is not gone on with."""
-    for path in saved(run_dir):
-        if int(path.name.removeprefix("step-")) > step:
-            _put_aside(path)
+def drop_after(run_dir: Path, step: int) -> list[str]:
+    """Remove what is newer than `step`, where the run resumes, and return its names: that branch ends here."""
+    newer = [path for path in saved(run_dir) if int(path.name.removeprefix("step-")) > step]
+    for path in newer:
+        _put_aside(path)
     _sweep(run_dir)
+    return [path.name for path in newer]
 
 
 def saved(run_dir: Path) -> list[Path]:

@@ -48,7 +48,8 @@ def open_run(run: Trainer) -> list[Logger]:
     run_dir = run.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     # What came after the step to go on from goes: first the checkpoints, which say where a next start goes on.
-    checkpoint.drop_after(run_dir, run.start)
+    if gone := checkpoint.drop_after(run_dir, run.start):
+        print(f"removed {', '.join(gone)}: newer than the step this run goes on from", flush=True)
     for end in ("summary.json", "sample.txt"):
         (run_dir / end).unlink(missing_ok=True)
     write_whole(run_dir / "config.yaml", to_yaml(run.config))
@@ -72,8 +73,8 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
     """Print how it ended; a finished run gets its summary.json and a sample."""
     if not summary:
         print(
-            f"stopped at step {done:,} and saved; to go on, give this run's command again and add "
-            f"trainer.resume={run.run_dir}",
+            f"stopped at step {done:,} and saved; to go on in its directory, give this run's command again and add "
+            f"hydra.run.dir={run.run_dir} trainer.resume={run.run_dir}",
             flush=True,
         )
         return
