@@ -226,13 +226,16 @@ def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
     assert json.loads((only_run(tmp_path) / "summary.json").read_text())["attention"] == "flash"
 
 
-def test_a_directory_holds_one_run(started, tiny, tmp_path):
+def test_a_directory_holds_one_run(started, tiny, tmp_path, capsys):
     """Another run is refused there; the run itself goes on and keeps its rows."""
     here = [*tiny, "hydra.run.dir=here", "trainer.save_every=6"]
     assert started(train.main, *here) == 0
     assert "holds a run already" in started(train.main, *here)
     again = ["trainer.steps=15", "trainer.resume=here/checkpoints/step-00000006"]
+    capsys.readouterr()
     assert started(train.main, *here, *again) == 0
+    gone = "removed step-00000012: newer than the step this run goes on from"
+    assert gone in capsys.readouterr().out.splitlines()
     assert sorted(losses_by_step(tmp_path / "here")) == list(range(1, 16))
 
 
@@ -273,6 +276,14 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
     done = command_line("train.py", *tiny, "hydra.run.dir=/proc/run")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: the run directory cannot be made")
+
+
+def test_a_numbered_gpu_under_torchrun_is_refused(started, monkeypatch, tiny):
+    """Each rank takes the one of its local rank, whatever was asked for."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    error = started(train.main, *tiny, "trainer.device=cuda:1")
+    assert error.startswith("error: trainer.device=cuda:1: under torchrun each rank takes its own GPU; use ")
 
 
 @pytest.mark.parametrize("options", [["-n", "-5"], ["-n", "many"], ["-t", "nan"], ["--samples", "0"]])
@@ -335,7 +346,7 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_envi
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "trainer.resume=cut" in out
+    assert "hydra.run.dir=cut trainer.resume=cut" in out
     resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut")
     assert resumed.returncode == 0, resumed.stderr
     before, after, whole = (losses_by_step(tmp_path / name) for name in ("cut", "resumed", "whole"))

@@ -92,6 +92,14 @@ def test_a_sweep_goes_on_behind_a_refused_run(started, tmp_path):
     assert sorted(path.name for path in sweep.glob("*_nano_*")) == ["0_nano_naive", "3_nano_sdpa"]
 
 
+@pytest.mark.parametrize("words", [["attention=naive"], ["attention.name=naive"]])
+def test_a_run_is_named_by_its_attention(started, words):
+    names = []
+    assert started(lambda _config, run_dir: names.append(run_dir.name), *words) == 0
+    assert started(lambda _config, run_dir: names.append(run_dir.name), "-m", "seed=1,2", *words) == 0
+    assert ["_nano_naive" in name for name in names] == [True] * 3
+
+
 def test_what_is_no_users_mistake_is_not_caught(started):
     def broken(_config: Config, _run_dir: Path) -> None:
         raise ValueError("a bug")
