@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from model.config import GPTConfig
 
 from .optimizer import OptimizerConfig
-from .schedule import ScheduleConfig
+from .schedule import Decay, ScheduleConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -195,6 +195,8 @@ class Config:
     seed: int = 1337
 
     def __post_init__(self) -> None:
+        # Not in ScheduleConfig's: Hydra takes the defaults from an instance, where the decay is not the user's yet.
+        self.schedule.final_fraction = self.schedule.resolved_final_fraction
         if self.trainer.batch_tokens % self.model.seq_len:
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is no multiple of "
@@ -272,7 +274,10 @@ def load_config(path: str | os.PathLike) -> Config:
     from yaml import YAMLError
 
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+        kept = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        if kept.schedule.decay is Decay.constant:
+            kept.schedule.final_fraction = None  # runs were written with one, which was ignored
+        return OmegaConf.to_object(kept)
     except ConfigError:
         raise
     except (YAMLError, OmegaConfBaseException, ValueError) as error:

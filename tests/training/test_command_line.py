@@ -31,6 +31,10 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("model=nano +unknown=1 --cfg job", "unknown is not a setting"),
         ("schedule.warmup_fraction=2 --cfg job", "it must be in [0, 1)"),
         ("attention=naive,sdpa -m --cfg job", "--cfg prints the settings of one run: leave -m out"),
+        (
+            "schedule=constant schedule.final_fraction=0.5",
+            "with schedule=constant nothing decays: leave it out",
+        ),
         ("trainer.steps 5", "trainer.steps 5: did you mean trainer.steps=5?"),
         ("seed=1 --steps 5 attention=naive", "--steps 5: did you mean trainer.steps=5?"),
         ("--lr=1", "--lr=1: did you mean optimizer.lr=1?"),
