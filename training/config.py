@@ -55,6 +55,8 @@ class Layers(Enum):
 class ModelConfig(GPTConfig):
     """GPT-2's shape, and what computes its layers other than attention."""
 
+    # Token ids the model reads and predicts. null: the tokenizer's; another is refused.
+    vocab_size: int | None = None
     # The head and its loss. Fused: kernels.linear_cross_entropy, which never holds the full logits.
     loss: Layers = Layers.auto
     # In the blocks, fused: each GELU with its bias one kernel, each residual addition with its bias and the LayerNorm
@@ -63,11 +65,15 @@ class ModelConfig(GPTConfig):
     block: Layers = Layers.auto
 
     def __post_init__(self) -> None:
+        given = self.vocab_size
+        if given is None:
+            self.vocab_size = GPTConfig.vocab_size  # until the tokenizer is known
         try:
             super().__post_init__()
         except ValueError as error:
             # Of the room `model`, which does not know what its settings are called here.
             raise ConfigError(re.sub(r"(\w+)=", r"model.\1=", str(error))) from None
+        self.vocab_size = given
 
 
 @dataclass

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, Corpus, EvaluationBatches, prefetch
 from kernels import attention_tier, bind, resolve_attention
-from model.config import GPTConfig
 from model.gpt import GPT
 
 from . import checkpoint
@@ -349,7 +348,7 @@ def _out_of_memory(config: Config, ranks: World) -> str:
 
 def _with_vocabulary(config: Config, corpus: Corpus) -> ModelConfig:
     """The model's config with what the tokenizer decides."""
-    if config.model.vocab_size not in (GPTConfig.vocab_size, corpus.n_vocab):
+    if config.model.vocab_size not in (None, corpus.n_vocab):
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
             f"{corpus.n_vocab} tokens; leave model.vocab_size out."
