@@ -43,6 +43,7 @@ def main() -> None:
 
     import torch
 
+    from training.config import is_users
     from training.restore import load_run
     from training.sampling import sample_text
 
@@ -58,6 +59,8 @@ def main() -> None:
                 )
             )
     except ValueError as error:
+        if not is_users(error):
+            raise
         sys.exit(f"error: {error}")
 
 

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from training.config import is_users
+
 from .experiment import (
     EXPERIMENTS,
     Experiment,
@@ -51,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.name == "all":
             return _run_all(arguments)
         return _run_one(arguments, argv)
-    except ValueError as error:  # ReproduceError, AttentionError, ConfigError, DataError
+    except ValueError as error:
+        if not is_users(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -76,7 +80,7 @@ def listing() -> str:
         "",
         "Minutes are of one GPU, ~ where they are estimates for an H200; needs cpu: a CPU counts what it can.",
     ]
-    lines += ["--tiny runs any of them on any machine in seconds, for its own sake."]
+    lines += ["--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing."]
     return "\n".join(lines)
 
 
@@ -121,7 +125,7 @@ def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: our kernels on a CPU
         if experiment.needs == "cuda" and not arguments.tiny:
             raise ReproduceError(
-                f"{experiment.name} needs a CUDA device; --tiny runs its small form here, for its own sake"
+                f"{experiment.name} needs a CUDA device; --tiny runs its small form here, as a smoke test"
             )
 
     module = experiment.module

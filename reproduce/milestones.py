@@ -24,6 +24,7 @@ PASS, FAIL, AHEAD, UNKNOWN = "pass", "FAIL", "not reached", "not evaluated"
 # What a run may choose without leaving the recipe.
 _FREE = {
     *("attention.name", "seed", "data.cache_dir", "data.workers", "model.loss", "model.block"),
+    "model.vocab_size",  # the tokenizer's
     *("trainer.micro_batch", "trainer.compile", "trainer.cuda_graphs", "trainer.device", "trainer.log_every"),
     *("trainer.eval_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.resume"),
     *("trainer.keep_best", "trainer.sample_tokens", "trainer.sample_prompt"),

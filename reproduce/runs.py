@@ -214,8 +214,10 @@ def _read_directory(path: Path) -> Run:
     except (YAMLError, OmegaConfBaseException) as error:
         raise ReproduceError(f"{path / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}") from None
     summary = _read_json(path / "summary.json")
+    # A run from before facts.json has its facts in the summary, or nowhere.
+    facts = _read_json(path / "facts.json") or summary
     return Run(
-        path, flatten(config), _read_json(path / "environment.json"), _read_rows(path), summary, facts=summary
+        path, flatten(config), _read_json(path / "environment.json"), _read_rows(path), summary, facts=facts
     )
 
 

@@ -26,18 +26,19 @@ def test_names_that_are_loaded_late_are_listed():
     assert set(model.__all__) <= set(dir(model))
 
 
-def test_the_readmes_examples_run_as_printed(tmp_path, user_environment):
+def test_the_readmes_examples_run_as_printed(command_line, tiny, tmp_path, user_environment):
     """One after the other, as the installed package: a folder `tilegpt` without __init__.py, as the wheel makes."""
     pytest.importorskip("transformers")
     (tmp_path / "site" / "tilegpt").mkdir(parents=True)
     for leaf in LEAVES:
         (tmp_path / "site" / "tilegpt" / leaf).symlink_to(ROOT / leaf)
     alone, weights, fused = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (path,) = re.findall(r'"(runs/\S+)"', weights)
-    (tmp_path / path).parent.mkdir(parents=True)
-    save = f"torch.save(model.state_dict(), {path!r})\n"  # what a run leaves there
+    (path,) = re.findall(r'"(runs/NAME/checkpoints/\S+)/weights.pt"', weights)
+    ran = command_line("train.py", *tiny, "trainer.steps=1", "hydra.run.dir=runs/NAME")
+    assert ran.returncode == 0, ran.stderr
+    (tmp_path / path).with_name("step-00000001").rename(tmp_path / path)
     done = subprocess.run(
-        [sys.executable, "-c", alone + save + weights + fused],
+        [sys.executable, "-c", alone + weights + fused],
         capture_output=True,
         text=True,
         timeout=240,

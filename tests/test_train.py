@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import sample
 import train
 from training.checkpoint import find, load_training
+from training.config import ConfigError
+from training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -158,6 +161,7 @@ def test_a_mistake_is_one_line_that_names_it(command_line, tmp_path, overrides, 
         (["data.files=nowhere/*.txt"], "nowhere/*.txt"),
         (["model.seq_len=65536", "trainer.batch_tokens=65536"], "a model.seq_len of at most"),
         (["model.vocab_size=100"], "leave model.vocab_size out"),
+        (["model.vocab_size=50257"], "the tokenizer bytes has 257 tokens; leave model.vocab_size out"),
         (["trainer.resume=nowhere"], "nowhere does not exist"),
         (["trainer.device=cuda:7"], "cuda:7"),
         (["optimizer.betas=[0.9]"], "two numbers"),
@@ -183,6 +187,38 @@ def test_a_refusal_is_all_that_a_shell_sees(command_line, tiny, tmp_path):
     assert not any((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            [],
+            "trainer.micro_batch=8: use trainer.micro_batch=4; gradients accumulate, so the global batch stays ",
+        ),
+        (["trainer.batch_tokens=480"], "trainer.micro_batch=15: use trainer.micro_batch=5; "),
+        (["trainer.micro_batch=1"], "trainer.micro_batch=1: one sequence at a time is too much; lower "),
+    ],
+)
+def test_out_of_memory_is_one_line_with_the_remedy(started, monkeypatch, tiny, overrides, said):
+    causes = []
+
+    def exhausted(*_args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def task(config, run_dir):
+        try:
+            train.main(config, run_dir)
+        except ConfigError as error:
+            causes.append(error.__cause__)
+            raise
+
+    monkeypatch.setattr(Trainer, "train_step", exhausted)
+    error = started(task, *tiny, *overrides)
+    assert error.startswith("error: cpu is out of memory with trainer.micro_batch=")
+    assert said in error
+    assert "\n" not in error
+    assert isinstance(causes[0], torch.OutOfMemoryError)
+
+
 def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
     short = ["trainer.steps=3", "model.seq_len=16", "trainer.batch_tokens=32", "data.val_fraction=0.01"]
     done = command_line("train.py", *tiny, *short, "attention=flash", env={"TRITON_INTERPRET": "1"})
@@ -191,13 +227,16 @@ def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
     assert json.loads((only_run(tmp_path) / "summary.json").read_text())["attention"] == "flash"
 
 
-def test_a_directory_holds_one_run(started, tiny, tmp_path):
+def test_a_directory_holds_one_run(started, tiny, tmp_path, capsys):
     """Another run is refused there; the run itself goes on and keeps its rows."""
     here = [*tiny, "hydra.run.dir=here", "trainer.save_every=6"]
     assert started(train.main, *here) == 0
     assert "holds a run already" in started(train.main, *here)
     again = ["trainer.steps=15", "trainer.resume=here/checkpoints/step-00000006"]
+    capsys.readouterr()
     assert started(train.main, *here, *again) == 0
+    gone = "removed step-00000012: newer than the step this run goes on from"
+    assert gone in capsys.readouterr().out.splitlines()
     assert sorted(losses_by_step(tmp_path / "here")) == list(range(1, 16))
 
 
@@ -216,10 +255,36 @@ def test_refusing_leaves_the_current_directory_alone(command_line, tmp_path):
     assert tmp_path.is_dir()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=text_files", "--cfg", "job"],
+        ["--cfg", "job", "data=text_files"],
+        ["data=text_files", "-c", "job"],
+        ["data=text_files", "hydra.run.dir=made", "--cfg", "job"],
+    ],
+)
+@pytest.mark.parametrize("script", ["prepare.py", "train.py"])
+def test_options_stand_before_or_after_the_settings(command_line, tmp_path, script, words):
+    """Also where the settings are not the user's alone: of prepare.py, and of all ranks but the first."""
+    done = command_line(script, *words, env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "source: text_files" in done.stdout
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
     done = command_line("train.py", *tiny, "hydra.run.dir=/proc/run")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: the run directory cannot be made")
+
+
+def test_a_numbered_gpu_under_torchrun_is_refused(started, monkeypatch, tiny):
+    """Each rank takes the one of its local rank, whatever was asked for."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    error = started(train.main, *tiny, "trainer.device=cuda:1")
+    assert error.startswith("error: trainer.device=cuda:1: under torchrun each rank takes its own GPU; use ")
 
 
 @pytest.mark.parametrize("options", [["-n", "-5"], ["-n", "many"], ["-t", "nan"], ["--samples", "0"]])
@@ -237,6 +302,14 @@ def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, 
     assert done.returncode == 1
     assert "wandb login" in done.stderr.splitlines()[-1]
     assert not any((tmp_path / "runs").iterdir())  # nothing that would block a second try
+
+
+@pytest.mark.parametrize("overrides", [[], ["logger.mode=offline"]])
+def test_without_wandb_installed_one_line_says_what_to_do(started, monkeypatch, tiny, tmp_path, overrides):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not there
+    error = started(train.main, *tiny, "logger=wandb", *overrides)
+    assert error == "error: wandb is not installed: pip install wandb, or use logger=none."
+    assert not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -274,7 +347,7 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_envi
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "trainer.resume=cut" in out
+    assert "hydra.run.dir=cut trainer.resume=cut" in out
     resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut")
     assert resumed.returncode == 0, resumed.stderr
     before, after, whole = (losses_by_step(tmp_path / name) for name in ("cut", "resumed", "whole"))

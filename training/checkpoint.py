@@ -92,14 +92,15 @@ def _behind(path: Path) -> Path:
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
-def drop_after(run_dir: Path, step: int) -> None:
-    """Remove what is newer than `step`: it belongs to a branch of the run that is not gone on with."""
+def drop_after(run_dir: Path, step: int) -> list[str]:
+    """Remove what is newer than `step`, where the run resumes, and return its names: that branch ends here."""
     newer = [path for path in saved(run_dir) if int(path.name.removeprefix("step-")) > step]
     if _behind(run_dir / FOLDER / BEST) in newer:
         (run_dir / FOLDER / BEST).unlink()
     for path in newer:
         _put_aside(path)
     _sweep(run_dir)
+    return [path.name for path in newer]
 
 
 def at(run_dir: Path, step: int) -> Path:

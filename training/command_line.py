@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -24,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from . import torchrun
-from .config import Config, from_hydra
+from .config import Config, ConfigError, from_hydra, is_users
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -42,10 +43,14 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.exit(
             "error: -m does not work under torchrun; start one torchrun a setting, with one logger.group."
         )
-    if not makes_run:
-        sys.argv.append("hydra.run.dir=.")
+    options = _check_words(sys.argv[1:])
+    ours = [] if makes_run else ["hydra.run.dir=."]
     if usage:
-        sys.argv.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
+        ours.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
+    # Behind the user's settings, since Hydra takes them in one piece only; without any, before all options.
+    theirs = list(options.overrides)
+    end = len(sys.argv) - sys.argv[::-1].index(theirs[-1]) if theirs else 1
+    sys.argv[end:end] = ours
     OmegaConf.register_new_resolver("run_name", _run_name, use_cache=True, replace=True)
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
@@ -67,7 +72,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
                 config.logger.tags.append(recipe)
             task(config, Path(os.path.relpath(run_dir)))
         except ValueError as error:
-            if not _is_users(error):
+            if not is_users(error):
                 raise
             # Said at the end: a sweep goes on with its other runs.
             refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
@@ -76,10 +81,14 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
                 run_dir.rmdir()  # it ended before it began
 
     try:
-        _check_words(sys.argv[1:])
+        if options.cfg and not options.config_dir:  # Hydra prints settings without a look at them
+            with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+                from_hydra(hydra.compose("train", theirs))
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_explain(error)}")
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     except OSError as error:
         if begun:
             raise
@@ -92,8 +101,8 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.exit("\n".join(refused))
 
 
-def _check_words(arguments: list[str]) -> None:
-    """End with what would be right where a setting is not written key=value: --steps 5, trainer.steps 5."""
+def _check_words(arguments: list[str]) -> Namespace:
+    """Hydra's reading of them; ends with what would be right where a setting is not key=value: trainer.steps 5."""
     known, unknown = get_args_parser().parse_known_args(arguments)
     words = {*unknown, *known.overrides}
     wrong = [
@@ -102,10 +111,12 @@ def _check_words(arguments: list[str]) -> None:
         if word in words and (word.startswith("--") or not re.match(r"~|\+{0,2}[^=+]+=", word))
     ]
     if unknown and not wrong:
-        sys.exit(f"error: {unknown[0]}: options, as -m, stand before all settings or behind them")
+        sys.exit(f"error: {unknown[0]}: put options such as -m before or after all key=value settings")
+    if known.cfg and known.multirun:
+        sys.exit("error: --cfg prints the settings of one run: leave -m out")
     if not wrong:
         _check_groups(known.overrides)
-        return
+        return known
     told = " ".join(wrong)
     key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", told).groups()
     near = _nearest(key)
@@ -116,9 +127,12 @@ def _check_words(arguments: list[str]) -> None:
 def _check_groups(overrides: list[str]) -> None:
     """End where a group is given what is no option: Hydra takes a list's last one, and raises on null."""
     for word in overrides:
-        group = word.partition("=")[0]
+        group, _, option = word.partition("=")
         if not (CONFIGS / group).is_dir():
             continue
+        if "/" in group:
+            group, _, folder = group.partition("/")
+            sys.exit(f"error: {word}: did you mean {group}={folder}/{option}?")
         value = OverridesParser.create().parse_override(word).value()
         if value is None or isinstance(value, list | bool | int | float):
             sys.exit(f"error: {word}: {group} takes one of {', '.join(_options(group))}")
@@ -127,11 +141,6 @@ def _check_groups(overrides: list[str]) -> None:
 def _options(group: str) -> list[str]:
     folder = CONFIGS / group
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
-
-
-def _is_users(error: ValueError) -> bool:
-    """Whether a room raised this on purpose: training.ConfigError, data.DataError, kernels.AttentionError."""
-    return type(error).__module__.split(".")[0] in {"training", "data", "kernels"}
 
 
 def _run_name(*parts: str) -> str:
@@ -174,18 +183,23 @@ def _quoted(override: str) -> str:
 
 
 def _nearest(key: str) -> str | None:
-    """The setting most like `key`: as a whole, or by its last word, since people forget groups."""
-    known = list(_keys(Config))
-    if near := get_close_matches(key, known, n=1, cutoff=0.8):
+    """The setting or group meant by `key`: of the same last word, since people forget groups, or the most alike."""
+    settings = list(_keys(Config))
+    word = key.split(".")[-1]
+    if same := [each for each in settings if each.split(".")[-1] == word]:
+        return get_close_matches(key, same, n=1, cutoff=0)[0]
+    groups = [] if "." in key else [path.name for path in CONFIGS.iterdir() if path.is_dir()]
+    if near := get_close_matches(key, settings + groups, n=1, cutoff=0.8):
         return near[0]
-    by_last_word = {setting.split(".")[-1]: setting for setting in known}
-    near = get_close_matches(key.split(".")[-1], by_last_word, n=1)
+    by_last_word = {each.split(".")[-1]: each for each in settings}
+    near = get_close_matches(word, by_last_word, n=1, cutoff=0.75)
     return by_last_word[near[0]] if near else None
 
 
 def _keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a dataclass tree, the groups included."""
+    """Every dotted key of a dataclass tree, but for the groups themselves."""
     for f in fields(schema):
-        yield prefix + f.name
         if is_dataclass(f.default_factory):
             yield from _keys(f.default_factory, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name

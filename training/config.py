@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from model.config import GPTConfig
 
 from .optimizer import OptimizerConfig
-from .schedule import ScheduleConfig
+from .schedule import Decay, ScheduleConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 class ConfigError(ValueError):
     """Something a user asked for that cannot be; one line with the remedy."""
+
+
+def is_users(error: ValueError) -> bool:
+    """Whether a room raised this for the user to mend, as it does a ConfigError; any other ValueError is a bug."""
+    return type(error).__module__.split(".")[0] in {"training", "data", "kernels", "reproduce"}
 
 
 class Precision(Enum):
@@ -50,6 +55,8 @@ class Layers(Enum):
 class ModelConfig(GPTConfig):
     """GPT-2's shape, and what computes its layers other than attention."""
 
+    # Token ids the model reads and predicts. null: the tokenizer's; another is refused.
+    vocab_size: int | None = None
     # The head and its loss. Fused: kernels.linear_cross_entropy, which never holds the full logits.
     loss: Layers = Layers.auto
     # In the blocks, fused: each GELU with its bias one kernel, each residual addition with its bias and the LayerNorm
@@ -58,11 +65,15 @@ class ModelConfig(GPTConfig):
     block: Layers = Layers.auto
 
     def __post_init__(self) -> None:
+        given = self.vocab_size
+        if given is None:
+            self.vocab_size = GPTConfig.vocab_size  # until the tokenizer is known
         try:
             super().__post_init__()
         except ValueError as error:
             # Of the room `model`, which does not know what its settings are called here.
             raise ConfigError(re.sub(r"(\w+)=", r"model.\1=", str(error))) from None
+        self.vocab_size = given
 
 
 @dataclass
@@ -195,6 +206,8 @@ class Config:
     seed: int = 1337
 
     def __post_init__(self) -> None:
+        # Not in ScheduleConfig's: Hydra takes the defaults from an instance, where the decay is not the user's yet.
+        self.schedule.final_fraction = self.schedule.resolved_final_fraction
         if self.trainer.batch_tokens % self.model.seq_len:
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is no multiple of "
@@ -268,5 +281,15 @@ def to_yaml(config: Config) -> str:
 def load_config(path: str | os.PathLike) -> Config:
     """The config a run wrote to its config.yaml."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    try:
+        kept = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        if kept.schedule.decay is Decay.constant:
+            kept.schedule.final_fraction = None  # runs were written with one, which was ignored
+        return OmegaConf.to_object(kept)
+    except ConfigError:
+        raise
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error

@@ -57,6 +57,10 @@ def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
     except RuntimeError:
         raise ConfigError(f"{option}{name} is no device; use auto, cpu, cuda or cuda:N.") from None
     if device.type == "cuda":
+        if torchrun.launched() and device.index is not None:
+            raise ConfigError(
+                f"{option}{name}: under torchrun each rank takes its own GPU; use {option}cuda."
+            )
         if not torch.cuda.is_available():
             raise ConfigError(f"{option}{name}: torch sees no CUDA device; use {option}cpu.")
         index = int(os.environ["LOCAL_RANK"]) if torchrun.launched() else device.index or 0

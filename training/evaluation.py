@@ -51,7 +51,7 @@ def evaluate(
     world: World,
     autocast: Callable[[], AbstractContextManager],
 ) -> Evaluation:
-    """Mean NLL of `model` over this rank's (inputs, targets) batches, summed over ranks; targets of -1 count not.
+    """Mean NLL of `model` over this rank's (inputs, targets) batches, summed over ranks; targets of -1 are ignored.
 
     Uses no random numbers and touches no training state.
     """

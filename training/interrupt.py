@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step in hand, so that the run can be saved and gone on with."""
+"""Ctrl-C and SIGTERM: finish the step in hand, so that the run can be saved and resumed."""
 
 from __future__ import annotations
 

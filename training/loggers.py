@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import os
 import secrets
@@ -47,8 +48,8 @@ class Logger(Protocol):
 class CsvLogger:
     """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once.
 
-    A run that is gone on with in its own directory keeps its rows up to `step`, where it goes on; an evaluation there
-    is made again, since a checkpoint is older than the evaluation of its step.
+    A run resumed in its own directory keeps its rows up to `step`, where it resumes; an evaluation there is made
+    again, since a checkpoint is older than the evaluation of its step.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -139,6 +140,8 @@ def _wandb_id(run_dir: Path) -> str:
 
 def wandb_mode(mode: WandbMode) -> str:
     """online or offline (or what WANDB_MODE says), decided without a prompt and without the network."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError("wandb is not installed: pip install wandb, or use logger=none.")
     if mode is WandbMode.offline:
         return "offline"
     if mode is WandbMode.auto:

@@ -1,4 +1,4 @@
-"""A run back from its directory: to be gone on with, or its model to be sampled from."""
+"""Load a run from its directory, to resume it or to sample from its model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .distributed import resolve_device
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-# Settings, by how they begin, that may change without a word: they change no weight, or identity() refuses them.
+# Prefixes of settings whose change is not reported on resume: they change no weight, or identity() refuses them.
 _BESIDES = (
     *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
     *("trainer.log_every", "trainer.eval_every", "trainer.save_every"),
@@ -30,7 +30,7 @@ _BESIDES = (
 
 
 class Resumed(NamedTuple):
-    """Where a run goes on; one that begins goes on from nothing."""
+    """Where a run resumes; a new one has nothing to resume from."""
 
     step: int = 0
     seconds: float = 0.0  # that it has run for

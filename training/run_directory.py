@@ -48,7 +48,8 @@ def open_run(run: Trainer) -> list[Logger]:
     run_dir = run.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     # What came after the step to go on from goes: first the checkpoints, which say where a next start goes on.
-    checkpoint.drop_after(run_dir, run.start)
+    if gone := checkpoint.drop_after(run_dir, run.start):
+        print(f"removed {', '.join(gone)}: newer than the step this run goes on from", flush=True)
     for end in ("summary.json", "sample.txt"):
         (run_dir / end).unlink(missing_ok=True)
     write_whole(run_dir / "config.yaml", to_yaml(run.config))
@@ -56,10 +57,12 @@ def open_run(run: Trainer) -> list[Logger]:
     write_json(run_dir / "tokenizer.json", run.corpus.manifest.tokenizer)
     where = environment(run.world.device)
     write_json(run_dir / "environment.json", where)
+    facts = run.facts()
+    write_json(run_dir / "facts.json", facts)
     loggers: list[Logger] = [CsvLogger(run_dir / "metrics.csv", run.start)]
     rows = banner(run)
     if run.config.logger.wandb:
-        wandb_logger = WandbLogger(run.config, run_dir, run.facts(), where)
+        wandb_logger = WandbLogger(run.config, run_dir, facts, where)
         loggers.append(wandb_logger)
         rows += wandb_logger.where()
     print(table("tilegpt", [*rows, ("run", str(run_dir))]), flush=True)
@@ -70,11 +73,13 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
     """Print how it ended; a finished run gets its summary.json and a sample."""
     if not summary:
         trainer = run.config.trainer
-        adding = f" and add trainer.resume={run.run_dir}"
+        here = f"hydra.run.dir={run.run_dir} trainer.resume={run.run_dir}"
+        adding = f" and add {here}"
         if trainer.init_from and not trainer.resume:
-            adding = f", with trainer.resume={run.run_dir} in place of trainer.init_from"
+            adding = f", with {here} in place of trainer.init_from"
         print(
-            f"stopped at step {done:,} and saved; to go on, give this run's command again{adding}", flush=True
+            f"stopped at step {done:,} and saved; to go on in its directory, give this run's command again{adding}",
+            flush=True,
         )
         return
     write_json(run.run_dir / "summary.json", summary)

@@ -18,18 +18,31 @@ class ScheduleConfig:
     decay: Decay = Decay.cosine
     # Part of the run that warms up, so that a shorter run stays the same recipe. 0.01 in the FlashAttention recipe.
     warmup_fraction: float = 0.05
-    # The last step's rate as a fraction of optimizer.lr: 0.1 is usual with cosine, 0 with linear.
-    final_fraction: float = 0.1
+    # The last step's rate as a fraction of optimizer.lr. null: what is usual with the decay, 0.1 with cosine, 0 with
+    # linear. Constant takes none.
+    final_fraction: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_fraction < 1:
             raise ValueError(f"schedule.warmup_fraction is {self.warmup_fraction}; it must be in [0, 1).")
-        if not 0 <= self.final_fraction <= 1:
+        if self.decay is Decay.constant:
+            if self.final_fraction is not None:
+                raise ValueError(
+                    f"schedule.final_fraction is {self.final_fraction}, but with schedule=constant nothing decays: "
+                    "leave it out, or take schedule=cosine or linear."
+                )
+        elif not 0 <= self.resolved_final_fraction <= 1:
             raise ValueError(f"schedule.final_fraction is {self.final_fraction}; it must be between 0 and 1.")
+
+    @property
+    def resolved_final_fraction(self) -> float | None:
+        if self.final_fraction is None:
+            return {Decay.cosine: 0.1, Decay.linear: 0.0}.get(self.decay)
+        return self.final_fraction
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """The rate of step `step` (0-based) of `steps`; the last step gets `peak * final_fraction`."""
+    """The rate of step `step` (0-based) of `steps`; the last step gets the final fraction of `peak`."""
     warmup = round(config.warmup_fraction * steps)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -40,4 +53,5 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) ->
         Decay.linear: 1 - progress,
         Decay.cosine: 0.5 * (1 + math.cos(math.pi * progress)),
     }[config.decay]
-    return peak * (config.final_fraction + (1 - config.final_fraction) * remaining)
+    final = config.resolved_final_fraction
+    return peak * (final + (1 - final) * remaining)

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, Corpus, EvaluationBatches, prefetch
 from kernels import attention_tier, bind, resolve_attention
-from model.config import GPTConfig
 from model.gpt import GPT
 
 from . import checkpoint
@@ -45,7 +44,10 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
     Raises ConfigError, data.DataError or kernels.AttentionError, each one line, for what a user can mend.
     """
     with world(config.trainer.device) as ranks:
-        summary = Trainer(config, Path(ranks.share(str(run_dir))), ranks).run()
+        try:
+            summary = Trainer(config, Path(ranks.share(str(run_dir))), ranks).run()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(_out_of_memory(config, ranks)) from error
         # DistributedDataParallel is in a cycle. Left to the end of the interpreter, gloo may end a finished rank with
         # "terminate called without an active exception": in torch alone 8 of 44 launches, 0 of 40 with it collected.
         gc.collect()
@@ -352,9 +354,21 @@ def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
+def _out_of_memory(config: Config, ranks: World) -> str:
+    _, micro_batch = config.accumulation_steps(ranks.size)
+    full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
+    if micro_batch == 1:
+        return f"{full}: one sequence at a time is too much; lower model.seq_len or take a smaller model."
+    half = max(n for n in range(1, micro_batch // 2 + 1) if micro_batch % n == 0)
+    return (
+        f"{full}: use trainer.micro_batch={half}; gradients accumulate, so the global batch stays "
+        f"trainer.batch_tokens={config.trainer.batch_tokens}."
+    )
+
+
 def _with_vocabulary(config: Config, corpus: Corpus) -> ModelConfig:
     """The model's config with what the tokenizer decides."""
-    if config.model.vocab_size not in (GPTConfig.vocab_size, corpus.n_vocab):
+    if config.model.vocab_size not in (None, corpus.n_vocab):
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
             f"{corpus.n_vocab} tokens; leave model.vocab_size out."

@@ -199,9 +199,28 @@ def test_an_unfinished_run_shows_how_far_it_came(copies, capsys):
     assert "at step 4)" in said  # losses are held against each other where both were evaluated
 
 
+def test_an_unfinished_run_says_what_auto_became(copies, text_file, capsys):
+    train(_config(text_file, "auto"), copies / "2")
+    (copies / "2" / "summary.json").unlink()
+    capsys.readouterr()
+    assert main(["compare", str(copies / "0_naive"), str(copies / "2")]) == 0
+    said = capsys.readouterr().out
+    assert "not finished: sdpa" in said
+    assert "auto" not in said
+    assert "differ in more than attention" not in said
+
+
+def test_a_run_from_before_facts_were_kept_apart_has_them_in_its_summary(copies):
+    before = find_runs([str(copies)])
+    for path in copies.glob("*/facts.json"):
+        path.unlink()
+    facts = [{key: run.facts[key] for key in before[0].facts} for run in find_runs([str(copies)])]
+    assert facts == [run.facts for run in before]
+
+
 def test_runs_of_other_tokens_are_compared_by_speed_only(copies, capsys):
-    summary = copies / "1_sdpa" / "summary.json"
-    summary.write_text(summary.read_text().replace('"corpus": "', '"corpus": "another-'))
+    facts = copies / "1_sdpa" / "facts.json"
+    facts.write_text(facts.read_text().replace('"corpus": "', '"corpus": "another-'))
     assert main(["compare", str(copies)]) == 0
     said = capsys.readouterr().out
     assert "losses are not compared: sdpa" in said
@@ -251,7 +270,7 @@ def test_what_a_shells_star_names_beside_the_runs_is_passed_over(copies, capsys)
 
 def test_a_run_that_left_no_settings_is_not_guessed_about(copies, capsys):
     (copies / "1_sdpa" / "config.yaml").unlink()
-    for name in ("summary.json", "environment.json"):
+    for name in ("summary.json", "facts.json", "environment.json"):
         (copies / "1_sdpa" / name).unlink()
     assert main(["compare", str(copies)]) == 0
     said = capsys.readouterr().out

@@ -1,9 +1,12 @@
 """What becomes of a command line: composed, refused, interrupted. In this process, with tasks that train nothing."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+import reproduce.__main__
+import sample
 from training.config import Config, ConfigError
 
 
@@ -17,12 +20,27 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("experiment=paper/gpt2_smal", "did you mean paper/gpt2_small? experiment has: compare/gpt2_small, "),
         ("experiment=gpt2_medium", "did you mean paper/gpt2_medium?"),
         ("attention=flsh", "did you mean flash? attention has: auto, "),
+        ("experiment/compare=gpt2_small", "did you mean experiment=compare/gpt2_small?"),
+        ("experimnt=compare/gpt2_small", "experimnt is not a setting; did you mean experiment?"),
+        ("trainer.lr=3", "did you mean optimizer.lr?"),
+        ("trainer.seed=3", "did you mean seed?"),
+        ("trainr.step=3", "did you mean trainer.steps?"),
+        ("model.layer=3", "did you mean model.n_layer?"),
+        ("model.bias=false", "model.bias is not a setting; `python train.py --cfg job` prints all settings"),
+        ("model=nano trainer.batch_tokens=100 --cfg job", "nearest: 64 or 128"),
+        ("model=nano +unknown=1 --cfg job", "unknown is not a setting"),
+        ("schedule.warmup_fraction=2 --cfg job", "it must be in [0, 1)"),
+        ("attention=naive,sdpa -m --cfg job", "--cfg prints the settings of one run: leave -m out"),
+        (
+            "schedule=constant schedule.final_fraction=0.5",
+            "with schedule=constant nothing decays: leave it out",
+        ),
         ("trainer.steps 5", "trainer.steps 5: did you mean trainer.steps=5?"),
         ("seed=1 --steps 5 attention=naive", "--steps 5: did you mean trainer.steps=5?"),
         ("--lr=1", "--lr=1: did you mean optimizer.lr=1?"),
         ("trainer.steps", "did you mean trainer.steps=VALUE?"),
         ("--foo", "settings are written key=value"),
-        ("attention=naive,sdpa -m seed=1", "seed=1: options, as -m, stand before all settings"),
+        ("attention=naive,sdpa -m seed=1", "seed=1: put options such as -m before or after all"),
         ("=3", "=3: settings are written key=value"),
         ("model=null", "model=null: model takes one of gpt2_large, "),
         ("attention=[naive,sdpa]", "attention=[naive,sdpa]: attention takes one of auto, "),
@@ -32,6 +50,7 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("trainer.sample_prompt=it's(x", r"the shell's quotes, " + r'''"trainer.sample_prompt='it\'s(x'"'''),
         ("hydra/launcher=joblib", "hydra/launcher/joblib"),
         ("model.n_embd=32 model.n_head=3", "set model.n_embd=30 or 33, or model.n_head=2 or 4"),
+        ("model.vocab_size=0", "model.vocab_size=0: it must be at least 1"),
         ("model.dropout=1.5", "model.dropout=1.5: it is a probability"),
     ],
 )
@@ -78,9 +97,43 @@ def test_a_sweep_goes_on_behind_a_refused_run(started, tmp_path):
     assert sorted(path.name for path in sweep.glob("*_nano_*")) == ["0_nano_naive", "3_nano_sdpa"]
 
 
+@pytest.mark.parametrize("words", [["attention=naive"], ["attention.name=naive"]])
+def test_a_run_is_named_by_its_attention(started, words):
+    names = []
+    assert started(lambda _config, run_dir: names.append(run_dir.name), *words) == 0
+    assert started(lambda _config, run_dir: names.append(run_dir.name), "-m", "seed=1,2", *words) == 0
+    assert ["_nano_naive" in name for name in names] == [True] * 3
+
+
 def test_what_is_no_users_mistake_is_not_caught(started):
     def broken(_config: Config, _run_dir: Path) -> None:
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
         started(broken)
+
+
+def bug(*_args):
+    raise ValueError("a bug")
+
+
+def test_sample_and_reproduce_catch_no_bug_either(monkeypatch):
+    monkeypatch.setattr("training.restore.load_run", bug)
+    monkeypatch.setattr(sys, "argv", ["sample.py", "run"])
+    with pytest.raises(ValueError, match="a bug"):
+        sample.main()
+    monkeypatch.setattr("reproduce.__main__.find_experiment", bug)
+    with pytest.raises(ValueError, match="a bug"):
+        reproduce.__main__.main(["attention"])
+
+
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    for name in ("checkpoints/step-00000001/weights.pt", "tokenizer.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(tmp_path)])
+    for text in ("model: [", "model: {n_layer: many}", "unheard_of: 1", "optimizer: {lr: -1}"):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(SystemExit, match=r"error: .*config\.yaml cannot be read: ") as refused:
+            sample.main()
+        assert "\n" not in str(refused.value)

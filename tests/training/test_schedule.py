@@ -23,6 +23,11 @@ def test_decay_starts_at_the_peak_and_ends_at_the_final_fraction(decay):
     assert decayed == sorted(decayed, reverse=True)
 
 
+def test_the_final_fraction_is_by_default_the_decays_own():
+    for decay, final in (Decay.cosine, 0.1), (Decay.linear, 0.0), (Decay.constant, 1.0):
+        assert rates(101, decay=decay)[100] == pytest.approx(final)
+
+
 def test_linear_and_cosine_differ_between():
     assert (
         rates(101, warmup_fraction=0, decay=Decay.cosine)[25]
@@ -30,7 +35,14 @@ def test_linear_and_cosine_differ_between():
     )
 
 
-@pytest.mark.parametrize("bad", [{"warmup_fraction": -1}, {"final_fraction": 1.5}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"warmup_fraction": -1},
+        {"final_fraction": 1.5},
+        {"final_fraction": 0.5, "decay": Decay.constant},
+    ],
+)
 def test_impossible_values_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         ScheduleConfig(**bad)
