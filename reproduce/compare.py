@@ -247,7 +247,7 @@ def _aligned(runs: list[Run], differing: dict[str, list]) -> list[str]:
 
 
 def _value(value: object) -> str:
-    return "not known" if value is None else str(value)
+    return "none" if value is None else str(value)
 
 
 # ---- the page ----------------------------------------------------------------------------------------
