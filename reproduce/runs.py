@@ -132,7 +132,7 @@ class Run:
         are known because a step that evaluates has a row before and one after.
         """
         step_ms = self.speed("perf/step_ms")
-        if step_ms is None or self.rows[0]["step"] != 1 or "seconds" not in self.rows[-1]:
+        if step_ms is None or not self.rows or self.rows[0]["step"] != 1 or "seconds" not in self.rows[-1]:
             return None
         evaluation = 0.0
         for before, row in zip([{}, *self.rows], self.rows, strict=False):
@@ -211,7 +211,7 @@ def _read_directory(path: Path) -> Run:
         config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     except FileNotFoundError:
         config = {}
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ReproduceError(f"{path / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}") from None
     summary = _read_json(path / "summary.json")
     # A run from before facts.json has its facts in the summary, or nowhere.
@@ -226,7 +226,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not UTF-8
         raise ReproduceError(f"{path} cannot be read: {error}") from None
 
 
@@ -236,10 +236,13 @@ def _read_rows(path: Path) -> list[dict[str, float]]:
     if not file.is_file():
         return []
     rows = []
-    with file.open(newline="") as lines:
-        for cells in csv.DictReader(lines):
-            if None not in cells.values():
-                rows.append({name: float(cell) for name, cell in cells.items() if cell})
+    try:
+        with file.open(newline="") as lines:
+            for cells in csv.DictReader(lines):
+                if None not in cells.values():
+                    rows.append({name: float(cell) for name, cell in cells.items() if cell})
+    except ValueError as error:  # no number, or not UTF-8
+        raise ReproduceError(f"{file} cannot be read: {error}") from None
     return rows
 
 

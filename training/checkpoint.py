@@ -74,6 +74,8 @@ def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
         write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
         partial.unlink(missing_ok=True)
         partial.symlink_to(checkpoint.name)
+        if link.is_dir() and not link.is_symlink():  # a copy of the run that followed it
+            _put_aside(link)
         partial.replace(link)  # at once: a kill leaves the old best or the new one, and either is whole
     except OSError as error:
         raise ConfigError(f"{link} could not be made a link to {checkpoint.name}: {error}") from error
@@ -119,7 +121,7 @@ def _put_aside(path: Path) -> None:
 
 
 def _sweep(run_dir: Path) -> None:
-    for rubbish in (run_dir / FOLDER).glob("step-*.*"):
+    for rubbish in (run_dir / FOLDER).glob("*.*"):
         shutil.rmtree(rubbish, ignore_errors=True)
 
 

@@ -133,7 +133,10 @@ def _check_groups(overrides: list[str]) -> None:
         if "/" in group:
             group, _, folder = group.partition("/")
             sys.exit(f"error: {word}: did you mean {group}={folder}/{option}?")
-        value = OverridesParser.create().parse_override(word).value()
+        try:
+            value = OverridesParser.create().parse_override(word).value()
+        except HydraException:
+            continue  # it cannot be read, as Hydra will say
         if value is None or isinstance(value, list | bool | int | float):
             sys.exit(f"error: {word}: {group} takes one of {', '.join(_options(group))}")
 

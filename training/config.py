@@ -177,6 +177,9 @@ class TrainerConfig:
         for name in ("steps", "grad_clip", "eval_every", "save_every", "sample_tokens"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be 0 or more.")
+        for name in ("resume", "init_from"):
+            if getattr(self, name) == "":  # a shell's variable that was never set
+                raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")
 

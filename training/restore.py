@@ -110,7 +110,11 @@ def read_run(found: Path) -> tuple[Config, str]:
     for file in files:
         if not file.is_file():
             raise ConfigError(f"{file} is missing; a checkpoint needs the run directory it was written in.")
-    return load_config(files[0]), json.loads(files[1].read_text())["sha256"]
+    config = load_config(files[0])
+    try:
+        return config, json.loads(files[1].read_text())["sha256"]
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{files[1]} cannot be read: {error}") from None
 
 
 def load_run(

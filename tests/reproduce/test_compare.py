@@ -218,6 +218,21 @@ def test_a_run_from_before_facts_were_kept_apart_has_them_in_its_summary(copies)
     assert facts == [run.facts for run in before]
 
 
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "facts.json", "summary.json", "environment.json", "metrics.csv"]
+)
+def test_a_file_that_cannot_be_read_is_named(copies, capsys, name):
+    (copies / "1_sdpa" / name).write_bytes(b"step\n\xff\n")
+    assert main(["compare", str(copies)]) == 1
+    assert f"{name} cannot be read: " in capsys.readouterr().err
+
+
+def test_an_end_without_the_way_there_is_compared(copies, capsys):
+    (copies / "1_sdpa" / "metrics.csv").write_text("")
+    assert main(["compare", str(copies)]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
 def test_runs_of_other_tokens_are_compared_by_speed_only(copies, capsys):
     facts = copies / "1_sdpa" / "facts.json"
     facts.write_text(facts.read_text().replace('"corpus": "', '"corpus": "another-'))

@@ -152,6 +152,19 @@ def test_a_kill_leaves_the_old_best(tmp_path, monkeypatch, at):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "step-00000010"]
 
 
+def test_a_best_that_a_copy_made_a_folder_gives_way(tmp_path):
+    """As `cp -rL` does, and whatever knows no links."""
+    save(tmp_path / "run", 5, keep=1)
+    checkpoint.keep_best(tmp_path / "run", 5, 3.0, keep=1)
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert not (copy / "checkpoints" / "best").is_symlink()
+    assert checkpoint.best(copy)[1] == 3.0
+    save(copy, 10, keep=1)
+    checkpoint.keep_best(copy, 10, 2.0, keep=1)
+    assert checkpoint.best(copy) == (checkpoint.at(copy, 10), 2.0)
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["best", "step-00000010"]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 5)
     checkpoint.save(tmp_path, 5, {"w": torch.full((4,), 7.0)}, {"identity": {}}, 2)

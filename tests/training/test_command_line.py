@@ -47,6 +47,9 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("attention=naive,sdpa", "attention=naive,sdpa: several values are one run each with -m"),
         ("data.files=a,b", "a list is data.files=[a,b], a text with commas \"data.files='a,b'\""),
         ("trainer.sample_prompt=f(x", "trainer.sample_prompt=f(x: it cannot be read; "),
+        ("attention=[naive", "attention=[naive: it cannot be read; "),
+        ("trainer.init_from=", "trainer.init_from is empty: name a run directory, or leave it out"),
+        ("trainer.resume=", "trainer.resume is empty"),
         ("trainer.sample_prompt=it's(x", r"the shell's quotes, " + r'''"trainer.sample_prompt='it\'s(x'"'''),
         ("hydra/launcher=joblib", "hydra/launcher/joblib"),
         ("model.n_embd=32 model.n_head=3", "set model.n_embd=30 or 33, or model.n_head=2 or 4"),
@@ -137,3 +140,6 @@ def test_a_config_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match=r"error: .*config\.yaml cannot be read: ") as refused:
             sample.main()
         assert "\n" not in str(refused.value)
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(SystemExit, match=r"error: .*tokenizer\.json cannot be read: "):
+        sample.main()
