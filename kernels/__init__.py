@@ -3,7 +3,7 @@
     name, attention = resolve_attention("auto", device=device, dtype=torch.bfloat16, head_dim=64)
     out = attention(q, k, v, causal=True)
 
-The signature is documented at `kernels.naive.naive_attention`, which does all of it the slow and obvious way.
+The arguments are documented in `kernels.arguments`; `kernels.naive` does all of it the slow and obvious way.
 """
 
 from . import flash, history, library, naive  # each registers its backends

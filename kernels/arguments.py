@@ -1,4 +1,26 @@
-"""The checks every backend makes of its arguments: a mistake is one clear line wherever it is made."""
+"""The arguments of every attention, and the checks that each backend makes of them: a mistake is one clear line.
+
+Query i is aligned bottom-right: its position among the keys is i + kv_len - q_len.
+
+    q                (batch, heads, q_len, head_dim)
+    k, v             (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, consecutive query heads share one
+    causal           a query sees no key after its own position
+    scale            of the logits; None means 1/sqrt(head_dim)
+    dropout_p        share of the probabilities set to 0, the others divided by 1 minus it; rounded to 2^-16
+    dropout_seed     int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
+                     `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or moved
+    window           (left, right): a query sees at most so many keys before and after its position; -1 for no limit
+    softcap          logits become softcap * tanh(logits / softcap) (Gemma 2); 0 for none
+    alibi_slopes     (heads,): subtract slope * |query position - key position| (Press et al. 2022), after softcap
+    sinks            (heads,): a learnable logit a head that takes part in the softmax and has no value (gpt-oss)
+    cu_seqlens       int32 (documents + 1,): ascending offsets of packed documents in the batch * length tokens, first
+                     0, last batch * length. A token sees only its own document and its own row
+    kv_lengths       int32 (batch,): keys from there on are padding, seen by nobody. Alignment still uses kv_len
+    block_mask       bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): tiles that may be seen
+                     (FlashAttention section 3.3), on top of every other mask
+    return_lse       also return the log-sum-exp
+    precise_delta    a backward without the rounding of the output (arXiv 2510.04212); `naive` never had it
+"""
 
 import math
 
@@ -65,7 +87,7 @@ def check_features(
     kv_lengths: torch.Tensor | None,
     block_mask: torch.Tensor | None,
 ) -> None:
-    """The optional arguments of `naive_attention` must fit q, k and each other."""
+    """The optional arguments must fit q, k and each other."""
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
     if window is not None and (len(window) != 2 or min(window) < -1):

@@ -35,38 +35,11 @@ def naive_attention(
     return_lse: bool = False,
     precise_delta: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T * scale) v, with everything the house's seam knows.
-
-    Query i is aligned bottom-right: its position among the keys is i + kv_len - q_len. A query that may see
-    no key gives 0 (and an lse of -inf).
-
-    Args:
-        q: (batch, heads, q_len, head_dim).
-        k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, and consecutive query heads share
-            one.
-        causal: a query sees no key after its own position.
-        scale: of the logits; None means 1/sqrt(head_dim).
-        dropout_p: share of the probabilities set to 0, the others divided by 1 minus it. Rounded to 2^-16.
-        dropout_seed: int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
-            `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or moved.
-        window: (left, right): a query sees at most so many keys before and after its own position; -1 for no
-            limit.
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); 0 for none.
-        alibi_slopes: (heads,): subtract slope * |query position - key position| (Press et al. 2022), after
-            softcap.
-        sinks: (heads,): a learnable logit a head that takes part in the softmax and has no value (gpt-oss).
-        cu_seqlens: int32 (documents + 1,): ascending offsets of packed documents in the batch * length
-            tokens, first 0, last batch * length. A token sees only its own document and its own row.
-        kv_lengths: int32 (batch,): keys from there on are padding, seen by nobody. Alignment still uses
-            kv_len.
-        block_mask: bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): tiles that may be
-            seen (FlashAttention section 3.3), on top of every other mask.
-        return_lse: also return the log-sum-exp.
-        precise_delta: asks for a backward without the rounding of the output; this one never had it.
+    """softmax(q k^T * scale) v, with every argument that `kernels.arguments` lists.
 
     Returns:
         out like q; with return_lse also the natural log-sum-exp of the scaled logits (sink included), float32
-        or wider, (batch, heads, q_len).
+        or wider, (batch, heads, q_len). A query that may see no key gives 0 and -inf.
 
     Raises:
         AttentionError: an argument has the wrong shape, dtype or device.

@@ -21,7 +21,7 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World) -> bool:
     elif not is_compiled:
         lacking = "trainer.compile=true"
     elif ranks.size > 1:
-        lacking = "a single GPU: they cannot hold the exchange of gradients"
+        lacking = f"one GPU, not {ranks.size} ranks"
     if asked and lacking:
         raise ConfigError(f"trainer.cuda_graphs=true needs {lacking}; leave it out, or say false.")
     return lacking is None and asked is not False
@@ -31,5 +31,5 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """As `precision.compiled`, with replays. It gives each parameter a gradient of zeros, to be added to."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    compiled(model, dtype)  # for what it does to the process: nothing is compiled before a model is called
+    compiled(model, dtype)  # for its tag, which is the process's; nothing is compiled before the first call
     return torch.compile(model, mode="reduce-overhead")
