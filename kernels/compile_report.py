@@ -37,6 +37,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from .flash import dropout, hopper_backward, hopper_forward
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
+from .flash.hopper import layout_of
 from .flash.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates, specify
 from .history import flash1, two_pass
 
@@ -214,12 +215,11 @@ def _hopper_constants(job: Job) -> dict[str, object]:
 def _descriptor(name: str, job: Job) -> str:
     """The type of a TMA descriptor: what it moves at a time, and how that lies in shared memory."""
     if name == "sum_desc":
-        block, dtype = [64, 64], gl.float32
+        block, dtype = hopper_backward.SUM_BLOCK.value, torch.float32
     else:
         queries = 64 if job.kernel == "hopper_forward" else hopper_backward.BLOCK_M[job.head_dim]
-        block = [1, 1, queries if name in ("q_desc", "do_desc") else 128, job.head_dim]
-        dtype = gl.bfloat16
-    return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)!r}>"
+        block, dtype = (1, 1, queries if name in ("q_desc", "do_desc") else 128, job.head_dim), torch.bfloat16
+    return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 
 
 def _type(name: str, job: Job) -> str:

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 class Ring(NamedTuple):
@@ -68,7 +68,9 @@ def rows_of(x: torch.Tensor, rows: int) -> Descriptor:
 
 @functools.cache
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How what TMA moves at a time lies in shared memory."""
+    """How what TMA moves at a time lies in shared memory: as wgmma reads it, but a float32 sum row by row."""
+    if dtype is torch.float32:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 

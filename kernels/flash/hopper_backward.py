@@ -34,6 +34,8 @@ from .hopper import LOG2_E, Ring, fetch, make_barriers, make_ring
 
 HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
 KEYS = gl.constexpr(128)
+# Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
+SUM_BLOCK = gl.constexpr((16, 256))
 STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory
 # head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
 BLOCK_M = {64: 128, 128: 64}
@@ -142,19 +144,16 @@ def load_rows(Lse, Delta, lse_ring, delta_ring, rows_full, queries, work):
 @gluon.jit
 def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constexpr):
     """Add every other tile of dQ, from the WHICH-th on, each in its turn: as many as blocks of keys come before."""
-    # The warpgroups' halves of a tile are 64 of its queries, or 64 of the head's dimensions.
-    DOWN: gl.constexpr = 64 if BLOCK_M > 64 else 0
-    ACROSS: gl.constexpr = 64 - DOWN
     row_blocks = gl.cdiv(work.q_len, BLOCK_M)
     Turns += work.sequence * row_blocks
     for step in range(WHICH, work.steps, 2):
         block = work.last - step
-        row = (work.sequence * row_blocks + block) * BLOCK_M
+        first = (work.sequence * row_blocks + block) * (2 * SUM_BLOCK[0])
         take(WAIT_TURN, Turns + block, work.key_block)
         for half in gl.static_range(2):
             tile = 2 * WHICH + half
             mbarrier.wait(sums.full.index(tile), step // 2 & 1)
-            place = [row + half * DOWN, half * ACROSS]
+            place = [first + half * SUM_BLOCK[0], 0]
             if work.key_block == 0:
                 tma.async_copy_shared_to_global(sum_desc, place, sums.tiles.index(tile))
             else:
@@ -223,12 +222,10 @@ def consume(
         rounded_ds = gl.convert_layout(ds, operand)
         dk = warpgroup_mma(rounded_ds, q, dk, is_async=True)
         # The left operands stay named until they have been read: ptxas before 13.3 reuses their registers at once.
-        dv, rounded_p = warpgroup_mma_wait(2, [dv, rounded_p])
-        mbarrier.arrive(d_outs.empty.index(stage))
-        dq = warpgroup_mma_wait(1, [dq])
+        dv, dq, rounded_p = warpgroup_mma_wait(1, [dv, dq, rounded_p])
         buffer = step & 1
         mbarrier.wait(sums.empty.index(buffer), (step // 2 & 1) ^ 1)
-        sums.tiles.index(2 * buffer + WHICH).store(dq)
+        sums.tiles.index(2 * buffer + WHICH).store(by_thread(dq))
         fence_async_shared()
         mbarrier.arrive(sums.full.index(2 * buffer + WHICH))
         dk, rounded_ds = warpgroup_mma_wait(0, [dk, rounded_ds])
@@ -244,6 +241,17 @@ def consume(
         tma.async_copy_shared_to_global(dk_desc, place, k_tile)
         tma.async_copy_shared_to_global(dv_desc, place, v_tile)
         tma.store_wait(0)
+
+
+@gluon.jit
+def by_thread(dq):
+    """dQ (HALF, HALF) as SUM_BLOCK in another order: four numbers of a thread, four of the next, and so on.
+
+    So threads store 16 bytes side by side: row by row each store met a bank conflict. `round_kernel` orders them.
+    """
+    # (warp, rows 8 apart, row, columns 8 apart, thread of four in a row, column): a thread has 2 x 8 x 2 of them
+    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return parts.reshape([SUM_BLOCK[0], SUM_BLOCK[1]])
 
 
 @gluon.jit
@@ -296,16 +304,18 @@ def hopper_backward_kernel(
     int32 zeros, one a block of queries.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
     work = plan(heads, sequences, together, q_len, kv_len, BLOCK_M, CAUSAL)
 
     k_tile = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
     v_tile = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
     queries = make_ring(q_desc, STAGES, 2)
-    d_outs = make_ring(do_desc, STAGES, 2)
+    d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
+    d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)  # released with those of Q
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
     ds_ring = gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_M], ds_layout)
-    sum_tiles = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], sum_desc.layout)
+    sum_tiles = gl.allocate_shared_memory(gl.float32, [4, SUM_BLOCK[0], SUM_BLOCK[1]], sum_desc.layout)
     sums = Ring(sum_tiles, make_barriers(4, 1), make_barriers(2, 1))
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
@@ -370,10 +380,13 @@ def round_kernel(
     """dQ = scale * its float32 sum, which the `blind` first queries have none of. Grid as delta_kernel's."""
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
-    offsets = tl.arange(0, BLOCK_M)[:, None]
-    rows = block * BLOCK_M + offsets
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     dims = tl.arange(0, HEAD_DIM)[None, :]
     Sum += (sequence * tl.num_programs(1) + block) * (BLOCK_M * HEAD_DIM)
-    dq = tl.load(Sum + offsets * HEAD_DIM + dims, mask=rows >= blind, other=0.0) * scale
+    dq = (tl.load(Sum + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale).to(DQ.dtype.element_ty)
+    # Two halves, of the queries or of the dimensions, each as `by_thread` has it.
+    dq = dq.reshape(2, 8, 4, 8, 4, 2, 2)
+    dq = dq.permute(0, 2, 5, 3, 1, 4, 6) if BLOCK_M > HEAD_DIM else dq.permute(2, 5, 3, 0, 1, 4, 6)
+    dq = tl.where(rows >= blind, dq.reshape(BLOCK_M, HEAD_DIM), 0.0)
     DQ += batch * stride_qb + head * stride_qh
-    tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq.to(DQ.dtype.element_ty), mask=rows < q_len)
+    tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq, mask=rows < q_len)

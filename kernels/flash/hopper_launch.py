@@ -7,7 +7,14 @@ import triton
 
 from ..launch import Launch, launch, processors
 from .hopper import Descriptor, fits_tma, rows_of
-from .hopper_backward import BLOCK_M, KEYS, delta_kernel, hopper_backward_kernel, round_kernel
+from .hopper_backward import (
+    BLOCK_M,
+    KEYS,
+    SUM_BLOCK,
+    delta_kernel,
+    hopper_backward_kernel,
+    round_kernel,
+)
 from .hopper_forward import BLOCK_N, ROWS, hopper_forward_kernel, specify
 from .tiers import DTYPES, HEAD_DIMS
 
@@ -76,7 +83,7 @@ def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> 
         fits_tma(q_shape, d_out_strides)
         and out_strides[3] == 1
         and q_len <= 65535 * BLOCK_M[head_dim]  # blocks of queries, an axis of a grid
-        and batch * heads * (q_len + 128) < 2**31  # rows of dQ's sum, an int32
+        and batch * heads * (q_len + 128) < 2**31  # more than dQ's sum has rows, an int32
     )
 
 
@@ -111,7 +118,8 @@ def backward(
     block_m = BLOCK_M[head_dim]
     row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that takes 2 us
     blocks = batch * heads * row_blocks
-    dq_sum = q.new_empty(blocks * block_m, head_dim, dtype=torch.float32)
+    rows, width = SUM_BLOCK.value
+    dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves a block of queries
     turns = q.new_empty(blocks, dtype=torch.int32)
     grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)
 
@@ -149,7 +157,7 @@ def _describe_backward(
     block_m = BLOCK_M[q.shape[3]]
     return (
         rows_of(q, block_m), rows_of(k, KEYS.value), rows_of(v, KEYS.value), rows_of(d_out, block_m),
-        rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, (64, 64)),
+        rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, SUM_BLOCK.value),
     )  # fmt: skip
 
 
