@@ -36,6 +36,7 @@ HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
 KEYS = gl.constexpr(128)
 # Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
+NEVER = gl.constexpr(1 << 24)  # more rows than a program sees
 STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory
 # head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
 BLOCK_M = {64: 128, 128: 64}
@@ -55,7 +56,8 @@ class Work(NamedTuple):
     steps: gl.tensor
     clear: gl.tensor
     q_len: gl.tensor
-    kv_len: gl.tensor
+    keys_left: gl.tensor  # from the first of this block on
+    diagonal: gl.tensor  # the row whose causal mask ends at the first key, less block `last`'s first row
 
 
 @gl._core.builtin
@@ -104,15 +106,15 @@ def meet():
 
 @gluon.jit
 def load_tiles(
-    q_desc, k_desc, v_desc, do_desc, k_tile, v_tile, kv_full, queries, d_outs, work, GROUP: gl.constexpr
+    q_desc, k_desc, v_desc, do_desc, k_tiles, v_tiles, kv_full, queries, d_outs, work, GROUP: gl.constexpr
 ):
     """Bring K and V once, and the tiles of Q and dO as their stages become free."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     first_key = work.key_block * KEYS
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     kv_place = [work.batch, work.head // GROUP, first_key, 0]
-    tma.async_copy_global_to_shared(k_desc, kv_place, kv_full, k_tile)
-    tma.async_copy_global_to_shared(v_desc, kv_place, kv_full, v_tile)
+    tma.async_copy_global_to_shared(k_desc, kv_place, kv_full, k_tiles.index(0))
+    tma.async_copy_global_to_shared(v_desc, kv_place, kv_full, v_tiles.index(0))
     for step in range(work.steps):
         stage = step % STAGES
         phase = step // STAGES & 1
@@ -126,19 +128,20 @@ def load_rows(Lse, Delta, lse_ring, delta_ring, rows_full, queries, work):
     """Lay lse, in powers of two, and delta beside the tiles of queries."""
     BLOCK_M: gl.constexpr = lse_ring.shape[1]
     offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-    Lse += work.sequence.to(gl.int64) * work.q_len
-    Delta += work.sequence.to(gl.int64) * work.q_len
+    first = work.sequence * work.q_len
+    block = work.last
     for step in range(work.steps):
         stage = step % STAGES
-        rows = (work.last - step) * BLOCK_M + offsets
-        lse = gl.load(Lse + rows, mask=rows < work.q_len, other=float("-inf")) * LOG2_E
-        delta = gl.load(Delta + rows, mask=rows < work.q_len, other=0.0)
+        rows = block * BLOCK_M + offsets
+        lse = gl.load(Lse + (first + rows), mask=rows < work.q_len, other=float("-inf")) * LOG2_E
+        delta = gl.load(Delta + (first + rows), mask=rows < work.q_len, other=0.0)
         # Of a row that sees nothing, or lies beyond the end, exp2(S - inf) is 0.
         lse = gl.where(lse == float("-inf"), float("inf"), lse)
         mbarrier.wait(queries.empty.index(stage), (step // STAGES & 1) ^ 1)
         lse_ring.index(stage).store(lse)
         delta_ring.index(stage).store(delta)
         mbarrier.arrive(rows_full.index(stage))
+        block -= 1
 
 
 @gluon.jit
@@ -165,34 +168,39 @@ def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constex
 
 @gluon.jit
 def consume(
-    dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full, ds_ring, sums,
-    work, scale, WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    dk_desc, dv_desc, k_tiles, v_tiles, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full, ds_ring,
+    sums, work, scale, WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of half of the keys, and half of each tile of dQ."""
     BLOCK_M: gl.constexpr = queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = queries.tiles.shape[4]
-    dtype: gl.constexpr = k_tile.dtype
+    dtype: gl.constexpr = k_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    keys = k_tile.reshape([KEYS, HEAD_DIM])
-    k = keys.slice(WHICH * HALF, HALF)
-    v = v_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
     dk = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
     dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
+    if MASKED:
+        seen_from = first_rows(WHICH, work, CAUSAL, scores_layout)
     mbarrier.wait(kv_full, 0)
 
     for step in range(work.steps):
         stage = step % STAGES
         phase = step // STAGES & 1
+        # 0, and the compilers must not know: they would compute the addresses of what all steps multiply before the
+        # loop, more than there are uniform registers, and spill them.
+        same = (step + work.q_len) >> 31
+        keys = k_tiles.index(same).reshape([KEYS, HEAD_DIM])
+        k = keys.slice(WHICH * HALF, HALF)
+        v = v_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
         q = queries.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
         d_out = d_outs.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
         zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
         # The mask goes in before the product: no branch may stand between products under way.
         bias = zeros
         if MASKED and step >= work.clear:
-            bias = mask(zeros, WHICH, (work.last - step) * BLOCK_M, work, CAUSAL)
+            bias = mask(zeros, seen_from, step * BLOCK_M, CAUSAL)
         mbarrier.wait(queries.full.index(stage), phase)
         s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
         mbarrier.wait(d_outs.full.index(stage), phase)
@@ -232,8 +240,10 @@ def consume(
         mbarrier.arrive(queries.empty.index(stage))
 
     meet()  # K and V are not needed any more
-    k.store((dk * scale).to(dtype))
-    v.store(dv.to(dtype))
+    k_tile = k_tiles.index(0)
+    v_tile = v_tiles.index(0)
+    k_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF).store((dk * scale).to(dtype))
+    v_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF).store(dv.to(dtype))
     fence_async_shared()
     meet()
     if WHICH == 0:
@@ -255,16 +265,23 @@ def by_thread(dq):
 
 
 @gluon.jit
-def mask(zeros, WHICH: gl.constexpr, first_row, work, CAUSAL: gl.constexpr):
-    """zeros, but -inf where a query must not see a key or there is no key."""
-    layout: gl.constexpr = zeros.type.layout
-    keys = work.key_block * KEYS + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    seen_from = keys * 0
+def first_rows(WHICH: gl.constexpr, work, CAUSAL: gl.constexpr, scores_layout: gl.constexpr):
+    """The first row that sees each key of a warpgroup, less block `last`'s first; NEVER where there is no key."""
+    keys = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores_layout))
+    first = keys * 0
     if CAUSAL:
-        seen_from = keys - (work.kv_len - work.q_len) - first_row
-    seen_from = gl.where(keys < work.kv_len, seen_from, zeros.shape[1])
-    rows = gl.arange(0, zeros.shape[1], gl.SliceLayout(0, layout))
-    return gl.where(rows[None, :] >= seen_from[:, None], zeros, float("-inf"))
+        first = keys + work.diagonal
+    return gl.where(keys < work.keys_left, first, NEVER)
+
+
+@gluon.jit
+def mask(zeros, seen_from, passed, CAUSAL: gl.constexpr):
+    """zeros, but -inf where a query must not see a key or there is no key. passed: rows from this block to `last`."""
+    if CAUSAL:
+        rows = gl.arange(0, zeros.shape[1], gl.SliceLayout(0, zeros.type.layout))[None, :]
+        own = rows & 6  # a thread's columns but for this are constants, which take no registers
+        return gl.where(rows - own >= (seen_from + passed)[:, None] - own, zeros, float("-inf"))
+    return gl.where(seen_from[:, None] == 0, zeros, float("-inf"))
 
 
 @gluon.jit
@@ -287,8 +304,11 @@ def plan(heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CAUSA
         clear -= gl.cdiv(gl.maximum(first_key + KEYS - 1 - offset, 0), BLOCK_M)
     if first_key + KEYS > kv_len:
         clear = 0
+    last = row_blocks - 1
+    diagonal = first_key - (kv_len - q_len) - last * BLOCK_M
     return Work(
-        sequence // heads, sequence % heads, sequence, key_block, row_blocks - 1, steps, clear, q_len, kv_len
+        sequence // heads, sequence % heads, sequence, key_block, last, steps, clear, q_len, kv_len - first_key,
+        diagonal,
     )  # fmt: skip
 
 
@@ -308,8 +328,8 @@ def hopper_backward_kernel(
     dtype: gl.constexpr = q_desc.dtype
     work = plan(heads, sequences, together, q_len, kv_len, BLOCK_M, CAUSAL)
 
-    k_tile = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
-    v_tile = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
+    v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
     queries = make_ring(q_desc, STAGES, 2)
     d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
     d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)  # released with those of Q
@@ -327,15 +347,15 @@ def hopper_backward_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
+                dk_desc, dv_desc, k_tiles, v_tiles, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
                 ds_ring, sums, work, scale, gl.constexpr(0), CAUSAL, MASKED,
             )),
             (consume, (
-                dk_desc, dv_desc, k_tile, v_tile, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
+                dk_desc, dv_desc, k_tiles, v_tiles, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
                 ds_ring, sums, work, scale, gl.constexpr(1), CAUSAL, MASKED,
             )),
             (load_tiles, (
-                q_desc, k_desc, v_desc, do_desc, k_tile, v_tile, kv_full, queries, d_outs, work, GROUP,
+                q_desc, k_desc, v_desc, do_desc, k_tiles, v_tiles, kv_full, queries, d_outs, work, GROUP,
             )),
             (load_rows, (Lse, Delta, lse_ring, delta_ring, rows_full, queries, work)),
             (add_dq, (sum_desc, Turns, sums, work, BLOCK_M, gl.constexpr(0))),

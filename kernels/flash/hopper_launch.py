@@ -83,7 +83,7 @@ def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> 
         fits_tma(q_shape, d_out_strides)
         and out_strides[3] == 1
         and q_len <= 65535 * BLOCK_M[head_dim]  # blocks of queries, an axis of a grid
-        and batch * heads * (q_len + 128) < 2**31  # more than dQ's sum has rows, an int32
+        and batch * heads * (q_len + 128) < 2**31  # rows of lse and delta, an int32; dQ's sum has fewer
     )
 
 
