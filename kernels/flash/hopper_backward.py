@@ -188,9 +188,11 @@ def consume(
     for step in range(work.steps):
         stage = step % STAGES
         phase = step // STAGES & 1
-        # 0, and the compilers must not know: they would compute the addresses of what all steps multiply before the
-        # loop, more than there are uniform registers, and spill them.
-        same = (step + work.q_len) >> 31
+        same = 0
+        if HEAD_DIM > 64:
+            # 0 still, but the compilers do not know: they would compute the addresses of what all steps multiply
+            # before the loop, more than there are uniform registers, and spill them. At 64 it is slower (LOG.md).
+            same = (step + work.q_len) >> 31
         keys = k_tiles.index(same).reshape([KEYS, HEAD_DIM])
         k = keys.slice(WHICH * HALF, HALF)
         v = v_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)

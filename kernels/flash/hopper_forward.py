@@ -196,7 +196,9 @@ def hide(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
     layout: gl.constexpr = scores.type.layout
     end = sizes.kv_len - first_key
     keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    own = keys & 6  # a thread's columns but for this are constants, which take no registers
+    # Three consumers have few registers: compared less the thread's own part, columns are constants. With more
+    # registers it is slower (LOG.md, "What the Hopper kernels spilled").
+    own = keys & (6 if SPEC.CONSUMERS == 3 else 0)
     if SPEC.CAUSAL:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
         return gl.where(keys - own <= rows + (first_row + end - sizes.q_len) - own, scores, float("-inf"))
@@ -279,9 +281,10 @@ def finish(acc, row_max, row_sum, output, first_row, head, batch, sizes):
     out = acc * gl.convert_layout(1 / row_sum, gl.SliceLayout(1, acc.type.layout))[:, None]
     out = gl.convert_layout(out.to(output.Out.dtype.element_ty), layout)
     Out = output.Out + batch.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    Out += first_row.to(gl.int64) * output.stride_m
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))[None, :]
-    gl.store(Out + rows.to(gl.int64) * output.stride_m + dims, out, mask=rows < sizes.q_len)
+    gl.store(Out + rows * output.stride_m + dims, out, mask=first_row + rows < sizes.q_len)
 
 
 @gluon.jit
