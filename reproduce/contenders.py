@@ -18,6 +18,7 @@ from kernels import ATTENTION, history, resolve_attention
 from model.config import GPTConfig
 from model.gpt import GPT, AttentionFn
 from training.config import Layers
+from training.cuda_graphs import compiled_to_graphs
 from training.layers import BLOCKS, LOSSES
 from training.optimizer import OptimizerConfig, build_optimizer
 from training.precision import compiled
@@ -28,6 +29,7 @@ HF_EAGER, HF_SDPA, FUSED = "hf_eager", "hf_sdpa", "+fused"
 NANOGPT, NANOGPT_BIASES = "nanogpt", "nanogpt_biases"
 # (tokens, targets, dropout seed) -> mean NLL
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Compile = Callable[[nn.Module], Callable[..., Any]]
 
 
 def backends() -> list[str]:
@@ -46,6 +48,7 @@ class Contender:
         config: shape, context and dropout.
         micro_batch, accumulation: sequences a forward takes, and forwards a step.
         compiler: torch.compile's backend, for the model as a whole; None: eager.
+        graphs: replay what is compiled as CUDA graphs, as train.py does; of torch's inductor on a GPU.
         nanogpt_path: model.py of a nanoGPT checkout.
 
     Raises AttentionError when the backend cannot do what the step needs.
@@ -61,11 +64,13 @@ class Contender:
         micro_batch: int,
         accumulation: int,
         compiler: str | None,
+        graphs: bool = False,
         nanogpt_path: str = "",
     ) -> None:
         self.name, self.device, self.dtype = name, device, dtype
-        self.accumulation = accumulation
-        self.model, self._loss = _make(name, config, device, dtype, compiler, nanogpt_path)
+        self.accumulation, self.graphs = accumulation, graphs
+        compile_model = _compiler(dtype, compiler, graphs)
+        self.model, self._loss = _make(name, config, device, dtype, compile_model, nanogpt_path)
         self.model.train()
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
@@ -76,6 +81,8 @@ class Contender:
     def step(self, number: int) -> Iterator[None]:
         """One optimizer step; yields after every forward, every backward, and after the optimizer."""
         for micro, (tokens, targets) in enumerate(zip(self.tokens, self.targets, strict=True)):
+            if self.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             with self._autocast():
                 # Filled on the device: torch.tensor would copy, and wait for all that is queued.
                 seed = torch.full((), number * self.accumulation + micro, device=self.device)
@@ -87,7 +94,7 @@ class Contender:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.graphs)
         yield
 
     @torch.no_grad()
@@ -118,27 +125,31 @@ def _make(
     config: GPTConfig,
     device: torch.device,
     dtype: torch.dtype,
-    compiler: str | None,
+    compile_model: Compile,
     nanogpt_path: str,
 ) -> tuple[nn.Module, Loss]:
     if name in (NANOGPT, NANOGPT_BIASES):
         theirs = nanogpt.build(nanogpt_path, config, biases=name == NANOGPT_BIASES).to(device)
-        forward = _compiled(theirs, dtype, compiler)
+        forward = compile_model(theirs)
         return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
     if name in (HF_EAGER, HF_SDPA):
-        return _huggingface(name, config, device, dtype, compiler)
+        return _huggingface(name, config, device, compile_model)
     backend, _, fused = name.partition("+")
     features = {"dropout_p": config.dropout} if config.dropout else {}
     _, attention = resolve_attention(
         backend, device=device, dtype=dtype, head_dim=config.head_dim, **features
     )
     ours = initial_model(config, attention, device, Layers.fused if fused else Layers.torch)
-    forward = _compiled(ours, dtype, compiler)
+    forward = compile_model(ours)
     return ours, lambda tokens, targets, seed: forward(tokens, targets, dropout_seed=seed)
 
 
-def _compiled(model: nn.Module, dtype: torch.dtype, compiler: str | None) -> Callable[..., Any]:
-    return compiled(model, dtype, compiler) if compiler else model
+def _compiler(dtype: torch.dtype, compiler: str | None, graphs: bool) -> Compile:
+    if compiler is None:
+        return lambda model: model
+    if graphs:
+        return lambda model: compiled_to_graphs(model, dtype)
+    return lambda model: compiled(model, dtype, compiler)
 
 
 def initial_model(
@@ -151,7 +162,7 @@ def initial_model(
 
 
 def _huggingface(
-    name: str, config: GPTConfig, device: torch.device, dtype: torch.dtype, compiler: str | None
+    name: str, config: GPTConfig, device: torch.device, compile_model: Compile
 ) -> tuple[nn.Module, Loss]:
     """transformers' GPT-2 with our initial weights, and the loss it computes, on the same targets as ours."""
     from model.huggingface import to_huggingface
@@ -160,7 +171,7 @@ def _huggingface(
     theirs.set_attn_implementation(name.removeprefix("hf_"))
     theirs.config.use_cache = False
     theirs = theirs.to(device)
-    forward = _compiled(theirs, dtype, compiler)
+    forward = compile_model(theirs)
 
     def loss(tokens: Tensor, targets: Tensor, seed: Tensor) -> Tensor:
         logits = forward(input_ids=tokens).logits.float()

@@ -53,6 +53,8 @@ class Settings:
     core: tuple[str, ...] = ("naive", "sdpa", "flash")
     # Of torch.compile.
     compiler: str = "inductor"
+    # Of everyone's compiled steps on a GPU, as train.py has them: a slow host would decide otherwise.
+    cuda_graphs: bool = True
     # Path of a nanoGPT checkout's model.py, which then takes part.
     nanogpt: str = ""
     small: str = "gpt2_small"
@@ -196,6 +198,7 @@ def _report(options: Options, group: Group, name: str, sample: Sample) -> None:
 
 
 def _build(options: Options, group: Group, name: str) -> Contender:
+    compiled = group.mode == "compiled"
     return Contender(
         name,
         group.config,
@@ -203,7 +206,8 @@ def _build(options: Options, group: Group, name: str) -> Contender:
         dtype=getattr(torch, group.dtype),
         micro_batch=group.micro_batch,
         accumulation=group.accumulation,
-        compiler=options.settings.compiler if group.mode == "compiled" else None,
+        compiler=options.settings.compiler if compiled else None,
+        graphs=compiled and options.settings.cuda_graphs and options.device.type == "cuda",
         nanogpt_path=options.settings.nanogpt,
     )
 
@@ -217,14 +221,15 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
     began = time.perf_counter()
     contender = _build(options, group, name)
     error = None if name in (NANOGPT, NANOGPT_BIASES) else _logit_error(contender, group)
-    weights = sum(p.numel() * p.element_size() for p in contender.model.parameters())
+    # CUDA graphs have their gradients from the start
+    parameters = sum(x.nbytes for p in contender.model.parameters() for x in (p, p.grad) if x is not None)
 
     def two_steps() -> None:
         for number in range(2):
             for _ in contender.step(number):
                 pass
 
-    peak = weights + timing.peak_bytes(two_steps, options.device)
+    peak = parameters + timing.peak_bytes(two_steps, options.device)
     if built is not None:
         built[name] = contender
     return {
