@@ -160,6 +160,23 @@ EXPERIMENTS: dict[str, Experiment] = {
             code=(*_TRAINING, "reproduce/nanogpt.py", "reproduce/timing.py"),
         ),
         Experiment(
+            name="loss",
+            title="GPT-2's head and its loss: time and peak memory beside torch's and Liger-Kernel's",
+            claims=("C11",),
+            needs="cuda",
+            minutes=1.0,
+            code=(
+                "kernels/fused.py",
+                "kernels/linear_cross_entropy.py",
+                "kernels/operators.py",
+                "kernels/registry.py",
+                "kernels/softmax_gradient.py",
+                "model/gpt.py",
+                "training/precision.py",
+                "reproduce/timing.py",
+            ),
+        ),
+        Experiment(
             name="numerics",
             title="errors against float64, with outliers",
             claims=("C1", "C2", "C26"),

@@ -1,0 +1,111 @@
+"""The loss experiment's table, picture and verdicts."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from . import plots
+from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
+
+OURS, EAGER, COMPILED, LIGER = "fused", "eager", "compiled", "liger"
+PHASES = ("forward", "backward")
+# Peak memory that the fused loss may take, in inputs and gradients: twice their size beside them. One copy of the
+# logits in 16 bits would make it 14 at 65,536 rows and 6 at 16,384.
+MOST_MEMORY = 3
+
+
+def both_ms(sample: Sample, name: str) -> float:
+    """The median of forward and backward together, in milliseconds."""
+    return statistics.median(map(sum, zip(*sample["ms"][name].values(), strict=True)))
+
+
+def memory_of(results: Results, rows: int, name: str) -> Sample:
+    """The memory sample of a contender that was timed."""
+    return pick(results, kind="memory", rows=rows, contender=name)[0]
+
+
+def table(results: Results) -> str:
+    """Every contender's time, rate and peak memory, its errors, and who was left out and why."""
+    settings, lines = results["settings"], []
+    for sample in pick(results, kind="time"):
+        flops = 3 * 2 * sample["rows"] * settings["width"] * settings["padded_vocab"]
+        rows = []
+        for name, phases in sample["ms"].items():
+            ms = both_ms(sample, name)
+            split = [f"{statistics.median(each):.2f}" for each in phases.values()]
+            peak = memory_of(results, sample["rows"], name)["peak_bytes"] / 2**30
+            rows.append([name, f"{ms:.2f}", *split, f"{flops / ms / 1e9:.0f}", f"{peak:.2f}"])
+        header = [f"{sample['rows']} rows", "ms", *PHASES, "TFLOP/s", "peak GiB"]
+        lines += [text_table(header, rows), ""]
+    for sample in results["samples"]:
+        who = " ".join([sample.get("contender", "all"), sample.get("version", "")]).strip()
+        where = f"{who}, {sample.get('rows', settings['check_rows'])} rows"
+        if why := why_missing(sample):
+            lines.append(f"left out: {where}: {why}")
+        elif "errors" in sample:
+            errors = ", ".join(f"{part} {error:.1e}" for part, error in sample["errors"].items())
+            lines.append(f"{where}: relative errors {errors}")
+    return "\n".join(lines)
+
+
+def why_missing(sample: Sample) -> str | None:
+    """Why a contender goes no further than this sample, or None."""
+    if sample.get("out_of_memory"):
+        return "out of memory"
+    if sample.get("passed") is False:
+        return f"wrong, so not timed: errors {sample['errors']}, limits {sample['limits']}"
+    return sample.get("refused") or sample.get("failed")
+
+
+def draw(results: Results, path: Path) -> None:
+    """Time by phase and peak memory of every contender, a pair of panels for each number of rows."""
+    timed = pick(results, kind="time")
+    panels = max(1, 2 * len(timed))
+    with plots.picture(path, panels, columns=2, title=f"Head and loss on {results['device']}") as axes:
+        for sample, times, peaks in zip(timed, axes[::2], axes[1::2], strict=False):
+            names, left = list(sample["ms"]), [0.0] * len(sample["ms"])
+            for phase in PHASES:
+                widths = [statistics.median(sample["ms"][name][phase]) for name in names]
+                times.barh(names, widths, left=left, height=0.6, label=phase)
+                left = [a + b for a, b in zip(left, widths, strict=True)]
+            memory = [memory_of(results, sample["rows"], name) for name in names]
+            gib = [each["peak_bytes"] / 2**30 for each in memory]
+            peaks.barh(names, gib, height=0.6, color=plots.COLOURS[2])
+            logits = memory[0]["logits_bytes"] / 2**30
+            peaks.axvline(logits, color="k", linestyle=":", label="the logits alone, in 16 bits")
+            for axis, values, what in ((times, left, "ms"), (peaks, gib, "GiB at the peak")):
+                for place, value in enumerate(values):
+                    axis.text(value, place, f" {value:.3g}", va="center", fontsize=8)
+                axis.set_xlim(0, 1.15 * max(values))
+                axis.set_ylim(len(names) - 0.5, -0.5)
+                axis.set_xlabel(what)
+                axis.set_title(f"{sample['rows']} rows")
+                axis.grid(axis="y", visible=False)
+                plots.legend(axis, loc="best")
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C11 is of whole training steps; these are this project's own aims for their part that is head and loss."""
+    device, verdicts = results["device"], []
+    for sample in pick(results, kind="time"):
+        if OURS not in sample["ms"]:
+            continue
+        where = f"head and loss, {sample['rows']} rows"
+        ratios = {name: both_ms(sample, name) / both_ms(sample, OURS) for name in sample["ms"]}
+        if ratio := ratios.get(COMPILED):
+            what, why = f"{where}: torch.compile's time over ours", "this project's own aim is 1x"
+            verdicts.append(judged("C11", what, "not stated", f"{ratio:.2f}x", None, ratio >= 1, why, device))
+        if ratio := ratios.get(LIGER):
+            what, why = f"{where}: Liger-Kernel's time over ours", "it predicts the vocabulary's padding too"
+            shown = ("not stated", f"{ratio:.2f}x", None)
+            verdicts.append(Verdict("C11", what, *shown, NOT_COMPARABLE, why, device))
+        memory = memory_of(results, sample["rows"], OURS)
+        ratio, logits = (
+            memory[key] / memory["inputs_and_gradients_bytes"] for key in ("peak_bytes", "logits_bytes")
+        )
+        what = f"{where}: peak memory over inputs and gradients"
+        why = f"this project's own aim is {MOST_MEMORY}x; the logits alone, in 16 bits, are {logits:.1f}x"
+        shown = ("not stated", f"{ratio:.1f}x", None)
+        verdicts.append(judged("C11", what, *shown, ratio <= MOST_MEMORY, why, device))
+    return verdicts

@@ -1,0 +1,144 @@
+"""The experiment of the head and its loss: who takes part, who is left out and why, what is concluded. 15 s."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from reproduce import loss, loss_figures
+from reproduce.__main__ import main
+from reproduce.experiment import NOT_COMPARABLE, NOT_REPRODUCED, REPRODUCED, pick
+
+# Of 65,536 x 768 by 50,304, in bytes: hidden, float32 weight and targets, the first two with gradients; the logits.
+INPUTS_AND_GRADIENTS, LOGITS = 2 * (65536 * 768 * 2 + 50304 * 768 * 4) + 65536 * 8, 65536 * 50304 * 2
+
+PEER = """
+import torch
+
+class LigerFusedLinearCrossEntropyFunction:
+    @staticmethod
+    def apply(hidden, weight, targets, *rest):
+        logits = hidden @ weight.T
+        return FACTOR * torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=rest[2]), None
+"""
+
+# With a GPU, Triton is there to compile and not to interpret.
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
+
+
+def run(folder: Path, *arguments: str) -> dict:
+    command = ["loss", "--tiny", "--device", "cpu", "--results", str(folder), "rows=16", "check_rows=16"]
+    assert main([*command, *arguments]) == 0
+    return json.loads((folder / "cpu" / "loss.json").read_text())
+
+
+def install_peer(folder: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """A package that answers to Liger-Kernel's name, and how far its loss is off."""
+    forget_peer(monkeypatch)
+    files = {
+        "liger_kernel/__init__.py": "",
+        "liger_kernel/ops/__init__.py": "",
+        "liger_kernel/ops/fused_linear_cross_entropy.py": PEER.replace("FACTOR", str(factor)),
+        "liger_kernel-0.8.dist-info/METADATA": "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 0.8\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+
+
+def forget_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@interpreted
+def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path, capsys, monkeypatch):
+    forget_peer(monkeypatch)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    (timed,) = pick(run(tmp_path), kind="time")
+    assert set(timed["ms"]) == {"fused", "eager", "compiled"}
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("left out")]
+    assert line.startswith("left out: liger, 16 rows: not installed")
+    assert line.endswith("pip install liger-kernel, then --again")
+
+
+@interpreted
+def test_with_liger_kernel_it_takes_part(tmp_path, capsys, monkeypatch):
+    install_peer(tmp_path / "peer", monkeypatch, 1.0)
+    results = run(tmp_path)
+    assert set(pick(results, kind="time")[0]["ms"]) == {"fused", "eager", "compiled", "liger"}
+    assert pick(results, contender="liger", kind="check")[0]["version"] == "0.8"
+    assert "liger 0.8, 16 rows: relative errors loss" in capsys.readouterr().out
+
+
+@interpreted
+def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
+    install_peer(tmp_path / "peer", monkeypatch, 1.01)
+    assert set(pick(run(tmp_path), kind="time")[0]["ms"]) == {"fused", "eager", "compiled"}
+    assert "left out: liger 0.8, 16 rows: wrong, so not timed: errors {'loss': 0.0" in capsys.readouterr().out
+
+
+@interpreted
+def test_what_does_not_fit_is_left_out_and_the_rest_timed(tmp_path, capsys, monkeypatch):
+    def hungry(hidden, weight, targets, vocab_size):
+        if len(hidden) > 16:
+            raise torch.OutOfMemoryError("37 GiB")
+        return loss.cross_entropy(hidden, weight, targets, vocab_size)
+
+    losses = {"fused": loss.linear_cross_entropy, "eager": hungry}
+    monkeypatch.setattr(loss, "contenders", lambda settings: losses)
+    timed = pick(run(tmp_path, "rows=24,16"), kind="time")
+    assert [set(sample["ms"]) for sample in timed] == [{"fused"}, {"fused", "eager"}]
+    assert "left out: eager, 24 rows: out of memory" in capsys.readouterr().out
+
+
+@interpreted
+def test_the_limits_are_of_the_function_that_is_computed(tmp_path):
+    """A head that predicts the padding too is no good fused loss."""
+
+    def padding_too(hidden, weight, targets, vocab_size):
+        return loss.cross_entropy(hidden, weight, targets, weight.shape[0])
+
+    options = loss.Options(torch.device("cpu"), True, loss.TINY, sample=None)
+    assert loss.check(loss.LIGER + " in name only", padding_too, options)["passed"] is False
+
+
+def on_a_gpu(peak_bytes: float, **ms: float) -> dict:
+    """A run's document in which forward and backward took a half each."""
+    sizes = {"inputs_and_gradients_bytes": INPUTS_AND_GRADIENTS, "logits_bytes": LOGITS}
+    samples = [
+        {"kind": "memory", "contender": name, "rows": 65536, "peak_bytes": peak_bytes, **sizes} for name in ms
+    ]
+    halves = {name: {"forward": [t / 2] * 3, "backward": [t / 2] * 3} for name, t in ms.items()}
+    samples.append({"kind": "time", "rows": 65536, "ms": halves})
+    settings = {"width": 768, "padded_vocab": 50304, "check_rows": 8192}
+    return {"device": "NVIDIA Test 3000", "settings": settings, "samples": samples}
+
+
+def test_faster_and_without_the_logits_is_reproduced():
+    results = on_a_gpu(1.03 * 2**30, fused=26.4, compiled=28.0, liger=30.0)
+    time, peer, memory = loss_figures.judge(results)
+    assert (time.status, time.ours) == (REPRODUCED, "1.06x")
+    assert (peer.status, peer.ours) == (NOT_COMPARABLE, "1.14x")
+    assert (memory.status, memory.ours) == (REPRODUCED, "2.2x")
+    assert "12.9x" in memory.why  # the logits alone
+    assert " 575 " in loss_figures.table(results)  # 15.2 TFLOP in 26.4 ms
+
+
+def test_slower_or_with_the_logits_is_not():
+    time, memory = loss_figures.judge(on_a_gpu(1.03 * 2**30 + LOGITS, fused=28.1, compiled=28.0))
+    assert {time.status, memory.status} == {NOT_REPRODUCED}
+
+
+def test_what_was_not_timed_is_not_judged(tmp_path):
+    results = on_a_gpu(1.0, eager=60.0)
+    assert loss_figures.judge(results) == []
+    results["samples"] = []
+    assert loss_figures.judge(results) == []
+    loss_figures.draw(results, tmp_path / "loss.svg")  # the report shows it
+    assert (tmp_path / "loss.svg").exists()
