@@ -140,6 +140,9 @@ class Batches:
             seed,
         )
         self.windows = (split.tokens - 1) // seq_len
+        # Batches looked up together: for eight sequences at a time numpy's calls were most of the default run's wait.
+        self._group = max(1, 512 // sequences_per_batch)
+        self._known = -1, np.empty(0)  # the last such group, and its windows
 
     def epoch(self, n: int) -> float:
         """Return the epochs done before batch n."""
@@ -152,13 +155,21 @@ class Batches:
         return tokens[:, :-1], tokens[:, 1:]
 
     def _windows(self, n: int, rank: int, world_size: int) -> np.ndarray:
-        sequences = n * self.sequences_per_batch + _share(self.sequences_per_batch, rank, world_size)
-        epochs, positions = np.divmod(sequences, self.windows)
+        group, place = divmod(n, self._group)
+        known = self._known  # read once: a thread may be replacing it
+        if known[0] != group:
+            known = self._known = group, self._group_windows(group)
+        return known[1][place][_share(self.sequences_per_batch, rank, world_size)]
+
+    def _group_windows(self, group: int) -> np.ndarray:
+        """Return the windows of a group's batches, int64 (batches, sequences_per_batch)."""
+        size = self._group * self.sequences_per_batch
+        epochs, positions = np.divmod(np.arange(group * size, (group + 1) * size), self.windows)
         windows = np.empty_like(positions)
         for epoch in np.unique(epochs):
             inside = epochs == epoch
             windows[inside] = Permutation(self.windows, self.seed, int(epoch))(positions[inside])
-        return windows
+        return windows.reshape(self._group, self.sequences_per_batch)
 
 
 class EvaluationBatches:
