@@ -6,7 +6,7 @@
 The arguments are documented in `kernels.arguments`; `kernels.naive` does all of it the slow and obvious way.
 """
 
-from . import flash, history, library, naive  # each registers its backends
+from . import fa4, flash, history, library, naive  # each registers its backends
 from .registry import (
     ATTENTION,
     AttentionError,
@@ -35,6 +35,7 @@ __all__ = [
     "AttentionRequest",
     "attention_tier",
     "bind",
+    "fa4",
     "flash",
     "get_attention",
     "history",

@@ -95,6 +95,7 @@ class Experiment:
 _ATTENTIONS = (
     "kernels/__init__.py",
     "kernels/arguments.py",
+    "kernels/fa4.py",
     "kernels/flash",
     "kernels/flash/measured/sm_90.json",  # the times that pick its tiles
     "kernels/history",

@@ -15,7 +15,7 @@ CPU = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64}
 
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        AttentionError, match="attention=flahs is unknown; known are auto, chunked, flash, flash1, flex"
+        AttentionError, match="attention=flahs is unknown; known are auto, chunked, fa4, flash, flash1, flex"
     ):
         resolve_attention("flahs", **CPU)
 
@@ -61,7 +61,7 @@ def test_a_misspelled_feature_is_refused() -> None:
         resolve_attention("naive", **CPU, droput_p=0.1)
 
 
-@pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_efficient", "flex"])
+@pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_efficient", "flex", "fa4"])
 def test_backends_for_cuda_refuse_a_cpu(name: str) -> None:
     with pytest.raises(AttentionError, match=f"attention={name} cannot be used here: .*use attention=sdpa"):
         resolve_attention(name, **CPU)

@@ -1,0 +1,53 @@
+"""FlashAttention-4, Dao-AILab's package `flash-attn-4`, behind the house's signature, where it is installed.
+
+The strongest peer our kernels are measured against on Hopper. As called here its backward adds dQ in any order, so it
+does not repeat bit for bit; ours does.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from .arguments import check_inputs, check_scale, refuse_features
+from .registry import AttentionFn, AttentionRequest, register_attention
+
+
+def _refuses(request: AttentionRequest) -> str | None:
+    if request.device.type != "cuda":
+        return f"it needs a CUDA device, not {request.device.type}"
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {request.dtype}"
+    try:
+        import flash_attn.cute  # noqa: F401
+    except ImportError as error:
+        return f"it needs the package flash-attn-4, pip install flash-attn-4 ({error})"
+    return request.unsupported(set())
+
+
+@register_attention("fa4", refuses=_refuses, lazy=True)
+def load() -> AttentionFn:
+    """The package takes seconds to import, compiles each kernel when it is first called, and breaks torch.compile's
+    graph."""
+    from flash_attn.cute import flash_attn_func
+
+    return functools.partial(fa4, flash_attn_func=torch.compiler.disable(flash_attn_func))
+
+
+def fa4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    flash_attn_func: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    causal: bool = True,
+    scale: float | None = None,
+    **features: object,
+) -> torch.Tensor:
+    """`flash_attn.cute.flash_attn_func`; arguments, result and errors as `naive_attention`, the others refused."""
+    features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
+    refuse_features("fa4", features)
+    check_inputs(q, k, v)
+    by_length = (x.transpose(1, 2) for x in (q, k, v))
+    out, _ = flash_attn_func(*by_length, softmax_scale=check_scale(scale, q.shape[-1]), causal=causal)
+    return out.transpose(1, 2)

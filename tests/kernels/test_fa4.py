@@ -1,0 +1,46 @@
+"""FlashAttention-4 behind our signature. Under 1 s; on a GPU, where its package is, it computes what naive does."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels import AttentionError, get_attention
+from kernels.fa4 import fa4
+
+
+def as_the_package(q, k, v, *, softmax_scale, causal):
+    """The package's function by its documentation: (batch, length, heads, head_dim), and the log-sum-exp beside."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_shapes_scale_and_mask_are_handed_over(causal: bool) -> None:
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    expected = get_attention("naive")(q, k, v, causal=causal, scale=0.3)
+    found = fa4(q, k, v, flash_attn_func=as_the_package, causal=causal, scale=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_it_does_not_do_is_refused_by_name() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(AttentionError, match="attention=fa4 does not do window"):
+        fa4(q, q, q, flash_attn_func=as_the_package, window=(2, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_package_computes_what_naive_does(head_dim: int, causal: bool) -> None:
+    pytest.importorskip("flash_attn.cute")
+    q, k, v, d_out = (
+        torch.randn(2, 4, 300, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_(i < 3)
+        for i in range(4)
+    )
+    results = []
+    for name in ("fa4", "naive"):
+        out = get_attention(name)(q, k, v, causal=causal)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), d_out)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
