@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart by most eyes, and more of Tol's; a brown for his teal, too near their green.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-COLOURS += ("#882255", "#999933", "#332288", "#5B3A29", "#AA4499")
+COLOURS += ("#882255", "#999933", "#332288", "#5B3A29", "#AA4499", "#DDCC77")
 FIXED = {"flash": "#0072B2", "standard": "#D55E00", "naive": "#E69F00", "sdpa": "#009E73", "paper": "#000000"}
 FIXED |= {"flash1": "#882255", "two_pass": "#999933"}
 STYLE = {
