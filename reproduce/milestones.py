@@ -27,7 +27,7 @@ _FREE = {
     "model.vocab_size",  # the tokenizer's
     *("trainer.micro_batch", "trainer.compile", "trainer.cuda_graphs", "trainer.device", "trainer.log_every"),
     *("trainer.eval_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.resume"),
-    *("trainer.keep_best", "trainer.sample_tokens", "trainer.sample_prompt"),
+    *("trainer.keep_best", "trainer.profile_step", "trainer.sample_tokens", "trainer.sample_prompt"),
 }
 # Where these differ, perplexities are of another thing.
 _MODEL = ("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len", "data.tokenizer")

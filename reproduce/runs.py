@@ -26,7 +26,7 @@ _BOOKKEEPING = (
     "logger.*",
     "data.cache_dir",
     "data.workers",
-    "trainer.(eval_every|save_every|keep_checkpoints|keep_best|sample_tokens|sample_prompt)",
+    "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_tokens|sample_prompt)",
 )
 # What a run resolved, and the settings it resolved them from: where the facts are known, they count.
 _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")

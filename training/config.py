@@ -166,6 +166,9 @@ class TrainerConfig:
     # Weights to begin with, at step 0 and with this run's own data, optimizer and schedule: a run directory, one of
     # its checkpoints, or a folder where Hugging Face's save_pretrained left a GPT-2. null: random ones.
     init_from: str | None = None
+    # A step to profile: a trace of it goes into the run directory, and what took most time is printed. Better not one
+    # of the first, which compile. null: none.
+    profile_step: int | None = None
     # Tokens of generated text at the end of the run, and the text it starts from (empty: a new document).
     sample_tokens: int = 200
     sample_prompt: str = ""
@@ -182,6 +185,9 @@ class TrainerConfig:
                 raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")
+        if self.profile_step is not None and not 1 <= self.profile_step <= self.steps:
+            steps = f"from 1 to trainer.steps={self.steps}, or null"
+            raise ConfigError(f"trainer.profile_step is {self.profile_step}; it must be {steps}.")
 
 
 @dataclass

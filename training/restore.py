@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Prefixes of settings whose change is not reported on resume: they change no weight, or identity() refuses them.
 _BESIDES = (
     *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
-    *("trainer.log_every", "trainer.eval_every", "trainer.save_every"),
+    *("trainer.log_every", "trainer.eval_every", "trainer.save_every", "trainer.profile_step"),
 )
 
 

@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ from .layers import BLOCKS, LOSSES, resolve_layers
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer
 from .precision import compiled, resolve_precision
+from .profiling import profiled
 from .report import dtype_name
 from .restore import Resumed, identity, resume
 from .run_directory import close_run, open_run, refusal
@@ -159,8 +160,9 @@ class Trainer:
                 if self._evaluates_at(done):
                     evaluated()
                 for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start + 1):
-                    loss, grad_norm = self.train_step(done - 1, inputs, targets)
-                    self.throughput.step()
+                    with self._profiled(done, progress):
+                        loss, grad_norm = self.train_step(done - 1, inputs, targets)
+                        self.throughput.step()
                     progress.step()
                     saving = _due(done, config.save_every) or done == config.steps
                     # A model that is saved was looked at: none is kept that a bad step has spoilt.
@@ -191,6 +193,17 @@ class Trainer:
             self.world.share(None)
             raise SystemExit(128 + interrupt.signal)
         return summary
+
+    @contextmanager
+    def _profiled(self, done: int, progress: Progress) -> Iterator[None]:
+        """The step that was asked for with a profile, which its speed does not count."""
+        if done != self.config.trainer.profile_step or not self.world.is_main:
+            yield
+            return
+        path = self.run_dir / f"trace-step-{done:08}.json.gz"
+        with profiled(f"step {done:,}", path, self.world.device, progress.say):
+            yield
+        self.throughput.resume()
 
     def _evaluates_at(self, done: int) -> bool:
         """Whether an evaluation is due, other than the last."""

@@ -2,9 +2,11 @@
 
 import base64
 import csv
+import gzip
 import json
 import math
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -368,3 +370,28 @@ def test_a_run_that_goes_on_is_one_wandb_run(config, tmp_path, monkeypatch):
     train(having(config, steps=3, resume=str(tmp_path / "a")), tmp_path / "b")
     assert ids[0] == ids[1] != ids[2]
     assert ids[0][1] == "allow"
+
+
+def test_a_profiled_step_leaves_a_trace_and_says_what_took_its_time(config, tmp_path, capsys):
+    train(having(config, steps=4, profile_step=3), tmp_path / "run")
+    trace = tmp_path / "run/trace-step-00000003.json.gz"
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    assert any("aten::mm" in event.get("name", "") for event in events)
+    said = capsys.readouterr().out
+    assert f"step 3: trace in {trace}" in said
+    assert re.search(r"\d+% +[\d.]+ ms +\d+ x  aten::", said)
+
+
+def test_a_profile_changes_no_loss_and_counts_for_no_speed(config, tmp_path):
+    train(having(config, steps=8), tmp_path / "plain")
+    train(having(config, steps=8, profile_step=6), tmp_path / "profiled")
+    assert measured(tmp_path / "plain", "train/loss") == measured(tmp_path / "profiled", "train/loss")
+    assert 6 not in measured(tmp_path / "profiled", "perf/tokens_per_second")
+    assert {5, 7} <= set(measured(tmp_path / "profiled", "perf/tokens_per_second"))
+
+
+@pytest.mark.parametrize("step", [0, 9])
+def test_a_step_that_is_none_of_the_run_cannot_be_profiled(config, step):
+    with pytest.raises(ConfigError, match=rf"profile_step is {step}; it must be from 1 to trainer.steps=8"):
+        having(config, profile_step=step)

@@ -1,0 +1,48 @@
+"""Where the time of one optimizer step goes: a trace to look at, and in words what took most of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+ROWS, NAME = 8, 70  # operations that are named, and how much of a kernel's name, which can be a page of C++
+
+
+@contextmanager
+def profiled(what: str, path: Path, device: torch.device, say: Callable[[str], None]) -> Iterator[None]:
+    """Profile the block on `device`: its trace goes to `path` (.json.gz), its costliest operations to `say`."""
+    on_gpu = device.type == "cuda"
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # the profiler's backend writes lines of its own to stderr
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        yield
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    profiler.export_chrome_trace(str(path))
+    say(f"{what}: trace in {path}, for https://ui.perfetto.dev\n{_costliest(profiler, on_gpu)}")
+
+
+def _costliest(profiler: profile, on_gpu: bool) -> str:
+    """The operations that took most time themselves: kernels on a GPU, PyTorch's operators on a CPU."""
+    times = {
+        event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count)
+        for event in profiler.key_averages()
+        if (event.device_type is DeviceType.CUDA) == on_gpu
+    }
+    total = sum(microseconds for microseconds, _ in times.values())
+    shown = sorted(times.items(), key=lambda item: -item[1][0])[:ROWS]
+    lines = [
+        f"  {microseconds / total:4.0%} {microseconds / 1e3:8.2f} ms {count:5} x  {name[:NAME]}"
+        for name, (microseconds, count) in shown
+    ]
+    return "\n".join(
+        [*lines, f"  of {total / 1e3:.2f} ms in {sum(count for _, count in times.values())} calls"]
+    )
