@@ -1,4 +1,4 @@
-"""The report: every claim has a row, figures come from results/ alone, and a bad file costs only its own. 4 s."""
+"""The report: every claim has a row, figures come from results/ alone, and a bad file costs only its own. 10 s."""
 
 import json
 import re
@@ -115,6 +115,14 @@ def test_the_page_has_figures_and_pictures_and_needs_no_other_file(tmp_path):
     assert "@import" not in page
     picture = tmp_path / "nvidia-test-3000" / "attention.svg"
     assert f"({picture.relative_to(tmp_path)})" in (tmp_path / "REPORT.md").read_text()
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_stopped_before_its_first_sample_costs_no_page(name, tmp_path):
+    settings = asdict(EXPERIMENTS[name].module.Settings())
+    write(tmp_path, name, [], state="partial", settings=settings)
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text().count("<svg") == 1
 
 
 def test_a_bar_in_a_cell_ends_no_column():
