@@ -1,4 +1,4 @@
-"""Batches: a pure function of n, every sequence once an epoch, every validation token once (5 s)."""
+"""Batches: a pure function of n, every sequence once an epoch, every validation token once (7 s)."""
 
 import itertools
 import subprocess
@@ -101,6 +101,21 @@ def test_every_sequence_comes_once_an_epoch(corpus: Corpus):
     assert np.array_equal(np.sort(second), np.arange(batches.windows))
     assert np.mean(first == second) < 0.05
     assert batches.epoch(count) > 2
+
+
+@pytest.mark.parametrize("per_batch", [1, 24, 512, 700])
+def test_a_batch_is_the_same_whichever_was_asked_for_before(corpus: Corpus, per_batch: int):
+    """They are looked up in groups; there and back, over the end of a group and of an epoch, none is another's."""
+    batches = Batches(corpus.train, SEQ_LEN, per_batch, seed=3)
+    group, border = max(1, 512 // per_batch), batches.windows // per_batch
+    for n in (0, group, group - 1, 2 * group, border + 1, border, max(border - 1, 0), 10**6, 0):
+        expected = []
+        for sequence in range(n * per_batch, (n + 1) * per_batch):
+            epoch, position = divmod(sequence, batches.windows)
+            expected += Permutation(batches.windows, 3, epoch)(np.array([position])).tolist()
+        assert batches._windows(n, 0, 1).tolist() == expected
+        if per_batch > 1:
+            assert batches._windows(n, 1, 2).tolist() == expected[per_batch // 2 :]
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
