@@ -6,6 +6,7 @@ sequences of a step do not depend on how many ranks share it.
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -140,9 +141,10 @@ class Batches:
             seed,
         )
         self.windows = (split.tokens - 1) // seq_len
-        # Batches looked up together: for eight sequences at a time numpy's calls were most of the default run's wait.
+        # Batches looked up together, the last of which are kept: numpy's calls for eight sequences at a time were
+        # most of what the default run waited for data.
         self._group = max(1, 512 // sequences_per_batch)
-        self._known = -1, np.empty(0)  # the last such group, and its windows
+        self._last_group = lru_cache(1)(self._group_windows)
 
     def epoch(self, n: int) -> float:
         """Return the epochs done before batch n."""
@@ -156,10 +158,7 @@ class Batches:
 
     def _windows(self, n: int, rank: int, world_size: int) -> np.ndarray:
         group, place = divmod(n, self._group)
-        known = self._known  # read once: a thread may be replacing it
-        if known[0] != group:
-            known = self._known = group, self._group_windows(group)
-        return known[1][place][_share(self.sequences_per_batch, rank, world_size)]
+        return self._last_group(group)[place][_share(self.sequences_per_batch, rank, world_size)]
 
     def _group_windows(self, group: int) -> np.ndarray:
         """Return the windows of a group's batches, int64 (batches, sequences_per_batch)."""
