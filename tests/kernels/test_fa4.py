@@ -1,10 +1,13 @@
 """FlashAttention-4 behind our signature. Under 1 s; on a GPU, where its package is, it computes what naive does."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels import AttentionError, get_attention
+from kernels import ATTENTION, AttentionError, AttentionRequest, get_attention
 from kernels.fa4 import fa4
 
 
@@ -27,6 +30,31 @@ def test_what_it_does_not_do_is_refused_by_name() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(AttentionError, match="attention=fa4 does not do window"):
         fa4(q, q, q, flash_attn_func=as_the_package, window=(2, 0))
+    with pytest.raises(AttentionError, match="attention=fa4 does not do dropout_p"):
+        fa4(q, q, q, flash_attn_func=as_the_package, dropout_p=0.1, dropout_seed=1)
+    with pytest.raises(AttentionError, match="k and v must share a shape"):
+        fa4(q, q[..., :4], q, flash_attn_func=as_the_package)
+
+
+def test_a_seed_without_dropout_is_ignored_as_by_the_others() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    seeded = fa4(q, q, q, flash_attn_func=as_the_package, dropout_p=0.0, dropout_seed=1)
+    assert torch.equal(seeded, fa4(q, q, q, flash_attn_func=as_the_package))
+
+
+def test_a_run_is_told_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why_not(dtype: torch.dtype = torch.bfloat16, *features: str) -> str | None:
+        return ATTENTION["fa4"].refuses(
+            AttentionRequest(torch.device("cuda"), dtype, 64, frozenset(features))
+        )
+
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    assert "pip install flash-attn-4" in why_not()
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
+    assert why_not() is None
+    assert why_not(torch.float32) == "it takes float16 and bfloat16, not torch.float32"
+    assert why_not(torch.bfloat16, "dropout_p") == "it does not do dropout_p"
 
 
 @pytest.mark.gpu
