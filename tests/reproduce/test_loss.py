@@ -20,9 +20,15 @@ import torch
 
 class LigerFusedLinearCrossEntropyFunction:
     @staticmethod
-    def apply(hidden, weight, targets, *rest):
+    def apply(
+        hidden, weight, targets, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
+        softcap, return_z_loss, accum_dtype,
+    ):
+        assert (bias, ce_weight, softcap) == (None, None, None)
+        assert (lse_square_scale, label_smoothing, return_z_loss) == (0.0, 0.0, False)
+        assert (ignore_index, accum_dtype) == (-1, torch.float32)
         logits = hidden @ weight.T
-        return FACTOR * torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=rest[2]), None
+        return FACTOR * torch.nn.functional.cross_entropy(logits.float(), targets, reduction=reduction), None
 """
 
 # With a GPU, Triton is there to compile and not to interpret.
@@ -60,8 +66,14 @@ def forget_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path, capsys, monkeypatch):
     forget_peer(monkeypatch)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    (timed,) = pick(run(tmp_path), kind="time")
+    results = run(tmp_path)
+    (timed,) = pick(results, kind="time")
     assert set(timed["ms"]) == {"fused", "eager", "compiled"}
+    hidden, weight, targets = 16 * 32 * 2, 128 * 32 * 4, 16 * 8
+    for sample in pick(results, kind="memory"):
+        assert sample["inputs_and_gradients_bytes"] == 2 * (hidden + weight) + targets
+        assert sample["logits_bytes"] == 16 * 128 * 2
+        assert sample["peak_bytes"] >= sample["inputs_and_gradients_bytes"]
     (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("left out")]
     assert line.startswith("left out: liger, 16 rows: not installed")
     assert line.endswith("pip install liger-kernel, then --again")
@@ -78,7 +90,7 @@ def test_with_liger_kernel_it_takes_part(tmp_path, capsys, monkeypatch):
 
 @interpreted
 def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
-    install_peer(tmp_path / "peer", monkeypatch, 1.01)
+    install_peer(tmp_path / "peer", monkeypatch, 1.002)
     assert set(pick(run(tmp_path), kind="time")[0]["ms"]) == {"fused", "eager", "compiled"}
     assert "left out: liger 0.8, 16 rows: wrong, so not timed: errors {'loss': 0.0" in capsys.readouterr().out
 
@@ -106,6 +118,18 @@ def test_the_limits_are_of_the_function_that_is_computed(tmp_path):
 
     options = loss.Options(torch.device("cpu"), True, loss.TINY, sample=None)
     assert loss.check(loss.LIGER + " in name only", padding_too, options)["passed"] is False
+
+
+@interpreted
+def test_gradients_alone_can_be_wrong():
+    def steeper(*arguments):
+        value = loss.cross_entropy(*arguments)
+        return value + 0.003 * (value - value.detach())
+
+    found = loss.check("steeper", steeper, loss.Options(torch.device("cpu"), True, loss.TINY, sample=None))
+    within = {part: error <= found["limits"][part] for part, error in found["errors"].items()}
+    assert within == {"loss": True, "d_hidden": False, "d_weight": False}
+    assert not found["passed"]
 
 
 def on_a_gpu(peak_bytes: float, **ms: float) -> dict:
