@@ -122,6 +122,7 @@ _TRAINING = (
     *_ATTENTIONS,
     *_LAYERS,
     "model",
+    "training/cuda_graphs.py",
     "training/layers.py",
     "training/optimizer.py",
     "training/precision.py",

@@ -51,6 +51,14 @@ def test_what_kernels_import_is_code_that_results_depend_on(name):
     assert not missing
 
 
+def test_what_a_contender_imports_of_training_is_code_that_results_depend_on():
+    tree = ast.parse((ROOT / "reproduce/contenders.py").read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    files = {f"{each.replace('.', '/')}.py" for each in modules if each.startswith("training.")}
+    missing = files - code_of(EXPERIMENTS["training"]).keys()
+    assert missing == {"training/config.py"}  # names and types of settings
+
+
 def test_a_better_sentence_makes_no_figure_stale_and_other_code_does(tmp_path, monkeypatch):
     monkeypatch.setattr("reproduce.results.ROOT", tmp_path)
     (tmp_path / "reproduce").mkdir()
