@@ -259,7 +259,8 @@ def consume(
 def by_thread(dq):
     """dQ (HALF, HALF) as SUM_BLOCK in another order: four numbers of a thread, four of the next, and so on.
 
-    So threads store 16 bytes side by side: row by row each store met a bank conflict. `round_kernel` orders them.
+    So threads store 16 bytes side by side, where stores row by row met bank conflicts. `round_kernel` makes rows of
+    them again.
     """
     # (warp, rows 8 apart, row, columns 8 apart, thread of four in a row, column): a thread has 2 x 8 x 2 of them
     parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
@@ -322,8 +323,9 @@ def hopper_backward_kernel(
 ):  # fmt: skip
     """dK, dV and the float32 sum of dQ / scale. Grid (ceil(kv_len / KEYS) * sequences,).
 
-    dK and dV are of all heads, K and V of one in GROUP. Lse, Delta: float32 (batch, heads, q_len), contiguous. Turns:
-    int32 zeros, one a block of queries.
+    dK and dV are of all heads, K and V of one in GROUP. The sum has two SUM_BLOCKs a block of queries, each in the
+    order of `by_thread`; blocks that see no key are not written. Lse, Delta: float32 (batch, heads, q_len),
+    contiguous. Turns: int32 zeros, one a block of queries.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -399,7 +401,7 @@ def round_kernel(
     Sum, DQ, stride_qb, stride_qh, stride_qm, q_len, blind, scale,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * its float32 sum, which the `blind` first queries have none of. Grid as delta_kernel's."""
+    """dQ in rows = scale * its float32 sum, which the `blind` first queries have none of. Grid as delta_kernel's."""
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

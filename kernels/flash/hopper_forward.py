@@ -196,8 +196,8 @@ def hide(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
     layout: gl.constexpr = scores.type.layout
     end = sizes.kv_len - first_key
     keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    # Three consumers have few registers: compared less the thread's own part, columns are constants. With more
-    # registers it is slower (LOG.md, "What the Hopper kernels spilled").
+    # Three consumers have few registers: with what differs between threads taken off both sides, columns are
+    # constants. With more registers that is slower (LOG.md, "What the Hopper kernels spilled").
     own = keys & (6 if SPEC.CONSUMERS == 3 else 0)
     if SPEC.CAUSAL:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
