@@ -53,7 +53,7 @@ class Settings:
     core: tuple[str, ...] = ("naive", "sdpa", "flash")
     # Of torch.compile.
     compiler: str = "inductor"
-    # Of everyone's compiled steps on a GPU, as train.py has them: a slow host would decide otherwise.
+    # Of everyone's steps that inductor compiles for a GPU, as train.py has them: a slow host would decide otherwise.
     cuda_graphs: bool = True
     # Path of a nanoGPT checkout's model.py, which then takes part.
     nanogpt: str = ""
@@ -198,7 +198,8 @@ def _report(options: Options, group: Group, name: str, sample: Sample) -> None:
 
 
 def _build(options: Options, group: Group, name: str) -> Contender:
-    compiled = group.mode == "compiled"
+    settings, compiled = options.settings, group.mode == "compiled"
+    can_replay = options.device.type == "cuda" and settings.compiler == "inductor"
     return Contender(
         name,
         group.config,
@@ -206,9 +207,9 @@ def _build(options: Options, group: Group, name: str) -> Contender:
         dtype=getattr(torch, group.dtype),
         micro_batch=group.micro_batch,
         accumulation=group.accumulation,
-        compiler=options.settings.compiler if compiled else None,
-        graphs=compiled and options.settings.cuda_graphs and options.device.type == "cuda",
-        nanogpt_path=options.settings.nanogpt,
+        compiler=settings.compiler if compiled else None,
+        graphs=compiled and settings.cuda_graphs and can_replay,
+        nanogpt_path=settings.nanogpt,
     )
 
 
@@ -259,7 +260,7 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
             built[name] = _build(options, group, name)
     calls, settings = {name: built[name].step for name in names}, options.settings
     samples = timing.time_alternating(
-        calls, options.device, seconds=settings.seconds, warmup=1, rounds=(settings.steps, 30)
+        calls, options.device, seconds=settings.seconds, warmup=2, rounds=(settings.steps, 30)
     )
     tokens = group.micro_batch * group.accumulation * group.context
     milliseconds = {name: contenders.split_phases(phases) for name, phases in samples.items()}
