@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default="auto", help="attention backend (auto)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # the prompt may stand behind the options
 
     import torch
 
@@ -49,7 +49,7 @@ def main() -> None:
 
     try:
         model, tokenizer = load_run(Path(args.run), args.device, args.attention)
-        generator = torch.Generator().manual_seed(args.seed)
+        generator = torch.Generator().manual_seed(args.seed % 2**64)  # torch takes no longer ones
         for number in range(args.samples):
             if number:
                 print("-" * 80)

@@ -127,6 +127,9 @@ def test_sampling_from_a_run(command_line, started, monkeypatch, capsys, tiny, t
 
     assert sampled() == first.stdout
     assert sampled("--seed", "1") != first.stdout
+    assert sampled("--seed", str(2**64)) == first.stdout  # a seed of any length, as train.py takes
+    arguments = ["sample.py", str(only_run(tmp_path)), "--tokens", "20"]
+    assert sampled("the quick") == first.stdout  # the prompt behind the options
 
 
 @pytest.mark.parametrize(
