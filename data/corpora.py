@@ -21,6 +21,7 @@ USES = {
     "hub": ("repo", "config", "split", "revision", "column", "files", "streaming"),
 }
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_OTHERS = "; other formats, CSV say, are read with data=hub data.repo=FOLDER"
 
 
 class Source(Protocol):
@@ -206,12 +207,14 @@ class TextFiles(LocalFiles):
                 matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
                 paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
             if not paths:
-                raise DataError(f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}")
+                raise DataError(
+                    f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}{_OTHERS}"
+                )
             found.update(dict.fromkeys(paths))
         for path in found:
             if not path.name.endswith(SUFFIXES):
                 raise DataError(
-                    f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files"
+                    f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHERS}"
                 )
         with_text = [path for path in found if path.stat().st_size]
         if not with_text:

@@ -19,6 +19,7 @@ Local files are read with json and pyarrow, which `datasets` uses itself, rather
 Where that does not matter, and for other formats, data=hub data.repo=FOLDER goes through `datasets`; not for .txt.
 """
 
+import codecs
 import io
 import json
 import re
@@ -95,10 +96,15 @@ class JsonLinesPart:
                     break
 
     def _text(self, line: bytes, offset: int) -> str:
+        # PowerShell and Excel put a mark before the first line, which is no JSON
+        text = _decoded(line, self.path, offset).removeprefix("" if offset else "\ufeff")
         try:
-            row = json.loads(_decoded(line, self.path, offset))
+            row = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"{self.path}: the line at byte {offset} is not JSON ({error.msg})") from None
+        except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, 100,000 brackets
+            reason = str(error).split(";")[0]
+            raise DataError(f"{self.path}: the line at byte {offset} cannot be read ({reason})") from None
         if not isinstance(row, dict):
             raise DataError(f"{self.path}: the line at byte {offset} is not an object with a text field")
         if self.column not in row:
@@ -188,7 +194,11 @@ def parquet_parts(path: Path, step: int, column: str) -> list[ParquetPart]:
     if column not in schema.names:
         raise missing_column(column, schema.names, str(path))
     kind = schema.field(column).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a category of pandas or polars
+    if not any(
+        is_text(values)
+        for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+    ):
         raise DataError(
             f"{path}: column {column!r} holds {kind}, not text; name a text column, data.column=..."
         )
@@ -222,9 +232,12 @@ def _decoded(content: bytes, path: str, offset: int, errors: str = "strict") -> 
     try:
         return content.decode("utf-8", errors)
     except UnicodeDecodeError as error:
+        # as Windows writes it; read as latin1 it would train on a NUL behind every letter
+        utf16 = not offset and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise DataError(
             f"{path}: byte {offset + error.start} ({content[error.start]:#04x}) is not UTF-8: convert the file, "
-            "for example with iconv -f latin1 -t utf-8"
+            f"{'it looks like UTF-16:' if utf16 else 'for example with'} iconv -f {'utf-16' if utf16 else 'latin1'} "
+            "-t utf-8"
         ) from None
 
 

@@ -280,6 +280,26 @@ def test_windows_line_ends_can_be_typed(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "two"]
 
 
+def test_a_mark_before_the_first_line_is_no_part_of_it(tmp_path: Path):
+    """PowerShell and Excel put one there."""
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n', encoding="utf-8-sig")
+    corpus = prepare(make_corpus("text_files", files=str(tmp_path)), "bytes", tmp_path / "cache")
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["first", "second"]
+
+
+@pytest.mark.parametrize("kind", ["string_view", "large_string", "dictionary"])
+def test_text_is_text_however_arrow_holds_it(kind: str, tmp_path: Path):
+    """A category of pandas is a dictionary."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = pyarrow.array(["one", "two", "one"])
+    texts = texts.dictionary_encode() if kind == "dictionary" else texts.cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    corpus = prepare(make_corpus("text_files", files=str(tmp_path)), "bytes", tmp_path / "cache")
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "one", "two"]
+
+
 def test_a_name_with_brackets_is_a_name(tmp_path: Path):
     (tmp_path / "a[1].txt").write_text("one\n\ntwo")
     corpus = prepare(

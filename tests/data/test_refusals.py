@@ -41,8 +41,11 @@ BAD_FILES = {
     "empty.txt": (b"", "no .* file with text|all empty"),
     "separators.txt": (b"\n\n\n\n", "has 0 documents"),
     "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
-    "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl"),
+    "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl.*CSV say, are read with data=hub data\.repo=FOLDER"),
     "latin1.txt": (b"caf\xe9 au lait", r"latin1.txt: byte 3 \(0xe9\) is not UTF-8.*iconv"),
+    "digits.jsonl": (b'{"text": "a", "n": %s}\n' % (b"9" * 5000), "byte 0 cannot be read .*4300 digits"),
+    "deep.jsonl": (b"[" * 100_000, "byte 0 cannot be read .*recursion"),
+    "notepad.txt": ("a\n\nb".encode("utf-16"), "it looks like UTF-16: iconv -f utf-16 -t utf-8"),
     "latin1.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', r"latin1.jsonl: byte 24 \(0xff\) is not UTF-8"),
 }
 
@@ -52,7 +55,7 @@ def test_bad_files_are_refused_by_name(name: str, tmp_path: Path):
     content, words = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     arguments = {"source": "text_files", "files": str(tmp_path / name)}
-    if name in ("separators.txt", "windows.txt", "latin1.txt"):
+    if name in ("separators.txt", "windows.txt", "latin1.txt", "notepad.txt"):
         arguments["separator"] = "\n\n"
     message = refused(arguments, tmp_path / "cache")
     assert re.search(words, message), message
