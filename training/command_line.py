@@ -116,6 +116,8 @@ def _check_words(arguments: list[str]) -> Namespace:
         sys.exit("error: --cfg prints the settings of one run: leave -m out")
     if not wrong:
         _check_groups(known.overrides)
+        for word in {"hydra.run.dir=", "hydra.sweep.dir="} & {*known.overrides}:  # a shell's variable not set
+            sys.exit(f"error: {word}: name a directory, or leave it out: empty is the current one")
         return known
     told = " ".join(wrong)
     key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", told).groups()

@@ -131,6 +131,8 @@ class DataConfig:
             list(map(str, given)) if isinstance(given, list | tuple) else [str(given)] if given else []
             for given in (self.roots, self.files)
         )
+        if not self.cache_dir:  # it would be the current directory
+            raise ConfigError("data.cache_dir is empty: name a folder, or leave it out.")
 
 
 @dataclass
@@ -257,15 +259,20 @@ def _nearest_multiples(value: int, unit: int) -> str:
 def from_hydra(cfg: DictConfig) -> Config:
     """The typed config of a composed Hydra config; refuses keys that no dataclass has (Hydra lets `+key=1` in)."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationResolutionError
 
     _refuse_unknown_keys(cfg, Config, "")
-    if missing := OmegaConf.missing_keys(cfg):
-        key = sorted(missing)[0]
-        raise ConfigError(f"{key} must be given: {key}=...")
     try:
+        if missing := OmegaConf.missing_keys(cfg):
+            key = sorted(missing)[0]
+            raise ConfigError(f"{key} must be given: {key}=...")
         return OmegaConf.to_object(cfg)
     except ConfigError:
         raise
+    except (
+        InterpolationResolutionError
+    ) as error:  # ${...} of no setting, or of no variable of the environment
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     except ValueError as error:  # from the dataclasses of lower rooms
         raise ConfigError(str(error)) from None
 

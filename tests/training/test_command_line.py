@@ -50,6 +50,10 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("attention=[naive", "attention=[naive: it cannot be read; "),
         ("trainer.init_from=", "trainer.init_from is empty: name a run directory, or leave it out"),
         ("trainer.resume=", "trainer.resume is empty"),
+        ("hydra.run.dir=", "hydra.run.dir=: name a directory, or leave it out"),
+        ("data.cache_dir=", "data.cache_dir is empty: name a folder, or leave it out"),
+        ("model.n_embd=${model.width}", "model.n_embd: Interpolation key 'model.width' not found"),
+        ("trainer.sample_prompt=${oc.env:NOPE}", "trainer.sample_prompt: KeyError raised while resolving"),
         ("trainer.sample_prompt=it's(x", r"the shell's quotes, " + r'''"trainer.sample_prompt='it\'s(x'"'''),
         ("hydra/launcher=joblib", "hydra/launcher/joblib"),
         ("model.n_embd=32 model.n_head=3", "set model.n_embd=30 or 33, or model.n_head=2 or 4"),
@@ -57,8 +61,9 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("model.dropout=1.5", "model.dropout=1.5: it is a probability"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_remedy(started, tmp_path, arguments, said):
+def test_a_mistake_is_one_line_with_the_remedy(started, tmp_path, capsys, arguments, said):
     error = started(never, *arguments.split())
+    assert not capsys.readouterr().err  # Hydra has words of its own for what is raised in a task
     assert error.startswith("error: ")
     assert said in error
     assert "\n" not in error
