@@ -63,7 +63,7 @@ def banner(run: Trainer) -> Rows:
     return rows
 
 
-def result(summary: dict[str, Any], run_dir: Path, speeds: list[float]) -> Rows:
+def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_best: bool) -> Rows:
     """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
     saved = summary["steps"] > 0
     speed = f"not measured: no step{' came after the warm-up' if saved else ''}"
@@ -80,7 +80,7 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float]) -> Rows:
             f"loss {summary['val/loss']:.4f}, perplexity {summary['val/perplexity']:.2f}, "
             f"bits per byte {summary['val/bits_per_byte']:.3f} (whole split, {summary['val/tokens']:,} tokens)",
         ),
-        *_best(run_dir),
+        *_best(run_dir, keep_best),
         ("speed", speed),
         *_noise(summary, speeds),
         ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
@@ -94,11 +94,13 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float]) -> Rows:
     return rows
 
 
-def _best(run_dir: Path) -> Rows:
+def _best(run_dir: Path, keep_best: bool) -> Rows:
     """Where the checkpoint with the lowest validation loss is, if it was kept."""
     if not (best := checkpoint.best(run_dir)):
         return []
-    return [("best", f"loss {best[1]:.4f}, {run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best[0].name}")]
+    ended = "" if keep_best else ", until trainer.keep_best was left out"
+    where = f"{run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best[0].name}{ended}"
+    return [("best", f"loss {best[1]:.4f}, {where}")]
 
 
 def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:

@@ -88,7 +88,9 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
         write_whole(run.run_dir / "sample.txt", text)
         print(f"\nsample\n{text}")
     speeds = [run.config.trainer.batch_tokens / seconds for seconds in run.throughput.windows]
-    print("\n" + table("done", result(summary, run.run_dir, speeds)), flush=True)
+    print(
+        "\n" + table("done", result(summary, run.run_dir, speeds, run.config.trainer.keep_best)), flush=True
+    )
 
 
 def _sample(run: Trainer) -> str:

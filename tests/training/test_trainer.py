@@ -219,7 +219,7 @@ def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_
 
 def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monkeypatch, capsys):
     """The best of those before it was killed, of those it evaluates again, and of its end."""
-    losses = {2: 3.0, 4: 2.5, 6: 2.7, 8: 2.6, 10: 2.4, 12: 2.5}
+    losses = {2: 3.0, 4: 2.5, 6: 2.7, 8: 2.6, 10: 2.4, 12: 2.5, 14: 2.3}
     evaluate = Trainer._evaluate
     monkeypatch.setattr(
         Trainer, "_evaluate", lambda run, done: replace(evaluate(run, done), loss=losses[done])
@@ -247,6 +247,10 @@ def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monke
     train(having(config, steps=12, eval_every=12, resume=str(tmp_path)), tmp_path)
     assert kept() == (10, [10, 12])
     assert checkpoint.find(tmp_path).name == "step-00000012"
+    assert "until trainer.keep_best" not in capsys.readouterr().out
+    # It is not looked for any more, and the end does not pass it off as the best.
+    train(having(config, steps=14, keep_best=False, resume=str(tmp_path)), tmp_path)
+    assert f"{best}: step-00000010, until trainer.keep_best was left out" in capsys.readouterr().out
     model, _ = load_run(best)
     saved = checkpoint.load_weights(checkpoint.at(tmp_path, 10), "cpu")
     assert torch.equal(model.wte.weight, saved["wte.weight"])
