@@ -12,6 +12,7 @@ from pathlib import Path
 
 from training.console import SPREAD, plural
 
+from .results import writing
 from .runs import (
     PHASE_RATIO,
     PHASE_SHARE,
@@ -52,8 +53,8 @@ def main(argv: list[str]) -> int:
         print("no page: matplotlib is not installed")
         return 0
     page_path = arguments.html or _common_folder(runs) / "compare.html"
-    page_path.parent.mkdir(parents=True, exist_ok=True)
-    page_path.write_text(page(runs), encoding="utf-8")
+    with writing(page_path, "--html FILE"):
+        page_path.write_text(page(runs), encoding="utf-8")
     print(f"page: {page_path}")
     return 0
 

@@ -73,11 +73,12 @@ def draw(results: Results, path: Path) -> None:
             gib = [each["peak_bytes"] / 2**30 for each in memory]
             peaks.barh(names, gib, height=0.6, color=plots.COLOURS[2])
             logits = memory[0]["logits_bytes"] / 2**30
-            peaks.axvline(logits, color="k", linestyle=":", label="the logits alone, in 16 bits")
-            for axis, values, what in ((times, left, "ms"), (peaks, gib, "GiB at the peak")):
+            peaks.axvline(logits, color="k", linestyle=":")
+            memory_label = "GiB at the peak (dotted: the logits alone)"
+            for axis, values, what in ((times, left, "ms"), (peaks, gib, memory_label)):
                 for place, value in enumerate(values):
                     axis.text(value, place, f" {value:.3g}", va="center", fontsize=8)
-                axis.set_xlim(0, 1.15 * max(values))
+                axis.set_xlim(0, 1.2 * max(values))
                 axis.set_ylim(len(names) - 0.5, -0.5)
                 axis.set_xlabel(what)
                 axis.set_title(f"{sample['rows']} rows")

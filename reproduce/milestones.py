@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .experiment import ReproduceError, text_table
+from .results import writing
 from .runs import Run, find_runs, flatten
 
 CURVES = Path(__file__).parent / "curves"
@@ -83,7 +84,8 @@ def main(argv: list[str]) -> int:
     except ImportError:
         print("no plot: matplotlib is not installed")
     else:
-        draw(plot, run, reference, milestones, tokens, losses)
+        with writing(plot, "--plot FILE"):
+            draw(plot, run, reference, milestones, tokens, losses)
         print(f"plot: {plot}")
     return int(any(state == FAIL for state, _ in verdicts))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .claims import CLAIMS, Claim
 from .experiment import EXPERIMENTS, NOT_MEASURED, STATUSES, Results, Verdict
-from .results import changed_since, read_all
+from .results import changed_since, read_all, writing
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 MARKS = {"reproduced": "good", "not reproduced": "bad", "not comparable": "grey", "not measured": "none"}
@@ -39,9 +39,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
     directory = parser.parse_args(argv).results
     page = build(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "REPORT.md").write_text(as_markdown(page, directory))
-    (directory / "report.html").write_text(as_html(page))
+    with writing(directory / "REPORT.md", "--results FOLDER"):
+        (directory / "REPORT.md").write_text(as_markdown(page, directory))
+        (directory / "report.html").write_text(as_html(page))
     print(summary(page))
     for note in page.notes:
         print(f"note: {note}")

@@ -20,6 +20,7 @@ import re
 import time
 import tokenize
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,9 +205,21 @@ class Store:
     def write(self, path: Path) -> None:
         from training.environment import write_json
 
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)
-        write_json(path, self.document)
+        with writing(path, "--results FOLDER"):
+            write_json(path, self.document)
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Make the folder of `path` and write it; where that may not be, one line names the option for another place."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ReproduceError(
+            f"{path} cannot be written ({error.strerror}): name another place, {option}"
+        ) from None
 
 
 def read(path: Path, say: Callable[[str], None] = print) -> Results | None:

@@ -69,6 +69,8 @@ def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
     assert "differ in more than attention" not in said
     assert "different environments" not in said
 
+    assert main(["compare", str(sweep), "--html", str(sweep / "compare.html" / "below")]) == 1
+    assert "below cannot be written (File exists): name another place, --html FILE" in capsys.readouterr().err
     page = (sweep / "compare.html").read_text()
     for title in (
         "Loss against tokens",

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -250,6 +251,15 @@ def test_mistakes_are_one_line(arguments, words, tmp_path, capsys):
     assert main([*arguments, *tiny, "--results", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["report"], ["numerics", "--tiny", "repeats=1"]])
+def test_a_place_that_cannot_be_written_is_one_line_with_the_remedy(command, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main([*command, "--results", str(tmp_path / "file" / "below")]) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"^error: .*cannot be written \(.*\): name another place, --results FOLDER$", error)
     assert error.count("\n") == 1
 
 
