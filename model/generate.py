@@ -30,7 +30,9 @@ def generate(
     """
     if tokens.size(1) < 1:
         raise ValueError("the prompt is empty: give at least one token, <|endoftext|> to start from nothing")
-    if temperature < 0.0:
+    if n < 0:
+        raise ValueError(f"n={n}: it must be 0 or more tokens")
+    if not temperature >= 0.0:  # NaN is neither
         raise ValueError(f"temperature={temperature}: it must be 0 (most likely token) or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: it must be at least 1, or None for all tokens")
@@ -82,7 +84,7 @@ def _read(model: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
     """logits (B, vocab_size) -> token ids (B,)."""
-    if temperature == 0.0:
+    if temperature < 1e-6:  # nothing but the most likely would be drawn, and the division may overflow
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.size(-1):

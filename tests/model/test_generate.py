@@ -94,6 +94,7 @@ def test_top_1_is_the_most_likely_token(model):
     tokens = prompt(2, 4)
     greedy = generate(model, tokens, 10, temperature=0.0, generator=seeded())
     assert torch.equal(generate(model, tokens, 10, temperature=1.0, top_k=1, generator=seeded(3)), greedy)
+    assert torch.equal(generate(model, tokens, 10, temperature=1e-40, generator=seeded(3)), greedy)
 
 
 def test_padding_is_never_sampled(model):
@@ -134,9 +135,11 @@ def test_draws_without_dropout_and_leaves_the_mode_alone():
     [
         (prompt(1, 0), {}, "the prompt is empty"),
         (prompt(1, 1), {"temperature": -1.0}, "temperature=-1.0"),
+        (prompt(1, 1), {"temperature": float("nan")}, "temperature=nan"),
+        (prompt(1, 1), {"n": -1}, "n=-1"),
         (prompt(1, 1), {"top_k": 0}, "top_k=0"),
     ],
 )
 def test_errors(model, tokens, options, message):
     with pytest.raises(ValueError, match=message):
-        generate(model, tokens, 1, generator=seeded(), **options)
+        generate(model, tokens, **{"n": 1, "generator": seeded(), **options})
