@@ -269,9 +269,7 @@ def from_hydra(cfg: DictConfig) -> Config:
         return OmegaConf.to_object(cfg)
     except ConfigError:
         raise
-    except (
-        InterpolationResolutionError
-    ) as error:  # ${...} of no setting, or of no variable of the environment
+    except InterpolationResolutionError as error:  # ${...} of no setting, or no variable of the environment
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     except ValueError as error:  # from the dataclasses of lower rooms
         raise ConfigError(str(error)) from None
