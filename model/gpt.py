@@ -177,9 +177,8 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: i
     probability 0 and get no gradient.
     """
     logits = F.linear(hidden, weight)
-    with (
-        torch.no_grad()
-    ):  # exact: softmax's gradient is 0 there. A slice would copy all logits, forward and back
+    # Without gradient, and exact: softmax's is 0 there. A slice would copy all logits, forward and back.
+    with torch.no_grad():
         logits[:, vocab_size:] = float("-inf")
     total = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="sum")
     return total / (targets != -1).sum().clamp(min=1)
@@ -221,6 +220,10 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
     ):
         super().__init__()
+        if isinstance(attention, str):
+            raise TypeError(
+                f"attention is {attention!r}, a name: give the function, get_attention({attention!r})"
+            )
         self.config = config
         self.loss = loss
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)  # also the output projection

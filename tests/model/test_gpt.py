@@ -284,6 +284,8 @@ def test_errors_name_the_remedy():
         tiny()(some_tokens(1, 33))
     with pytest.raises(ValueError, match="needs dropout_seed"):
         tiny(dropout=0.1)(some_tokens(1, 4))
+    with pytest.raises(TypeError, match=r"a name: give the function, get_attention\('flash'\)"):
+        GPT(tiny().config, "flash")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
