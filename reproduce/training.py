@@ -260,7 +260,11 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
             built[name] = _build(options, group, name)
     calls, settings = {name: built[name].step for name in names}, options.settings
     samples = timing.time_alternating(
-        calls, options.device, seconds=settings.seconds, warmup=2, rounds=(settings.steps, 30)
+        calls,
+        options.device,
+        seconds=settings.seconds,
+        warmup=0 if options.tiny else 2,  # the second records CUDA graphs
+        rounds=(settings.steps, 30),
     )
     tokens = group.micro_batch * group.accumulation * group.context
     milliseconds = {name: contenders.split_phases(phases) for name, phases in samples.items()}
