@@ -197,13 +197,14 @@ class Trainer:
     @contextmanager
     def _profiled(self, done: int, progress: Progress) -> Iterator[None]:
         """The step that was asked for with a profile, which its speed does not count."""
-        if done != self.config.trainer.profile_step or not self.world.is_main:
+        if done != self.config.trainer.profile_step:
             yield
             return
         path = self.run_dir / f"trace-step-{done:08}.json.gz"
-        with profiled(f"step {done:,}", path, self.world.device, progress.say):
+        profile = profiled(f"step {done:,}", path, self.world.device, progress.say)
+        with profile if self.world.is_main else nullcontext():
             yield
-        self.throughput.resume()
+        self.throughput.resume()  # on every rank: the others have waited for this one
 
     def _evaluates_at(self, done: int) -> bool:
         """Whether an evaluation is due, other than the last."""
