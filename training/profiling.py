@@ -18,9 +18,8 @@ ROWS, NAME = 8, 70  # operations that are named, and how much of a kernel's name
 def profiled(what: str, path: Path, device: torch.device, say: Callable[[str], None]) -> Iterator[None]:
     """Profile the block on `device`: its trace goes to `path` (.json.gz), its costliest operations to `say`."""
     on_gpu = device.type == "cuda"
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # the profiler's backend writes lines of its own to stderr
+    # The profiler's backend writes lines of its own to stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     with profile(activities=activities) as profiler:
         yield
@@ -43,6 +42,5 @@ def _costliest(profiler: profile, on_gpu: bool) -> str:
         f"  {microseconds / total:4.0%} {microseconds / 1e3:8.2f} ms {count:5} x  {name[:NAME]}"
         for name, (microseconds, count) in shown
     ]
-    return "\n".join(
-        [*lines, f"  of {total / 1e3:.2f} ms in {sum(count for _, count in times.values())} calls"]
-    )
+    calls = sum(count for _, count in times.values())
+    return "\n".join([*lines, f"  of {total / 1e3:.2f} ms in {calls} calls"])
