@@ -37,6 +37,8 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if tensor.dim() != 4:
             shape = tuple(tensor.shape)
             raise AttentionError(f"{name} must be (batch, heads, length, head_dim), got shape {shape}")
+        if not tensor.is_floating_point():
+            raise AttentionError(f"{name} must be floating point, got {tensor.dtype}")
         if tensor.dtype != q.dtype:
             raise AttentionError(f"q, k and v must share a dtype, got {q.dtype} and {name} {tensor.dtype}")
         if tensor.device != q.device:
@@ -90,7 +92,10 @@ def check_features(
     """The optional arguments must fit q, k and each other."""
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
-    if window is not None and (len(window) != 2 or min(window) < -1):
+    is_pair = (
+        isinstance(window, tuple | list) and len(window) == 2 and all(isinstance(x, int) for x in window)
+    )
+    if window is not None and (not is_pair or min(window) < -1):
         raise AttentionError(f"window must be (left, right), each a count of keys or -1, got {window}")
     if softcap < 0:
         raise AttentionError(f"softcap must be positive, or 0 for none, got {softcap}")

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fused import FusedError, check_dtype, kernels_of
-from .operators import below_autograd, operator
+from .fused import check_dtype, kernels_of, no_second_derivative
+from .operators import operator
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -63,21 +63,11 @@ class _TokenRows(torch.autograd.Function):
         return None, embedding_gradient(d_out, *ctx.saved_tensors, ctx.rows)
 
 
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        return below_autograd(embedding_gradient, *inputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise FusedError("model.block=fused has no second derivative; use model.block=torch")
-
-
 token_rows = operator(
     token_rows, lambda tokens, weight: weight.new_empty((*tokens.shape, weight.shape[1])), _TokenRows.apply
 )
 embedding_gradient = operator(
     embedding_gradient,
     lambda d_out, tokens, rows: d_out.new_empty((rows, d_out.shape[-1])),
-    _Gradient.apply,
+    no_gradient=no_second_derivative,
 )

@@ -10,14 +10,17 @@ from collections.abc import Callable
 import torch
 
 from .arguments import check_inputs, check_scale, refuse_features
+from .library import HALF, needs_cuda
 from .registry import AttentionFn, AttentionRequest, register_attention
 
 
 def _refuses(request: AttentionRequest) -> str | None:
-    if request.device.type != "cuda":
-        return f"it needs a CUDA device, not {request.device.type}"
-    if request.dtype not in (torch.float16, torch.bfloat16):
+    if request.dtype not in HALF:
         return f"it takes float16 and bfloat16, not {request.dtype}"
+    if request.head_dim % 8 or request.head_dim > 256:
+        return f"it takes head_dim that is a multiple of 8 up to 256, not {request.head_dim}"
+    if lacking := needs_cuda(request):
+        return lacking
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:

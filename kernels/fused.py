@@ -74,6 +74,11 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is {tensor.dtype}; fused layers take float32, bfloat16 and float16")
 
 
+def no_second_derivative() -> FusedError:
+    """The error of differentiating a gradient of a block's layer."""
+    return FusedError("model.block=fused has no second derivative; use model.block=torch")
+
+
 def make_known_to_inductor(operator: torch._ops.OpOverload) -> None:
     """To be called from an operator's fake, if the operator comes late in a graph.
 

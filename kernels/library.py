@@ -108,7 +108,7 @@ def _refuses_flash(request: AttentionRequest) -> str | None:
 
 
 def _refuses_efficient(request: AttentionRequest) -> str | None:
-    return _needs_cuda(request) or request.unsupported({"dropout_p"})
+    return needs_cuda(request) or request.unsupported({"dropout_p"})
 
 
 def _refuses_cudnn(request: AttentionRequest) -> str | None:
@@ -116,10 +116,10 @@ def _refuses_cudnn(request: AttentionRequest) -> str | None:
         return f"it takes float16 and bfloat16, not {request.dtype}"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"it takes head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
-    return _needs_cuda(request) or request.unsupported({"dropout_p"})
+    return needs_cuda(request) or request.unsupported({"dropout_p"})
 
 
-def _needs_cuda(request: AttentionRequest) -> str | None:
+def needs_cuda(request: AttentionRequest) -> str | None:
     return None if request.device.type == "cuda" else f"it needs a CUDA device, not {request.device.type}"
 
 
@@ -134,7 +134,7 @@ for _name, _backend, _refuses in (
 
 
 def _refuses_flex(request: AttentionRequest) -> str | None:
-    return _needs_cuda(request) or request.unsupported({"window", "softcap", "alibi_slopes", "return_lse"})
+    return needs_cuda(request) or request.unsupported({"window", "softcap", "alibi_slopes", "return_lse"})
 
 
 @register_attention("flex", refuses=_refuses_flex, lazy=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fused import FusedError, check_operands, kernels_of
+from .fused import check_operands, kernels_of, no_second_derivative
 from .operators import below_autograd, operator
 
 
@@ -107,7 +107,7 @@ class _AddNorm(torch.autograd.Function):
         if d_normalised is None:
             d_normalised = torch.zeros_like(x_new, dtype=update_dtype)
         inputs = (d_x_new, d_normalised, x_new, statistics, gain, bias_dtype is not None)
-        # Gradients that are to be differentiated themselves meet the error of _Gradient.
+        # Gradients that are to be differentiated themselves meet its error.
         twice = torch.is_grad_enabled()
         d_x, d_update, sums = (
             add_norm_backward(*inputs) if twice else below_autograd(add_norm_backward, *inputs)
@@ -116,16 +116,6 @@ class _AddNorm(torch.autograd.Function):
             d_update = d_x
         d_bias = None if bias_dtype is None else sums[2].to(bias_dtype)
         return d_x, d_update, d_bias, sums[0].to(gain_dtype), sums[1].to(shift_dtype), None
-
-
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        return below_autograd(add_norm_backward, *inputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise FusedError("model.block=fused has no second derivative; use model.block=torch")
 
 
 def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,4 +136,4 @@ def _backward_like(d_x_new, d_normalised, x_new, statistics, gain, with_bias):
 
 
 add_norm = operator(add_norm, lambda x, update, *rest: _forward_like(x, update), _AddNorm.apply)
-add_norm_backward = operator(add_norm_backward, _backward_like, _Gradient.apply)
+add_norm_backward = operator(add_norm_backward, _backward_like, no_gradient=no_second_derivative)

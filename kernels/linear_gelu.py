@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fused import FusedError, check_operands, kernels_of
+from .fused import check_operands, kernels_of, no_second_derivative
 from .operators import below_autograd, operator
 
 
@@ -61,25 +61,15 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx, d_out):
         pre, bias = ctx.saved_tensors
         inputs = (d_out, pre, bias)
-        # Gradients that are to be differentiated themselves meet the error of _Gradient.
+        # Gradients that are to be differentiated themselves meet its error.
         twice = torch.is_grad_enabled()
         d_pre, d_bias = bias_gelu_backward(*inputs) if twice else below_autograd(bias_gelu_backward, *inputs)
         return d_pre, d_bias.to(bias.dtype)
-
-
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        return below_autograd(bias_gelu_backward, *inputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise FusedError("model.block=fused has no second derivative; use model.block=torch")
 
 
 bias_gelu = operator(bias_gelu, lambda pre, bias: pre.new_empty(pre.shape), _BiasGelu.apply)
 bias_gelu_backward = operator(
     bias_gelu_backward,
     lambda d_out, pre, bias: (pre.new_empty(pre.shape), bias.new_empty(bias.shape, dtype=torch.float32)),
-    _Gradient.apply,
+    no_gradient=no_second_derivative,
 )

@@ -18,6 +18,7 @@ def operator(
     function: Callable[..., Any],
     like: Callable[..., Any],
     differentiable: Callable[..., Any] | None = None,
+    no_gradient: Callable[[], Exception] | None = None,
 ) -> torch._ops.OpOverload:
     """The operator of a function that changes none of its inputs, named and typed as the function is.
 
@@ -25,6 +26,7 @@ def operator(
         like: the function's uninitialised results, for a compiler that wants their shapes and strides.
         differentiable: the operator to autograd, an autograd.Function's `apply` around `below_autograd`; None where
             nothing has a gradient.
+        no_gradient: instead of it, of an operator that is itself a gradient: the error of a second derivative.
     """
     name = function.__name__
     schema = torch.library.infer_schema(function, mutates_args=())
@@ -39,6 +41,8 @@ def operator(
         wanted = torch.is_grad_enabled() or forward_ad._current_level >= 0
         return differentiable(*inputs) if wanted else below_autograd(made, *inputs)
 
+    if no_gradient is not None:
+        differentiable = _once(made, no_gradient)
     if differentiable is not None:
         LIBRARY.impl(name, to_autograd, "Autograd")
     return made
@@ -48,3 +52,18 @@ def below_autograd(of: torch._ops.OpOverload, *inputs: object) -> Any:
     """The results of an operator, without its gradient."""
     with torch._C._AutoDispatchBelowAutograd():
         return of(*inputs)
+
+
+def _once(made: torch._ops.OpOverload, no_gradient: Callable[[], Exception]) -> Callable[..., Any]:
+    """The operator to autograd, with an error where its gradient would be."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            return below_autograd(made, *inputs)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            raise no_gradient()
+
+    return Once.apply

@@ -119,7 +119,12 @@ def _backend(name: str) -> Backend:
 
 
 def get_attention(name: str) -> AttentionFn:
-    """The attention function registered as `name`; AttentionError lists the known names."""
+    """The attention function registered as `name`; AttentionError lists the known names.
+
+    Not "auto": what that is depends on what it is asked for, see `resolve_attention`.
+    """
+    if name == "auto":
+        raise AttentionError("attention=auto needs to know for what: use resolve_attention(name, device=...)")
     return _backend(name).load()
 
 

@@ -20,7 +20,7 @@ from model.gpt import GPT, AttentionFn
 from training.config import Layers
 from training.cuda_graphs import compiled_to_graphs
 from training.layers import BLOCKS, LOSSES
-from training.optimizer import OptimizerConfig, build_optimizer
+from training.optimizer import OptimizerConfig, build_optimizer, update
 from training.precision import compiled
 
 from . import nanogpt
@@ -90,11 +90,7 @@ class Contender:
             yield
             self.scaler.scale(loss / self.accumulation).backward()
             yield
-        self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.graphs)
+        update(self.model, self.optimizer, self.scaler, keep_gradients=self.graphs)
         yield
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from training.distributed import World
 from training.evaluation import evaluate
-from training.optimizer import OptimizerConfig, build_optimizer
+from training.optimizer import OptimizerConfig, build_optimizer, update
 from training.schedule import ScheduleConfig, learning_rate
 from training.seeds import stream_seed
 
@@ -165,11 +165,7 @@ def _train(
             with autocast():
                 loss = model(inputs.to(options.device), targets.to(options.device))
             scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            update(model, optimizer, scaler)
             losses.append(loss.detach())
             if (step + 1) * 4 // steps > step * 4 // steps:
                 evaluation = evaluate(

@@ -120,7 +120,9 @@ def clocks(device: torch.device) -> str | None:
     """What nvidia-smi says of clocks (MHz), power, temperature and throttling now; None without it. Reads only."""
     if device.type != "cuda":
         return None
-    query = ["nvidia-smi", f"--query-gpu={CLOCK_QUERY}", "--format=csv", f"--id={device.index or 0}"]
+    # nvidia-smi counts all GPUs, PyTorch those of CUDA_VISIBLE_DEVICES
+    uuid = torch.cuda.get_device_properties(device).uuid
+    query = ["nvidia-smi", f"--query-gpu={CLOCK_QUERY}", "--format=csv", f"--id=GPU-{uuid}"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

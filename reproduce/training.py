@@ -222,15 +222,20 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
     began = time.perf_counter()
     contender = _build(options, group, name)
     error = None if name in (NANOGPT, NANOGPT_BIASES) else _logit_error(contender, group)
-    # CUDA graphs have their gradients from the start
-    parameters = sum(x.nbytes for p in contender.model.parameters() for x in (p, p.grad) if x is not None)
+    states = contender.optimizer.state
+    held = sum(
+        x.nbytes
+        for parameter in contender.model.parameters()
+        for x in (parameter, parameter.grad, *states[parameter].values())
+        if x is not None  # only with CUDA graphs are there gradients
+    )
 
     def two_steps() -> None:
         for number in range(2):
             for _ in contender.step(number):
                 pass
 
-    peak = parameters + timing.peak_bytes(two_steps, options.device)
+    peak = held + timing.peak_bytes(two_steps, options.device)
     if built is not None:
         built[name] = contender
     return {

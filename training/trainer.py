@@ -29,7 +29,7 @@ from .init_from import initial_weights
 from .interrupt import Interrupt
 from .layers import BLOCKS, LOSSES, resolve_layers
 from .metrics import Throughput, memory, performance, reset_peak_memory
-from .optimizer import build_optimizer
+from .optimizer import build_optimizer, update
 from .precision import compiled, resolve_precision
 from .profiling import profiled
 from .report import dtype_name
@@ -237,13 +237,8 @@ class Trainer:
                 self.scaler.scale(loss / self.accumulation).backward()
             total += loss.detach() / self.accumulation
         self.throughput.optimizer_begins()
-        self.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_clip or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.graphs)
-        return total, grad_norm
+        return total, update(self.model, self.optimizer, self.scaler, limit, keep_gradients=self.graphs)
 
     def _load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
         """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting."""

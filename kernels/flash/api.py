@@ -229,7 +229,7 @@ class _Flash(torch.autograd.Function):
         if d_out is None:
             d_out = torch.zeros_like(out)
         inputs = (d_out, d_lse, out, lse, *tensors, *ctx.rules)
-        # Gradients that are to be differentiated themselves meet the error of _Gradient.
+        # Gradients that are to be differentiated themselves meet its error.
         twice = torch.is_grad_enabled()
         dq, dk, dv, delta = flash_backward(*inputs) if twice else below_autograd(flash_backward, *inputs)
         if tensors[2] is None:  # k: the gradient is packed
@@ -244,16 +244,6 @@ class _Flash(torch.autograd.Function):
     def of_operator(cls, q, k, v, seed, alibi_slopes, sinks, *rest):
         """`flash_forward` to autograd."""
         return cls.apply(q, k, v, sinks, (seed, alibi_slopes, *rest[:5]), rest[5:])
-
-
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        return below_autograd(flash_backward, *inputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise AttentionError("attention=flash has no second derivative; use attention=naive")
 
 
 def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,7 +281,7 @@ flash_forward = operator(flash_forward, lambda q, k, *rest: _forward_like(q, k, 
 flash_backward = operator(
     flash_backward,
     lambda d_out, d_lse, out, lse, low, q, k, v, *rest: _backward_like(q, k, v),
-    _Gradient.apply,
+    no_gradient=lambda: AttentionError("attention=flash has no second derivative; use attention=naive"),
 )
 
 

@@ -43,10 +43,9 @@ def test_a_seed_without_dropout_is_ignored_as_by_the_others() -> None:
 
 
 def test_a_run_is_told_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def why_not(dtype: torch.dtype = torch.bfloat16, *features: str) -> str | None:
-        return ATTENTION["fa4"].refuses(
-            AttentionRequest(torch.device("cuda"), dtype, 64, frozenset(features))
-        )
+    def why_not(dtype: torch.dtype = torch.bfloat16, *features: str, head_dim: int = 64) -> str | None:
+        request = AttentionRequest(torch.device("cuda"), dtype, head_dim, frozenset(features))
+        return ATTENTION["fa4"].refuses(request)
 
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     assert "pip install flash-attn-4" in why_not()
@@ -55,6 +54,7 @@ def test_a_run_is_told_before_its_first_step(monkeypatch: pytest.MonkeyPatch) ->
     assert why_not() is None
     assert why_not(torch.float32) == "it takes float16 and bfloat16, not torch.float32"
     assert why_not(torch.bfloat16, "dropout_p") == "it does not do dropout_p"
+    assert why_not(head_dim=20) == "it takes head_dim that is a multiple of 8 up to 256, not 20"
 
 
 @pytest.mark.gpu

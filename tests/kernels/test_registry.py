@@ -20,6 +20,11 @@ def test_unknown_name_lists_the_known_ones() -> None:
         resolve_attention("flahs", **CPU)
 
 
+def test_auto_is_no_function_of_its_own() -> None:
+    with pytest.raises(AttentionError, match="use resolve_attention"):
+        kernels.get_attention("auto")
+
+
 def test_auto_on_a_cpu_is_sdpa_and_says_so() -> None:
     name, attention = resolve_attention("auto", **CPU)
     assert name == "sdpa"

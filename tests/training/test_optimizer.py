@@ -3,7 +3,7 @@ import torch
 
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.optimizer import OptimizerConfig, build_optimizer, parameter_groups
+from training.optimizer import OptimizerConfig, build_optimizer, parameter_groups, update
 
 
 @pytest.fixture
@@ -43,6 +43,36 @@ def test_step_follows_adamw_by_hand(model):
     # The first step moves by lr * sign(gradient), after decay.
     torch.testing.assert_close(weight.detach(), before * (1 - 0.01 * 0.5) - 0.01)
     torch.testing.assert_close(bias.detach(), torch.full_like(bias, -0.01))
+
+
+def test_moments_that_are_there_before_the_first_step_change_nothing():
+    linear = [torch.nn.Linear(4, 3) for _ in range(2)]
+    linear[1].load_state_dict(linear[0].state_dict())
+    config = OptimizerConfig(weight_decay=0.0)
+    ours = build_optimizer(linear[0], config)
+    theirs = torch.optim.AdamW(linear[1].parameters(), config.lr, config.betas, config.eps, 0.0, fused=True)
+    assert {len(state) for state in ours.state.values()} == {3}
+    for step in range(3):
+        for each, optimizer in zip(linear, (ours, theirs), strict=True):
+            each(torch.full((2, 4), step + 1.0)).square().sum().backward()
+            optimizer.step()
+    for a, b in zip(linear[0].parameters(), linear[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert ours.state[a].keys() == theirs.state[b].keys()
+        assert all(torch.equal(x, theirs.state[b][name]) for name, x in ours.state[a].items())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_update_clips_steps_and_forgets_the_gradients(keep):
+    linear = torch.nn.Linear(2, 1, bias=False)
+    optimizer = build_optimizer(linear, OptimizerConfig(lr=0.5, weight_decay=0.0))
+    before = linear.weight.detach().clone()
+    linear.weight.grad = torch.tensor([[3.0, -4.0]])
+    norm = update(linear, optimizer, torch.amp.GradScaler("cpu", enabled=False), 2.5, keep)
+    assert norm == 5
+    torch.testing.assert_close(optimizer.state[linear.weight]["exp_avg"], 0.1 * torch.tensor([[1.5, -2.0]]))
+    torch.testing.assert_close(linear.weight.detach(), before - torch.tensor([[0.5, -0.5]]))
+    assert torch.equal(linear.weight.grad, torch.zeros(1, 2)) if keep else linear.weight.grad is None
 
 
 @pytest.mark.parametrize(
