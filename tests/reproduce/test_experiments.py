@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -384,7 +385,8 @@ def test_hardware_counters_are_summed_over_kernels():
 def test_programs_that_read_the_device_are_asked_and_believed(tmp_path, monkeypatch):
     """nvidia-smi and ncu stand-ins that print what the real ones print."""
     for name, body in {
-        "nvidia-smi": "echo 'clocks.current.sm [MHz], power.draw [W]'; echo '1980 MHz, 412.5 W'",
+        "nvidia-smi": """case "$*" in *--id=GPU-1f-2e*) ;; *) exit 1;; esac
+echo 'clocks.current.sm [MHz], power.draw [W]'; echo '1980 MHz, 412.5 W'""",
         "ncu": r'''case "$*" in *flash*) echo '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 1;; esac
 echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
 echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
@@ -393,6 +395,7 @@ echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1f-2e"))
     assert (
         timing.clocks(torch.device("cuda", 0)) == "clocks.current.sm [MHz] 1980 MHz; power.draw [W] 412.5 W"
     )
