@@ -41,7 +41,9 @@ def test_amd_has_the_portable_kernels_and_no_ptx() -> None:
 
 def test_the_hopper_kernels_keep_to_their_budgets() -> None:
     kernels = "hopper_forward", "hopper_backward"
-    done = compiling("-m", "kernels.compile_report", "--arch", "90", "--head-dim", "128", "--kernel", *kernels)
+    done = compiling(
+        "-m", "kernels.compile_report", "--arch", "90", "--head-dim", "128", "--kernel", *kernels
+    )
     assert done.returncode == 0, done.stdout + done.stderr  # head_dim 64 is .ci/run's: more tiles, 10 s
     assert done.stdout.count("TMA") == 8
     assert "\n0 of 8 " in done.stdout
