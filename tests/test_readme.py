@@ -1,0 +1,94 @@
+"""README's tables of speed say what the files in results/ hold. Under 1 s."""
+
+import itertools
+import json
+import re
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+H200 = ROOT / "results" / "nvidia-h200"
+
+ATTENTION = {
+    "flash": "flash",
+    "FlashAttention-4": "fa4",
+    "torch: cuDNN": "sdpa_cudnn",
+    "torch: FlashAttention-2": "sdpa_flash",
+    "FlexAttention": "flex",
+    "standard": "standard",
+}
+# Of the training table, in the order of its columns.
+GROUPS = (("small", "gpt2_small"), ("dropout", "gpt2_small"), ("medium", "gpt2_medium"))
+GROUPS += (("compiled", "gpt2_small"), ("whole", "gpt2_small"), ("whole", "gpt2_medium"))
+CONTENDERS = {
+    "ours, fused": ("flash+fused",),
+    "ours, flash, torch's other layers": ("flash",),
+    "ours, torch's attention and layers": ("sdpa",),
+    "ours, naive, torch's other layers": ("naive",),
+    "nanoGPT's model, with GPT-2's biases / without": ("nanogpt_biases", "nanogpt"),
+    "Hugging Face's": ("hf_eager",),
+}
+
+
+def table(in_its_head: str) -> list[list[str]]:
+    """The cells of each row of a table, its head first, its rule left out."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("|") and in_its_head in line)
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    return [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in rows if not row.startswith("|---")
+    ]
+
+
+def numbers(cell: str) -> list[str]:
+    return re.findall(r"[\d.]+", cell)
+
+
+def samples(experiment: str, kind: str) -> list[dict]:
+    (path,) = H200.glob(f"{experiment}*.json")  # one that is partial says so in its name
+    document = json.loads(path.read_text())
+    return [sample for sample in document["samples"] if sample["kind"] == kind]
+
+
+def test_attentions_milliseconds_are_the_medians_and_the_least_are_bold() -> None:
+    head, *rows = table("batch x heads x length x head_dim")
+    assert len(rows) == 7
+    timed = [
+        sample for sample in samples("attention", "time") if sample["figure"] != "fa1" and sample["causal"]
+    ]
+    for shape, *cells in rows:
+        batch, heads, length, head_dim = map(int, numbers(shape)[:4])
+        place = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim}
+        (found,) = (sample["ms"] for sample in timed if place.items() <= sample.items())
+        measured = {name: found.get(backend) for name, backend in ATTENTION.items()}
+        for phase, part in (("forward", 0), ("backward", 1)):
+            printed = {
+                name: cell.split(" / ")[part]
+                for name, cell in zip(head[1:], cells, strict=True)
+                if cell != "not measured"
+            }
+            assert {name for name, ms in measured.items() if ms} == set(printed)
+            least = min(float(value.strip("*")) for value in printed.values())
+            for name, value in printed.items():
+                number = value.strip("*")
+                decimals = len(number.partition(".")[2])
+                ms = statistics.median(measured[name][phase])
+                assert number == f"{ms:.{decimals}f}", (shape, name, phase)
+                assert (value != number) == (float(number) == least), (shape, name, phase)
+
+
+def test_trainings_tokens_a_second_and_mfu_are_the_files() -> None:
+    _, *rows = table("small, eager, fp16, 16 sequences a forward")
+    assert [name.strip("*") for name, *_ in rows] == list(CONTENDERS)
+    timed = {(sample["part"], sample["model"]): sample for sample in samples("training", "speed")}
+    for name, *cells in rows:
+        for group, cell in zip(GROUPS, cells, strict=True):
+            rates = timed[group]["tokens_per_second"]
+            contenders = CONTENDERS[name.strip("*")]
+            if cell == "not measured":
+                assert not set(contenders) & set(rates), (name, group)
+                continue
+            speeds, mfu = re.fullmatch(r"([^(]*)(?:\(([\d.]+) %\))?", cell).groups()
+            assert numbers(speeds) == [f"{rates[each] / 1e3:.0f}" for each in contenders], (name, group)
+            if mfu:
+                assert mfu == f"{100 * timed[group]['mfu'][contenders[0]]:.1f}", (name, group)
