@@ -234,7 +234,9 @@ def test_a_directory_holds_one_run(started, tiny, tmp_path, capsys):
     """Another run is refused there; the run itself goes on and keeps its rows."""
     here = [*tiny, "hydra.run.dir=here", "trainer.save_every=6"]
     assert started(train.main, *here) == 0
-    assert "holds a run already" in started(train.main, *here)
+    assert "holds a run already: choose another hydra.run.dir" in started(train.main, *here)
+    (tmp_path / "multirun.yaml").touch()  # as a sweep leaves it, which takes no hydra.run.dir
+    assert "holds a run already: choose another hydra.sweep.dir" in started(train.main, *here)
     again = ["trainer.steps=15", "trainer.resume=here/checkpoints/step-00000006"]
     capsys.readouterr()
     assert started(train.main, *here, *again) == 0
@@ -347,9 +349,11 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_envi
     while not metrics.exists() or metrics.read_text().count("\n") < 5:
         assert process.poll() is None
         time.sleep(0.02)
+    (tmp_path / "multirun.yaml").touch()  # as a sweep leaves it
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
+    assert "command again without -m, " in out
     assert "hydra.run.dir=cut trainer.resume=cut" in out
     resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut")
     assert resumed.returncode == 0, resumed.stderr

@@ -116,14 +116,28 @@ def _check_words(arguments: list[str]) -> Namespace:
         sys.exit("error: --cfg prints the settings of one run: leave -m out")
     if not wrong:
         _check_groups(known.overrides)
-        for word in {"hydra.run.dir=", "hydra.sweep.dir="} & {*known.overrides}:  # a shell's variable not set
-            sys.exit(f"error: {word}: name a directory, or leave it out: empty is the current one")
+        _check_directory(known)
         return known
     told = " ".join(wrong)
     key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", told).groups()
     near = _nearest(key)
     hint = f"did you mean {near}={value or 'VALUE'}?" if near else "settings are written key=value"
     sys.exit(f"error: {told}: {hint}")
+
+
+def _check_directory(known: Namespace) -> None:
+    """End where the run directory is empty, or one that Hydra would not look at: a sweep has a folder of its own."""
+    sweeps = known.multirun or "hydra.mode=MULTIRUN" in known.overrides
+    for word in known.overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:  # a shell's variable not set
+            sys.exit(f"error: {word}: name a directory, or leave it out: empty is the current one")
+        if key == "hydra.run.dir" and sweeps:
+            sys.exit(
+                f"error: {word}: -m makes a directory a run: name the one above, hydra.sweep.dir={value}"
+            )
+        if key in ("hydra.sweep.dir", "hydra.sweep.subdir") and not sweeps:
+            sys.exit(f"error: {word}: a sweep's, with -m; the directory of one run is hydra.run.dir=...")
 
 
 def _check_groups(overrides: list[str]) -> None:

@@ -89,9 +89,14 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_bes
         *([("sample more", f'python sample.py {shlex.quote(str(run_dir))} "def "')] if saved else []),
         ("run", str(run_dir)),
     ]
-    if (run_dir.parent / "multirun.yaml").is_file():  # the sweep's folder, as Hydra leaves it
+    if in_sweep(run_dir):
         rows.append(("compare", f"python -m reproduce compare {shlex.quote(str(run_dir.parent))}"))
     return rows
+
+
+def in_sweep(run_dir: Path) -> bool:
+    """Whether -m made the directory: Hydra leaves multirun.yaml in the sweep's folder."""
+    return (run_dir.parent / "multirun.yaml").is_file()
 
 
 def _best(run_dir: Path, keep_best: bool) -> Rows:

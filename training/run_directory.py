@@ -13,7 +13,7 @@ from .console import table
 from .environment import environment, write_json
 from .files import write_whole
 from .loggers import CsvLogger, Logger, WandbLogger, wandb_mode
-from .report import banner, result
+from .report import banner, in_sweep, result
 from .sampling import sample_text
 from .seeds import stream_seed
 
@@ -32,7 +32,8 @@ def refusal(config: Config, run_dir: Path) -> str | None:
     if not (kept or (run_dir / "metrics.csv").exists()) or _goes_on(config, run_dir):
         return None
     remedy = f"go on with it by trainer.resume={run_dir}" if kept else "delete it: it has no checkpoint"
-    return f"{run_dir} holds a run already: choose another hydra.run.dir, or {remedy}."
+    folder = "hydra.sweep.dir" if in_sweep(run_dir) else "hydra.run.dir"
+    return f"{run_dir} holds a run already: choose another {folder}, or {remedy}."
 
 
 def _goes_on(config: Config, run_dir: Path) -> bool:
@@ -77,6 +78,8 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
         adding = f" and add {here}"
         if trainer.init_from and not trainer.resume:
             adding = f", with {here} in place of trainer.init_from"
+        if in_sweep(run.run_dir):  # -m would make a directory elsewhere, and all its runs go on from this one
+            adding = f" without -m, what the sweep varies as this run has it{adding}"
         print(
             f"stopped at step {done:,} and saved; to go on in its directory, give this run's command again{adding}",
             flush=True,

@@ -51,6 +51,8 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("trainer.init_from=", "trainer.init_from is empty: name a run directory, or leave it out"),
         ("trainer.resume=", "trainer.resume is empty"),
         ("hydra.run.dir=", "hydra.run.dir=: name a directory, or leave it out"),
+        ("seed=1,2 hydra.run.dir=x -m", "name the one above, hydra.sweep.dir=x"),
+        ("hydra.sweep.dir=x", "the directory of one run is hydra.run.dir=..."),
         ("data.cache_dir=", "data.cache_dir is empty: name a folder, or leave it out"),
         ("model.n_embd=${model.width}", "model.n_embd: Interpolation key 'model.width' not found"),
         ("trainer.sample_prompt=${oc.env:NOPE}", "trainer.sample_prompt: KeyError raised while resolving"),
