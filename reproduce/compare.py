@@ -119,8 +119,9 @@ def _loss_difference(first: Run, run: Run) -> str:
     """Validation loss against the first run's at the last step where both were evaluated."""
     if run is first or not same_tokens(first, run):
         return ""
-    if first.finished and run.finished and first.summary.get("steps") == run.summary.get("steps"):
-        return f" ({_signed(run.summary['val/loss'] - first.summary['val/loss'])})"
+    ends = [each.summary.get("val/loss") for each in (first, run)]
+    if None not in ends and first.summary.get("steps") == run.summary.get("steps"):
+        return f" ({_signed(ends[1] - ends[0])})"
     ours, theirs = (dict(zip(*each.curve("val/loss", "step"), strict=True)) for each in (run, first))
     common = ours.keys() & theirs.keys()
     if not common:
@@ -140,7 +141,7 @@ def _signed(difference: float) -> str:
 
 def _speed_ratio(first: Run, run: Run) -> str:
     speeds = [each.speed("perf/tokens_per_second") for each in (first, run)]
-    return "" if run is first or None in speeds else f" ({speeds[1] / speeds[0]:.2f}x)"
+    return "" if run is first or not all(speeds) else f" ({speeds[1] / speeds[0]:.2f}x)"
 
 
 def _memory_ratio(first: Run, run: Run) -> str:
@@ -173,7 +174,7 @@ def warnings(runs: list[Run]) -> list[str]:
         )
     if unfinished := [run.label for run in runs if not run.finished]:
         said.append(f"not finished: {', '.join(unfinished)}; figures are those so far.")
-    if resumed := [run.label for run in runs if run.config.get("trainer.resume")]:
+    if resumed := [run.label for run in runs if run.config.get("trainer.resume") and not run.whole]:
         said.append(f"resumed: {', '.join(resumed)}; times and curves are of the last part.")
     said += _noise(runs)
     if len(runs) == 1:
@@ -343,10 +344,16 @@ def _split_bars(runs: list[Run], shades: list[str]) -> str:
     )
 
 
+_SHARED = (
+    *("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len", "data.source", "data.tokenizer"),
+    *("trainer.batch_tokens", "trainer.steps", "seed"),
+)
+
+
 def _shared(runs: list[Run]) -> str:
     """What the first run trained, in a line; a table below says where others depart from it."""
     config = runs[0].config
-    if not config:
+    if not all(name in config for name in _SHARED):
         return ""
     layers, heads, width, context = (
         config[f"model.{name}"] for name in ("n_layer", "n_head", "n_embd", "seq_len")

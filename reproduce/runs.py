@@ -101,6 +101,11 @@ class Run:
         """The slowest and the fastest row's tokens/s."""
         return speed_range(row[_SPEED] for row in self.rows if _SPEED in row)
 
+    @property
+    def whole(self) -> bool:
+        """Whether its rows begin where the training did: not those of a run resumed in another directory."""
+        return not self.rows or self.rows[0]["step"] <= 1
+
     def curve(self, column: str, against: str = "tokens") -> tuple[list[float], list[float]]:
         """(x, y) of the rows that have `column`."""
         points = [(row[against], row[column]) for row in self.rows if column in row and against in row]
@@ -209,6 +214,8 @@ def _read_directory(path: Path) -> Run:
 
     try:
         config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
+        if not isinstance(config, dict):
+            raise ReproduceError(f"{path / 'config.yaml'} holds no settings by name: it is no run's")
     except FileNotFoundError:
         config = {}
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
@@ -225,9 +232,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except ValueError as error:  # not JSON, or not UTF-8
         raise ReproduceError(f"{path} cannot be read: {error}") from None
+    if not isinstance(record, dict):
+        raise ReproduceError(f"{path} cannot be read: it holds no values by name")
+    return record
 
 
 def _read_rows(path: Path) -> list[dict[str, float]]:
@@ -239,7 +249,7 @@ def _read_rows(path: Path) -> list[dict[str, float]]:
     try:
         with file.open(newline="") as lines:
             for cells in csv.DictReader(lines):
-                if None not in cells.values():
+                if None not in cells.values() and cells.get("step"):
                     rows.append({name: float(cell) for name, cell in cells.items() if cell})
     except ValueError as error:  # no number, or not UTF-8
         raise ReproduceError(f"{file} cannot be read: {error}") from None
@@ -303,6 +313,8 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
     settings = dict.fromkeys(key for run in known for key in run.config if not pattern.fullmatch(key))
     values = {key: [run.config.get(key) for run in runs] for key in settings}
+    if "trainer.resume" in values and all(run.whole for run in known):
+        del values["trainer.resume"]  # each went on in its own directory
     if facts_known:
         values |= {fact: [run.facts.get(fact) for run in runs] for fact in _FACTS}
     is_known = [bool(run.config) for run in runs]

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,41 @@ def test_a_file_that_cannot_be_read_is_named(copies, capsys, name):
     (copies / "1_sdpa" / name).write_bytes(b"step\n\xff\n")
     assert main(["compare", str(copies)]) == 1
     assert f"{name} cannot be read: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "facts.json", "summary.json", "environment.json"])
+def test_a_file_of_something_else_is_named(copies, capsys, name):
+    (copies / "1_sdpa" / name).write_text("[1]")
+    assert main(["compare", str(copies)]) == 1
+    assert f"{copies / '1_sdpa' / name} " in capsys.readouterr().err
+
+
+def test_a_run_of_another_program_is_compared_by_what_it_has(copies, capsys):
+    other = copies / "0_naive"
+    (other / "config.yaml").write_text("seed: 3\n")
+    (other / "summary.json").write_text('{"steps": 12, "perf/tokens_per_second": 0}')
+    (other / "metrics.csv").write_text("epoch,loss\n1,2.5\n")
+    assert main(["compare", str(copies)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in said[1:3]] == [["naive", "-"], ["sdpa", said[2].split()[1]]]
+
+
+def test_a_run_that_went_on_in_its_own_directory_is_whole(copies, text_file, capsys):
+    config = _config(text_file, "sdpa")
+    run = copies / "2_sdpa"
+    train(replace(config, trainer=replace(config.trainer, save_every=6)), run)
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    again = replace(config, trainer=replace(config.trainer, resume=str(run)))
+    train(again, run)
+    train(again, copies / "3_sdpa")
+    capsys.readouterr()
+    assert main(["compare", str(copies / "0_naive"), str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "resume" not in said
+    assert main(["compare", str(copies / "0_naive"), str(copies / "3_sdpa")]) == 0
+    said = capsys.readouterr().out
+    assert "differ in more than attention: trainer.resume" in said
+    assert "resumed: sdpa; times and curves are of the last part" in said
 
 
 def test_an_end_without_the_way_there_is_compared(copies, capsys):
