@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable
 
 import matplotlib
@@ -95,20 +96,21 @@ def _loss_difference(axes: Axes, runs: list[Run]) -> bool:
     for run, shade in _coloured(runs)[1:]:
         if not same_tokens(first, run):
             continue
+        label: str | None = run.label
         for column, style in (("train/loss", "-"), ("val/loss", "o")):
             base = dict(zip(*first.curve(column), strict=True))
             points = [(x, y - base[x]) for x, y in zip(*run.curve(column), strict=True) if x in base]
             if points:
-                label = run.label if column == "train/loss" else None
                 axes.plot(*zip(*points, strict=True), style, color=shade, linewidth=1.2, label=label)
-                drawn = True
+                label, drawn = None, True
     axes.axhline(0, color=colours(runs)[0], linewidth=1)
     low, high = axes.dataLim.intervaly
     if low == high:
         axes.set_ylim(-1e-6, 1e-6)  # all equal, to the digits of metrics.csv
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
-    axes.set(title=f"Loss minus that of {first.label}, at equal tokens", xlabel="tokens", ylabel="nats")
+    title = textwrap.fill(f"Loss minus that of {first.label}, at equal tokens", 52)
+    axes.set(title=title, xlabel="tokens", ylabel="nats")
     if drawn:
         axes.legend()
     return drawn

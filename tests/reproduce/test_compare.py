@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from warnings import catch_warnings
 
 import pytest
 
@@ -259,7 +260,8 @@ def test_a_run_that_went_on_in_its_own_directory_is_whole(copies, text_file, cap
     assert main(["compare", str(copies / "0_naive"), str(run)]) == 0
     said = capsys.readouterr().out
     assert "resume" not in said
-    assert main(["compare", str(copies / "0_naive"), str(copies / "3_sdpa")]) == 0
+    with catch_warnings(action="error"):  # of matplotlib's: a legend without a label
+        assert main(["compare", str(copies / "0_naive"), str(copies / "3_sdpa")]) == 0
     said = capsys.readouterr().out
     assert "differ in more than attention: trainer.resume" in said
     assert "resumed: sdpa; times and curves are of the last part" in said
