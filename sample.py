@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,7 @@ def main() -> None:
     import torch
 
     from training.config import is_users
+    from training.console import printable
     from training.restore import load_run
     from training.sampling import sample_text
 
@@ -53,11 +55,10 @@ def main() -> None:
         for number in range(args.samples):
             if number:
                 print("-" * 80)
-            print(
-                sample_text(
-                    model, tokenizer, args.prompt, args.tokens, generator, args.temperature, args.top_k
-                )
+            text = sample_text(
+                model, tokenizer, args.prompt, args.tokens, generator, args.temperature, args.top_k
             )
+            print(printable(text))
     except ValueError as error:
         if not is_users(error):
             raise
@@ -65,4 +66,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends cat
     main()

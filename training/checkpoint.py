@@ -130,6 +130,10 @@ def find(path: str | Path) -> Path:
     path = Path(path)
     if (path / "weights.pt").is_file():
         return _behind(path)
+    if path.is_file():
+        raise ConfigError(
+            f"{path} is a file; name a run directory or one of its checkpoints, which are folders."
+        )
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; name a run directory or one of its checkpoints.")
     if not (found := saved(path)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 
@@ -36,6 +37,11 @@ def speed_range(speeds: Iterable[float]) -> tuple[float, float] | None:
     ordered = sorted(speeds)
     odd = len(ordered) // 10
     return (ordered[odd], ordered[-1 - odd]) if ordered else None
+
+
+def printable(text: str) -> str:
+    """A model's text for a terminal, which would obey the control characters that a model of bytes draws."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 class Progress:

@@ -9,7 +9,7 @@ import torch
 
 from . import checkpoint
 from .config import Config, ConfigError, to_yaml
-from .console import table
+from .console import printable, table
 from .environment import environment, write_json
 from .files import write_whole
 from .loggers import CsvLogger, Logger, WandbLogger, wandb_mode
@@ -89,7 +89,7 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
     if run.config.trainer.sample_tokens:
         text = _sample(run)
         write_whole(run.run_dir / "sample.txt", text)
-        print(f"\nsample\n{text}")
+        print(f"\nsample\n{printable(text)}")
     speeds = [run.config.trainer.batch_tokens / seconds for seconds in run.throughput.windows]
     print(
         "\n" + table("done", result(summary, run.run_dir, speeds, run.config.trainer.keep_best)), flush=True

@@ -100,6 +100,13 @@ def test_a_truncated_file_is_named(tmp_path):
         checkpoint.load_weights(newer, "cpu")
 
 
+def test_a_file_of_a_checkpoint_is_told_from_one_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"weights\.pt is a file; name a run directory"):
+        checkpoint.find(save(tmp_path, 5) / "weights.pt")
+    with pytest.raises(ConfigError, match="nothing does not exist"):
+        checkpoint.find(tmp_path / "nothing")
+
+
 def test_pickled_code_is_not_run(tmp_path):
     class Payload:
         def __reduce__(self):
