@@ -111,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text} is no duration; write 90s, 10m or 1h")
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text} is no duration above 0; write 90s, 10m or 1h")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
 
 

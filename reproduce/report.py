@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .claims import CLAIMS, Claim
-from .experiment import EXPERIMENTS, NOT_MEASURED, STATUSES, Results, Verdict
+from .experiment import EXPERIMENTS, NOT_MEASURED, STATUSES, ReproduceError, Results, Verdict
 from .results import changed_since, read_all, writing
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
@@ -38,6 +38,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m reproduce report", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
     directory = parser.parse_args(argv).results
+    if not directory.is_dir():
+        raise ReproduceError(
+            f"{directory} does not exist: name the folder that holds results, --results FOLDER"
+        )
     page = build(directory)
     with writing(directory / "REPORT.md", "--results FOLDER"):
         (directory / "REPORT.md").write_text(as_markdown(page, directory))

@@ -185,6 +185,12 @@ def test_all_shares_its_budget_in_order_of_worth(tmp_path, capsys, monkeypatch):
     assert "the budget is spent" in capsys.readouterr().out
 
 
+def test_no_budget_is_not_taken_for_one_without_end(capsys):
+    with pytest.raises(SystemExit):
+        main(["all", "--tiny", "--budget", "0s"])
+    assert "0s is no duration above 0; write 90s, 10m or 1h" in capsys.readouterr().err
+
+
 def test_what_goes_wrong_costs_one_sample(tmp_path):
     def store():
         tiny = EXPERIMENTS["sparse"].module.TINY

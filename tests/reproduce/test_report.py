@@ -92,6 +92,12 @@ def test_hardware_counters_decide_where_they_were_read():
     assert (excess.claim, excess.status) == ("C29", "reproduced")
 
 
+def test_a_report_of_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
+    assert main(["report", "--results", str(tmp_path / "result")]) == 1
+    assert "result does not exist: name the folder that holds results" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
 def test_an_empty_report_says_not_measured_everywhere(tmp_path, capsys):
     assert main(["report", "--results", str(tmp_path)]) == 0
     assert "0 of 33 claims" in capsys.readouterr().out
