@@ -190,6 +190,9 @@ def _explain(error: Exception) -> str:
         return f"{match['key']} is not a setting; {hint}"
     first = text.splitlines()[0].removeprefix("Error merging override ").strip()
     if error.__cause__ and (reason := str(error.__cause__).splitlines()):
+        key, _, value = first.partition("=")
+        if "is not a ListConfig" in reason[0]:
+            return f"{first}: it takes a list, {key}=[{value}]"
         return f"{first}: {reason[0]}"
     return first
 

@@ -46,6 +46,8 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("attention=[naive,sdpa]", "attention=[naive,sdpa]: attention takes one of auto, "),
         ("attention=naive,sdpa", "attention=naive,sdpa: several values are one run each with -m"),
         ("data.files=a,b", "a list is data.files=[a,b], a text with commas \"data.files='a,b'\""),
+        ("logger.tags=a", "logger.tags=a: it takes a list, logger.tags=[a]"),
+        ("optimizer.betas=0.9", "optimizer.betas=0.9: it takes a list, optimizer.betas=[0.9]"),
         ("trainer.sample_prompt=f(x", "trainer.sample_prompt=f(x: it cannot be read; "),
         ("attention=[naive", "attention=[naive: it cannot be read; "),
         ("trainer.init_from=", "trainer.init_from is empty: name a run directory, or leave it out"),
