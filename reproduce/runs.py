@@ -265,6 +265,11 @@ def _read_wandb(path: Path) -> Run:
         )
     except FileNotFoundError:
         raise ReproduceError(f"{path} is a wandb folder, and wandb is not installed to read it") from None
+    except subprocess.TimeoutExpired:
+        raise ReproduceError(
+            f"{path}: wandb leet inspect did not read it within {_LEET_TIMEOUT} s; the run's own directory is read "
+            "without it"
+        ) from None
     if told.returncode:
         reason = (told.stderr or told.stdout).strip().splitlines()[-1:]
         raise ReproduceError(f"{path} cannot be read by wandb leet inspect: {''.join(reason)}")

@@ -175,6 +175,13 @@ def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path, capsys):
     assert find_runs([str(tmp_path / "wandb")])[0].environment["torch"]
 
 
+def test_a_wandb_folder_that_takes_too_long_is_named(sweep, capsys, monkeypatch):
+    monkeypatch.setattr("reproduce.runs._LEET_TIMEOUT", 0)
+    (offline,) = (sweep / "0_naive").glob("wandb/offline-run-*")
+    assert main(["compare", str(offline)]) == 1
+    assert f"{offline}: wandb leet inspect did not read it within 0 s" in capsys.readouterr().err
+
+
 def test_what_differs_beside_attention_is_listed(copies, capsys):
     config = copies / "1_sdpa" / "config.yaml"
     config.write_text(config.read_text().replace("seed: 1337", "seed: 7").replace("lr: 0.0006", "lr: 0.001"))
