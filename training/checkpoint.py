@@ -126,7 +126,7 @@ def _sweep(run_dir: Path) -> None:
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint directory that `path` names: itself, or the newest of a run directory."""
+    """The checkpoint directory that `path` names: itself, or the newest of a run directory or its checkpoints/."""
     path = Path(path)
     if (path / "weights.pt").is_file():
         return _behind(path)
@@ -136,6 +136,8 @@ def find(path: str | Path) -> Path:
         )
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; name a run directory or one of its checkpoints.")
+    if path.name == FOLDER:  # as a shell completes it
+        path = path.parent
     if not (found := saved(path)):
         if runs := sorted(str(each.parent) for each in path.glob(f"*/{FOLDER}")):
             raise ConfigError(f"{path} holds runs; name one of them: {', '.join(runs)}.")

@@ -21,6 +21,12 @@ def test_the_newest_checkpoint_is_found_and_read_back(tmp_path):
     assert checkpoint.load_weights(found, "cpu")["w"].tolist() == [100.0] * 4
 
 
+def test_the_folder_of_checkpoints_names_the_newest(tmp_path):
+    save(tmp_path, 5)
+    newest = save(tmp_path, 10)
+    assert checkpoint.find(tmp_path / "checkpoints") == newest
+
+
 def test_old_checkpoints_go(tmp_path):
     for step in (5, 10, 100, 1000):
         save(tmp_path, step, keep=2)
