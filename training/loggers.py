@@ -59,6 +59,8 @@ class CsvLogger:
         if path.exists():
             with path.open(newline="") as file:
                 for row in csv.DictReader(file):
+                    if None in row.values():  # cut short by a full disk or a dying machine
+                        continue
                     if int(row["step"]) < step or (int(row["step"]) == step and not row["val/loss"]):
                         writer.writerow(row)
         write_whole(path, kept.getvalue())  # a kill loses no row that is kept

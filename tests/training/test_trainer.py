@@ -178,6 +178,16 @@ def test_a_run_killed_in_its_evaluation_ends_as_if_it_had_not_been(config, tmp_p
     assert json.loads((tmp_path / "cut" / "summary.json").read_text())["steps"] == 8
 
 
+def test_a_row_that_was_cut_short_is_not_kept(config, tmp_path):
+    train(config, tmp_path)
+    before = rows(tmp_path)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("1")  # of 10
+    train(having(config, steps=9, resume=str(tmp_path)), tmp_path)
+    assert rows(tmp_path)[: len(before) - 1] == before[:-1]
+    assert [int(row["step"]) for row in rows(tmp_path)] == sorted(int(row["step"]) for row in rows(tmp_path))
+
+
 def test_resuming_says_what_is_not_as_it_was(config, tmp_path, capsys):
     train(config, tmp_path / "a")
     goes_on = having(config, steps=9, save_every=3, resume=str(tmp_path / "a"))
