@@ -50,8 +50,9 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
         DataError,
     ) as error:  # torch's zip writer raises RuntimeError on a full disk
         shutil.rmtree(partial, ignore_errors=True)
+        reason = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
         raise ConfigError(
-            f"the checkpoint of step {step} could not be written to {final.parent}: {error}"
+            f"the checkpoint of step {step} could not be written to {final.parent}: {reason}"
         ) from error
     _prune(run_dir, keep)
     return final

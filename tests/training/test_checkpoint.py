@@ -85,12 +85,19 @@ def test_one_that_cannot_be_dropped_does_not_end_the_run(tmp_path, monkeypatch):
     assert checkpoint.find(tmp_path).name == "step-00000010"
 
 
-def test_a_failing_write_leaves_no_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] ."), r"is the disk full\? \[enforce fail"),
+    ],
+)
+def test_a_failing_write_leaves_no_checkpoint(tmp_path, monkeypatch, error, said):
     def full_disk(*_):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(ConfigError, match="No space left"):
+    with pytest.raises(ConfigError, match=said):
         save(tmp_path, 5)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
