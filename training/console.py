@@ -41,7 +41,7 @@ def speed_range(speeds: Iterable[float]) -> tuple[float, float] | None:
 
 def printable(text: str) -> str:
     """A model's text for a terminal, which would obey the control characters that a model of bytes draws."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)", "\ufffd", text)
 
 
 class Progress:
