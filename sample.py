@@ -58,7 +58,7 @@ def main() -> None:
             text = sample_text(
                 model, tokenizer, args.prompt, args.tokens, generator, args.temperature, args.top_k
             )
-            print(printable(text))
+            print(printable(text) if sys.stdout.isatty() else text)
     except ValueError as error:
         if not is_users(error):
             raise
@@ -66,5 +66,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends cat
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends cat
     main()

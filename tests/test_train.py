@@ -130,6 +130,8 @@ def test_sampling_from_a_run(command_line, started, monkeypatch, capsys, tiny, t
     assert sampled("--seed", str(2**64)) == first.stdout  # a seed of any length, as train.py takes
     arguments = ["sample.py", str(only_run(tmp_path)), "--tokens", "20"]
     assert sampled("the quick") == first.stdout  # the prompt behind the options
+    assert sampled("\x1b[2J").startswith("\x1b[2J")  # a file gets what the model said
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert sampled("\x1b[2J\r\x9b\ta").startswith("\ufffd[2J\ufffd\ufffd\ta")  # a terminal would obey
     assert sampled("a\r\nb").startswith("a\r\nb")  # of a text with the line ends of Windows
 
