@@ -21,7 +21,7 @@ import tiktoken
 
 from . import DataError
 from .ahead import ahead
-from .files import mapped, written_whole
+from .files import written_whole
 from .readers import Part
 from .tokenizer import load_encoder, load_tokenizer
 
@@ -196,15 +196,18 @@ def split_unit(
 
 def write_val_shard(workshop: Workshop, records: list[dict[str, Any]], order: np.ndarray) -> dict[str, Any]:
     """Gather the validation documents of all units in the order of the split; return the shard's facts."""
-    pieces: dict[int, list[np.ndarray]] = {}  # a document can go on in the next unit
+    pieces: dict[int, list[tuple[int, int, int]]] = {}  # a document can go on in the next unit
     for unit, record in enumerate(records):
-        if not record["val_documents"]:
-            continue
-        part = mapped(workshop.val_part(unit), workshop.dtype)
-        edges = np.concatenate([[0], np.cumsum(record["val_lengths"])])
+        edges = np.concatenate([[0], np.cumsum(record["val_lengths"], dtype=np.int64)]).tolist()
         for document, (start, stop) in zip(record["val_documents"], pairwise(edges), strict=True):
-            pieces.setdefault(document, []).append(part[start:stop])
-    return write_shard(workshop, "val", 0, (piece for document in order for piece in pieces[int(document)]))
+            pieces.setdefault(document, []).append((unit, start, stop))
+    # Each is mapped alone: all at once would be more files than a process may open.
+    arrays = (
+        _map(workshop.val_part(unit), workshop.dtype)[start:stop]
+        for document in order
+        for unit, start, stop in pieces[int(document)]
+    )
+    return write_shard(workshop, "val", 0, arrays)
 
 
 def write_shard(workshop: Workshop, split: str, unit: int, arrays: Iterable[np.ndarray]) -> dict[str, Any]:
@@ -243,7 +246,7 @@ def _byte_lengths(tokenizer: str) -> np.ndarray:
 
 
 def _map(path: Path, dtype: str) -> np.ndarray:
-    # an empty file cannot be mapped; not `mapped`, for which each worker would import torch
+    # an empty file cannot be mapped; not `mapped`, which would import torch: 1.6 s, of 10 for 250 MB of text
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
