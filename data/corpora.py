@@ -24,6 +24,9 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _OTHERS = "; other formats, CSV say, are read with data=hub data.repo=FOLDER"
 
 
+Paths = Sequence[str | os.PathLike] | str | os.PathLike  # one or several
+
+
 class Source(Protocol):
     """A corpus before it is prepared."""
 
@@ -53,8 +56,8 @@ class Source(Protocol):
 def make_corpus(
     source: str,
     *,
-    roots: Sequence[str] | str = (),
-    files: Sequence[str] | str = (),
+    roots: Paths = (),
+    files: Paths = (),
     column: str = "text",
     separator: str = "",
     repo: str = "",
@@ -87,8 +90,7 @@ def make_corpus(
             raise DataError(
                 f"data.{name} means nothing to source {source}, which uses {', '.join(USES[source])}"
             )
-    roots = [roots] if isinstance(roots, str) else list(roots)
-    files = [files] if isinstance(files, str) else list(files)
+    roots, files = _names(roots), _names(files)
     if limit_documents is not None and limit_documents < 2:
         raise DataError(
             f"data.limit_documents={limit_documents}: at least 2, one to train on and one to validate on"
@@ -114,6 +116,10 @@ def make_corpus(
     if revision and os.path.isdir(repo):
         raise DataError(f"data.revision={revision}: {repo} is a folder here, and folders have none")
     return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
+
+
+def _names(paths: Paths) -> list[str]:
+    return list(map(os.fspath, [paths] if isinstance(paths, str | os.PathLike) else paths))
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ def test_every_format_and_any_number_of_workers_give_the_same_tokens(documents, 
     (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines))
     results = []
     for workers, files in enumerate(["a.jsonl", "b.jsonl.gz", "c.jsonl.zst"], 1):
-        source = make_corpus("text_files", files=str(tmp_path / files))
+        source = make_corpus("text_files", files=tmp_path / files)
         results.append(prepare(source, rank_file, tmp_path / files[0], workers=workers))
     results.append(prepare(make_corpus("text_files", files=str(parquet)), rank_file, tmp_path, workers=1))
     whole = [
