@@ -261,10 +261,14 @@ def test_mistakes_are_one_line(arguments, words, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [["report"], ["numerics", "--tiny", "repeats=1"]])
-def test_a_place_that_cannot_be_written_is_one_line_with_the_remedy(command, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert main([*command, "--results", str(tmp_path / "file" / "below")]) == 1
+@pytest.mark.parametrize(
+    ("command", "in_the_way"),
+    [(["report"], "results/REPORT.md/folder"), (["numerics", "--tiny", "repeats=1"], "results")],
+)
+def test_a_place_that_cannot_be_written_is_one_line_with_the_remedy(command, in_the_way, tmp_path, capsys):
+    (tmp_path / in_the_way).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / in_the_way).touch()
+    assert main([*command, "--results", str(tmp_path / "results")]) == 1
     error = capsys.readouterr().err
     assert re.search(r"^error: .*cannot be written \(.*\): name another place, --results FOLDER$", error)
     assert error.count("\n") == 1
