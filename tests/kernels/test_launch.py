@@ -188,11 +188,12 @@ count_slow([hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_k
 count_slow([hopper_launch.delta_kernel, hopper_launch.round_kernel])
 
 def plainly(calls):
-    # Addresses by the order in which they appear: they differ from call to call, but which are equal does not.
+    # Addresses by the order in which they appear: they differ from call to call, but which are equal does not. No size
+    # is as large, and a heap can begin below 2**32.
     places = {}
     def plain(each):
         if isinstance(each, torch.Tensor): each = each.data_ptr()
-        if isinstance(each, int) and each > 2**32: return "place", places.setdefault(each, len(places))
+        if isinstance(each, int) and each > 2**24: return "place", places.setdefault(each, len(places))
         return tuple(map(plain, each)) if isinstance(each, (tuple, list, torch.Size)) else each
     # Of the metadata and hooks of a launch nothing is left where no hook is.
     return [plain((*call[:8], *call[11:])) for call in calls]
