@@ -188,8 +188,8 @@ count_slow([hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_k
 count_slow([hopper_launch.delta_kernel, hopper_launch.round_kernel])
 
 def plainly(calls):
-    # Addresses by the order in which they appear: they differ from call to call, but which are equal does not. No size
-    # is as large, and a heap can begin below 2**32.
+    # Addresses by the order in which they appear: they differ from call to call, but which are equal does not.
+    # No size here is as large, and a heap can begin below 2**32.
     places = {}
     def plain(each):
         if isinstance(each, torch.Tensor): each = each.data_ptr()
