@@ -129,6 +129,7 @@ class Batches:
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, sequences_per_batch: int, seed: int):
+        _check_sizes(seq_len, sequences_per_batch)
         if split.tokens <= seq_len:
             raise DataError(
                 f"the {split.name} split of {split.corpus.name} has {split.tokens:,} tokens, one sequence takes "
@@ -179,6 +180,7 @@ class EvaluationBatches:
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, sequences_per_batch: int):
+        _check_sizes(seq_len, sequences_per_batch)
         if split.tokens < 2:
             raise DataError(
                 f"the {split.name} split of {split.corpus.name} has no token to predict: give more text"
@@ -200,6 +202,14 @@ class EvaluationBatches:
                 inputs[row, : len(tokens) - 1] = tokens[:-1]
                 targets[row, : len(tokens) - 1] = tokens[1:]
         return inputs, targets
+
+
+def _check_sizes(seq_len: int, sequences_per_batch: int) -> None:
+    if seq_len < 1 or sequences_per_batch < 1:
+        raise DataError(
+            f"a batch needs at least one sequence of at least one token, got seq_len={seq_len} and "
+            f"sequences_per_batch={sequences_per_batch}"
+        )
 
 
 def _share(sequences: int, rank: int, world_size: int) -> np.ndarray:

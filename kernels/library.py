@@ -52,7 +52,7 @@ def _sdpa(
 def _sdpa_with_dropout(
     *arguments: object, dropout_seed: int | torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """SDPA draws from the global generator, so it is given one of its own for the length of the call.
+    """SDPA draws from torch's default generator, which is given this seed for the length of the call.
 
     A seed on the device costs a synchronisation.
     """
@@ -62,9 +62,6 @@ def _sdpa_with_dropout(
 
 
 def _make_sdpa(name: str, backend: SDPBackend | None) -> AttentionFn:
-    # A graph break under torch.compile. Wrapped here because the wrapper imports all of torch._dynamo.
-    with_dropout = torch.compiler.disable(_sdpa_with_dropout)
-
     def attention(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -80,14 +77,16 @@ def _make_sdpa(name: str, backend: SDPBackend | None) -> AttentionFn:
         check_inputs(q, k, v)
         check_dropout(dropout_p, dropout_seed)
         arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, backend)
-        if dropout_p == 0.0:
+        # Seeding is not for a compiled graph, which it would cut in two: there the generator goes on as it stands.
+        if dropout_p == 0.0 or torch.compiler.is_compiling():
             return _sdpa(*arguments)
-        return with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
+        return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
 
     attention.__name__ = name
     attention.__doc__ = (
         f"torch's scaled_dot_product_attention ({backend or 'its own choice of backend'}); arguments, result "
-        "and errors as `naive_attention`, the others refused; the dropout mask is torch's own."
+        "and errors as `naive_attention`, the others refused; the dropout mask is torch's own, under torch.compile "
+        "drawn from the default generator, which trainers seed, and not by dropout_seed."
     )
     return attention
 

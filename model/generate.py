@@ -28,6 +28,8 @@ def generate(
     With a config.document_end it sees, as in training, only the document that a token belongs to; sequences then come
     one at a time, since their documents end at different tokens.
     """
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be (batch, length), got shape {tuple(tokens.shape)}")
     if tokens.size(1) < 1:
         raise ValueError("the prompt is empty: give at least one token, <|endoftext|> to start from nothing")
     if n < 0:

@@ -220,9 +220,9 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
     ):
         super().__init__()
-        if isinstance(attention, str):
+        if not callable(attention):
             raise TypeError(
-                f"attention is {attention!r}, a name: give the function, get_attention({attention!r})"
+                f"attention is {attention!r}: give the function alone, as get_attention(name) returns it"
             )
         self.config = config
         self.loss = loss
@@ -269,6 +269,8 @@ class GPT(nn.Module):
         self, tokens: Tensor, *, dropout_seed: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """Final hidden states (B, T, C). With a cache, tokens continue those it holds and are added to it."""
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must be (batch, length), got shape {tuple(tokens.shape)}")
         start = 0 if cache is None else cache.length
         end = start + tokens.size(1)
         if end > self.config.seq_len:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,16 @@ def test_a_batch_depends_on_n_and_seed_alone_and_is_found_at_once(corpus: Corpus
 def test_ranks_that_do_not_divide_a_batch_are_refused(corpus: Corpus):
     with pytest.raises(DataError, match="8 sequences a batch cannot be shared by 3 ranks: 9 can"):
         Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0).batch(0, 0, 3)
+
+
+@pytest.mark.parametrize(("seq_len", "sequences"), [(0, 4), (8, 0), (-1, 4)])
+def test_batches_of_nothing_are_refused(corpus: Corpus, seq_len: int, sequences: int):
+    for make in (
+        lambda *sizes: Batches(corpus.train, *sizes, seed=0),
+        partial(EvaluationBatches, corpus.val),
+    ):
+        with pytest.raises(DataError, match=f"at least one sequence .*got seq_len={seq_len} and"):
+            make(seq_len, sequences)
 
 
 def test_a_corpus_shorter_than_a_sequence_is_refused(corpus: Corpus):

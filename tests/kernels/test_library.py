@@ -36,14 +36,21 @@ def test_dropout_is_seeded_and_moves_no_generator(name: str) -> None:
     assert not torch.equal(first, attention(q, k, v))
 
 
-def test_compiles_whole_without_dropout_and_in_parts_with_it() -> None:
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "dropout_seed": 3}])
+def test_compiles_whole_and_a_seeded_generator_repeats_its_dropout(options: dict[str, object]) -> None:
     attention = get_attention("sdpa")
     q, k, v, d_out = inputs(32, 32, 16, torch.float32)
-    whole = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(whole(q, k, v), attention(q, k, v))
-    parts = torch.compile(attention, backend="aot_eager")(q, k, v, dropout_p=0.5, dropout_seed=3)
-    torch.testing.assert_close(parts, attention(q, k, v, dropout_p=0.5, dropout_seed=3))
-    parts.backward(d_out)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        out = compiled(q, k, v, **options)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), d_out)))
+    first, again, other = results
+    assert all(map(torch.equal, first, again))
+    assert torch.equal(first[0], other[0]) == (not options)
+    if not options:
+        torch.testing.assert_close(first[0], attention(q, k, v))
 
 
 @pytest.mark.parametrize("feature", [{"window": (4, 0)}, {"return_lse": True}, {"sinks": torch.zeros(1)}])

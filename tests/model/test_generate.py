@@ -134,6 +134,7 @@ def test_draws_without_dropout_and_leaves_the_mode_alone():
     ("tokens", "options", "message"),
     [
         (prompt(1, 0), {}, "the prompt is empty"),
+        (prompt(1, 3)[0], {}, r"\(batch, length\), got shape \(3,\)"),
         (prompt(1, 1), {"temperature": -1.0}, "temperature=-1.0"),
         (prompt(1, 1), {"temperature": float("nan")}, "temperature=nan"),
         (prompt(1, 1), {"n": -1}, "n=-1"),

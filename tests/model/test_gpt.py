@@ -284,8 +284,11 @@ def test_errors_name_the_remedy():
         tiny()(some_tokens(1, 33))
     with pytest.raises(ValueError, match="needs dropout_seed"):
         tiny(dropout=0.1)(some_tokens(1, 4))
-    with pytest.raises(TypeError, match=r"a name: give the function, get_attention\('flash'\)"):
-        GPT(tiny().config, "flash")
+    with pytest.raises(ValueError, match=r"\(batch, length\), got shape \(4,\)"):
+        tiny()(some_tokens(1, 4)[0])
+    for mistaken in ("flash", ("flash", plain_attention)):  # the second is what resolve_attention returns
+        with pytest.raises(TypeError, match=r"attention is .*'flash'.*: give the function alone"):
+            GPT(tiny().config, mistaken)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
