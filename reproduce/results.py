@@ -136,12 +136,13 @@ class Store:
         self.earlier_seconds = 0.0
         earlier = None
         self.finished = False
+        self.retried: list[Sample] = []
         if not again:
             earlier = self._same(read(self.partial)) or self._same(read(self.complete))
         if earlier:
-            retried = [s for s in earlier["samples"] if s.get("failed") and not s.get("broke_device")]
-            self.finished = earlier["state"] == "complete" and not retried
-            self.document["samples"] = [s for s in earlier["samples"] if s not in retried]
+            self.retried = [s for s in earlier["samples"] if s.get("failed") and not s.get("broke_device")]
+            self.finished = earlier["state"] == "complete" and not self.retried
+            self.document["samples"] = [s for s in earlier["samples"] if s not in self.retried]
             self.earlier_seconds = earlier["seconds"]
 
     def _same(self, other: Results | None) -> Results | None:
@@ -184,6 +185,8 @@ class Store:
                 measured = {"failed": f"{type(error).__name__}: {first_line}", "broke_device": broken}
                 print(f"  failed: {where}: {measured['failed']}")
         known = {**where, **measured}
+        if "failed" not in known and any(where.items() <= each.items() for each in self.retried):
+            self._forget_turns_without(where)
         self.document["samples"].append(known)
         self.write(self.partial)
         if broken:
@@ -191,6 +194,18 @@ class Store:
                 "that sample broke the device; the same command goes on with the one after it"
             )
         return known
+
+    def _forget_turns_without(self, where: Sample) -> None:
+        """Drop what was timed in turns while the contender at `where` failed, so that it is timed again, with it."""
+
+        def stale(sample: Sample) -> bool:
+            joint = isinstance(sample.get("ms"), dict) and not {"backend", "contender"} & sample.keys()
+            return joint and all(
+                sample.get(key, value) == value for key, value in where.items() if key != "kind"
+            )
+
+        if {"backend", "contender"} & where.keys():
+            self.document["samples"] = [s for s in self.document["samples"] if not stale(s)]
 
     @property
     def failures(self) -> list[Sample]:

@@ -22,7 +22,7 @@ from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
-from reproduce.results import Store, code_of, slug
+from reproduce.results import VERSION, Store, code_of, slug
 from training.environment import device_name
 
 ROOT = Path(__file__).parents[2]
@@ -219,6 +219,42 @@ def test_what_goes_wrong_costs_one_sample(tmp_path):
     third.sample(lambda: {"x": 3}, n=3)
     third.finish()
     assert store().finished
+
+
+def test_who_failed_once_takes_its_turn_the_next_time(tmp_path, monkeypatch):
+    command = ["attention", "--tiny", "--device", DEVICE, "figures=gpt2", "backends=standard,sdpa"]
+    command += ["--results", str(tmp_path)]
+
+    def who_was_timed():
+        document = json.loads((tmp_path / FOLDER / "attention.json").read_text())
+        return [list(sample["ms"]) for sample in pick(document, kind="time")]
+
+    def flaky(backend, *rest, check=attention.check):
+        if backend == "sdpa":
+            raise TypeError("flaky")
+        return check(backend, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "check", flaky)
+        assert main(command) == 1
+    assert who_was_timed() == [["standard"]]
+    assert main(command) == 0
+    assert who_was_timed() == [["standard", "sdpa"]]
+
+
+def test_the_list_says_what_the_whole_experiment_took(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "results" / "gpu"
+    folder.mkdir(parents=True)
+    document = {"version": VERSION, "seconds": 60.0}
+    command = ["python", "-m", "reproduce"]
+    whole, part = [*command, "loss", "--budget", "2m"], [*command, "perplexity", "parts=backends"]
+    (folder / "loss.json").write_text(json.dumps(document | {"command": whole}))
+    (folder / "perplexity.json").write_text(json.dumps(document | {"command": part}))
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 0
+    said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "min " in line}
+    assert " 1.0min " in said["loss"]
+    assert f" ~{EXPERIMENTS['perplexity'].minutes:g}min " in said["perplexity"]
 
 
 def test_the_list_needs_no_torch():
