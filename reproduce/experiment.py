@@ -75,7 +75,7 @@ class Experiment:
         title: one line for the list and the report.
         claims: which claims it bears on, as numbered in `claims.py`.
         needs: "cpu" if its figures mean something anywhere, "cuda" if only its --tiny form runs without a GPU.
-        minutes: what `all` gives it on one H200; an estimate until results/ has a run of it.
+        minutes: what `all` gives it at first, of a budget; the list shows it until results/ has a run on a GPU.
         code: files and folders, beside its own module, whose code its figures depend on; a change there makes them
             stale.
     """
