@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels import ATTENTION, history, resolve_attention
+from kernels import ATTENTION, get_attention, history, resolve_attention
 from model.config import GPTConfig
 from model.gpt import GPT, AttentionFn
 from training.config import Layers
@@ -163,7 +163,7 @@ def _huggingface(
     """transformers' GPT-2 with our initial weights, and the loss it computes, on the same targets as ours."""
     from model.huggingface import to_huggingface
 
-    theirs = to_huggingface(initial_model(config, None, device))
+    theirs = to_huggingface(initial_model(config, get_attention("naive"), device))
     theirs.set_attn_implementation(name.removeprefix("hf_"))
     theirs.config.use_cache = False
     theirs = theirs.to(device)

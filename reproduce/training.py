@@ -295,7 +295,7 @@ def step_ms(parts: dict[str, list[float]]) -> float:
 def _flops_per_token(config: GPTConfig) -> int:
     """6 N + 12 L H Q T, as the trainer counts; the same for every contender, since they compute the same."""
     with torch.device("meta"):
-        return GPT(config, attention=None).flops_per_token(config.seq_len)
+        return GPT(config, get_attention("naive")).flops_per_token(config.seq_len)
 
 
 # ---- the largest batch -------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from kernels import get_attention
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.optimizer import OptimizerConfig, build_optimizer, parameter_groups, update
@@ -8,7 +9,7 @@ from training.optimizer import OptimizerConfig, build_optimizer, parameter_group
 
 @pytest.fixture
 def model() -> GPT:
-    return GPT(GPTConfig(vocab_size=100, seq_len=8, n_layer=2, n_head=2, n_embd=16), attention=None)
+    return GPT(GPTConfig(vocab_size=100, seq_len=8, n_layer=2, n_head=2, n_embd=16), get_attention("naive"))
 
 
 def names(model: GPT, group: dict) -> set[str]:
