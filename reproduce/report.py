@@ -31,6 +31,9 @@ class Page:
     documents: list[Results] = field(default_factory=list)
     pictures: list[tuple[str, Path]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    on_gpu: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # (experiment, claim) that a GPU's run has a row for
 
 
 def main(argv: list[str]) -> int:
@@ -65,12 +68,14 @@ def build(directory: Path) -> Page:
             page.notes.append(f"{where} was run before {_listed(changed)} changed; run it again")
         # One bad document must not take the others' rows with it.
         try:
-            for verdict in experiment.module.judge(document):
-                page.verdicts[verdict.claim].append(verdict)
+            verdicts = experiment.module.judge(document)
             picture = _draw(experiment.module, document, directory)
         except Exception as error:
             page.notes.append(f"{where} cannot be judged: {type(error).__name__}: {error}")
             continue
+        for verdict in verdicts:
+            page.verdicts[verdict.claim].append(verdict)
+        page.on_gpu |= {(experiment.name, verdict.claim) for verdict in verdicts if _ran_on_gpu(document)}
         page.documents.append(document)
         page.pictures += [(f"{experiment.title} ({document['device']})", picture)] if picture else []
     for name, claim in CLAIMS.items():
@@ -98,20 +103,20 @@ def _draw(module: object, document: Results, directory: Path) -> Path | None:
 
 
 def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
-    """The row of what no document holds."""
+    """The row of what no document holds: of the whole claim, or of what of it only a GPU can tell."""
     if not claim.experiment:
         yield Verdict(claim.name, "the claim", claim.paper, why=claim.missing)
         return
-    if not claim.on_gpu and page.verdicts[claim.name]:
+    if (claim.experiment, claim.name) in page.on_gpu or (page.verdicts[claim.name] and not claim.on_gpu):
         return
-    devices = [d["environment"]["device"] for d in page.documents if d["experiment"] == claim.experiment]
-    if not any(device.startswith("cuda") for device in devices):
-        why = f"needs a CUDA device: python -m reproduce {claim.experiment}"
-    elif not page.verdicts[claim.name]:
-        why = f"the run of {claim.experiment} got no figure for it: out of time, or nothing could do it"
-    else:
-        return
+    why = f"needs a CUDA device: python -m reproduce {claim.experiment}"
+    if any(each["experiment"] == claim.experiment and _ran_on_gpu(each) for each in page.documents):
+        why = f"no run of {claim.experiment} on a GPU has come to it"
     yield Verdict(claim.name, claim.on_gpu or "the claim", claim.paper, why=why)
+
+
+def _ran_on_gpu(document: Results) -> bool:
+    return document["environment"]["device"].startswith("cuda")
 
 
 def summary(page: Page) -> str:

@@ -131,6 +131,44 @@ def test_an_experiment_stopped_before_its_first_sample_costs_no_page(name, tmp_p
     assert (tmp_path / "report.html").read_text().count("<svg") == 1
 
 
+def test_what_only_a_gpu_can_tell_has_its_row_until_a_gpu_has_told(tmp_path):
+    """Whatever a CPU has counted for the claim, and with a GPU's run that did not come so far."""
+    counted = [
+        {"kind": "softmax count", "softmax": name, "accesses": n} for name, n in (("safe", 4), ("online", 3))
+    ]
+    (tmp_path / "cpu").mkdir()
+    write(
+        tmp_path, "history", counted, device="CPU", environment={"device": "cpu", "torch": "2", "triton": "3"}
+    )
+    (tmp_path / "nvidia-test-3000" / "history.json").rename(tmp_path / "cpu" / "history.json")
+
+    def rows() -> list[str]:
+        assert main(["report", "--results", str(tmp_path)]) == 0
+        lines = (tmp_path / "REPORT.md").read_text().splitlines()
+        return [line for line in lines if "safe" in line and "online softmax" in line]
+
+    assert [("not measured" in row, "needs a CUDA device" in row) for row in rows()] == [
+        (False, False),
+        (True, True),
+    ]
+    write(tmp_path, "history", [], state="partial")
+    assert [("not measured" in row, "has come to it" in row) for row in rows()] == [
+        (False, False),
+        (True, True),
+    ]
+    ms = {"safe": [4.0], "online": [3.0]}
+    write(tmp_path, "history", [{"kind": "softmax", "rows": 4000, "length": 100000, "k": 30, "ms": ms}])
+    assert [f"| {GPU} |" in row for row in rows()] == [False, True]
+
+
+def test_counters_that_could_not_be_read_are_said(tmp_path):
+    samples = [
+        {"kind": "ncu", "backend": "standard", **shape("figure2", 1024), "refused": "ncu is not installed"}
+    ]
+    (verdict,) = traffic.judge({"device": GPU, "samples": samples})
+    assert (verdict.status, verdict.why) == ("not measured", "ncu is not installed")
+
+
 def test_a_bar_in_a_cell_ends_no_column():
     assert _markdown_table(("what",), [["mean |x|"]])[-2] == r"| mean \|x\| |"
 
