@@ -240,7 +240,7 @@ def _judge_speed(results: Results) -> list[Verdict]:
                 f"{ours:.2f}x",
                 ours / expected,
                 passed,
-                "quadratic is 4",
+                "quadratic is 4; within 10 % of it",
                 device,
             )
         )
@@ -267,12 +267,14 @@ def _judge_memory(results: Results) -> list[Verdict]:
         if slope is not None and expected is not None:
             what, passed = f"slope of log memory against log length, {name}", abs(slope - expected) <= 0.05
             figures = (f"{expected:.2f}", f"{slope:.2f}", slope / expected)
-            why = "from 1024 tokens on, Table 21's points at the same lengths"
+            why = "within 0.05 of Table 21's at the same lengths, from 1024 tokens on"
             verdicts.append(judged("C8", what, *figures, passed, why, basis))
     if (OURS, 65536) in peaks:
         gib, limit = peaks[OURS, 65536] / 2**30, paper.FA1_MIB[OURS][65536] / 1024
         figures = (f"{limit:.1f} GiB", f"{gib:.1f} GiB", gib / limit, gib <= 1.05 * limit)
-        verdicts.append(judged("C8", "peak memory at 65536 tokens", *figures, "at most the paper's", basis))
+        verdicts.append(
+            judged("C8", "peak memory at 65536 tokens", *figures, "at most the paper's and 5 %", basis)
+        )
     return verdicts
 
 
@@ -317,7 +319,7 @@ def _judge_causal(results: Results) -> list[Verdict]:
             ours = statistics.geometric_mean(ratios)
             what, why = (
                 f"full over causal time, head_dim {d}, from 4096",
-                "blocks above the diagonal are skipped",
+                "1.7x at least: blocks above the diagonal are skipped",
             )
             figures = ("1.7 to 1.8x", f"{ours:.2f}x", ours / 1.75, ours >= 1.7)
             verdicts.append(judged("C20", what, *figures, why, results["device"]))
@@ -342,7 +344,8 @@ def _judge_rates(results: Results) -> list[Verdict]:
                     f"{ours:.0f} TFLOP/s",
                     ours / theirs,
                     ours >= 0.95 * theirs,
-                    f"FA3 on an H100; FA2 had {series['fa2'][8192]:.0f}. In this run: {beside}",
+                    f"95 % at least; FA3 on an H100 held at 1830 MHz, as ours is not; FA2 had "
+                    f"{series['fa2'][8192]:.0f}. In this run: {beside}",
                     results["device"],
                 )
                 verdicts.append(verdict if same_chip else replace(verdict, status=NOT_COMPARABLE))
@@ -355,12 +358,19 @@ def _judge_chunks(results: Results) -> list[Verdict]:
     peaks = {n: peak for (backend, n), peak in _peaks(results).items() if backend == "chunked" and n >= 1024}
     if (slope := log_slope(peaks)) is not None:
         figures = ("1", f"{slope:.2f}", slope, slope <= 1.15)
-        what, why = "slope of log memory against log length, chunked", "linear, from 1024 tokens on"
+        what, why = "slope of log memory against log length, chunked", "1.15 at most, from 1024 tokens on"
         verdicts.append(judged("C32", what, *figures, why, _memory_basis(results)))
     for sample in _timed(results, figure="fa1", mask="plain"):
         chunked, ours = (milliseconds(sample, name, "both") for name in ("chunked", OURS))
         if chunked and ours and sample["length"] in (1024, 2048, 4096):
-            figures = ("2x to 4x", f"{chunked / ours:.1f}x", chunked / ours / 2, chunked >= 2 * ours)
+            gain = chunked / ours
+            figures = ("2x to 4x", f"{gain:.1f}x", gain / min(max(gain, 2), 4), gain >= 2)
             what = f"time of chunked attention over flash, {sample['length']} tokens"
-            verdicts.append(judged("C32", what, *figures, "at least 2x", results["device"]))
+            verdict = judged("C32", what, *figures, "at least 2x", results["device"])
+            if gain > 8:  # more than chunks can explain
+                why = (
+                    "chunked is of eager PyTorch's operations and computes each chunk anew, and again within"
+                )
+                verdict = replace(verdict, status=NOT_COMPARABLE, why=why)
+            verdicts.append(verdict)
     return verdicts

@@ -153,7 +153,8 @@ def _runs(page: Page) -> list[list[str]]:
 RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
 INTRODUCTION = (
     "The papers' figures beside ours. A figure is ours only if a file in results/ holds it; everything else is not "
-    "measured. Ratios are ours over the paper's. Milliseconds, days and out-of-memory points of another GPU are not "
+    "measured. Ratios are ours over the paper's; what a figure had to reach is under why. "
+    "Milliseconds, days and out-of-memory points of another GPU are not "
     "compared; a count made on a CPU says so in the last column."
 )
 

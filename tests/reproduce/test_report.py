@@ -161,6 +161,15 @@ def test_what_only_a_gpu_can_tell_has_its_row_until_a_gpu_has_told(tmp_path):
     assert [f"| {GPU} |" in row for row in rows()] == [False, True]
 
 
+def test_more_than_chunks_can_explain_is_not_comparable():
+    ms = {name: {"forward": [t], "backward": [t]} for name, t in (("flash", 1.0), ("chunked", 3.0))}
+    for slower, status in ((1, "reproduced"), (5, "not comparable")):
+        ms["chunked"] = {phase: [slower * 3.0] for phase in ms["chunked"]}
+        samples = [{"kind": "time", **shape("fa1", 1024), "ms": ms}]
+        verdicts = attention_figures.judge({"device": GPU, "samples": samples})
+        assert [verdict.status for verdict in verdicts if verdict.claim == "C32"] == [status]
+
+
 def test_counters_that_could_not_be_read_are_said(tmp_path):
     samples = [
         {"kind": "ncu", "backend": "standard", **shape("figure2", 1024), "refused": "ncu is not installed"}
