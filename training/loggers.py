@@ -48,11 +48,11 @@ class Logger(Protocol):
 class CsvLogger:
     """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once.
 
-    A run resumed in its own directory keeps its rows up to `step`, where it resumes; an evaluation there is made
-    again, since a checkpoint is older than the evaluation of its step.
+    A run resumed in its own directory keeps its rows up to `step`, where it resumes, but for an evaluation there that
+    is made again (`evaluates`), since a checkpoint is older than the evaluation of its step.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, evaluates: bool) -> None:
         kept = io.StringIO()
         writer = csv.DictWriter(kept, COLUMNS, restval="")
         writer.writeheader()
@@ -61,7 +61,8 @@ class CsvLogger:
                 for row in csv.DictReader(file):
                     if None in row.values():  # cut short by a full disk or a dying machine
                         continue
-                    if int(row["step"]) < step or (int(row["step"]) == step and not row["val/loss"]):
+                    again = evaluates and row["val/loss"]
+                    if int(row["step"]) < step or (int(row["step"]) == step and not again):
                         writer.writerow(row)
         write_whole(path, kept.getvalue())  # a kill loses no row that is kept
         self._file = path.open("a", newline="")

@@ -60,7 +60,7 @@ def open_run(run: Trainer) -> list[Logger]:
     write_json(run_dir / "environment.json", where)
     facts = run.facts()
     write_json(run_dir / "facts.json", facts)
-    loggers: list[Logger] = [CsvLogger(run_dir / "metrics.csv", run.start)]
+    loggers: list[Logger] = [CsvLogger(run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))]
     rows = banner(run)
     if run.config.logger.wandb:
         wandb_logger = WandbLogger(run.config, run_dir, facts, where)

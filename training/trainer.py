@@ -157,8 +157,8 @@ class Trainer:
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
                 # A checkpoint is older than the evaluation of its step.
-                if self._evaluates_at(done):
-                    evaluated()
+                if self.evaluates_at(done):
+                    evaluation = evaluated()
                 for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start + 1):
                     with self._profiled(done, progress):
                         loss, grad_norm = self.train_step(done - 1, inputs, targets)
@@ -178,10 +178,10 @@ class Trainer:
                         self._save(done)
                     if stopping:
                         break
-                    if self._evaluates_at(done):
-                        evaluated()
+                    if self.evaluates_at(done):
+                        evaluation = evaluated()
                 if not stopping:
-                    summary = self._summary(evaluated())
+                    summary = self._summary(evaluation)
         finally:
             progress.close()
             for logger in loggers:
@@ -206,9 +206,10 @@ class Trainer:
             yield
         self.throughput.resume()  # on every rank: the others have waited for this one
 
-    def _evaluates_at(self, done: int) -> bool:
-        """Whether an evaluation is due, other than the last."""
-        return 0 < done < self.config.trainer.steps and _due(done, self.config.trainer.eval_every)
+    def evaluates_at(self, done: int) -> bool:
+        """Whether an evaluation is due after `done` steps; one always is after the last."""
+        config = self.config.trainer
+        return done == config.steps or (done > 0 and _due(done, config.eval_every))
 
     def _seconds(self) -> float:
         """That the run has run for, what came before it was resumed included."""

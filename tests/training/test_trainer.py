@@ -178,6 +178,17 @@ def test_a_run_killed_in_its_evaluation_ends_as_if_it_had_not_been(config, tmp_p
     assert json.loads((tmp_path / "cut" / "summary.json").read_text())["steps"] == 8
 
 
+def test_the_evaluation_at_the_end_is_kept_when_the_run_goes_on(config, tmp_path):
+    """It is not made again, where none is due at that step."""
+    config = having(config, eval_every=5)
+    train(config, tmp_path)
+    before = measured(tmp_path, "val/loss")
+    train(having(config, steps=12, resume=str(tmp_path)), tmp_path)
+    after = measured(tmp_path, "val/loss")
+    assert (sorted(before), sorted(after)) == ([5, 8], [5, 8, 10, 12])
+    assert after.items() >= before.items()
+
+
 def test_a_row_that_was_cut_short_is_not_kept(config, tmp_path):
     train(config, tmp_path)
     before = rows(tmp_path)
