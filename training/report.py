@@ -65,8 +65,9 @@ def banner(run: Trainer) -> Rows:
 
 def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_best: bool) -> Rows:
     """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
-    saved = summary["steps"] > 0
-    speed = f"not measured: no step{' came after the warm-up' if saved else ''}"
+    # None of an evaluation alone, nor of a run resumed elsewhere at its last step.
+    saved = checkpoint.saved(run_dir)
+    speed = f"not measured: no step{' came after the warm-up' if summary['steps'] else ''}"
     if "perf/step_ms" in summary:
         speed = f"{summary['perf/tokens_per_second']:,.0f} tokens/s, {summary['perf/step_ms']:.1f} ms a step"
     if "perf/mfu" in summary:

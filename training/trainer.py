@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from data.loader import Batches, Corpus, EvaluationBatches, prefetch
+from data.loader import Batches, EvaluationBatches, prefetch
+from data.tokenizer import load_tokenizer
 from kernels import attention_tier, bind, resolve_attention
 from model.gpt import GPT
 
@@ -87,8 +88,8 @@ class Trainer:
         self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
         self.graphs = resolve_graphs(config.trainer.cuda_graphs, self.compiled, ranks)
         initial = initial_weights(config) if config.trainer.init_from else None
+        model_config = _with_vocabulary(config)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
-        model_config = _with_vocabulary(config, self.corpus)
         self.config = config = dataclasses.replace(
             config,
             model=model_config,
@@ -376,17 +377,18 @@ def _out_of_memory(config: Config, ranks: World) -> str:
     )
 
 
-def _with_vocabulary(config: Config, corpus: Corpus) -> ModelConfig:
+def _with_vocabulary(config: Config) -> ModelConfig:
     """The model's config with what the tokenizer decides."""
-    if config.model.vocab_size not in (None, corpus.n_vocab):
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if config.model.vocab_size not in (None, tokenizer.n_vocab):
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
-            f"{corpus.n_vocab} tokens; leave model.vocab_size out."
+            f"{tokenizer.n_vocab} tokens; leave model.vocab_size out."
         )
     if config.model.document_end is not None:
         raise ConfigError("model.document_end is the tokenizer's; use data.document_mask=true.")
-    document_end = corpus.eot_token if config.data.document_mask else None
-    return dataclasses.replace(config.model, vocab_size=corpus.n_vocab, document_end=document_end)
+    document_end = tokenizer.eot_token if config.data.document_mask else None
+    return dataclasses.replace(config.model, vocab_size=tokenizer.n_vocab, document_end=document_end)
 
 
 def _found_anywhere(data: DataConfig) -> DataConfig:

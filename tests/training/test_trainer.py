@@ -308,6 +308,24 @@ def test_no_step_is_an_evaluation(config, tmp_path, capsys):
     assert f"{summary['val/loss']:.4f}" in line
 
 
+def test_resumed_elsewhere_at_its_end_a_run_is_evaluated_and_no_checkpoint_is_promised(
+    config, tmp_path, capsys
+):
+    whole = train(config, tmp_path / "run")
+    capsys.readouterr()
+    again = train(having(config, resume=str(tmp_path / "run")), tmp_path / "other")
+    assert again["val/loss"] == whole["val/loss"]
+    assert not steps_saved(tmp_path / "other")
+    assert "sample.py" not in capsys.readouterr().out
+
+
+def test_another_vocabulary_is_refused_before_hours_of_tokenising(config, tmp_path):
+    data = replace(config.data, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="the tokenizer bytes has 257 tokens"):
+        train(replace(config, data=data, model=replace(config.model, vocab_size=50304)), tmp_path / "run")
+    assert not (tmp_path / "cache").exists()
+
+
 # ---- several ranks -------------------------------------------------------------------------------
 
 # Rank 1 alone has a bad gradient, then alone is told to stop, in a run that logs nothing between its ends.
