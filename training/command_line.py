@@ -35,7 +35,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
 
     Args:
         task: raises ValueError's subclasses of this project for what a user can mend.
-        makes_run: whether the task fills a run directory; otherwise Hydra leaves no files at all.
+        makes_run: whether the task fills a run directory; otherwise Hydra leaves no files, but for a sweep's own.
         usage: what --help prints; empty: train.py's, of configs/train.yaml.
     """
     makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
@@ -93,6 +93,9 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         if begun:
             raise
         sys.exit(f"error: the run directory cannot be made: {error}")
+    except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
+        sys.stderr.writelines(f"{each}\n" for each in refused)
+        raise
     except KeyboardInterrupt:
         # Not noted by the trainer, which saves first: it came before the first step, or was the second one.
         print("interrupted", file=sys.stderr)
