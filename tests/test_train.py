@@ -2,6 +2,7 @@
 
 import csv
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -288,6 +289,19 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
     assert done.stderr.splitlines()[-1].startswith("error: the run directory cannot be made")
 
 
+def test_a_full_disk_is_one_line(command_line, tiny, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # no file of the run may be larger
+    try:
+        done = command_line("train.py", *tiny, "trainer.steps=100", "hydra.run.dir=here")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: here/metrics.csv cannot be written: File too large."
+    assert "Traceback" not in done.stderr
+    assert len(losses(tmp_path / "here")) > 20
+
+
 def test_a_numbered_gpu_under_torchrun_is_refused(started, monkeypatch, tiny):
     """Each rank takes the one of its local rank, whatever was asked for."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
@@ -311,6 +325,13 @@ def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, 
     assert done.returncode == 1
     assert "wandb login" in done.stderr.splitlines()[-1]
     assert not any((tmp_path / "runs").iterdir())  # nothing that would block a second try
+
+
+def test_a_wandb_mode_that_is_none_is_refused(started, monkeypatch, tiny, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "of")
+    said = "error: WANDB_MODE=of: it must be online, offline, dryrun, disabled, or not set."
+    assert started(train.main, *tiny, "logger=wandb") == said
+    assert not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("overrides", [[], ["logger.mode=offline"]])

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,10 @@ COLUMNS = [
     "perf/peak_reserved_gib",
     "perf/peak_resident_gib",
 ]
+
+
+# Of wandb's own; dryrun is its old word for offline. The others ask the server.
+_WANDB_MODES = ("online", "offline", "dryrun", "disabled")
 
 
 class Logger(Protocol):
@@ -69,11 +74,15 @@ class CsvLogger:
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
 
     def log(self, metrics: dict[str, float]) -> None:
-        self._writer.writerow({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in metrics.items()})
-        self._file.flush()
+        try:
+            self._writer.writerow({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in metrics.items()})
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(f"{self._file.name} cannot be written: {error.strerror}.") from error
 
     def finish(self, summary: dict[str, Any]) -> None:
-        self._file.close()
+        with suppress(OSError):  # it tries again to write the row that `log` could not
+            self._file.close()
 
 
 class WandbLogger:
@@ -149,6 +158,8 @@ def wandb_mode(mode: WandbMode) -> str:
         return "offline"
     if mode is WandbMode.auto:
         chosen = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        if chosen not in _WANDB_MODES:
+            raise ConfigError(f"WANDB_MODE={chosen}: it must be {', '.join(_WANDB_MODES)}, or not set.")
     else:
         chosen = mode.value
     if chosen == "online" and not _has_wandb_key():
