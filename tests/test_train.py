@@ -363,14 +363,14 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_envi
     long = [*tiny, "trainer.steps=150", "model.dropout=0.1", "trainer.log_every=7"]
     assert command_line("train.py", *long, "hydra.run.dir=whole").returncode == 0
     process = subprocess.Popen(
-        [sys.executable, ROOT / "train.py", *long, "hydra.run.dir=cut"],
+        [sys.executable, ROOT / "train.py", *long, "hydra.run.dir=cut short"],
         cwd=tmp_path,
         env=user_environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    metrics = tmp_path / "cut" / "metrics.csv"
+    metrics = tmp_path / "cut short" / "metrics.csv"
     while not metrics.exists() or metrics.read_text().count("\n") < 5:
         assert process.poll() is None
         time.sleep(0.02)
@@ -379,10 +379,10 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_envi
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "command again without -m, " in out
-    assert "hydra.run.dir=cut trainer.resume=cut" in out
-    resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut")
+    assert "'hydra.run.dir=cut short' 'trainer.resume=cut short'" in out  # as a shell takes them
+    resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut short")
     assert resumed.returncode == 0, resumed.stderr
-    before, after, whole = (losses_by_step(tmp_path / name) for name in ("cut", "resumed", "whole"))
+    before, after, whole = (losses_by_step(tmp_path / name) for name in ("cut short", "resumed", "whole"))
     assert max(before) < 150
     assert min(after) > max(before)
     assert {step: loss for step, loss in (before | after).items() if step in whole} == whole

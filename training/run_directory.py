@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
     """Print how it ended; a finished run gets its summary.json and a sample."""
     if not summary:
         trainer = run.config.trainer
-        here = f"hydra.run.dir={run.run_dir} trainer.resume={run.run_dir}"
+        here = shlex.join([f"hydra.run.dir={run.run_dir}", f"trainer.resume={run.run_dir}"])
         adding = f" and add {here}"
         if trainer.init_from and not trainer.resume:
             adding = f", with {here} in place of trainer.init_from"
