@@ -61,7 +61,7 @@ def corpus_folder(path: Path) -> Path:
     if not path.is_dir():
         raise DataError(f"there is no folder {path}: give a corpus folder or a run directory")
     if runs := sorted(path.glob("*/corpus")):
-        raise DataError(f"{path} holds several runs: give one of them, for example {runs[0].parent}")
+        raise DataError(f"{path} holds runs: give one of them, for example {runs[0].parent}")
     if not (path / FILE).exists() and (corpora := sorted(path.glob(f"*/{FILE}"))):
         names = ", ".join(each.parent.name for each in corpora)
         raise DataError(f"{path} holds corpora: give one of them, {names}")

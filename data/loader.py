@@ -147,10 +147,6 @@ class Batches:
         self._group = max(1, 512 // sequences_per_batch)
         self._last_group = lru_cache(1)(self._group_windows)
 
-    def epoch(self, n: int) -> float:
-        """Return the epochs done before batch n."""
-        return n * self.sequences_per_batch / self.windows
-
     def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
         starts = self._windows(n, rank, world_size) * self.seq_len

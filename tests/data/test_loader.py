@@ -101,7 +101,6 @@ def test_every_sequence_comes_once_an_epoch(corpus: Corpus):
     assert np.array_equal(np.sort(first), np.arange(batches.windows))
     assert np.array_equal(np.sort(second), np.arange(batches.windows))
     assert np.mean(first == second) < 0.05
-    assert batches.epoch(count) > 2
 
 
 @pytest.mark.parametrize("per_batch", [1, 24, 512, 700])
