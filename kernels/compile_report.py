@@ -101,7 +101,7 @@ class Job:
     tile: Tile | None
     dtype: torch.dtype = torch.bfloat16
     feature: str = ""
-    length: int = 1024
+    length: int = 512
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
@@ -209,7 +209,8 @@ def _hopper_constants(job: Job) -> dict[str, object]:
     ragged = job.feature == RAGGED
     if job.kernel == "hopper_forward":
         return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, job.length, job.length + ragged)}
-    return {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
+    late = hopper_backward.steps_late(job.causal, job.length // hopper_backward.BLOCK_M[job.head_dim])
+    return {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged, "LATE": late}
 
 
 def _descriptor(name: str, job: Job) -> str:
@@ -288,12 +289,9 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if architecture == 90:
             for head_dim in sorted({64, 128} & set(head_dims)):
                 for causal, feature in itertools.product((True, False), ("", RAGGED)):
-                    jobs.append(Job(90, "hopper_backward", head_dim, causal, None, feature=feature))
-                    lengths = (1024, 16384) if head_dim == 64 else (1024,)  # long ones have more consumers
-                    for length in lengths:
-                        jobs.append(
-                            Job(90, "hopper_forward", head_dim, causal, None, feature=feature, length=length)
-                        )
+                    for name, length in itertools.product(HOPPER, (512, 16384)):
+                        if (name, head_dim, length) != ("hopper_forward", 128, 16384):  # as of 512
+                            jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
     return jobs
 
 

@@ -11,6 +11,9 @@ order, though CUDA does not promise it, so none waits for one that starts after 
 under the causal mask: the longest programs come first, and the GPU is busy to the end. All begin with the last of the
 queries, so each follows the one before it; two tiles of dQ in shared memory let it lag.
 
+dQ needs dS of both warpgroups, which would meet in each step. In long loops a warpgroup multiplies dQ of the step
+before instead, whose dS the other has laid down long ago.
+
 Plain attention only; the rest is the portable kernels' (backward.py). Heads that share keys have a program each, and
 dK and dV of their own.
 """
@@ -40,6 +43,15 @@ NEVER = gl.constexpr(1 << 24)  # more rows than a program sees
 STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory
 # head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
 BLOCK_M = {64: 128, 128: 64}
+LATE_FROM = 16  # steps of a program, in the mean: from there on it is faster (LOG.md)
+
+
+def steps_late(causal: bool, row_blocks: int) -> int:
+    """1 where dQ's product is of the step before, so that no warpgroup waits for the other; else 0.
+
+    It costs a program a product that goes nowhere, and one that nothing is done beside.
+    """
+    return int(row_blocks // (2 if causal else 1) >= LATE_FROM)
 
 
 class Work(NamedTuple):
@@ -102,6 +114,16 @@ def meet():
     one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     token = gl.full([128], 0, gl.int32, one_each)
     gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
+
+
+@gluon.jit
+def arrive(barrier, pred=True):
+    """One thread's arrival for its warpgroup, which has passed a barrier or waited for a product since.
+
+    mbarrier.arrive with less ado: Triton takes that for an access to all shared memory, and has the warpgroup meet
+    before it and behind. expect announces bytes and arrives.
+    """
+    mbarrier.expect(barrier, 0, pred=pred)
 
 
 @gluon.jit
@@ -169,15 +191,14 @@ def add_dq(sum_desc, Turns, sums, work, BLOCK_M: gl.constexpr, WHICH: gl.constex
 @gluon.jit
 def consume(
     dk_desc, dv_desc, k_tiles, v_tiles, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full, ds_ring,
-    sums, work, scale, WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    sums, work, scale, WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of half of the keys, and half of each tile of dQ."""
+    """dK and dV of half of the keys, and half of each tile of dQ: of the tile LATE steps before."""
     BLOCK_M: gl.constexpr = queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = queries.tiles.shape[4]
     dtype: gl.constexpr = k_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     dk = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
     dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
@@ -188,13 +209,11 @@ def consume(
     for step in range(work.steps):
         stage = step % STAGES
         phase = step // STAGES & 1
-        same = 0
-        if HEAD_DIM > 64:
-            # 0 still, but the compilers do not know: they would compute the addresses of what all steps multiply
-            # before the loop, more than there are uniform registers, and spill them. At 64 it is slower (LOG.md).
-            same = (step + work.q_len) >> 31
-        keys = k_tiles.index(same).reshape([KEYS, HEAD_DIM])
-        k = keys.slice(WHICH * HALF, HALF)
+        # 0, but the compilers do not know: they would compute the addresses of what all steps multiply before the
+        # loop, more than there are uniform registers, and spill them. At 64 dQ's product alone needs it (LOG.md).
+        hidden = (step + work.q_len) >> 31
+        same = hidden if HEAD_DIM > 64 else 0
+        k = k_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
         v = v_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
         q = queries.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
         d_out = d_outs.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
@@ -217,29 +236,47 @@ def consume(
         dp = warpgroup_mma_wait(1, [dp])
         delta = delta_ring.index(stage).load(gl.SliceLayout(0, scores_layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
-        ds_tile = ds_ring.index(step & 1)
-        ds_tile.slice(WHICH * HALF, HALF).store(ds)
+        if LATE:
+            mbarrier.wait(ds_ring.empty.index(2 * stage + 1 - WHICH), phase ^ 1)
+        ds_ring.tiles.index(stage).slice(WHICH * HALF, HALF).store(ds)
         fence_async_shared()
-        meet()
-        if BLOCK_M > HALF:
-            ds_part = ds_tile.slice(WHICH * HALF, HALF, dim=1)
-            k_part = keys
+        # Of step -1 the product goes nowhere, and nothing is waited for.
+        done = step - LATE
+        buffer = done & 1
+        turn = done >> 1 & 1
+        if LATE:
+            gl.barrier()
+            arrive(ds_ring.full.index(2 * stage + WHICH))
+            mbarrier.wait(ds_ring.full.index(2 * buffer + 1 - WHICH), turn)
         else:
-            ds_part = ds_tile
-            k_part = keys.slice(WHICH * HALF, HALF, dim=1)
-        dq = gl.zeros([HALF, HALF], gl.float32, dq_layout)
-        dq = warpgroup_mma(ds_part.permute((1, 0)), k_part, dq, use_acc=False, is_async=True)
+            meet()
+        keys = k_tiles.index(hidden).reshape([KEYS, HEAD_DIM])
+        dq = multiply_dq(ds_ring.tiles.index(buffer), keys, WHICH)
         rounded_ds = gl.convert_layout(ds, operand)
         dk = warpgroup_mma(rounded_ds, q, dk, is_async=True)
         # The left operands stay named until they have been read: ptxas before 13.3 reuses their registers at once.
         dv, dq, rounded_p = warpgroup_mma_wait(1, [dv, dq, rounded_p])
-        buffer = step & 1
-        mbarrier.wait(sums.empty.index(buffer), (step // 2 & 1) ^ 1)
+        mbarrier.wait(sums.empty.index(buffer), turn ^ 1 | (done < 0).to(gl.int32))
         sums.tiles.index(2 * buffer + WHICH).store(by_thread(dq))
         fence_async_shared()
-        mbarrier.arrive(sums.full.index(2 * buffer + WHICH))
+        gl.barrier()
+        arrive(sums.full.index(2 * buffer + WHICH), done >= 0)
+        if LATE:
+            arrive(ds_ring.empty.index(2 * buffer + WHICH), done >= 0)
         dk, rounded_ds = warpgroup_mma_wait(0, [dk, rounded_ds])
-        mbarrier.arrive(queries.empty.index(stage))
+        arrive(queries.empty.index(stage))
+
+    if LATE and work.steps > 0:
+        buffer = (work.steps - 1) & 1
+        turn = (work.steps - 1) // 2 & 1
+        mbarrier.wait(ds_ring.full.index(2 * buffer + 1 - WHICH), turn)
+        dq = multiply_dq(ds_ring.tiles.index(buffer), k_tiles.index(0).reshape([KEYS, HEAD_DIM]), WHICH)
+        dq = warpgroup_mma_wait(0, [dq])
+        mbarrier.wait(sums.empty.index(buffer), turn ^ 1)
+        sums.tiles.index(2 * buffer + WHICH).store(by_thread(dq))
+        fence_async_shared()
+        gl.barrier()
+        arrive(sums.full.index(2 * buffer + WHICH))
 
     meet()  # K and V are not needed any more
     k_tile = k_tiles.index(0)
@@ -253,6 +290,18 @@ def consume(
         tma.async_copy_shared_to_global(dk_desc, place, k_tile)
         tma.async_copy_shared_to_global(dv_desc, place, v_tile)
         tma.store_wait(0)
+
+
+@gluon.jit
+def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
+    """Start the product of half of a tile of dQ: half of the queries, or where those are few of the dimensions."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    if ds_tile.shape[1] > HALF:
+        ds_tile = ds_tile.slice(WHICH * HALF, HALF, dim=1)
+    else:
+        keys = keys.slice(WHICH * HALF, HALF, dim=1)
+    zeros = gl.zeros([HALF, HALF], gl.float32, layout)
+    return warpgroup_mma(ds_tile.permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -319,7 +368,7 @@ def plan(heads, sequences, together, q_len, kv_len, BLOCK_M: gl.constexpr, CAUSA
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns,
     heads, sequences, together, q_len, kv_len, scale,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the float32 sum of dQ / scale. Grid (ceil(kv_len / KEYS) * sequences,).
 
@@ -338,7 +387,8 @@ def hopper_backward_kernel(
     d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
     d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)  # released with those of Q
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
-    ds_ring = gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_M], ds_layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_M], ds_layout)
+    ds_ring = Ring(ds_tiles, make_barriers(4, 1), make_barriers(4, 1))  # two halves a tile
     sum_tiles = gl.allocate_shared_memory(gl.float32, [4, SUM_BLOCK[0], SUM_BLOCK[1]], sum_desc.layout)
     sums = Ring(sum_tiles, make_barriers(4, 1), make_barriers(2, 1))
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -352,11 +402,11 @@ def hopper_backward_kernel(
         [
             (consume, (
                 dk_desc, dv_desc, k_tiles, v_tiles, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
-                ds_ring, sums, work, scale, gl.constexpr(0), CAUSAL, MASKED,
+                ds_ring, sums, work, scale, gl.constexpr(0), CAUSAL, MASKED, LATE,
             )),
             (consume, (
                 dk_desc, dv_desc, k_tiles, v_tiles, kv_full, queries, d_outs, lse_ring, delta_ring, rows_full,
-                ds_ring, sums, work, scale, gl.constexpr(1), CAUSAL, MASKED,
+                ds_ring, sums, work, scale, gl.constexpr(1), CAUSAL, MASKED, LATE,
             )),
             (load_tiles, (
                 q_desc, k_desc, v_desc, do_desc, k_tiles, v_tiles, kv_full, queries, d_outs, work, GROUP,

@@ -14,6 +14,7 @@ from .hopper_backward import (
     delta_kernel,
     hopper_backward_kernel,
     round_kernel,
+    steps_late,
 )
 from .hopper_forward import BLOCK_N, ROWS, hopper_forward_kernel, specify
 from .tiers import DTYPES, HEAD_DIMS
@@ -131,7 +132,8 @@ def backward(
         programs = (sequences * triton.cdiv(kv_len, KEYS.value), 1, 1)
         masked = causal or kv_len % KEYS.value != 0
         together = _together(causal, row_blocks, q.device)
-        numbers = (heads, sequences, together, q_len, kv_len, scale, group, causal, masked)
+        late = steps_late(causal, row_blocks)
+        numbers = (heads, sequences, together, q_len, kv_len, scale, group, causal, masked, late)
         return hopper_backward_kernel, programs, numbers, {}
 
     def prepare_round() -> Launch:
