@@ -57,7 +57,7 @@ def corpus_folder(path: Path) -> Path:
     """Return the corpus folder that `path` is, or that the run there was trained on."""
     named = path / "corpus"
     if not (path / FILE).exists() and named.is_file():
-        return Path(named.read_text().strip())
+        return Path(named.read_text(encoding="utf-8").strip())
     if not path.is_dir():
         raise DataError(f"there is no folder {path}: give a corpus folder or a run directory")
     if runs := sorted(path.glob("*/corpus")):

@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
         )
     page = build(directory)
     with writing(directory / "REPORT.md", "--results FOLDER"):
-        (directory / "REPORT.md").write_text(as_markdown(page, directory))
-        (directory / "report.html").write_text(as_html(page))
+        (directory / "REPORT.md").write_text(as_markdown(page, directory), encoding="utf-8")
+        (directory / "report.html").write_text(as_html(page), encoding="utf-8")
     print(summary(page))
     for note in page.notes:
         print(f"note: {note}")
@@ -276,6 +276,6 @@ def _html_row(header: tuple[str, ...]) -> Callable[[list[str]], str]:
 
 def _svg(path: Path) -> str:
     """The file's <svg> element, without the prologue that names other files."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     text = text[text.index("<svg") :]
     return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

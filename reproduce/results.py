@@ -68,7 +68,9 @@ def changed_since(document: Results) -> list[str]:
 def _hash(file: Path) -> str:
     if not file.exists():
         return ""
-    content = _code_in(file.read_text()) if file.suffix == ".py" else file.read_text()
+    content = file.read_text(encoding="utf-8")
+    if file.suffix == ".py":
+        content = _code_in(content)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
