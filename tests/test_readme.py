@@ -18,8 +18,13 @@ ATTENTION = {
     "standard": "standard",
 }
 # Of the training table, in the order of its columns.
-GROUPS = (("small", "gpt2_small"), ("dropout", "gpt2_small"), ("medium", "gpt2_medium"))
-GROUPS += (("compiled", "gpt2_small"), ("whole", "gpt2_small"), ("whole", "gpt2_medium"))
+GROUPS = (
+    ("small", "gpt2_small", "eager"),
+    ("dropout", "gpt2_small", "eager"),
+    ("medium", "gpt2_medium", "eager"),
+)
+GROUPS += (("compiled", "gpt2_small", "compiled"),)
+GROUPS += (("whole", "gpt2_small", "compiled"), ("whole", "gpt2_medium", "compiled"))
 CONTENDERS = {
     "ours, fused": ("flash+fused",),
     "ours, flash, torch's other layers": ("flash",),
@@ -80,7 +85,9 @@ def test_attentions_milliseconds_are_the_medians_and_the_least_are_bold() -> Non
 def test_trainings_tokens_a_second_and_mfu_are_the_files() -> None:
     _, *rows = table("small, eager, fp16, 16 sequences a forward")
     assert [name.strip("*") for name, *_ in rows] == list(CONTENDERS)
-    timed = {(sample["part"], sample["model"]): sample for sample in samples("training", "speed")}
+    timed = {
+        (sample["part"], sample["model"], sample["mode"]): sample for sample in samples("training", "speed")
+    }
     for name, *cells in rows:
         for group, cell in zip(GROUPS, cells, strict=True):
             rates = timed[group]["tokens_per_second"]
