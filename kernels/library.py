@@ -77,7 +77,7 @@ def _make_sdpa(name: str, backend: SDPBackend | None) -> AttentionFn:
         check_inputs(q, k, v)
         check_dropout(dropout_p, dropout_seed)
         arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, backend)
-        # Seeding is not for a compiled graph, which it would cut in two: there the generator goes on as it stands.
+        # Seeding would break a compiled graph. There the mask comes from the default generator as it stands.
         if dropout_p == 0.0 or torch.compiler.is_compiling():
             return _sdpa(*arguments)
         return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)

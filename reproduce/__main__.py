@@ -88,7 +88,7 @@ def _takes(experiment: Experiment) -> str:
     """Minutes a GPU took by results/ with the settings as they are, or the estimate."""
     for path in sorted(Path(RESULTS).glob(f"*/{experiment.name}.json")):
         document = None if path.parent.name == "cpu" else read(path)
-        if document and not any("=" in word for word in document["command"]):
+        if document and not any("=" in word and word[0] != "-" for word in document["command"]):
             return f"{document['seconds'] / 60:.1f}min"
     return f"~{experiment.minutes:g}min"
 

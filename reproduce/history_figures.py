@@ -232,7 +232,7 @@ def _judge_programs(results: Results) -> list[Verdict]:
             f"one program a head over one a tile of queries, batch * heads {heads}, {sample['length']} tokens"
         )
         passed = gain >= 0.5 * bound if bound > 1 else gain >= 0.9
-        why = "half the bound or more; it is passed where several programs share a processor; the two-pass forward"
+        why = "half the bound or more; several programs on a processor can exceed it; the two-pass forward"
         figures = (f"up to {bound:.3g}x", f"{gain:.3g}x", gain / bound, passed)
         verdicts.append(judged("C19", what, *figures, why, results["device"]))
     return verdicts
@@ -299,7 +299,7 @@ def _judge_softmax(results: Results) -> list[Verdict]:
         ms = _medians(sample)
         gain = ms["safe"] / ms["online"]
         what = f"time of safe over online softmax, 4000 rows of {sample['length']}"
-        why = "1.2x at least; rows longer than the L2 cache serves, where the paper has it from 4000 on, on a V100"
+        why = "1.2x at least; rows longer than the L2 cache serves; the paper has it from 4000 on, on a V100"
         figures = ("1.3x", f"{gain:.2f}x", gain / 1.3, gain >= 1.2)
         verdicts.append(judged("C27", what, *figures, why, results["device"]))
     for sample in timed:

@@ -31,9 +31,8 @@ class Page:
     documents: list[Results] = field(default_factory=list)
     pictures: list[tuple[str, Path]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    on_gpu: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # (experiment, claim) that a GPU's run has a row for
+    # (experiment, claim) that a GPU's run has a row for
+    on_gpu: set[tuple[str, str]] = field(default_factory=set)
 
 
 def main(argv: list[str]) -> int:
@@ -75,7 +74,8 @@ def build(directory: Path) -> Page:
             continue
         for verdict in verdicts:
             page.verdicts[verdict.claim].append(verdict)
-        page.on_gpu |= {(experiment.name, verdict.claim) for verdict in verdicts if _ran_on_gpu(document)}
+        if _ran_on_gpu(document):
+            page.on_gpu |= {(experiment.name, verdict.claim) for verdict in verdicts}
         page.documents.append(document)
         page.pictures += [(f"{experiment.title} ({document['device']})", picture)] if picture else []
     for name, claim in CLAIMS.items():
@@ -103,7 +103,7 @@ def _draw(module: object, document: Results, directory: Path) -> Path | None:
 
 
 def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
-    """The row of what no document holds: of the whole claim, or of what of it only a GPU can tell."""
+    """The row of a claim that no document has a row for, or where a GPU has to tell it no GPU's document."""
     if not claim.experiment:
         yield Verdict(claim.name, "the claim", claim.paper, why=claim.missing)
         return

@@ -144,7 +144,7 @@ class Store:
         if earlier:
             self.retried = [s for s in earlier["samples"] if s.get("failed") and not s.get("broke_device")]
             self.finished = earlier["state"] == "complete" and not self.retried
-            self.document["samples"] = [s for s in earlier["samples"] if s not in self.retried]
+            self.document["samples"] = list(earlier["samples"])
             self.earlier_seconds = earlier["seconds"]
 
     def _same(self, other: Results | None) -> Results | None:
@@ -163,7 +163,7 @@ class Store:
 
         where = json.loads(json.dumps(where))
         for known in self.document["samples"]:
-            if where.items() <= known.items():
+            if where.items() <= known.items() and known not in self.retried:
                 return known
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise OutOfTime
@@ -187,8 +187,10 @@ class Store:
                 measured = {"failed": f"{type(error).__name__}: {first_line}", "broke_device": broken}
                 print(f"  failed: {where}: {measured['failed']}")
         known = {**where, **measured}
-        if "failed" not in known and any(where.items() <= each.items() for each in self.retried):
-            self._forget_turns_without(where)
+        if before := [sample for sample in self.retried if where.items() <= sample.items()]:
+            self._forget(before)
+            if "failed" not in known:
+                self._forget_turns_without(where)
         self.document["samples"].append(known)
         self.write(self.partial)
         if broken:
@@ -196,6 +198,10 @@ class Store:
                 "that sample broke the device; the same command goes on with the one after it"
             )
         return known
+
+    def _forget(self, samples: list[Sample]) -> None:
+        self.retried = [each for each in self.retried if each not in samples]
+        self.document["samples"] = [each for each in self.document["samples"] if each not in samples]
 
     def _forget_turns_without(self, where: Sample) -> None:
         """Drop what was timed in turns while the contender at `where` failed, so that it is timed again, with it."""
@@ -207,7 +213,7 @@ class Store:
             )
 
         if {"backend", "contender"} & where.keys():
-            self.document["samples"] = [s for s in self.document["samples"] if not stale(s)]
+            self._forget([sample for sample in self.document["samples"] if stale(sample)])
 
     @property
     def failures(self) -> list[Sample]:

@@ -22,7 +22,7 @@ from .attention_figures import OURS
 from .experiment import NOT_MEASURED, Options, Results, Sample, Verdict, judged, pick, text_table
 
 BLOCK = 128  # of the seam's block_mask, in queries and in keys
-# Of what a mask is held against.
+# Why time over dense is not the mask's alone.
 DENSE = "masks run in the portable kernels, dense on a Hopper GPU in its own"
 
 

@@ -35,7 +35,8 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
 
     Args:
         task: raises ValueError's subclasses of this project for what a user can mend.
-        makes_run: whether the task fills a run directory; otherwise Hydra leaves no files, but for a sweep's own.
+        makes_run: whether the task fills a run directory; otherwise Hydra leaves no files, except a sweep's
+            multirun.yaml.
         usage: what --help prints; empty: train.py's, of configs/train.yaml.
     """
     makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
@@ -98,7 +99,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         raise
     except KeyboardInterrupt:
         # Not noted by the trainer, which saves first: it came before the first step, or was the second one.
-        print("interrupted", file=sys.stderr)
+        print(*refused, "interrupted", sep="\n", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     if refused:
         sys.exit("\n".join(refused))

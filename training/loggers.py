@@ -38,7 +38,7 @@ COLUMNS = [
 ]
 
 
-# Of wandb's own; dryrun is its old word for offline. The others ask the server.
+# What WANDB_MODE may be; dryrun is wandb's old word for offline.
 _WANDB_MODES = ("online", "offline", "dryrun", "disabled")
 
 
@@ -53,8 +53,8 @@ class Logger(Protocol):
 class CsvLogger:
     """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once.
 
-    A run resumed in its own directory keeps its rows up to `step`, where it resumes, but for an evaluation there that
-    is made again (`evaluates`), since a checkpoint is older than the evaluation of its step.
+    A run resumed in its own directory keeps its rows up to `step`, where it resumes. The evaluation there is dropped
+    if it is made again (`evaluates`): a checkpoint is older than the evaluation of its step.
     """
 
     def __init__(self, path: Path, step: int, evaluates: bool) -> None:

@@ -32,7 +32,8 @@ def refusal(config: Config, run_dir: Path) -> str | None:
     kept = checkpoint.saved(run_dir)
     if not (kept or (run_dir / "metrics.csv").exists()) or _goes_on(config, run_dir):
         return None
-    remedy = f"go on with it by trainer.resume={run_dir}" if kept else "delete it: it has no checkpoint"
+    resume = shlex.quote(f"trainer.resume={run_dir}")
+    remedy = f"go on with it by {resume}" if kept else "delete it: it has no checkpoint"
     folder = "hydra.sweep.dir" if in_sweep(run_dir) else "hydra.run.dir"
     return f"{run_dir} holds a run already: choose another {folder}, or {remedy}."
 

@@ -40,16 +40,17 @@ KEYS = gl.constexpr(128)
 # Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
 NEVER = gl.constexpr(1 << 24)  # more rows than a program sees
-STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory
+STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory; as many as of dS and of dQ
 # head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
 BLOCK_M = {64: 128, 128: 64}
-LATE_FROM = 16  # steps of a program, in the mean: from there on it is faster (LOG.md)
+LATE_FROM = 16  # steps of a program, on average; from there on late is faster (LOG.md)
 
 
 def steps_late(causal: bool, row_blocks: int) -> int:
     """1 where dQ's product is of the step before, so that no warpgroup waits for the other; else 0.
 
-    It costs a program a product that goes nowhere, and one that nothing is done beside.
+    It costs a program two products more: in its first step one that goes nowhere, and one after the loop that nothing
+    runs beside.
     """
     return int(row_blocks // (2 if causal else 1) >= LATE_FROM)
 
@@ -118,10 +119,11 @@ def meet():
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """One thread's arrival for its warpgroup, which has passed a barrier or waited for a product since.
+    """One thread arrives for its warpgroup. Before it stands a barrier of the warpgroup, or the wait for the product
+    that read the memory: CUTLASS's PipelineTmaAsync releases so too.
 
-    mbarrier.arrive with less ado: Triton takes that for an access to all shared memory, and has the warpgroup meet
-    before it and behind. expect announces bytes and arrives.
+    mbarrier.arrive would do, but Triton takes it for an access to all shared memory and puts barriers around it.
+    expect announces no bytes and arrives as well.
     """
     mbarrier.expect(barrier, 0, pred=pred)
 

@@ -16,17 +16,18 @@ LENGTHS = [1, 17, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2048, 4096]
 UNEQUAL = [(1, 239), (113, 203), (256, 512), (512, 256), (1023, 1024), (1024, 1023), (1, 4096), (700, 30)]
 
 
-def multiply(late: int, patch: pytest.MonkeyPatch) -> None:
+def force(late: int, patch: pytest.MonkeyPatch) -> None:
     from kernels import launch
     from kernels.flash import hopper_launch
 
     patch.setattr(hopper_launch, "steps_late", lambda causal, row_blocks: late)
-    patch.setattr(launch, "_known", {})  # launches, by what they depend on else
+    patch.setattr(launch, "_known", {})  # earlier launches, whose key does not say whether they were late
 
 
 @pytest.fixture(autouse=True, params=[0, 1], ids=["in time", "late"])
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply(request.param, monkeypatch)
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    force(request.param, monkeypatch)
+    return request.param
 
 
 def gradients(tensors: list[torch.Tensor], causal: bool) -> dict[str, torch.Tensor]:
@@ -109,16 +110,16 @@ class TestOnHopper:
             assert all(torch.equal(again[name], first[name]) for name in first)
 
     def test_late_or_not_is_the_same_bit_for_bit(
-        self, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+        self, late: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         *qkv, d_out = inputs(
             1000, 1000, head_dim, dtype, batch=2, heads=12, kv_heads=12, device="cuda"
         )  # fmt: skip
-        tensors, got = forward(*qkv, d_out, causal), []
-        for late in (0, 1):
-            multiply(late, monkeypatch)
-            got.append(gradients(tensors, causal))
-        assert all(torch.equal(got[0][name], got[1][name]) for name in got[0])
+        tensors = forward(*qkv, d_out, causal)
+        got = gradients(tensors, causal)
+        force(1 - late, monkeypatch)
+        other = gradients(tensors, causal)
+        assert all(torch.equal(got[name], other[name]) for name in got)
 
     def test_extreme_scores_stay_finite(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
         """All scores hugely negative, all equal, one key that wins everything; lengths that fill no tile."""

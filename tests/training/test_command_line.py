@@ -109,14 +109,17 @@ def test_a_sweep_goes_on_behind_a_refused_run(started, tmp_path):
     assert sorted(path.name for path in sweep.glob("*_nano_*")) == ["0_nano_naive", "3_nano_sdpa"]
 
 
-def test_a_sweep_that_is_stopped_says_what_was_refused(started, capsys):
+@pytest.mark.parametrize(
+    ("stop", "code", "said"), [(SystemExit(143), 143, []), (KeyboardInterrupt(), 130, ["interrupted"])]
+)
+def test_a_sweep_that_is_stopped_says_what_was_refused(started, capsys, stop, code, said):
     def task(config: Config, _run_dir: Path) -> None:
         if config.seed == 1:
             raise ConfigError("no")
-        raise SystemExit(143)
+        raise stop
 
-    assert started(task, "-m", "seed=1,2") == 143
-    assert capsys.readouterr().err.splitlines() == ["error: 0_nano_auto: no"]
+    assert started(task, "-m", "seed=1,2") == code
+    assert capsys.readouterr().err.splitlines() == ["error: 0_nano_auto: no", *said]
 
 
 @pytest.mark.parametrize("words", [["attention=naive"], ["attention.name=naive"]])
