@@ -1,0 +1,161 @@
+"""Whether a training step repeats bit for bit while processes share one GPU; by hand, about three minutes.
+
+    python -m tests.training.contention [--seconds 80] [--device cpu]
+
+One run of the GPU tests, 14 at a time, had a gradient that was NaN (docs/gpu.md). Here as many processes repeat a
+step of one batch with weights that stay as they are, and say which gradients differ from the first time, last layer
+first, as the backward comes to them. Some replay CUDA graphs, some do not, some have the portable attention, and some
+run the Hopper kernels alone, with NaN in all that they do not write. Not yet run on a GPU; --device cpu runs one
+process, to see that it works.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from training.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    Precision,
+    TrainerConfig,
+)
+from training.distributed import world
+from training.trainer import Trainer
+
+SHARE = ["graphs"] * 6 + ["no graphs"] * 2 + ["portable"] * 3 + ["attention"] * 3
+Tensor = torch.Tensor
+
+
+def config(mode: str, folder: Path, on_cpu: bool) -> Config:
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(" ".join(str(i * j % 97) for j in range(150)) for i in range(60)))
+    size = {"seq_len": 64, "n_layer": 1} if on_cpu else {"seq_len": 1024, "n_layer": 4}
+    return Config(
+        model=ModelConfig(**size, n_head=12, n_embd=768),
+        attention=AttentionConfig("auto") if mode != "portable" else AttentionConfig("flash", tier="triton"),
+        data=DataConfig(
+            source="text_files",
+            files=str(text),
+            separator="\n\n",
+            cache_dir=str(folder / "cache"),
+            val_fraction=0.1,
+        ),
+        trainer=TrainerConfig(
+            batch_tokens=4 * size["seq_len"],
+            micro_batch=4,
+            precision=Precision.fp32 if on_cpu else Precision.bf16,
+            cuda_graphs=False if mode == "no graphs" else None,
+        ),
+        logger=LoggerConfig(wandb=False),
+    )
+
+
+def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> None:
+    with world(device) as ranks:
+        run = Trainer(config(mode, folder, device == "cpu"), folder / "run", ranks)
+        inputs, targets = (torch.from_numpy(each).to(ranks.device) for each in run.batches.batch(0))
+        parameters = dict(run.model.named_parameters())
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+
+        def step() -> dict[str, Tensor]:
+            torch._foreach_zero_([parameter.grad for parameter in parameters.values()])
+            if run.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            with run.autocast():
+                loss = run.parallel(inputs, targets, dropout_seed=None)
+            loss.backward()
+            return {"loss": loss.detach()} | {name: each.grad for name, each in parameters.items()}
+
+        for _ in range(3):  # compile, and record the graphs
+            step()
+        compare(mode, step, seconds)
+
+
+def repeat_attention(seconds: float) -> None:
+    from kernels.flash.hopper_launch import backward, forward
+
+    qkv = torch.randn(4, 1024, 3, 12, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+    d_out = torch.randn(4, 1024, 12, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors, the sum of dQ too, with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+    def step() -> dict[str, Tensor]:
+        got = {name: torch.empty_like(q) for name in ("out", "dq", "dk", "dv")}
+        got |= {name: q.new_empty(q.shape[:3], dtype=torch.float32) for name in ("lse", "delta")}
+        poison[(264,)](num_warps=4)
+        forward(q, k, v, got["out"], got["lse"], causal=True, scale=0.125)
+        poison[(264,)](num_warps=4)
+        results = (got[name] for name in ("dq", "dk", "dv", "delta"))
+        backward(d_out, None, got["out"], got["lse"], q, k, v, *results, causal=True, scale=0.125)
+        return got
+
+    compare("attention", step, seconds)
+
+
+@gluon.jit
+def poison():
+    """Leave NaN in the shared memory of the processors, 192 KiB at a program."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    memory = gl.allocate_shared_memory(gl.float32, [24, 2048], flat)
+    for part in gl.static_range(24):
+        memory.index(part).store(gl.full([2048], float("nan"), gl.float32, layout))
+
+
+def compare(mode: str, step, seconds: float) -> None:
+    """Repeat a step, and print what differs from the first time."""
+    first = {name: tensor.clone() for name, tensor in step().items()}
+    not_finite = [name for name, tensor in first.items() if not tensor.isfinite().all()]
+    print(f"{mode}: not finite at first: {not_finite or 'nothing'}", flush=True)
+    began, steps, wrong = time.monotonic(), 0, 0
+    while time.monotonic() - began < seconds:
+        got, steps = step(), steps + 1
+        different = torch.stack([(got[name] != tensor).sum() for name, tensor in first.items()]).tolist()
+        if any(different):
+            wrong += 1
+            for name, count in reversed(list(zip(first, different, strict=True))):
+                if count:
+                    print(f"{mode}, step {steps}: {name} {count} differ, {int(got[name].isnan().sum())} NaN")
+    print(f"{mode}: {steps} steps, {wrong} of them wrong", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=80)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--mode", help="what one process of them does")
+    options = parser.parse_args()
+    if options.mode is None:
+        command = [sys.executable, "-m", __spec__.name, "--device", options.device]
+
+        def together(modes: list[str], seconds: float) -> None:
+            started = [
+                subprocess.Popen([*command, "--mode", mode, "--seconds", str(seconds)]) for mode in modes
+            ]
+            for each in started:
+                each.wait()
+
+        if options.device != "cpu":
+            together(list(dict.fromkeys(SHARE)), 1)  # fills the caches
+        together(SHARE if options.device != "cpu" else ["graphs"], options.seconds)
+    elif options.mode == "attention":
+        repeat_attention(options.seconds)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            repeat_training(options.mode, options.seconds, Path(folder), options.device)
+
+
+if __name__ == "__main__":
+    main()
