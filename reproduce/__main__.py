@@ -95,7 +95,7 @@ def _takes(experiment: Experiment) -> str:
         if not any("=" in word and word[0] != "-" for word in document["command"]):
             return f"{minutes:.1f}min"
         estimate = max(estimate, minutes)  # other settings may leave out the most of it
-    return f"~{estimate:.3g}min"
+    return f"~{estimate:.2g}min"
 
 
 def _parser() -> argparse.ArgumentParser:
