@@ -14,21 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from training.config import (
-    AttentionConfig,
-    Config,
-    DataConfig,
-    LoggerConfig,
-    ModelConfig,
-    Precision,
-    TrainerConfig,
-)
+from tests.training import test_gpu
+from training.config import AttentionConfig, Config, Precision
 from training.distributed import world
 from training.trainer import Trainer
 
@@ -37,27 +31,15 @@ Tensor = torch.Tensor
 
 
 def config(mode: str, folder: Path, on_cpu: bool) -> Config:
+    """Of the test that failed; on a CPU a small one."""
     text = folder / "text.txt"
     text.write_text("\n\n".join(" ".join(str(i * j % 97) for j in range(150)) for i in range(60)))
-    size = {"seq_len": 64, "n_layer": 1} if on_cpu else {"seq_len": 1024, "n_layer": 4}
-    return Config(
-        model=ModelConfig(**size, n_head=12, n_embd=768),
-        attention=AttentionConfig("auto") if mode != "portable" else AttentionConfig("flash", tier="triton"),
-        data=DataConfig(
-            source="text_files",
-            files=str(text),
-            separator="\n\n",
-            cache_dir=str(folder / "cache"),
-            val_fraction=0.1,
-        ),
-        trainer=TrainerConfig(
-            batch_tokens=4 * size["seq_len"],
-            micro_batch=4,
-            precision=Precision.fp32 if on_cpu else Precision.bf16,
-            cuda_graphs=False if mode == "no graphs" else None,
-        ),
-        logger=LoggerConfig(wandb=False),
-    )
+    tested = test_gpu.config(text, "auto", Precision.fp32 if on_cpu else Precision.bf16)
+    model = replace(tested.model, seq_len=64, n_layer=1) if on_cpu else tested.model
+    graphs = False if mode == "no graphs" else None
+    trainer = replace(tested.trainer, batch_tokens=4 * model.seq_len, micro_batch=4, cuda_graphs=graphs)
+    attention = AttentionConfig("flash", tier="triton") if mode == "portable" else tested.attention
+    return replace(tested, model=model, attention=attention, trainer=trainer)
 
 
 def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> None:
