@@ -90,14 +90,17 @@ def update(
 ) -> torch.Tensor:
     """Clip the gradients to a norm, take the optimizer's step, and forget them: set them to zero if they are kept.
 
-    Returns the norm that they had, still on the device. With a scaler that is on, one that is not finite costs the
-    step.
+    Returns the norms that those of each parameter had, float32 (parameters,), still on the device: a norm that is not
+    finite is told by name, and clipping by it would leave no gradient to look at. With a scaler that is on, it costs
+    the step.
     """
     import torch
 
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norms = torch.stack(torch._foreach_norm([parameter.grad for parameter in parameters]))
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip, norms.norm())
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=not keep_gradients)
-    return norm
+    return norms

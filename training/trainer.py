@@ -162,7 +162,7 @@ class Trainer:
                     evaluation = evaluated()
                 for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start + 1):
                     with self._profiled(done, progress):
-                        loss, grad_norm = self.train_step(done - 1, inputs, targets)
+                        loss, grad_norms = self.train_step(done - 1, inputs, targets)
                         self.throughput.step()
                     progress.step()
                     saving = _due(done, config.save_every) or done == config.steps
@@ -171,7 +171,7 @@ class Trainer:
                     stopping = interrupt.requested() and done < config.steps
                     # Only here does the host wait for the device.
                     if logging or stopping:
-                        metrics = self._training_metrics(done, loss, grad_norm)
+                        metrics = self._training_metrics(done, loss, grad_norms)
                         log(metrics)
                         progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
                     # Saved before the evaluation, so that nothing an evaluation breaks is lost.
@@ -221,7 +221,7 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step on this rank's part of the batch, int64 (sequences, seq_len) on the device.
 
-        Returns this rank's mean loss and the gradient norm, both still on the device.
+        Returns this rank's mean loss and the gradient norm of each parameter, both still on the device.
         """
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, step, self.config.trainer.steps)
         for group in self.optimizer.param_groups:
@@ -264,15 +264,22 @@ class Trainer:
 
     # ---- what it measures ------------------------------------------------------------------------
 
-    def _training_metrics(self, done: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> dict[str, float]:
+    def _training_metrics(self, done: int, loss: torch.Tensor, grad_norms: torch.Tensor) -> dict[str, float]:
         mean = self.world.sum(loss.clone()).item() / self.world.size
-        norm = grad_norm.item()  # of gradients that all ranks share, so all decide alike, as on the mean
+        norm = (
+            grad_norms.norm().item()
+        )  # of gradients that all ranks share, so all decide alike, as on the mean
         if not math.isfinite(mean):
             self._give_up(f"the loss is {mean}", done)
         # The loss is from before the update. In fp16 an infinite gradient costs the step and half the scale, which is
         # how the scale is found; below 1 it is not found any more.
         if not (math.isfinite(norm) or self.scaler.is_enabled()):
-            self._give_up(f"the gradient norm is {norm}", done)
+            finite = grad_norms.isfinite().tolist()
+            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            broken = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+            # A backward begins at the end of the model.
+            whose = f" ({len(broken)} of {len(names)} parameters, the last {broken[-1]})" if broken else ""
+            self._give_up(f"the gradient norm is {norm}{whose}", done)
         if self.scaler.get_scale() < 1:
             self._give_up(
                 "fp16 finds no gradient scale: step after step overflows and is skipped, also", done

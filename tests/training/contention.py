@@ -4,12 +4,13 @@
 
 One run of the GPU tests, 14 at a time, had a gradient that was NaN (docs/gpu.md). Here as many processes repeat a
 step of one batch with weights that stay as they are, and say which gradients differ from the first time, last layer
-first, as the backward comes to them. Some replay CUDA graphs, some do not, some have the portable attention, and some
-run the Hopper kernels alone, with NaN in all that they do not write. Not yet run on a GPU; --device cpu runs one
-process, to see that it works.
+first, as the backward comes to them. Some replay CUDA graphs, some do not, some have the portable attention, some find
+NaN in the memory that they are given, and some run the Hopper kernels alone, with NaN in all that they do not write.
+--device cpu runs one process, to see that it works.
 """
 
 import argparse
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from training.config import AttentionConfig, Config, Precision
 from training.distributed import world
 from training.trainer import Trainer
 
-SHARE = ["graphs"] * 6 + ["no graphs"] * 2 + ["portable"] * 3 + ["attention"] * 3
+SHARE = ["graphs"] * 5 + ["no graphs"] * 2 + ["poisoned"] * 2 + ["portable"] * 2 + ["attention"] * 3
 Tensor = torch.Tensor
 
 
@@ -36,7 +37,7 @@ def config(mode: str, folder: Path, on_cpu: bool) -> Config:
     text.write_text("\n\n".join(" ".join(str(i * j % 97) for j in range(150)) for i in range(60)))
     tested = test_gpu.config(text, "auto", Precision.fp32 if on_cpu else Precision.bf16)
     model = replace(tested.model, seq_len=64, n_layer=1) if on_cpu else tested.model
-    graphs = False if mode == "no graphs" else None
+    graphs = False if mode in ("no graphs", "poisoned") else None
     trainer = replace(tested.trainer, batch_tokens=4 * model.seq_len, micro_batch=4, cuda_graphs=graphs)
     attention = AttentionConfig("flash", tier="triton") if mode == "portable" else tested.attention
     return replace(tested, model=model, attention=attention, trainer=trainer)
@@ -49,8 +50,11 @@ def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> Non
         parameters = dict(run.model.named_parameters())
         for parameter in parameters.values():
             parameter.grad = torch.zeros_like(parameter)
+        count = itertools.count()
 
         def step() -> dict[str, Tensor]:
+            if mode == "poisoned" and next(count) % 20 == 0:  # each takes 90 MiB more
+                poison_free_memory()
             torch._foreach_zero_([parameter.grad for parameter in parameters.values()])
             if run.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -84,6 +88,15 @@ def repeat_attention(seconds: float) -> None:
         return got
 
     compare("attention", step, seconds)
+
+
+def poison_free_memory() -> None:
+    """Leave NaN in all memory that the allocator holds and nobody uses."""
+    held, reserved = [], torch.cuda.memory_reserved()
+    for mib in (64, 16, 4, 1, 0.25):  # until it needs more
+        while torch.cuda.memory_reserved() == reserved:
+            held.append(torch.full((int(mib * 2**18),), float("nan"), device="cuda"))
+        reserved = torch.cuda.memory_reserved()
 
 
 @gluon.jit
