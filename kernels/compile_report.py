@@ -5,8 +5,8 @@
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
 ptxas, or for AMD by LLVM, no GPU or driver needed. The table gives registers a thread, bytes spilled, shared memory,
 the tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 when a kernel spills more
-than compile_budgets.toml allows, lost the tensor cores or (but for history and AMD) the asynchronous loads, or has
-its wgmma serialised.
+than compile_budgets.toml allows, lost the tensor cores or (but for history and AMD) the asynchronous loads, has its
+wgmma serialised, or makes a barrier that no warp uses.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .flash import dropout, hopper_backward, hopper_forward
+from .flash import dropout, hopper_backward, hopper_dq, hopper_forward, hopper_work
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
 from .flash.hopper import layout_of
@@ -120,6 +120,7 @@ class Report:
     tensor_cores: str
     async_loads: str
     warnings: tuple[str, ...]
+    idle_barriers: int = 0
 
     def __str__(self) -> str:
         memory = f"{self.spill_bytes:4} B spilled {self.shared_bytes / 1024:6.1f} KB shared"
@@ -134,6 +135,8 @@ class Report:
             found.append(f"{self.spill_bytes} bytes spilled")
         if self.tensor_cores != TENSOR_CORES[job.architecture]:
             found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")
+        if self.idle_barriers:
+            found.append(f"{self.idle_barriers} arrays of barriers that no warp uses")
         if self.async_loads == "none" and job.kernel not in HISTORY and job.architecture != AMD:
             found.append("no asynchronous loads")
         return found
@@ -156,7 +159,10 @@ def compile_job(job: Job) -> Report:
     compiled, log = compile_kernel(job)
     if job.architecture == AMD:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
-    return _read(compiled.asm["ptx"], log, compiled.metadata.shared)
+    report = _read(compiled.asm["ptx"], log, compiled.metadata.shared)
+    if job.kernel in HOPPER:
+        report = replace(report, idle_barriers=idle_barriers(compiled.asm["ttgir"]))
+    return report
 
 
 def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
@@ -209,16 +215,17 @@ def _hopper_constants(job: Job) -> dict[str, object]:
     ragged = job.feature == RAGGED
     if job.kernel == "hopper_forward":
         return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, job.length, job.length + ragged)}
-    late = hopper_backward.steps_late(job.causal, job.length // hopper_backward.BLOCK_M[job.head_dim])
+    row_blocks = job.length // hopper_work.BLOCK_M[job.head_dim]
+    late = hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
     return {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged, "LATE": late}
 
 
 def _descriptor(name: str, job: Job) -> str:
     """The type of a TMA descriptor: what it moves at a time, and how that lies in shared memory."""
     if name == "sum_desc":
-        block, dtype = hopper_backward.SUM_BLOCK.value, torch.float32
+        block, dtype = hopper_dq.SUM_BLOCK.value, torch.float32
     else:
-        queries = 64 if job.kernel == "hopper_forward" else hopper_backward.BLOCK_M[job.head_dim]
+        queries = 64 if job.kernel == "hopper_forward" else hopper_work.BLOCK_M[job.head_dim]
         block, dtype = (1, 1, queries if name in ("q_desc", "do_desc") else 128, job.head_dim), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 
@@ -246,6 +253,18 @@ def _read(ptx: str, log: str, shared_bytes: int) -> Report:
         async_loads="+".join(name for name, text in loads.items() if text in ptx) or "none",
         warnings=tuple(re.findall(r"C75\d\d", log)),
     )
+
+
+def idle_barriers(ttgir: str) -> int:
+    """How many arrays of barriers of a Hopper kernel no warp gets.
+
+    Triton gives their memory to a tile, which CUDA forbids: when the GPU took such a program off its processor for
+    another process and put it back, the tile came back with the barriers in it (LOG.md).
+    """
+    given = set(re.search(r"ttg\.warp_specialize\((.*?)\)", ttgir).group(1).split(", "))
+    arrays = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", ttgir)
+    parts = {name: re.findall(rf"(%\w+) = ttg\.memdesc_index {name}\[", ttgir) for name in arrays}
+    return sum(given.isdisjoint([name, *parts[name]]) for name in arrays)
 
 
 def _read_amd(assembly: str, shared_bytes: int) -> Report:

@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from .hopper import LOG2_E, fetch, make_ring
 
@@ -340,6 +345,7 @@ def hopper_forward_kernel(
     output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
     steps = count_steps(sizes, SPEC)
     unit = scale * LOG2_E
+    fence_async_shared()  # TMA is to see the barriers initialised
     if SPEC.CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -7,16 +7,10 @@ import triton
 
 from ..launch import Launch, launch, processors
 from .hopper import Descriptor, fits_tma, rows_of
-from .hopper_backward import (
-    BLOCK_M,
-    KEYS,
-    SUM_BLOCK,
-    delta_kernel,
-    hopper_backward_kernel,
-    round_kernel,
-    steps_late,
-)
+from .hopper_backward import hopper_backward_kernel, steps_late
+from .hopper_dq import SUM_BLOCK, delta_kernel, round_kernel
 from .hopper_forward import BLOCK_N, ROWS, hopper_forward_kernel, specify
+from .hopper_work import BLOCK_M, KEYS
 from .tiers import DTYPES, HEAD_DIMS
 
 Tensor = torch.Tensor
@@ -121,24 +115,27 @@ def backward(
     blocks = batch * heads * row_blocks
     rows, width = SUM_BLOCK.value
     dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves a block of queries
-    turns = q.new_empty(blocks, dtype=torch.int32)
-    grid, sizes = (heads, row_blocks, batch), (block_m, head_dim)
+    turns = q.new_empty(blocks + 1, dtype=torch.int32)
+    grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
 
     def prepare_delta() -> Launch:
-        return delta_kernel, grid, (*out.stride()[:3], *d_out.stride()[:3], q_len, *sizes), {}
+        return delta_kernel, grid, (*out.stride()[:3], *d_out.stride()[:3], q_len, *tile), {}
 
     def prepare_main() -> Launch:
-        sequences, group = batch * heads, heads // kv_heads
-        programs = (sequences * triton.cdiv(kv_len, KEYS.value), 1, 1)
-        masked = causal or kv_len % KEYS.value != 0
+        sequences, key_blocks = batch * heads, triton.cdiv(kv_len, KEYS.value)
         together = _together(causal, row_blocks, q.device)
-        late = steps_late(causal, row_blocks)
-        numbers = (heads, sequences, together, q_len, kv_len, scale, group, causal, masked, late)
-        return hopper_backward_kernel, programs, numbers, {}
+        sizes = (
+            *(heads, sequences, together, together * key_blocks),
+            *(q_len, kv_len, kv_len - q_len, row_blocks, key_blocks),
+        )
+        masked = causal or kv_len % KEYS.value != 0
+        spec = (heads // kv_heads, causal, masked, steps_late(head_dim, causal, row_blocks))
+        programs = min(sequences * key_blocks, processors(q.device))
+        return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), {}
 
     def prepare_round() -> Launch:
         blind = max(q_len - kv_len, 0) if causal else 0
-        return round_kernel, grid, (*dq.stride()[:3], q_len, blind, scale, *sizes), {}
+        return round_kernel, grid, (*dq.stride()[:3], q_len, blind, scale, *tile), {}
 
     key = (q.shape, kv_heads, kv_len, causal, scale)
     launch((out, d_out, d_lse, delta, turns), ("delta", *key, out.stride(), d_out.stride()), prepare_delta)

@@ -119,3 +119,18 @@ def test_the_interpreter_is_refused() -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "unset it" in done.stderr
+
+
+IDLE = """
+from kernels.compile_report import Job, compile_kernel, idle_barriers
+ttgir = compile_kernel(Job(90, "hopper_backward", 64, True, None))[0].asm["ttgir"]
+given = ttgir[ttgir.index("ttg.warp_specialize(") :].split(")")[0]
+print(idle_barriers(ttgir), *(idle_barriers(ttgir.replace(f", {name},", ",", 1)) for name in given.split(", ")[1:-1]))
+"""
+
+
+def test_a_barrier_that_no_warp_gets_is_found() -> None:
+    """Each operand of the warps is left out once: 10 of them are barriers."""
+    ((none, *found),) = printed(IDLE)
+    assert none == "0"
+    assert found.count("1") == 10 and set(found) == {"0", "1"}

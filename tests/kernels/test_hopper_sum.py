@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels.flash.hopper_backward import BLOCK_M, round_kernel
+from kernels.flash.hopper_dq import round_kernel
+from kernels.flash.hopper_work import BLOCK_M
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = 64

@@ -2,11 +2,13 @@
 
     python -m tests.training.contention [--seconds 80] [--device cpu]
 
-One run of the GPU tests, 14 at a time, had a gradient that was NaN (docs/gpu.md). Here as many processes repeat a
-step of one batch with weights that stay as they are, and say which gradients differ from the first time, last layer
-first, as the backward comes to them. Some replay CUDA graphs, some do not, some have the portable attention, some find
-NaN in the memory that they are given, and some run the Hopper kernels alone, with NaN in all that they do not write.
---device cpu runs one process, to see that it works.
+As many processes as run the GPU tests repeat a step of one batch with weights that stay as they are, and say which
+gradients differ from the first time, last layer first, as the backward comes to them. Some replay CUDA graphs, some
+do not, some have the portable attention, some find NaN in the memory that they are given, and some run the Hopper
+kernels alone, with NaN in all that they do not write. --device cpu runs one process, to see that it works.
+
+Processes that share a GPU take turns on it, in the middle of a kernel. A bug that shows only so was found with this:
+kernels/LOG.md, "A barrier that nobody used".
 """
 
 import argparse

@@ -1,0 +1,149 @@
+"""dQ of the Hopper backward: a float32 sum over blocks of keys, in one order and so bit for bit repeatable.
+
+Two warps of a program add its tiles to memory by TMA, each every other tile. Blocks of queries have a counter: a tile
+is added in its turn, after those of all earlier keys. Most queries see the earlier keys under the causal mask: the
+longest works come first, and the GPU is busy to the end. All works begin with the last of the queries, so each
+follows the one before it; two tiles of dQ in shared memory let it lag.
+
+Beside that, in plain Triton, the pass before the kernel, which makes delta and resets the counters, and the pass
+after it, which rounds the sum.
+"""
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .hopper_work import claimed, plan
+
+# Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
+SUM_BLOCK = gl.constexpr((16, 256))
+
+
+@gl._core.builtin
+def tma_add(descriptor, coordinates, source, _semantic=None):
+    """As tma.async_copy_shared_to_global, but adds; Gluon has no name for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+# Spin until the counter is at the turn; then what was added before is there.
+WAIT_TURN = gl.constexpr("""{
+    .reg .pred other;
+    .reg .b32 now;
+    again:
+    ld.acquire.gpu.global.b32 now, [$1];
+    setp.ne.b32 other, now, $2;
+    @other bra again;
+    fence.proxy.async;
+    mov.b32 $0, now;
+}""")
+# Set the counter to the turn when what this warp adds is in memory.
+PASS_TURN = gl.constexpr("""{
+    cp.async.bulk.wait_group 0;
+    bar.warp.sync 0xffffffff;
+    fence.proxy.async;
+    st.release.gpu.global.b32 [$1], $2;
+    mov.b32 $0, $2;
+}""")
+
+
+@gluon.jit
+def take(TURN: gl.constexpr, Counter, turn):
+    """WAIT_TURN or PASS_TURN on a counter."""
+    gl.inline_asm_elementwise(TURN, "=r,l,r", [Counter, turn], gl.int32, False, 1)
+
+
+@gluon.jit
+def add_dq(
+    sum_desc, Turns, sums, claims, sizes,
+    BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Add every other tile of dQ, from the WHICH-th on, each in its turn: as many as blocks of keys come before."""
+    place = 0
+    count = 0
+    index = claimed(claims, place)
+    while index >= 0:
+        mbarrier.arrive(claims.empty.index(place & 1))
+        work = plan(index, sizes, BLOCK_M, CAUSAL)
+        for step in range((count + WHICH) & 1, work.steps, 2):
+            block = work.sequence * sizes.row_blocks + work.last - step
+            take(WAIT_TURN, Turns + block, work.key_block)
+            for half in gl.static_range(2):
+                tile = 2 * WHICH + half
+                mbarrier.wait(sums.full.index(tile), (count + step) >> 1 & 1)
+                spot = [(2 * block + half) * SUM_BLOCK[0], 0]
+                if work.key_block == 0:
+                    tma.async_copy_shared_to_global(sum_desc, spot, sums.tiles.index(tile))
+                else:
+                    tma_add(sum_desc, spot, sums.tiles.index(tile))
+            tma.store_wait(0)
+            mbarrier.arrive(sums.empty.index(WHICH))
+            take(PASS_TURN, Turns + block, work.key_block + 1)
+        count += work.steps
+        place += 1
+        index = claimed(claims, place)
+
+
+@gluon.jit
+def by_thread(dq):
+    """dQ (HALF, HALF) as SUM_BLOCK in another order: four numbers of a thread, four of the next, and so on.
+
+    So threads store 16 bytes side by side, where stores row by row met bank conflicts. `round_kernel` makes rows of
+    them again.
+    """
+    # (warp, rows 8 apart, row, columns 8 apart, thread of four in a row, column): a thread has 2 x 8 x 2 of them
+    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return parts.reshape([SUM_BLOCK[0], SUM_BLOCK[1]])
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def delta_kernel(
+    Out, DOut, DLse, Delta, Turns,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O), less the gradient of lse (see backward.py), and all turns and the count of works to 0.
+
+    Grid (heads, ceil(q_len / BLOCK_M), batch).
+    """
+    head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    sequence = batch * tl.num_programs(0) + head
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (rows < q_len)[:, None]
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    Out += batch * stride_ob + head * stride_oh
+    DOut += batch * stride_dob + head * stride_doh
+    out = tl.load(Out + rows[:, None].to(tl.int64) * stride_om + dims, mask=inside, other=0.0)
+    d_out = tl.load(DOut + rows[:, None].to(tl.int64) * stride_dom + dims, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    if DLse is not None:
+        delta -= tl.load(DLse + sequence * q_len + rows, mask=rows < q_len, other=0.0)
+    tl.store(Delta + sequence * q_len + rows, delta, mask=rows < q_len)
+    tl.store(Turns + sequence * tl.num_programs(1) + block, 0)
+    if sequence + block == 0:  # how many works are claimed stands behind the turns
+        tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
+
+
+@triton.jit(do_not_specialize=["q_len", "blind"])
+def round_kernel(
+    Sum, DQ, stride_qb, stride_qh, stride_qm, q_len, blind, scale,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """dQ in rows = scale * its float32 sum, which the `blind` first queries have none of. Grid as delta_kernel's."""
+    head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    sequence = batch * tl.num_programs(0) + head
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    Sum += (sequence * tl.num_programs(1) + block) * (BLOCK_M * HEAD_DIM)
+    dq = (tl.load(Sum + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale).to(DQ.dtype.element_ty)
+    # Two halves, of the queries or of the dimensions, each as `by_thread` has it.
+    dq = dq.reshape(2, 8, 4, 8, 4, 2, 2)
+    dq = dq.permute(0, 2, 5, 3, 1, 4, 6) if BLOCK_M > HEAD_DIM else dq.permute(2, 5, 3, 0, 1, 4, 6)
+    dq = tl.where(rows >= blind, dq.reshape(BLOCK_M, HEAD_DIM), 0.0)
+    DQ += batch * stride_qb + head * stride_qh
+    tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq, mask=rows < q_len)

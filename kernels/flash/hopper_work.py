@@ -1,0 +1,109 @@
+"""What the programs of the Hopper backward do, and in which order.
+
+A work is a block of KEYS keys of a head, with all queries that see one of them. As many programs run as the GPU has
+processors, and each takes one work after another: its first tiles arrive while the warps finish the one before.
+FlashAttention-4's and our earlier kernel have a program for each work, and 5 us of a program's 14 to 30 passed before
+its first product and after its last (LOG.md).
+
+Programs claim works by a counter, in one order. So a work is claimed by a program that runs, after all before it, and
+may wait for those (hopper_dq.py does) wherever and whenever a GPU runs the programs.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .hopper import Ring, make_barriers
+
+KEYS = gl.constexpr(128)
+CLAIMS = gl.constexpr(2)  # works that a program has claimed: the one it does, and the next
+# head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
+BLOCK_M = {64: 128, 128: 64}
+
+
+class Sizes(NamedTuple):
+    """What a launch is about. What can be computed from it, the host has: else ptxas does, keeps it and spills it."""
+
+    heads: gl.tensor
+    sequences: gl.tensor  # heads of the whole batch
+    together: gl.tensor  # heads in a group
+    in_group: gl.tensor  # works of a group
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    offset: gl.tensor  # kv_len - q_len
+    row_blocks: gl.tensor
+    key_blocks: gl.tensor
+
+
+class Work(NamedTuple):
+    """A block of keys of a head, with `steps` blocks of queries from block `last` down.
+
+    All but the first `clear` of them need a mask.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    sequence: gl.tensor  # head of the whole batch
+    key_block: gl.tensor
+    last: gl.tensor
+    steps: gl.tensor
+    clear: gl.tensor
+    q_len: gl.tensor
+    keys_left: gl.tensor  # from the first of this block on
+    diagonal: gl.tensor  # the row whose causal mask ends at the first key, less block `last`'s first
+
+
+@gluon.jit
+def plan(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+    """The index-th work. Heads come in groups; in a group the first keys come first."""
+    first_sequence = index // sizes.in_group * sizes.together
+    index -= first_sequence * sizes.key_blocks
+    together = gl.minimum(sizes.together, sizes.sequences - first_sequence)
+    sequence = first_sequence + index % together
+    key_block = index // together
+    first_key = key_block * KEYS
+    steps = sizes.row_blocks
+    clear = sizes.row_blocks
+    if CAUSAL:
+        steps -= gl.maximum(first_key - sizes.offset, 0) // BLOCK_M
+        clear -= gl.cdiv(gl.maximum(first_key + KEYS - 1 - sizes.offset, 0), BLOCK_M)
+    if first_key + KEYS > sizes.kv_len:
+        clear = 0
+    last = sizes.row_blocks - 1
+    diagonal = first_key - sizes.offset - last * BLOCK_M
+    return Work(
+        sequence // sizes.heads, sequence % sizes.heads, sequence, key_block, last, steps, clear, sizes.q_len,
+        sizes.kv_len - first_key, diagonal,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_claims(READERS: gl.constexpr):
+    """The indices of works on their way from the warp that claims them to READERS others."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    indices = gl.allocate_shared_memory(gl.int32, [CLAIMS, 1], flat)
+    return Ring(indices, make_barriers(CLAIMS, 1), make_barriers(CLAIMS, READERS))
+
+
+@gluon.jit
+def claim(Counter, claims, place, sizes):
+    """Claim the place-th work of this program, and tell the other warps: its index, or -1 where none is left."""
+    alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index = gl.atomic_add(Counter, 1)
+    index = gl.where(index < sizes.key_blocks * sizes.sequences, index, -1)
+    slot = place % CLAIMS
+    mbarrier.wait(claims.empty.index(slot), (place // CLAIMS & 1) ^ 1)
+    claims.tiles.index(slot).store(gl.full([1], 0, gl.int32, alone) + index)
+    mbarrier.arrive(claims.full.index(slot))
+    return index
+
+
+@gluon.jit
+def claimed(claims, place):
+    """What `claim` claimed. The reader releases claims.empty of place % CLAIMS when all its threads have it."""
+    alone: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = place % CLAIMS
+    mbarrier.wait(claims.full.index(slot), place // CLAIMS & 1)
+    return gl.max(claims.tiles.index(slot).load(alone), 0)
