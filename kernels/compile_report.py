@@ -131,7 +131,7 @@ class Report:
         if job.dtype is torch.float32:  # for its digits, on the ordinary cores: shown, not held to anything
             return []
         found = [f"wgmma serialised ({warning})" for warning in self.warnings]
-        if self.spill_bytes > _spills_allowed(job):
+        if self.spill_bytes > (BUDGETS["features"]["bytes"] if job.feature else 0):
             found.append(f"{self.spill_bytes} bytes spilled")
         if self.tensor_cores != TENSOR_CORES[job.architecture]:
             found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")
@@ -140,18 +140,6 @@ class Report:
         if self.async_loads == "none" and job.kernel not in HISTORY and job.architecture != AMD:
             found.append("no asynchronous loads")
         return found
-
-
-def _spills_allowed(job: Job) -> int:
-    """Bytes, from compile_budgets.toml."""
-    of_job = ("architecture", "kernel", "head_dim", "causal")
-    for entry in BUDGETS["spills"]:
-        if (
-            all(entry[name] == getattr(job, name) for name in of_job)
-            and entry.get("feature", "") == job.feature
-        ):
-            return entry["bytes"]
-    return BUDGETS["features"]["bytes"] if job.feature else 0
 
 
 def compile_job(job: Job) -> Report:
