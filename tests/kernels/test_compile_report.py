@@ -133,4 +133,5 @@ def test_a_barrier_that_no_warp_gets_is_found() -> None:
     """Each operand of the warps is left out once: 10 of them are barriers."""
     ((none, *found),) = printed(IDLE)
     assert none == "0"
-    assert found.count("1") == 10 and set(found) == {"0", "1"}
+    assert found.count("1") == 10
+    assert set(found) == {"0", "1"}
