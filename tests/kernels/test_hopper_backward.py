@@ -20,7 +20,7 @@ def force(late: int, patch: pytest.MonkeyPatch) -> None:
     from kernels import launch
     from kernels.flash import hopper_launch
 
-    patch.setattr(hopper_launch, "steps_late", lambda causal, row_blocks: late)
+    patch.setattr(hopper_launch, "steps_late", lambda head_dim, causal, row_blocks: late)
     patch.setattr(launch, "_known", {})  # earlier launches, whose key does not say whether they were late
 
 
