@@ -82,7 +82,7 @@ class TestOnHopper:
     def test_grouped_heads(
         self, heads: int, kv_heads: int, causal: bool, head_dim: int, dtype: torch.dtype
     ) -> None:
-        """Odd and even numbers of blocks, keys without queries, queries without keys, many programs."""
+        """Odd and even numbers of blocks, keys without queries, queries without keys, many works."""
         for batch, q_len, kv_len in [
             (2, 333, 333),
             (1, 128, 700),
@@ -99,7 +99,7 @@ class TestOnHopper:
     def test_250_repeats_agree_bit_for_bit(
         self, kv_heads: int, causal: bool, head_dim: int, dtype: torch.dtype
     ) -> None:
-        """With more programs than processors, so that their order in time varies."""
+        """With several works for each program, so that their order in time varies."""
         *qkv, d_out = inputs(
             1000, 1000, head_dim, dtype, batch=16, heads=12, kv_heads=kv_heads, device="cuda"
         )  # fmt: skip
@@ -120,6 +120,26 @@ class TestOnHopper:
         force(1 - late, monkeypatch)
         other = gradients(tensors, causal)
         assert all(torch.equal(got[name], other[name]) for name in got)
+
+    @pytest.mark.parametrize("programs", [1, 7])
+    def test_any_number_of_programs_gives_the_same(
+        self, programs: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One alone has to do all works in an order in which none waits for a later one."""
+        from kernels import launch
+        from kernels.flash import hopper_launch
+
+        for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000)]:
+            *qkv, d_out = inputs(
+                q_len, kv_len, head_dim, dtype, batch=2, heads=6, kv_heads=3, device="cuda"
+            )  # fmt: skip
+            tensors = forward(*qkv, d_out, causal)
+            got = gradients(tensors, causal)
+            with monkeypatch.context() as patch:
+                patch.setattr(hopper_launch, "processors", lambda device: programs)
+                patch.setattr(launch, "_known", {})
+                other = gradients(tensors, causal)
+            assert all(torch.equal(got[name], other[name]) for name in got)
 
     def test_extreme_scores_stay_finite(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
         """All scores hugely negative, all equal, one key that wins everything; lengths that fill no tile."""
