@@ -246,8 +246,8 @@ def _read(ptx: str, log: str, shared_bytes: int) -> Report:
 def idle_barriers(ttgir: str) -> int:
     """How many arrays of barriers of a Hopper kernel no warp gets.
 
-    Triton gives their memory to a tile, which CUDA forbids: when the GPU took such a program off its processor for
-    another process and put it back, the tile came back with the barriers in it (LOG.md).
+    Triton gives their memory to a tile, which PTX forbids: a tile had the barriers in it where processes shared the
+    GPU (LOG.md). A barrier of the first warpgroup alone would count too; there is none.
     """
     given = set(re.search(r"ttg\.warp_specialize\((.*?)\)", ttgir).group(1).split(", "))
     arrays = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", ttgir)

@@ -266,9 +266,8 @@ class Trainer:
 
     def _training_metrics(self, done: int, loss: torch.Tensor, grad_norms: torch.Tensor) -> dict[str, float]:
         mean = self.world.sum(loss.clone()).item() / self.world.size
-        norm = (
-            grad_norms.norm().item()
-        )  # of gradients that all ranks share, so all decide alike, as on the mean
+        # Of gradients that all ranks share, so all decide alike, as on the mean.
+        norm = grad_norms.norm().item()
         if not math.isfinite(mean):
             self._give_up(f"the loss is {mean}", done)
         # The loss is from before the update. In fp16 an infinite gradient costs the step and half the scale, which is
@@ -277,8 +276,8 @@ class Trainer:
             finite = grad_norms.isfinite().tolist()
             names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
             broken = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-            # A backward begins at the end of the model.
-            whose = f" ({len(broken)} of {len(names)} parameters, the last {broken[-1]})" if broken else ""
+            # Those of a model's end come first in the backward, so the last of them is nearest to the cause.
+            whose = f" (not finite in {len(broken)} of {len(names)}, the last {broken[-1]})" if broken else ""
             self._give_up(f"the gradient norm is {norm}{whose}", done)
         if self.scaler.get_scale() < 1:
             self._give_up(

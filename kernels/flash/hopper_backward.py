@@ -30,7 +30,7 @@ from .hopper_dq import SUM_BLOCK, add_dq, by_thread
 from .hopper_work import KEYS, Sizes, claim, claimed, make_claims, plan
 
 HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
-NEVER = gl.constexpr(1 << 24)  # more rows than a program sees
+NEVER = gl.constexpr(1 << 24)  # more rows than a work has
 STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory; as many as of dS and of dQ
 LATE_FROM = {64: 8, 128: 16}  # steps of a work, on average; from there on late is faster (LOG.md)
 
@@ -38,8 +38,8 @@ LATE_FROM = {64: 8, 128: 16}  # steps of a work, on average; from there on late 
 def steps_late(head_dim: int, causal: bool, row_blocks: int) -> int:
     """1 where dQ's product is of the step before, so that no warpgroup waits for the other; else 0.
 
-    It costs a work two products more: the first step's, which the second multiplies again, and one after the loop
-    that nothing runs beside.
+    It costs a work one product more, the first step's, which the second multiplies again; and nothing runs beside the
+    last, which comes after the loop.
     """
     return int(row_blocks // (2 if causal else 1) >= LATE_FROM[head_dim])
 
@@ -72,7 +72,7 @@ def meet():
 @gluon.jit
 def arrive(barrier, pred=True):
     """One thread arrives for its warpgroup. Before it stands a barrier of the warpgroup, or the wait for the product
-    that read the memory: CUTLASS's PipelineTmaAsync releases so too.
+    that read the memory: CUTLASS's PipelineTmaAsync releases so too. A claim was read a whole work before.
 
     mbarrier.arrive would do, but Triton takes it for an access to all shared memory and puts barriers around it.
     expect announces no bytes and arrives as well.
@@ -144,7 +144,7 @@ def consume(
     dk_desc, dv_desc, shared, sizes, scale,
     WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of half of the keys, and half of each tile of dQ: of the tile LATE steps before."""
+    """dK and dV of half of the keys, and half of each tile of dQ: of the tile LATE steps before (see `advance`)."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -158,10 +158,13 @@ def consume(
         dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
         zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
         mbarrier.wait(shared.kv_full, place & 1)
-        if HEAD_DIM == 64:  # dK and dV of the work before have left the tile of dS that `store` laid them in
+        # dK and dV of the work before have left the tile of dS that `store` laid them in. The other warpgroup learns
+        # it by ds.empty, or when both meet: the first step writes the other tile.
+        if HEAD_DIM == 64:
             if WHICH == 0:
                 tma.store_wait(0)
             gl.barrier()
+        # The last tile of the work before: finish_dq multiplied it, and at 64 `store` used it.
         if LATE and place > 0:
             arrive(shared.ds.empty.index(2 * ((count - 1) & 1) + WHICH))
         if MASKED:
@@ -271,7 +274,7 @@ def finish_dq(shared, tile, WHICH: gl.constexpr):
     """Half of the last tile of dQ, which no step after it multiplies."""
     buffer = tile % STAGES
     turn = tile // STAGES & 1
-    # At index 0, which the compilers do not know here either.
+    # At index 0 (of fewer than 2^30 tiles), which the compilers do not know here either.
     keys = shared.k_tiles.index(tile >> 30).reshape([KEYS, shared.k_tiles.shape[4]])
     mbarrier.wait(shared.ds.full.index(2 * buffer + 1 - WHICH), turn)
     dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(buffer), keys, WHICH)])
@@ -372,7 +375,7 @@ def hopper_backward_kernel(
 
     dK and dV are of all heads, K and V of one in GROUP. The sum has two SUM_BLOCKs a block of queries, each in the
     order of `by_thread`; blocks that see no key are not written. Lse, Delta: float32 (batch, heads, q_len),
-    contiguous. Turns: int32 zeros, one a block of queries, and one more: how many works are claimed.
+    contiguous. Turns: int32 zeros, one a block of queries, and one more that counts claims.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]

@@ -161,8 +161,8 @@ def _describe_backward(
 
 
 def _together(causal: bool, row_blocks: int, device: torch.device) -> int:
-    """How many heads run side by side: with few their tiles stay in the L2 cache, with many few programs of one head
-    run at a time, which wait for one another.
+    """How many heads run side by side: with few their tiles stay in the L2 cache, with many few works of one head are
+    under way at a time, and those wait for one another.
 
     Three of a head under the causal mask; else a quarter as many as it has blocks of queries. LOG.md has the times.
     """

@@ -1,12 +1,11 @@
 """What the programs of the Hopper backward do, and in which order.
 
 A work is a block of KEYS keys of a head, with all queries that see one of them. As many programs run as the GPU has
-processors, and each takes one work after another: its first tiles arrive while the warps finish the one before.
-FlashAttention-4's and our earlier kernel have a program for each work, and 5 us of a program's 14 to 30 passed before
-its first product and after its last (LOG.md).
+processors, and each takes one work after another: its first tiles arrive while the warps finish the one before. With
+a program for each work, 5 us of a program's 14 to 30 passed before its first product and after its last (LOG.md).
 
-Programs claim works by a counter, in one order. So a work is claimed by a program that runs, after all before it, and
-may wait for those (hopper_dq.py does) wherever and whenever a GPU runs the programs.
+Programs claim works by a counter, in one order, and do them in that order. So a work is claimed by a program that
+runs, after all before it, and may wait for those (hopper_dq.py does) wherever and whenever a GPU runs the programs.
 """
 
 from typing import NamedTuple
@@ -24,7 +23,8 @@ BLOCK_M = {64: 128, 128: 64}
 
 
 class Sizes(NamedTuple):
-    """What a launch is about. What can be computed from it, the host has: else ptxas does, keeps it and spills it."""
+    """What a launch is about. What could be computed from the rest comes from the host too: ptxas would keep it in
+    registers, and spill it."""
 
     heads: gl.tensor
     sequences: gl.tensor  # heads of the whole batch

@@ -99,7 +99,7 @@ def poisoned(config: Config, folder: Path, value: float, at: int) -> Trainer:
 def test_a_bad_gradient_is_refused_before_it_is_saved(config, tmp_path, precision, value):
     sparse = having(config, precision=precision, log_every=100, save_every=2, keep_checkpoints=1)
     with pytest.raises(
-        ConfigError, match=r"norm is (nan|inf) \(1 of 16 .*wte.weight\) at step 4: .*step-00000002"
+        ConfigError, match=r"norm is (nan|inf) \(.*1 of 16.* wte.weight\) at step 4: .*step-00000002"
     ):
         poisoned(sparse, tmp_path, value, at=4).run()
     assert steps_saved(tmp_path) == [2]
@@ -385,7 +385,7 @@ def test_ranks_refuse_and_stop_alike(config, tmp_path, user_environment):
     ends = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
     assert ends[0] == ends[1]
     diverged, stopped = ends[0]
-    assert diverged.startswith("ConfigError the gradient norm is nan (1 of 16 parameters")
+    assert diverged.startswith("ConfigError the gradient norm is nan (not finite in 1 of 16,")
     assert stopped == f"SystemExit {128 + signal.SIGTERM}"
     assert steps_saved(tmp_path / "diverged") == []
     assert steps_saved(tmp_path / "stopped") == [4]
