@@ -178,7 +178,7 @@ def _draw_paper_rates(axis: plots.Axes, head_dim: int, causal: bool) -> None:
     series = paper.FA2_H100.get((head_dim, causal), {}).get("fa2", {})
     if series:
         axis.plot(*zip(*series.items(), strict=True), ":", color="black", label="FA2 on an H100")
-        plots.legend(axis, loc="center right", bbox_to_anchor=(1, 0.38))
+        plots.legend(axis, loc="upper left")
 
 
 def judge(results: Results) -> list[Verdict]:
