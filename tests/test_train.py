@@ -206,11 +206,14 @@ def test_a_refusal_is_all_that_a_shell_sees(command_line, tiny, tmp_path):
         (["trainer.micro_batch=1"], "trainer.micro_batch=1: one sequence at a time is too much; lower "),
     ],
 )
-def test_out_of_memory_is_one_line_with_the_remedy(started, monkeypatch, tiny, overrides, said):
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_out_of_memory_is_one_line_with_the_remedy(started, monkeypatch, tiny, overrides, said, on_gpu):
     causes = []
 
     def exhausted(*_args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if on_gpu:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        torch.empty(1 << 50)  # 4 PiB
 
     def task(config, run_dir):
         try:
@@ -224,7 +227,7 @@ def test_out_of_memory_is_one_line_with_the_remedy(started, monkeypatch, tiny, o
     assert error.startswith("error: cpu is out of memory with trainer.micro_batch=")
     assert said in error
     assert "\n" not in error
-    assert isinstance(causes[0], torch.OutOfMemoryError)
+    assert isinstance(causes[0], torch.OutOfMemoryError) == on_gpu
 
 
 def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):

@@ -48,7 +48,10 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
     with world(config.trainer.device) as ranks:
         try:
             summary = Trainer(config, Path(ranks.share(str(run_dir))), ranks).run()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # For a CPU's memory torch has no type of error.
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
             raise ConfigError(_out_of_memory(config, ranks)) from error
         # DistributedDataParallel is in a cycle. Left to the end of the interpreter, gloo may end a finished rank with
         # "terminate called without an active exception": in torch alone 8 of 44 launches, 0 of 40 with it collected.
