@@ -90,9 +90,9 @@ def update(
 ) -> torch.Tensor:
     """Clip the gradients to a norm, take the optimizer's step, and forget them: set them to zero if they are kept.
 
-    Returns the norms that those of each parameter had, float32 (parameters,), still on the device: a norm that is not
-    finite is told by name, and clipping by it would leave no gradient to look at. With a scaler that is on, it costs
-    the step.
+    Returns the norm that each parameter's gradient had, float32 (parameters,), still on the device: clipping by a
+    norm that is not finite leaves no gradient that would tell where it came from. With a scaler that is on, such a
+    norm costs the step.
     """
     import torch
 
