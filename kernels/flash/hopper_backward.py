@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper import LOG2_E, Ring, fetch, make_barriers, make_ring
 from .hopper_dq import SUM_BLOCK, add_dq, by_thread
-from .hopper_work import KEYS, Sizes, claim, claimed, make_claims, plan
+from .hopper_work import CLAIMS, KEYS, Sizes, claim, claimed, make_claims, plan
 
 HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
 NEVER = gl.constexpr(1 << 24)  # more rows than a work has
@@ -118,15 +118,15 @@ def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr):
     count = 0
     index = claimed(shared.claims, place)
     while index >= 0:
-        mbarrier.arrive(shared.claims.empty.index(place & 1))
+        mbarrier.arrive(shared.claims.empty.index(place % CLAIMS))
         work = plan(index, sizes, BLOCK_M, CAUSAL)
-        first = work.sequence * work.q_len
+        first = work.sequence * sizes.q_len
         block = work.last
         for step in range(work.steps):
             stage = (count + step) % STAGES
             rows = block * BLOCK_M + offsets
-            lse = gl.load(Lse + (first + rows), mask=rows < work.q_len, other=float("-inf")) * LOG2_E
-            delta = gl.load(Delta + (first + rows), mask=rows < work.q_len, other=0.0)
+            lse = gl.load(Lse + (first + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
+            delta = gl.load(Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
             # Of a row that sees nothing, or lies beyond the end, exp2(S - inf) is 0.
             lse = gl.where(lse == float("-inf"), float("inf"), lse)
             mbarrier.wait(shared.queries.empty.index(stage), ((count + step) // STAGES & 1) ^ 1)
@@ -160,13 +160,12 @@ def consume(
         mbarrier.wait(shared.kv_full, place & 1)
         # dK and dV of the work before have left the tile of dS that `store` laid them in. The other warpgroup learns
         # it by ds.empty, or when both meet: the first step writes the other tile.
-        if HEAD_DIM == 64:
-            if WHICH == 0:
-                tma.store_wait(0)
+        if HEAD_DIM == 64 and WHICH == 0:
+            tma.store_wait(0)
             gl.barrier()
         # The last tile of the work before: finish_dq multiplied it, and at 64 `store` used it.
         if LATE and place > 0:
-            arrive(shared.ds.empty.index(2 * ((count - 1) & 1) + WHICH))
+            arrive(shared.ds.empty[WHICH].index((count - 1) % STAGES))
         if MASKED:
             seen_from = first_rows(WHICH, work, CAUSAL, scores_layout)
         for step in range(work.steps):
@@ -174,7 +173,7 @@ def consume(
             bias = zeros
             if MASKED and step >= work.clear:
                 bias = mask(zeros, seen_from, step * BLOCK_M, CAUSAL)
-            dk, dv = advance(dk, dv, bias, step, count, shared, work, scale, WHICH, MASKED, LATE)
+            dk, dv = advance(dk, dv, bias, step, count, shared, sizes, scale, WHICH, MASKED, LATE)
         count += work.steps
         if LATE:
             finish_dq(shared, count - 1, WHICH)
@@ -182,10 +181,10 @@ def consume(
             arrive(shared.kv_empty)
         # Planned again: kept through the loop it would take registers.
         work = plan(opaque(index), sizes, BLOCK_M, CAUSAL)
-        store(dk_desc, dv_desc, dk * scale, dv, shared, work, (count - 1) & 1, WHICH)
+        store(dk_desc, dv_desc, dk * scale, dv, shared, work, (count - 1) % STAGES, WHICH)
         place += 1
         index = claimed(shared.claims, place)
-        arrive(shared.claims.empty.index((place & 1) ^ 1))
+        arrive(shared.claims.empty.index((place - 1) % CLAIMS))
     if WHICH == 0:
         tma.store_wait(0)
 
@@ -198,7 +197,7 @@ def opaque(number):
 
 @gluon.jit
 def advance(
-    dk, dv, bias, step, count, shared, work, scale,
+    dk, dv, bias, step, count, shared, sizes, scale,
     WHICH: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """What a tile of queries adds to dK and dV, and half of a tile of dQ.
@@ -215,7 +214,7 @@ def advance(
     phase = tile // STAGES & 1
     # 0, but the compilers do not know: they would compute the addresses of what all steps multiply before the loop,
     # more than there are uniform registers, and spill them. At 64, not late, dQ's product alone needs it (LOG.md).
-    hidden = (step + work.q_len) >> 31
+    hidden = (step + sizes.q_len) >> 31
     same = hidden if HEAD_DIM > 64 or LATE else 0
     k = shared.k_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
     v = shared.v_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
@@ -237,7 +236,7 @@ def advance(
     delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
     ds = (p * (dp - delta[None, :])).to(dtype)
     if LATE:
-        mbarrier.wait(shared.ds.empty.index(2 * stage + 1 - WHICH), phase ^ 1)
+        mbarrier.wait(shared.ds.empty[1 - WHICH].index(stage), phase ^ 1)
     shared.ds.tiles.index(stage).slice(WHICH * HALF, HALF).store(ds)
     fence_async_shared()
     # Late, the first step multiplies what the second will again, and hands nothing over: no wait depends on the step.
@@ -250,8 +249,8 @@ def advance(
     turn = done // STAGES & 1
     if LATE:
         gl.barrier()
-        arrive(shared.ds.full.index(2 * stage + WHICH))
-        mbarrier.wait(shared.ds.full.index(2 * buffer + 1 - WHICH), turn)
+        arrive(shared.ds.full[WHICH].index(stage))
+        mbarrier.wait(shared.ds.full[1 - WHICH].index(buffer), turn)
     else:
         meet()
     keys = shared.k_tiles.index(hidden).reshape([KEYS, HEAD_DIM])
@@ -263,7 +262,7 @@ def advance(
     mbarrier.wait(shared.sums.empty.index(buffer), turn ^ 1)
     hand_over(dq, shared.sums, 2 * buffer + WHICH, ready)
     if LATE:
-        arrive(shared.ds.empty.index(2 * buffer + WHICH), ready)
+        arrive(shared.ds.empty[WHICH].index(buffer), ready)
     dk, rounded_ds = warpgroup_mma_wait(0, [dk, rounded_ds])
     arrive(shared.queries.empty.index(stage))
     return dk, dv
@@ -276,7 +275,7 @@ def finish_dq(shared, tile, WHICH: gl.constexpr):
     turn = tile // STAGES & 1
     # At index 0 (of fewer than 2^30 tiles), which the compilers do not know here either.
     keys = shared.k_tiles.index(tile >> 30).reshape([KEYS, shared.k_tiles.shape[4]])
-    mbarrier.wait(shared.ds.full.index(2 * buffer + 1 - WHICH), turn)
+    mbarrier.wait(shared.ds.full[1 - WHICH].index(buffer), turn)
     dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(buffer), keys, WHICH)])
     mbarrier.wait(shared.sums.empty.index(buffer), turn ^ 1)
     hand_over(dq, shared.sums, 2 * buffer + WHICH)
@@ -352,20 +351,7 @@ def mask(zeros, seen_from, passed, CAUSAL: gl.constexpr):
     return gl.where(seen_from[:, None] == 0, zeros, float("-inf"))
 
 
-NUMBERS = [
-    "heads",
-    "sequences",
-    "together",
-    "in_group",
-    "q_len",
-    "kv_len",
-    "offset",
-    "row_blocks",
-    "key_blocks",
-]
-
-
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=list(Sizes._fields))
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns,
     heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, scale,
@@ -398,9 +384,12 @@ def hopper_backward_kernel(
     sums = Ring(sum_tiles, make_barriers(2 * STAGES, 1), make_barriers(STAGES, 1))
     # No barrier may be made that is not used: Triton gives its memory to others (compile_report looks for it).
     if LATE:
-        ds = Ring(ds_tiles, make_barriers(2 * STAGES, 1), make_barriers(2 * STAGES, 1))  # two halves a tile
+        # An array for each warpgroup: in one of both Triton would put a barrier between arrival and wait (LOG.md).
+        ds_full = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
+        ds_empty = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
+        ds = Ring(ds_tiles, ds_full, ds_empty)
     else:
-        ds = Ring(ds_tiles, sums.full, sums.empty)  # its barriers are not used
+        ds = Ring(ds_tiles, None, None)
     kv_full = make_barriers(1, 1).index(0)
     kv_empty = make_barriers(1, 2).index(0)
     rows_full = make_barriers(STAGES, 1)

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .hopper_work import claimed, plan
+from .hopper_work import CLAIMS, claimed, plan
 
 # Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
@@ -68,7 +68,7 @@ def add_dq(
     count = 0
     index = claimed(claims, place)
     while index >= 0:
-        mbarrier.arrive(claims.empty.index(place & 1))
+        mbarrier.arrive(claims.empty.index(place % CLAIMS))
         work = plan(index, sizes, BLOCK_M, CAUSAL)
         for step in range((count + WHICH) & 1, work.steps, 2):
             block = work.sequence * sizes.row_blocks + work.last - step

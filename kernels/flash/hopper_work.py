@@ -50,7 +50,6 @@ class Work(NamedTuple):
     last: gl.tensor
     steps: gl.tensor
     clear: gl.tensor
-    q_len: gl.tensor
     keys_left: gl.tensor  # from the first of this block on
     diagonal: gl.tensor  # the row whose causal mask ends at the first key, less block `last`'s first
 
@@ -74,7 +73,7 @@ def plan(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
     last = sizes.row_blocks - 1
     diagonal = first_key - sizes.offset - last * BLOCK_M
     return Work(
-        sequence // sizes.heads, sequence % sizes.heads, sequence, key_block, last, steps, clear, sizes.q_len,
+        sequence // sizes.heads, sequence % sizes.heads, sequence, key_block, last, steps, clear,
         sizes.kv_len - first_key, diagonal,
     )  # fmt: skip
 
