@@ -193,6 +193,7 @@ p.key, small, tr.claim p { color: #777; font-size: .85rem; } p.summary { font-we
 th { text-align: left; color: #777; font-weight: 500; border-bottom: 1px solid #ccc; }
 th, td { padding: .3rem .8rem .3rem 0; vertical-align: top; } td { border-bottom: 1px solid #eee; }
 th.what { width: 23%; } th.paper { width: 15%; } th.why { width: 25%; } th.from { width: 11%; }
+td.took, td.date, td.device { white-space: nowrap; }
 tr.claim td { padding: 1.5rem 0 .35rem; font-size: 1rem; border-bottom: 1px solid #ccc; }
 tr.claim b { color: #888; margin-right: .3rem; } tr.claim small { margin-left: .6rem; }
 tr.claim p { margin: .1rem 0 0; } span.none { white-space: nowrap; }
@@ -263,12 +264,12 @@ def _html_row(header: tuple[str, ...]) -> Callable[[list[str]], str]:
     def row(values: list[str]) -> str:
         cells = []
         for column, value in zip(header, values, strict=True):
-            text = html.escape(value)
+            text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(value))
             if column == "status":
                 text = f'<span class="chip {MARKS[value]}">{text}</span>'
             elif value == NOT_MEASURED:
                 text = f"<span class=none>{text}</span>"
-            cells.append(f"<td>{text}</td>")
+            cells.append(f'<td class="{column.split("/")[0]}">{text}</td>')
         return f"<tr>{''.join(cells)}</tr>"
 
     return row
