@@ -68,6 +68,15 @@ def unwritable(path: Path, error: OSError, setting: str = "data.cache_dir") -> D
     return DataError(f"cannot write {path} ({error.strerror}): choose a folder you may write with {setting}")
 
 
+@contextmanager
+def readable() -> Iterator[None]:
+    """A file or folder that may not be read is an error of the user's, which names it. Also a decorator."""
+    try:
+        yield
+    except PermissionError as error:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
 def mapped(path: Path, dtype: str) -> np.ndarray:
     """Return the array that a file holds, memory-mapped for as long as it is used, with no descriptor kept open.
 

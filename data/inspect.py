@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from . import DataError
+from .files import readable
 from .loader import Corpus, TokenSplit
 from .manifest import FILE
-from .progress import ConsoleProgress
+from .progress import ConsoleProgress, Progress
 from .repair import rebuild_shard
 from .workers import cpu_count
 
@@ -32,24 +33,32 @@ def main(arguments: list[str] | None = None) -> int:
         "--repair", nargs="?", const="", metavar="SHARD", help="make damaged shards again, or this one"
     )
     options = parser.parse_args(arguments)
+    progress = ConsoleProgress()
     try:
-        corpus = Corpus(corpus_folder(options.path))
-        if options.repair:
-            rebuild_shard(corpus, options.repair, ConsoleProgress())
-        damaged = check(corpus)
-        if options.repair == "":
-            for file in damaged:
-                rebuild_shard(corpus, file, ConsoleProgress())
-                print(f"{file} made again")
-            damaged = {}
-        for file, reason in damaged.items():
-            print(corpus.damaged(file, reason))
-        if damaged:
-            return 1
-        describe(corpus, options.documents)
+        return inspect(options, progress)
     except DataError as error:
+        progress.close()  # else tqdm draws its bar once more, behind the error
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+@readable()
+def inspect(options: argparse.Namespace, progress: Progress) -> int:
+    """Do what was asked for; return the exit status."""
+    corpus = Corpus(corpus_folder(options.path))
+    if options.repair:
+        rebuild_shard(corpus, options.repair, progress)
+    damaged = check(corpus)
+    if options.repair == "":
+        for file in damaged:
+            rebuild_shard(corpus, file, progress)
+            print(f"{file} made again")
+        damaged = {}
+    for file, reason in damaged.items():
+        print(corpus.damaged(file, reason))
+    if damaged:
+        return 1
+    describe(corpus, options.documents)
     return 0
 
 

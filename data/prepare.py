@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from . import DataError
 from .corpora import Source, Unfit, too_few
-from .files import make_folder, require_room, unwritable
+from .files import make_folder, readable, require_room, unwritable
 from .loader import Corpus, open_corpus
 from .manifest import FILE, Manifest, fingerprint
 from .progress import Progress, Silence
@@ -45,6 +45,7 @@ WORTH_A_PROCESS = 16 << 20
 SPLIT_SEED = 2357
 
 
+@readable()
 def prepare(
     source: Source,
     tokenizer: str,
@@ -102,7 +103,8 @@ def prepare(
         if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
             make_folder(workshop.partial)
             try:
-                facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
+                with readable():
+                    facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
             except DataError as error:
                 finished = any(workshop.partial.glob("*.json"))
                 if isinstance(error, Unfit) or not finished:  # there is nothing to go on from

@@ -117,7 +117,8 @@ def measure(parts: list[Part], workshop: Workshop) -> tuple[float, float]:
     with closing(encode(parts, workshop)) as blocks:
         tokens, documents = next(blocks, (np.empty(0, np.int64), 0))
     utf8_bytes = max(1, int(_byte_lengths(workshop.tokenizer)[tokens].sum(dtype=np.int64)))
-    return len(tokens) / utf8_bytes, utf8_bytes / max(1, documents)
+    # Empty documents are a token each and no text; in a file they take more than a byte.
+    return min(1.0, len(tokens) / utf8_bytes), utf8_bytes / max(1, documents)
 
 
 def _encode_text(encoding: tiktoken.Encoding, text: str) -> np.ndarray:

@@ -48,7 +48,13 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         name = "r50k_base"  # the same ranks and pattern, from one file instead of two
     elif name in _ENCODINGS:
         _require_vocabulary(name)
-    return tiktoken.get_encoding(name)
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as error:
+        raise DataError(
+            f"the vocabulary of {name} cannot be read from {_cache_dir()} ({error.strerror or error}): set "
+            "TIKTOKEN_CACHE_DIR to a folder that can be"
+        ) from None
 
 
 @lru_cache(maxsize=4)
@@ -141,8 +147,10 @@ def _require_vocabulary(name: str) -> None:
         wanted = f"{Path(single).name} as {_cache_name(single)}"
         if name == "gpt2":
             wanted += " (or " + " and ".join(f"{Path(url).name} as {_cache_name(url)}" for url in urls) + ")"
+        # Another encoding splits text by another pattern than load_tokenizer does for a rank file.
+        ranks = f"name a local rank file, data.tokenizer=/path/to/{name}.tiktoken, or "
         raise DataError(
             f"the vocabulary of {name} is not in {_cache_dir()} and cannot be downloaded "
-            f"({type(error).__name__}): name a local rank file, data.tokenizer=/path/to/{name}.tiktoken, "
-            f"or set TIKTOKEN_CACHE_DIR to a folder that holds {wanted}"
+            f"({type(error).__name__}): {ranks if single == _rank_url('gpt2') else ''}"
+            f"set TIKTOKEN_CACHE_DIR to a folder that holds {wanted}"
         ) from None

@@ -52,7 +52,8 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
         shutil.rmtree(partial, ignore_errors=True)
         reason = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
         raise ConfigError(
-            f"the checkpoint of step {step} could not be written to {final.parent}: {reason}"
+            f"the checkpoint of step {step} could not be written to {final.parent}: {reason}; "
+            "free some room, or name a folder you may write with hydra.run.dir"
         ) from error
     _prune(run_dir, keep)
     return final

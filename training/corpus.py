@@ -22,12 +22,17 @@ _NOT_SOURCE = ("tokenizer", "cache_dir", "val_fraction", "workers", "document_ma
 def prepare_corpus(config: DataConfig, *, quiet: bool = False) -> Corpus:
     """The prepared corpus of `config`: reused when it is there, made when it is not. Raises data.DataError."""
     source = {name: value for name, value in asdict(config).items() if name not in _NOT_SOURCE}
-    return prepare(
-        make_corpus(**source),
-        config.tokenizer,
-        config.cache_dir,
-        val_fraction=config.val_fraction,
-        workers=config.workers,
-        progress=None if quiet else ConsoleProgress(),
-        give_way=0 if torchrun.is_main_rank() else _GIVE_WAY_S,
-    )
+    progress = None if quiet else ConsoleProgress()
+    try:
+        return prepare(
+            make_corpus(**source),
+            config.tokenizer,
+            config.cache_dir,
+            val_fraction=config.val_fraction,
+            workers=config.workers,
+            progress=progress,
+            give_way=0 if torchrun.is_main_rank() else _GIVE_WAY_S,
+        )
+    finally:
+        if progress:
+            progress.close()  # else tqdm draws its bar once more, behind an error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .config import Config, ConfigError, WandbMode
-from .files import write_whole
+from .files import unwritable, write_whole
 
 # One vocabulary for the CSV and wandb. `tokens` is the common axis of runs that differ in batch or length.
 COLUMNS = [
@@ -78,7 +78,7 @@ class CsvLogger:
             self._writer.writerow({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in metrics.items()})
             self._file.flush()
         except OSError as error:
-            raise ConfigError(f"{self._file.name} cannot be written: {error.strerror}.") from error
+            raise unwritable(Path(self._file.name), error) from error
 
     def finish(self, summary: dict[str, Any]) -> None:
         with suppress(OSError):  # it tries again to write the row that `log` could not

@@ -355,7 +355,7 @@ def test_another_tokenizer_is_refused(parquet: Path, rank_file: str, tmp_path: P
     [
         (None, "no finished corpus"),
         (b"{", "damaged"),
-        (b'{"version": 99}', "version 99, this code reads version 1"),
+        (b'{"version": 99}', "version 99, this code reads version 2"),
     ],
 )
 def test_without_a_good_manifest_nothing_is_trusted(content: bytes | None, words: str, tmp_path: Path):
@@ -364,6 +364,17 @@ def test_without_a_good_manifest_nothing_is_trusted(content: bytes | None, words
         (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(DataError, match=words):
         open_corpus(tmp_path)
+
+
+def test_a_manifest_that_was_changed_is_not_trusted(parquet: Path, tmp_path: Path):
+    corpus = prepare(make_corpus("text_files", files=str(parquet)), "bytes", tmp_path, workers=1)
+    path = corpus.directory / "manifest.json"
+    content = path.read_text()
+    assert open_corpus(corpus.directory).manifest == corpus.manifest
+    tokens = corpus.manifest.tokens["train"]
+    path.write_text(content.replace(f'"train": {tokens}', f'"train": {tokens - 1}'))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        open_corpus(corpus.directory)
 
 
 @pytest.mark.parametrize("file", ["train-00001.bin", "val-00000.bin"])

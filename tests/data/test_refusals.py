@@ -118,6 +118,31 @@ def test_a_folder_that_cannot_be_read_is_named_not_left_out(
     assert f"cannot read the folder {folder / 'closed'}: Permission denied" in message
 
 
+@pytest.mark.parametrize("name", ["closed.jsonl", "closed.txt"])
+def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / name).write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    plain = open
+
+    def closed(path, *args, **options):  # for root every file is open
+        if str(path).endswith(name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", closed)
+    arguments = {"source": "text_files", "files": str(tmp_path / name)}
+    if name == "closed.txt":
+        arguments["separator"] = "\n\n"
+    assert refused(arguments, tmp_path / "cache") == f"cannot read {tmp_path / name}: Permission denied"
+
+
+def test_a_file_that_begins_with_empty_documents_has_room(tmp_path: Path):
+    """A token each and no text: by the first block there are a million tokens to a byte."""
+    (tmp_path / "gaps.jsonl").write_text('{"text": ""}\n' * 300_000 + '{"text": "some text"}\n' * 30_000)
+    source = make_corpus("text_files", files=str(tmp_path / "gaps.jsonl"))
+    corpus = prepare(source, "bytes", tmp_path / "cache", workers=1)
+    assert sum(corpus.manifest.documents.values()) == 330_000
+
+
 def test_too_small_a_disk_is_refused_before_it_starts(
     parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -53,13 +53,38 @@ def test_an_unknown_name_lists_the_known():
         load_tokenizer("gpt-2")
 
 
-def test_a_vocabulary_out_of_reach_says_which_files_and_where(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
+
+
+def test_only_ranks_with_gpt2s_pattern_may_come_as_a_file(no_network: None):
+    with pytest.raises(DataError, match=r"cl100k_base is not in .*TIKTOKEN_CACHE_DIR") as refusal:
+        load_tokenizer("cl100k_base")
+    assert "rank file" not in str(refusal.value)
+
+
+def test_a_vocabulary_that_cannot_be_read_is_one_line(
+    no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cached = tmp_path / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
+    cached.write_text("")
+    plain = open
+
+    def closed(path, *args, **options):  # for root every file is open
+        if Path(path) == cached:
+            raise PermissionError(13, "Permission denied", path)
+        return plain(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", closed)
+    with pytest.raises(DataError, match=rf"cannot be read from {tmp_path} \(Permission denied\).*TIKTOKEN"):
+        load_tokenizer("gpt2")
+
+
+def test_a_vocabulary_out_of_reach_says_which_files_and_where(no_network: None, tmp_path: Path):
     start = time.perf_counter()
     with pytest.raises(DataError) as refusal:
         load_tokenizer("gpt2")
