@@ -138,6 +138,8 @@ def _make(
         raise DataError(f"{source.name} holds no text")
     _check_room(source, units, workshop, progress)
     text_bytes = sum(part.text_bytes for unit in units for part in unit)
+    if source.limit_documents is not None and source.arguments.get("streaming"):
+        workers = 1  # several work ahead of the limit, and would download files that it does not need
     with Workers(min(workers, 1 + text_bytes // WORTH_A_PROCESS)) as processes:
         return _make_shards(source, units, workshop, val_fraction, processes, progress)
 

@@ -46,10 +46,11 @@ if "HURRY" in os.environ:  # a twentieth of every wait for an answer, a hundredt
     data.hub.SECONDS /= 20
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds / 100)
+workers = int(os.environ.get("WORKERS", 1))
 for arguments in map(json.loads, sys.argv[2:]):
     try:
         source = make_corpus(**arguments)
-        corpus = prepare(source, "bytes", sys.argv[1], val_fraction=0.1, workers=1, progress=Progress())
+        corpus = prepare(source, "bytes", sys.argv[1], val_fraction=0.1, workers=workers, progress=Progress())
     except DataError as error:
         print(json.dumps({"refused": str(error)}))
         continue
@@ -177,7 +178,14 @@ def test_streaming_with_a_limit_and_a_cut_connection(hub: HubStub, tmp_path: Pat
     hub.cut["plain_text/train-0.parquet"] = 1
     result = prepared(hub, tmp_path, source="hub", repo="owner/name", streaming=True, limit_documents=4)
     assert result["documents"] == documents(range(1))[:4]
-    assert "plain_text/train-2.parquet" not in hub.fetched()
+    assert hub.fetched() == ["plain_text/train-0.parquet"]
+
+
+def test_several_workers_stream_no_file_beyond_the_limit(hub: HubStub, tmp_path: Path):
+    """Three files are text enough for two processes, which would have taken all of them on."""
+    (result,), _ = attempt(hub, tmp_path, {**STREAM, "limit_documents": 7}, WORKERS="2")
+    assert result["documents"] == documents(range(2))[:7]
+    assert hub.fetched() == ["plain_text/train-0.parquet", "plain_text/train-1.parquet"]
 
 
 def test_a_damaged_file_of_a_dataset(hub: HubStub, tmp_path: Path):
