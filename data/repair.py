@@ -69,12 +69,14 @@ class _Chosen:
     text_bytes: int = 0
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
-        document = 0
+        document, last = 0, max(self.documents)
         for part in self.parts:
             for text, ends in part.pieces():
                 if document in self.documents:
                     yield text, ends
                 document += ends
+                if document > last:  # the next part may be a file to download
+                    return
 
 
 def _names(shards: list[dict]) -> str:

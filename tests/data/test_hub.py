@@ -89,14 +89,11 @@ def hub():
         yield stub
 
 
-def attempt(hub: HubStub, home: Path, *corpora: dict, **environment: str) -> tuple[list[dict], str]:
-    """Prepare corpora, one after the other, in a subprocess whose Hub is `hub` and whose caches are below `home`.
-
-    Returns what became of each, and what was said.
-    """
+def python(hub: HubStub, home: Path, *arguments: object, **environment: str) -> str:
+    """Return what Python says in a subprocess whose Hub is `hub` and whose Hub cache is below `home`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(home / "corpora"), *map(json.dumps, corpora)],
+        [sys.executable, *map(str, arguments)],
         env={**clean, "HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), **environment},
         capture_output=True,
         text=True,
@@ -105,9 +102,15 @@ def attempt(hub: HubStub, home: Path, *corpora: dict, **environment: str) -> tup
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.stdout
+
+
+def attempt(hub: HubStub, home: Path, *corpora: dict, **environment: str) -> tuple[list[dict], str]:
+    """Prepare corpora below `home`, one after the other. Returns what became of each, and what was said."""
+    said = python(hub, home, "-c", SCRIPT, home / "corpora", *map(json.dumps, corpora), **environment)
+    ends = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert len(ends) == len(corpora)
-    return ends, done.stdout
+    return ends, said
 
 
 def prepared(hub: HubStub, home: Path, **arguments) -> dict:
@@ -186,6 +189,17 @@ def test_several_workers_stream_no_file_beyond_the_limit(hub: HubStub, tmp_path:
     (result,), _ = attempt(hub, tmp_path, {**STREAM, "limit_documents": 7}, WORKERS="2")
     assert result["documents"] == documents(range(2))[:7]
     assert hub.fetched() == ["plain_text/train-0.parquet", "plain_text/train-1.parquet"]
+
+
+def test_the_repair_of_a_streamed_val_shard_downloads_no_file_beyond_it(hub: HubStub, tmp_path: Path):
+    prepared(hub, tmp_path, **STREAM, limit_documents=4)
+    (shard,) = tmp_path.glob("corpora/*/val-00000.bin")
+    whole = shard.read_bytes()
+    shard.write_bytes(bytes(len(whole)))
+    hub.log.clear()
+    python(hub, tmp_path, "-m", "data.inspect", shard.parent, "--repair", shard.name)
+    assert shard.read_bytes() == whole
+    assert hub.fetched() == ["plain_text/train-0.parquet"]
 
 
 def test_a_damaged_file_of_a_dataset(hub: HubStub, tmp_path: Path):
