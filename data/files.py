@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from . import DataError
 from .progress import Progress
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -60,7 +62,7 @@ def make_folder(path: Path) -> None:
 
 def unwritable(path: Path, error: OSError, setting: str = "data.cache_dir") -> DataError:
     """Return the error for a folder that `setting` can move elsewhere."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in NO_ROOM:
         return DataError(
             f"no room to write {path} ({error.strerror}): free some or choose another disk with {setting}; "
             "what is finished stays, and the same command goes on from there"
@@ -89,23 +91,29 @@ def mapped(path: Path, dtype: str) -> np.ndarray:
     return content.numpy().view(dtype)
 
 
-def require_room(wanted: dict[Path, int], name: str, what: str, progress: Progress) -> None:
+class Need(NamedTuple):
+    """Bytes that will be written to a folder, which `setting` can move elsewhere."""
+
+    folder: Path
+    size: int
+    setting: str = "data.cache_dir"
+
+
+def require_room(needs: Iterable[Need], name: str, what: str, progress: Progress) -> None:
     """State how many bytes will be written to each folder; raise DataError when a disk has less.
 
     Folders on one disk count together.
     """
-    disks: dict[int, list[Path]] = {}
-    for folder in wanted:
-        disks.setdefault(_existing(folder).stat().st_dev, []).append(folder)
-    for folders in disks.values():
-        total = sum(wanted[folder] for folder in folders)
-        free = free_bytes(folders[0])
-        places = " and ".join(f"{human(wanted[folder])} to {folder}" for folder in folders)
+    disks: dict[int, list[Need]] = {}
+    for need in needs:
+        disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
+    for on_disk in disks.values():
+        free = free_bytes(on_disk[0].folder)
+        places = " and ".join(f"{human(need.size)} to {need.folder}" for need in on_disk)
         text = f"{name}: about {places} ({what}), {human(free)} free"
-        if total > free:
-            raise DataError(
-                f"not enough room for {text}: free some, or choose another disk with data.cache_dir"
-            )
+        if sum(need.size for need in on_disk) > free:
+            settings = " or ".join(need.setting for need in on_disk)
+            raise DataError(f"not enough room for {text}: free some, or choose another disk with {settings}")
         progress.say(text)
 
 

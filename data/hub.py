@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import DataError
-from .files import sha256_of
+from .files import NO_ROOM, sha256_of, unwritable
 
 COMMIT = re.compile("[0-9a-f]{40}")
 SECONDS = 5
@@ -92,8 +92,19 @@ def remove(path: Path) -> None:
 def refused(what: str, error: BaseException, remedy: str = "") -> DataError:
     if type(error).__name__ == "DatasetGenerationError" and error.__cause__:  # itself it says nothing
         error = error.__cause__
+    if isinstance(error, OSError) and _is_of_the_cache(error):
+        return unwritable(cache(), error, "HF_HOME")
     message = " ".join(str(error).split())
     return DataError(f"{what} cannot be read: {type(error).__name__}: {message}{remedy}")
+
+
+def _is_of_the_cache(error: OSError) -> bool:
+    """No room, or a file in the Hub cache that may not be written; not a file of a folder given as data.repo.
+
+    Only what a full disk raises names no file. A file that is missing would not be there elsewhere either.
+    """
+    in_cache = Path(str(error.filename)).is_relative_to(cache().parent)
+    return error.errno in NO_ROOM or (in_cache and not isinstance(error, FileNotFoundError))
 
 
 def failed(what: str, error: BaseException, remedy: str = "") -> DataError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import DataError, hub
 from .corpora import limited
-from .files import require_room, unwritable
+from .files import Need, require_room
 from .progress import Progress
 from .readers import Part, parquet_parts
 
@@ -72,8 +72,8 @@ class OpenWebText:
         if missing:
             tokens = _OPENWEBTEXT_COUNTS["train"] + _OPENWEBTEXT_COUNTS["val"]
             token_bytes = 2 * tokens * needed // len(OPENWEBTEXT_FILES)
-            room = {hub.cache(): missing * file_bytes, directory: token_bytes}
-            require_room(room, self.name, "parquet, then tokens", progress)
+            needs = [Need(hub.cache(), missing * file_bytes, "HF_HOME"), Need(directory, token_bytes)]
+            require_room(needs, self.name, "parquet, then tokens", progress)
             hub.require(f"{missing} of {needed} files of {OPENWEBTEXT} at {self.revision}")
         received = _Received(progress, (needed - missing) * file_bytes, needed * file_bytes)
         if self.limit_documents is None:
@@ -137,10 +137,6 @@ def _download(name: str, revision: str, received: "_Received") -> Path:
             revision=revision,
             tqdm_class=received.bar_class(),
         )
-    except OSError as error:
-        if error.errno is not None:
-            raise unwritable(hub.cache(), error, "HF_HOME") from None
-        raise hub.failed(f"{OPENWEBTEXT}/{name}", error, hub.GOES_ON) from error
     except Exception as error:
         raise hub.failed(f"{OPENWEBTEXT}/{name}", error, hub.GOES_ON) from error
     if hub.is_damaged(Path(path)):

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from . import DataError
 from .corpora import Source, Unfit, too_few
-from .files import make_folder, readable, require_room, unwritable
+from .files import Need, make_folder, readable, require_room, unwritable
 from .loader import Corpus, open_corpus
 from .manifest import FILE, Manifest, fingerprint
 from .progress import Progress, Silence
@@ -256,7 +256,7 @@ def _check_room(source: Source, units: list[list[Part]], workshop: Workshop, pro
         text_bytes = min(text_bytes, int(source.limit_documents * bytes_per_document))
     written = sum(file.stat().st_size for file in workshop.directory.rglob("*") if file.is_file())
     size = int(text_bytes * per_byte * np.dtype(workshop.dtype).itemsize * 1.05)
-    require_room({workshop.directory: max(0, size - written)}, source.name, "tokens", progress)
+    require_room([Need(workshop.directory, max(0, size - written))], source.name, "tokens", progress)
 
 
 def _check_expected(source: Source, manifest: Manifest, val_fraction: float) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ configs:
 ---
 """
 SCRIPT = """
-import json, os, sys, time
+import json, os, resource, sys, time
 import numpy
 import data.hub, data.loader, data.shards
 from data import DataError
@@ -46,6 +47,8 @@ if "HURRY" in os.environ:  # a twentieth of every wait for an answer, a hundredt
     data.hub.SECONDS /= 20
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds / 100)
+if "FILE_BYTES" in os.environ:  # as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_BYTES"]),) * 2)
 workers = int(os.environ.get("WORKERS", 1))
 for arguments in map(json.loads, sys.argv[2:]):
     try:
@@ -69,9 +72,9 @@ def documents(files: range) -> list[str]:
     return [document(file, row) for file in files for row in range(ROWS)]
 
 
-def parquet(file: int, column: str = "text") -> bytes:
+def parquet(file: int, **other_columns: list) -> bytes:
     buffer = io.BytesIO()
-    table = pyarrow.table({column: [document(file, row) for row in range(ROWS)]})
+    table = pyarrow.table({"text": [document(file, row) for row in range(ROWS)], **other_columns})
     pyarrow.parquet.write_table(table, buffer, row_group_size=2)
     return buffer.getvalue()
 
@@ -286,6 +289,38 @@ def test_a_network_that_dies_on_the_way_is_given_up_with_the_remedy(
     hub.down = hub.mute = False
     result = prepared(hub, tmp_path, **arguments)
     assert result["documents"] == documents(range(3))[: arguments.get("limit_documents")]
+
+
+def test_too_small_a_disk_for_the_hub_cache_is_refused_with_what_moves_it(hub: HubStub, tmp_path: Path):
+    """The files of /proc are on a disk of their own that has no room."""
+    (end,), _ = attempt(hub, tmp_path, {"source": "openwebtext"}, HF_HOME="/proc/hf")
+    assert "not enough room for openwebtext: about 24.2 GB to /proc/hf/hub" in end["refused"]
+    assert end["refused"].endswith("0 B free: free some, or choose another disk with HF_HOME")
+
+
+def test_a_hub_cache_out_of_room_in_the_middle_is_refused_with_what_moves_it(hub: HubStub, tmp_path: Path):
+    """In the download, in the Arrow copy of it (the download is compressed), and in one of OpenWebText's."""
+    noise = parquet(0, noise=[random.randbytes(10_000) for _ in range(ROWS)])
+    hub.add("owner/download", {"README.md": CARD, "plain_text/train-0.parquet": noise})
+    zeros = parquet(0, zeros=[bytes(10_000)] * ROWS)
+    hub.add("owner/arrow", {"README.md": CARD, "plain_text/train-0.parquet": zeros})
+    hub.add(OPENWEBTEXT, {OPENWEBTEXT_FILES[0]: noise}, OPENWEBTEXT_COMMIT)
+    corpora = [{"source": "hub", "repo": repo} for repo in ("owner/download", "owner/arrow")]
+    corpora.append({"source": "openwebtext", "limit_documents": 4})
+    ends, _ = attempt(hub, tmp_path, *corpora, FILE_BYTES="20000")
+    for end in ends:
+        assert f"no room to write {tmp_path / 'hf' / 'hub'}" in end["refused"]
+        assert "choose another disk with HF_HOME" in end["refused"]
+    again, _ = attempt(hub, tmp_path, *corpora)
+    assert [end["documents"] for end in again] == [documents(range(1))] * 2 + [documents(range(1))[:4]]
+
+
+def test_a_hub_cache_that_cannot_be_written_is_refused_with_what_moves_it(hub: HubStub, tmp_path: Path):
+    (tmp_path / "hf").write_text("a file, so there is no folder below it, also not for root")
+    ends, _ = attempt(hub, tmp_path, WHOLE, STREAM, PART)
+    for end in ends:
+        assert f"cannot write {tmp_path / 'hf' / 'hub'}" in end["refused"]
+        assert "choose a folder you may write with HF_HOME" in end["refused"]
 
 
 def test_what_is_not_there_is_said(hub: HubStub, tmp_path: Path):
