@@ -5,8 +5,11 @@ Nothing waits for minutes: the Hub's clients would, and their patience is cut he
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from . import DataError
 from .files import NO_ROOM, sha256_of, unwritable
@@ -82,6 +85,18 @@ def is_damaged(path: Path) -> bool:
     """The cache names large files after the sha256 that the Hub states for them."""
     blob = path.resolve()
     return bool(re.fullmatch("[0-9a-f]{64}", blob.name)) and sha256_of(blob) != blob.name
+
+
+def remove_unfinished(repo: str) -> None:
+    """Remove what killed downloads left: each download begins anew, in a file of a random name of its own.
+
+    A download that goes on, for another corpus say, holds the lock of its file, so what it has is left.
+    """
+    folder = repo_cache(repo)
+    for path in folder.glob("blobs/*.incomplete"):
+        lock = cache() / ".locks" / folder.name / f"{path.name.split('.')[0]}.lock"
+        with suppress(OSError), FileLock(lock, timeout=0):  # held, or the cache is another user's
+            path.unlink()
 
 
 def remove(path: Path) -> None:

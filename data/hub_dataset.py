@@ -104,6 +104,7 @@ class HubDataset:
         hub.limit_retries()
         if not self._folder and not constants.HF_HUB_OFFLINE:
             hub.require(self.repo)
+            hub.remove_unfinished(self.repo)
         files = list(self.files) or None
         try:
             if self._folder and load_dataset_builder(self.repo, self.config, data_files=files).name == "text":

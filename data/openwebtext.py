@@ -65,6 +65,7 @@ class OpenWebText:
 
     def fetch(self, progress: Progress, directory: Path) -> None:
         """Download what is missing and check every file against the sha256 that the Hub states for it."""
+        hub.remove_unfinished(OPENWEBTEXT)
         names = self._names()
         file_bytes = _OPENWEBTEXT_DOWNLOAD_BYTES // len(OPENWEBTEXT_FILES)
         needed = len(names) if self.limit_documents is None else self._expected_files()

@@ -4,9 +4,10 @@
         hub.add("owner/name", {"README.md": b"...", "data/a.parquet": b"..."})
         ... a subprocess with HF_ENDPOINT=hub.url and HF_HOME=an empty folder ...
 
-Misbehaviour is asked for by path: `cut` closes the connection in the middle of the next so many answers, `spoilt`
-serves other bytes of the same length, `dead` paths have their connections closed unanswered, `down` has all of
-them, `mute` leaves all of them open unanswered, and `dies_at` sets one of these two when a path is asked for.
+Misbehaviour is asked for by path: `cut` closes the connection in the middle of the next so many answers, `stalled`
+leaves it open there, `spoilt` serves other bytes of the same length, `dead` paths have their connections closed
+unanswered, `down` has all of them, `mute` leaves all of them open unanswered, and `dies_at` sets one of these two
+when a path is asked for.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ class HubStub:
     def __init__(self):
         self.repos: dict[str, dict[str, Files]] = {}  # repository -> commit -> path -> content
         self.cut: dict[str, int] = {}
+        self.stalled: set[str] = set()
         self.spoilt: set[str] = set()
         self.dead: set[str] = set()
         self.down = self.mute = False
@@ -155,6 +157,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.cut[name] -= 1
             self._send(status, headers, content, sent=len(content) // 2)
             self.close_connection = True
+            return
+        if self.command == "GET" and name in self.hub.stalled:
+            self._send(status, headers, content, sent=len(content) // 2)
+            self.hub.closed.wait()
             return
         self._send(status, headers, content)
 

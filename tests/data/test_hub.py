@@ -92,20 +92,29 @@ def hub():
         yield stub
 
 
-def python(hub: HubStub, home: Path, *arguments: object, **environment: str) -> str:
-    """Return what Python says in a subprocess whose Hub is `hub` and whose Hub cache is below `home`."""
+def start(hub: HubStub, home: Path, *arguments: object, **environment: str) -> subprocess.Popen:
+    """Start Python in a subprocess whose Hub is `hub` and whose Hub cache is below `home`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         env={**clean, "HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
+
+
+def python(hub: HubStub, home: Path, *arguments: object, **environment: str) -> str:
+    """Return what it says in the end."""
+    with start(hub, home, *arguments, **environment) as process:
+        try:
+            said, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    return said
 
 
 def attempt(hub: HubStub, home: Path, *corpora: dict, **environment: str) -> tuple[list[dict], str]:
@@ -256,6 +265,28 @@ def test_a_network_that_dies_in_the_middle_fails_at_once_and_goes_on_later(hub: 
     result = prepared(hub, tmp_path, source="openwebtext", limit_documents=12)
     assert result["documents"] == documents(range(3))[:12]
     assert hub.fetched() == [OPENWEBTEXT_FILES[2]]
+
+
+def test_what_a_killed_download_left_is_removed_and_a_download_that_goes_on_is_not(
+    hub: HubStub, tmp_path: Path
+):
+    def unfinished() -> list[Path]:
+        return list(tmp_path.glob("hf/hub/*/blobs/*.incomplete"))
+
+    def prepare_another(file: int) -> None:
+        prepared(hub, tmp_path, source="openwebtext", files=[OPENWEBTEXT_FILES[file]])
+
+    hub.stalled.add(OPENWEBTEXT_FILES[0])
+    with start(hub, tmp_path, "-c", SCRIPT, tmp_path / "corpora", json.dumps(PART)) as process:
+        while not unfinished() and process.poll() is None:
+            time.sleep(0.01)
+        prepare_another(1)
+        left = unfinished()
+        process.kill()
+    assert len(left) == 1
+    assert unfinished() == left
+    prepare_another(2)
+    assert not unfinished()
 
 
 STREAM = {"source": "hub", "repo": "owner/name", "streaming": True}
