@@ -201,15 +201,11 @@ def test_streaming_with_a_limit_and_a_cut_connection(hub: HubStub, tmp_path: Pat
     assert hub.fetched() == ["plain_text/train-0.parquet"]
 
 
-def test_several_workers_stream_no_file_beyond_the_limit(hub: HubStub, tmp_path: Path):
+def test_no_file_beyond_a_streamed_limit_is_downloaded_nor_to_repair_it(hub: HubStub, tmp_path: Path):
     """Three files are text enough for two processes, which would have taken all of them on."""
-    (result,), _ = attempt(hub, tmp_path, {**STREAM, "limit_documents": 7}, WORKERS="2")
-    assert result["documents"] == documents(range(2))[:7]
-    assert hub.fetched() == ["plain_text/train-0.parquet", "plain_text/train-1.parquet"]
-
-
-def test_the_repair_of_a_streamed_val_shard_downloads_no_file_beyond_it(hub: HubStub, tmp_path: Path):
-    prepared(hub, tmp_path, **STREAM, limit_documents=4)
+    (result,), _ = attempt(hub, tmp_path, {**STREAM, "limit_documents": 4}, WORKERS="2")
+    assert result["documents"] == documents(range(1))[:4]
+    assert hub.fetched() == ["plain_text/train-0.parquet"]
     (shard,) = tmp_path.glob("corpora/*/val-00000.bin")
     whole = shard.read_bytes()
     shard.write_bytes(bytes(len(whole)))
