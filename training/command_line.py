@@ -176,7 +176,10 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         group, _, option = error.missing_cfg_file.partition("/")
         if options := _options(group):
-            near = "".join(f"did you mean {each}? " for each in get_close_matches(option, options, n=1))
+            # Of several that begin so, as gpt2_small and gpt2_xl with gpt2, the nearest is only the shortest.
+            begin = [each for each in options if each.startswith(f"{option}_")]
+            likely = begin if len(begin) > 1 else get_close_matches(option, options, n=1)
+            near = f"did you mean {' or '.join(likely)}? " if likely else ""
             return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         quoted = _quoted(error.override)

@@ -20,6 +20,7 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("experiment=paper/gpt2_smal", "did you mean paper/gpt2_small? experiment has: compare/gpt2_small, "),
         ("experiment=gpt2_medium", "did you mean paper/gpt2_medium?"),
         ("attention=flsh", "did you mean flash? attention has: auto, "),
+        ("model=gpt2", "did you mean gpt2_large or gpt2_medium or gpt2_small or gpt2_xl? model has: "),
         ("experiment/compare=gpt2_small", "did you mean experiment=compare/gpt2_small?"),
         ("experimnt=compare/gpt2_small", "experimnt is not a setting; did you mean experiment?"),
         ("trainer.lr=3", "did you mean optimizer.lr?"),
