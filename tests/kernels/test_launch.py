@@ -229,8 +229,8 @@ for repeat in range(3):
         if repeat == 0: launch._known.clear()
         step(*tensors, *options)
         assert len(given) == 4 and len(slow) == (0 if repeat else 4), (repeat, number, len(given), len(slow))
-        # Triton encodes 3 and 7; again only what is at another address.
-        assert len(encoded) in ((10,) if repeat == 0 else (7, 10)), (repeat, number, len(encoded))
+        # Triton encodes 3 and 7; again only what is at other addresses, and the allocator may give those of before.
+        assert len(encoded) in ((10,) if repeat == 0 else (0, 3, 7, 10)), (repeat, number, len(encoded))
         wanted.append(plainly(given))
         pairs = ((x, y) for calls in zip(wanted[number], wanted[-1]) for x, y in zip(*calls))
         other = [pair for pair in pairs if pair[0] != pair[1]]
