@@ -103,8 +103,7 @@ def prepare(
         if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
             make_folder(workshop.partial)
             try:
-                with readable():
-                    facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
+                facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
             except DataError as error:
                 finished = any(workshop.partial.glob("*.json"))
                 if isinstance(error, Unfit) or not finished:  # there is nothing to go on from
@@ -128,6 +127,7 @@ def prepare(
     return open_corpus(directory)
 
 
+@readable()
 def _make(
     source: Source, workshop: Workshop, val_fraction: float, workers: int, progress: Progress
 ) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from data import DataError
 from data.files import flush_to_disk
 
 from .config import ConfigError
-from .files import write_whole
+from .files import REMEDY, write_whole
 
 FOLDER = "checkpoints"
 BEST = "best"
@@ -52,8 +52,7 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
         shutil.rmtree(partial, ignore_errors=True)
         reason = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
         raise ConfigError(
-            f"the checkpoint of step {step} could not be written to {final.parent}: {reason}; "
-            "free some room, or name a folder you may write with hydra.run.dir"
+            f"the checkpoint of step {step} could not be written to {final.parent}: {reason}; {REMEDY}"
         ) from error
     _prune(run_dir, keep)
     return final

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from .config import ConfigError
 
+REMEDY = "free some room, or name a folder you may write with hydra.run.dir"
+
 
 def write_whole(path: Path, text: str) -> None:
     """Write beside and rename, so that neither a reader nor a kill sees half a file.
@@ -24,7 +26,4 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{path} cannot be written ({error.strerror}): free some room, or name a folder you may write with "
-        "hydra.run.dir"
-    )
+    return ConfigError(f"{path} cannot be written ({error.strerror}): {REMEDY}")

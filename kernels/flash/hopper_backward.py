@@ -56,7 +56,7 @@ class Shared(NamedTuple):
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     rows_full: gl.shared_memory_descriptor
-    ds: Ring
+    ds: Ring  # if late; its barriers are two arrays, one of each warpgroup
     sums: Ring
     claims: Ring
 
