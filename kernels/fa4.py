@@ -15,12 +15,12 @@ from .registry import AttentionFn, AttentionRequest, register_attention
 
 
 def _refuses(request: AttentionRequest) -> str | None:
+    if lacking := needs_cuda(request):
+        return lacking
     if request.dtype not in HALF:
         return f"it takes float16 and bfloat16, not {request.dtype}"
     if request.head_dim % 8 or request.head_dim > 256:
         return f"it takes head_dim that is a multiple of 8 up to 256, not {request.head_dim}"
-    if lacking := needs_cuda(request):
-        return lacking
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:

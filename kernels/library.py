@@ -111,11 +111,13 @@ def _refuses_efficient(request: AttentionRequest) -> str | None:
 
 
 def _refuses_cudnn(request: AttentionRequest) -> str | None:
+    if lacking := needs_cuda(request):
+        return lacking
     if request.dtype not in HALF:
         return f"it takes float16 and bfloat16, not {request.dtype}"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"it takes head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
-    return needs_cuda(request) or request.unsupported({"dropout_p"})
+    return request.unsupported({"dropout_p"})
 
 
 def needs_cuda(request: AttentionRequest) -> str | None:
