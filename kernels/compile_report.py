@@ -202,7 +202,8 @@ def _constants(job: Job) -> dict[str, object]:
 def _hopper_constants(job: Job) -> dict[str, object]:
     ragged = job.feature == RAGGED
     if job.kernel == "hopper_forward":
-        return {"SPEC": hopper_forward.specify(job.head_dim, job.causal, job.length, job.length + ragged)}
+        spec = hopper_forward.specify(job.head_dim, job.causal, job.length, job.length + ragged)
+        return {"SPEC": spec} if spec.CLAIMED.value else {"SPEC": spec, "Counter": None}
     row_blocks = job.length // hopper_work.BLOCK_M[job.head_dim]
     late = hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
     return {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged, "LATE": late}
@@ -223,7 +224,7 @@ def _type(name: str, job: Job) -> str:
         return OPTIONAL_POINTERS[name]
     if name in (HISTORY[job.kernel][2] if job.kernel in HISTORY else {"Lse", "Delta"}):
         return "*fp32"
-    if name == "Turns":
+    if name in ("Turns", "Counter"):
         return "*i32"
     if name[0].isupper():
         return f"*{TYPE_NAMES[job.dtype]}"
@@ -296,10 +297,12 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if architecture == 90:
             for head_dim in sorted({64, 128} & set(head_dims)):
                 for causal, feature in itertools.product((True, False), ("", RAGGED)):
-                    # In long loops a backward multiplies dQ late, and a forward at 64 has more consumers.
-                    for name, length in itertools.product(HOPPER, (512, 16384)):
-                        if (name, head_dim, length) != ("hopper_forward", 128, 16384):  # the kernel of 512
-                            jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
+                    # In long loops a backward multiplies dQ late, and a forward claims its tiles; from 4096 on, or
+                    # 2048 if not causal, it has three consumers at 64.
+                    for name, length in itertools.product(HOPPER, (512, 2048, 16384)):
+                        if length == 2048 and (name, head_dim, causal) != ("hopper_forward", 64, True):
+                            continue  # the kernel of 16384
+                        jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
     return jobs
 
 

@@ -44,6 +44,23 @@ def fetch(desc, coordinates, ring, stage, phase):
     tma.async_copy_global_to_shared(desc, coordinates, ring.full.index(stage), ring.tiles.index(stage))
 
 
+@gluon.jit
+def arrive(barrier, pred=True):
+    """One thread arrives for its warpgroup. Before it stands a barrier of the warpgroup, or the wait for the product
+    that read the memory: CUTLASS's PipelineTmaAsync releases so too. A claim was read a whole work before.
+
+    mbarrier.arrive would do, but Triton takes it for an access to all shared memory and puts barriers around it.
+    expect announces no bytes and arrives as well.
+    """
+    mbarrier.expect(barrier, 0, pred=pred)
+
+
+@gluon.jit
+def opaque(number):
+    """The number, of which the compiler knows nothing any more."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, True, 1)
+
+
 class Descriptor(TensorDescriptor):
     """How TMA is to read or write a tensor, `block` of it at a time.
 

@@ -25,9 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import LOG2_E, Ring, fetch, make_barriers, make_ring
+from .hopper import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
+from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
 from .hopper_dq import SUM_BLOCK, add_dq, by_thread
-from .hopper_work import CLAIMS, KEYS, Sizes, claim, claimed, make_claims, plan
+from .hopper_work import KEYS, Sizes, plan
 
 HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
 NEVER = gl.constexpr(1 << 24)  # more rows than a work has
@@ -70,17 +71,6 @@ def meet():
 
 
 @gluon.jit
-def arrive(barrier, pred=True):
-    """One thread arrives for its warpgroup. Before it stands a barrier of the warpgroup, or the wait for the product
-    that read the memory: CUTLASS's PipelineTmaAsync releases so too. A claim was read a whole work before.
-
-    mbarrier.arrive would do, but Triton takes it for an access to all shared memory and puts barriers around it.
-    expect announces no bytes and arrives as well.
-    """
-    mbarrier.expect(barrier, 0, pred=pred)
-
-
-@gluon.jit
 def load_tiles(
     q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
@@ -90,7 +80,7 @@ def load_tiles(
     count = 0
     index = 0
     while index >= 0:
-        index = claim(Counter, shared.claims, place, sizes)
+        index = tell(ask(Counter), Counter, shared.claims, place, sizes.key_blocks * sizes.sequences)
         if index >= 0:
             work = plan(index, sizes, BLOCK_M, CAUSAL)
             for step in range(work.steps):
@@ -187,12 +177,6 @@ def consume(
         arrive(shared.claims.empty.index((place - 1) % CLAIMS))
     if WHICH == 0:
         tma.store_wait(0)
-
-
-@gluon.jit
-def opaque(number):
-    """The number, of which the compiler knows nothing any more."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, True, 1)
 
 
 @gluon.jit

@@ -16,7 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .hopper_work import CLAIMS, claimed, plan
+from .hopper_claims import CLAIMS, claimed
+from .hopper_work import plan
 
 # Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))

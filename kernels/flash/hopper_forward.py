@@ -2,7 +2,8 @@
 
 One warp moves tiles of Q, K and V into rings of shared memory by TMA. Each of two or three consumers, warpgroups that
 own 64 queries each, issues the products of its next tile of keys asynchronously and computes the softmax of the one
-before meanwhile. The programs are persistent: while the consumers finish their rows, the next tiles arrive.
+before meanwhile. A program takes one tile of queries after another (hopper_claims.py): while the consumers finish
+their rows, the next tiles arrive.
 
 Plain attention only; the rest is the portable kernel's (forward.py), whose conventions this one keeps.
 """
@@ -20,13 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import LOG2_E, fetch, make_ring
+from .hopper import LOG2_E, arrive, fetch, make_ring, opaque
+from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
 
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.0e38)  # see forward.py
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
 BLOCK_N = gl.constexpr(128)
 Q_STAGES = gl.constexpr(2)
+CLAIMED_FROM = 2048  # queries; with fewer, claimed tiles took up to 1.06 of the time of dealt ones
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Spec:
     ALIGNED: gl.constexpr  # a consumer's last block of keys is the only one that needs a mask
     # Of that block the first of two consumers sees no more than half, and computes no more: 0.93 of the time at 1024.
     HALVED: gl.constexpr
+    CLAIMED: gl.constexpr  # programs claim their tiles (hopper_claims.py); else they are dealt beforehand
+    EARLY: (
+        gl.constexpr
+    )  # a tile's exponentials come before the wait for the product under way, not after it (`advance`)
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr  # tiles of K, and of V, in shared memory
     REGISTERS: gl.constexpr  # of a consumer's thread
@@ -50,7 +57,8 @@ class Sizes(NamedTuple):
     kv_len: gl.tensor
     heads: gl.tensor
     batches: gl.tensor
-    together: gl.tensor  # heads whose tiles are sorted by their keys
+    together: gl.tensor  # heads in a group
+    tiles: gl.tensor  # of queries, in all heads
 
 
 class Output(NamedTuple):
@@ -64,17 +72,11 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def tile_at(step, sizes, SPEC: gl.constexpr):
-    """First row, head and batch of the step-th tile of queries of this program.
+def tile_at(index, sizes, SPEC: gl.constexpr):
+    """First row, head and batch of the index-th tile of queries.
 
-    Programs are dealt tiles in turn, and every other round in reverse order. Heads come in groups, and in a group the
-    tiles with most keys first. Groups of half as many heads as there are programs deal the work evenly: by count the
-    busiest program of 132 has 0 to 3 % more than the mean, where groups that fit the L2 cache gave it 6 to 20 %.
+    Heads come in groups, and in a group the tiles with most keys first.
     """
-    programs = gl.num_programs(0)
-    index = step * programs + gl.program_id(0)
-    if step % 2 == 1:
-        index = (step + 1) * programs - 1 - gl.program_id(0)
     blocks = gl.cdiv(sizes.q_len, ROWS * SPEC.CONSUMERS)
     first_head = index // (sizes.together * blocks) * sizes.together
     index -= first_head * blocks
@@ -85,15 +87,12 @@ def tile_at(step, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def count_steps(sizes, SPEC: gl.constexpr):
-    """How many tiles of queries this program gets."""
-    tiles = gl.cdiv(sizes.q_len, ROWS * SPEC.CONSUMERS) * sizes.heads * sizes.batches
+def dealt(place, sizes):
+    """The place-th tile of this program where none are claimed: in turn, and every other round in reverse order."""
     programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    rounds = tiles // programs
-    if rounds % 2 == 1:
-        place = programs - 1 - place
-    return rounds + (place < tiles % programs).to(gl.int32)
+    own = gl.program_id(0)
+    index = place * programs + gl.where(place % 2 == 1, programs - 1 - own, own)
+    return gl.where(index < sizes.tiles, index, -1)
 
 
 @gluon.jit
@@ -113,16 +112,20 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, queries, keys, values, sizes, steps, SPEC: gl.constexpr):
+def produce(q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, sizes, SPEC: gl.constexpr):
     """The producer: tiles of queries, each followed by all its keys and values, last block first."""
     stage = 0
     phase = 0
-    for step in range(steps):
-        first_row, head, batch = tile_at(step, sizes, SPEC)
+    place = 0
+    index = tell(ask(Counter), Counter, claims, place, sizes.tiles) if SPEC.CLAIMED else dealt(place, sizes)
+    while index >= 0:
+        if SPEC.CLAIMED:
+            answer = ask(Counter)
+        first_row, head, batch = tile_at(index, sizes, SPEC)
         for which in gl.static_range(SPEC.CONSUMERS):
-            slot = step % Q_STAGES * SPEC.CONSUMERS + which
+            slot = place % Q_STAGES * SPEC.CONSUMERS + which
             row = first_row + which * ROWS
-            fetch(q_desc, [batch, head, row, 0], queries, slot, step // Q_STAGES & 1)
+            fetch(q_desc, [batch, head, row, 0], queries, slot, place // Q_STAGES & 1)
         blocks = key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
         kv_head = head // SPEC.GROUP
         for passed in range(blocks):
@@ -130,6 +133,8 @@ def produce(q_desc, k_desc, v_desc, queries, keys, values, sizes, steps, SPEC: g
             fetch(k_desc, [batch, kv_head, first_key, 0], keys, stage, phase)
             fetch(v_desc, [batch, kv_head, first_key, 0], values, stage, phase)
             stage, phase = following(stage, phase, SPEC.STAGES)
+        place += 1
+        index = tell(answer, Counter, claims, place, sizes.tiles) if SPEC.CLAIMED else dealt(place, sizes)
 
 
 @gluon.jit
@@ -159,11 +164,12 @@ def start_scores(queries, slot, keys, stage, phase, SEEN: gl.constexpr):
 
 
 @gluon.jit
-def start_output(p, acc, values, stage, phase):
+def start_output(p, acc, values, stage, phase, SPEC: gl.constexpr):
     """Begin acc + p v for the values at `stage`."""
     v = values.tiles.index(stage).reshape([BLOCK_N, acc.shape[1]])
     p = unpack(p, values.tiles.dtype, acc.type.layout)
-    mbarrier.wait(values.full.index(stage), phase)
+    if not SPEC.EARLY:
+        mbarrier.wait(values.full.index(stage), phase)
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
@@ -206,7 +212,9 @@ def hide(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
     own = keys & (6 if SPEC.CONSUMERS == 3 else 0)
     if SPEC.CAUSAL:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-        return gl.where(keys - own <= rows + (first_row + end - sizes.q_len) - own, scores, float("-inf"))
+        # Opaque, or ptxas would add to the rows what is the same in the whole launch, and spill that.
+        last = opaque(first_row + end - sizes.q_len)
+        return gl.where(keys - own <= rows + last - own, scores, float("-inf"))
     return gl.where(keys - own < end - own, scores, float("-inf"))
 
 
@@ -241,14 +249,6 @@ def softmax(scores, row_max, row_sum, unit):
 
 
 @gluon.jit
-def after(row_sum):
-    """row_sum, which depends on every exponential, behind a fence: else ptxas waits for p v before them."""
-    return gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [row_sum], gl.float32, False, 1
-    )
-
-
-@gluon.jit
 def advance(
     acc, p, row_max, row_sum, queries, slot, keys, values, stage, phase,
     unit, first_row, first_key, sizes, SPEC: gl.constexpr,
@@ -256,13 +256,16 @@ def advance(
     """Multiply p with the values at `stage`, and meanwhile take the keys of the stage after it into the softmax."""
     next_stage, next_phase = following(stage, phase, SPEC.STAGES)
     scores = start_scores(queries, slot, keys, next_stage, next_phase, BLOCK_N)
-    acc = start_output(p, acc, values, stage, phase)
+    acc = start_output(p, acc, values, stage, phase, SPEC)
     scores = warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(keys.empty.index(next_stage))
     if not SPEC.ALIGNED:
         scores = hide(scores, first_row, first_key, sizes, SPEC)
     new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, unit)
-    row_sum = after(row_sum)
+    if SPEC.EARLY:
+        # ptxas moves nothing across this wait. Without it the exponentials go behind the next one, which took 1.05 to
+        # 1.12 of the time with head_dim 128 and a causal mask, but 0.94 to 0.97 without a mask (LOG.md).
+        mbarrier.wait(values.full.index(next_stage), next_phase)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(values.empty.index(stage))
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -294,7 +297,7 @@ def finish(acc, row_max, row_sum, output, first_row, head, batch, sizes):
 
 @gluon.jit
 def consume(
-    queries, keys, values, output, sizes, steps, unit, WHICH: gl.constexpr, SPEC: gl.constexpr
+    queries, keys, values, claims, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
     """A consumer: rows WHICH * 64 to WHICH * 64 + 63 of each tile of queries."""
     HEAD_DIM: gl.constexpr = queries.tiles.shape[4]
@@ -303,14 +306,16 @@ def consume(
     SEEN: gl.constexpr = BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else BLOCK_N
     stage = 0
     phase = 0
-    for step in range(steps):
-        tile_row, head, batch = tile_at(step, sizes, SPEC)
+    place = 0
+    index = claimed(claims, place) if SPEC.CLAIMED else dealt(place, sizes)
+    while index >= 0:
+        tile_row, head, batch = tile_at(index, sizes, SPEC)
         first_row = tile_row + WHICH * ROWS
         blocks = key_blocks(first_row + ROWS, sizes, SPEC)
         skipped = key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
         stage, phase = skip(skipped, keys, values, stage, phase, SPEC)
-        slot = step % Q_STAGES * SPEC.CONSUMERS + WHICH
-        mbarrier.wait(queries.full.index(slot), step // Q_STAGES & 1)
+        slot = place % Q_STAGES * SPEC.CONSUMERS + WHICH
+        mbarrier.wait(queries.full.index(slot), place // Q_STAGES & 1)
 
         scores = warpgroup_mma_wait(0, [start_scores(queries, slot, keys, stage, phase, SEEN)])
         mbarrier.arrive(keys.empty.index(stage))
@@ -319,6 +324,8 @@ def consume(
         if SEEN < BLOCK_N:
             p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+        if SPEC.EARLY:
+            mbarrier.wait(values.full.index(stage), phase)
         for passed in range(blocks - 1):
             first_key = (blocks - 2 - passed) * BLOCK_N
             acc, p, row_max, row_sum, stage, phase = advance(
@@ -326,32 +333,44 @@ def consume(
                 unit, first_row, first_key, sizes, SPEC,
             )  # fmt: skip
         mbarrier.arrive(queries.empty.index(slot))
-        acc = warpgroup_mma_wait(0, [start_output(p, acc, values, stage, phase)])
+        acc = warpgroup_mma_wait(0, [start_output(p, acc, values, stage, phase, SPEC)])
         mbarrier.arrive(values.empty.index(stage))
         stage, phase = following(stage, phase, SPEC.STAGES)
         finish(acc, row_max, row_sum, output, first_row, head, batch, sizes)
+        place += 1
+        if SPEC.CLAIMED:
+            index = claimed(claims, place)
+            arrive(claims.empty.index((place - 1) % CLAIMS))  # read a whole tile before
+        else:
+            index = dealt(place, sizes)
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "together"])
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "together", "tiles"])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, Out, Lse, stride_ob, stride_oh, stride_om,
-    q_len, kv_len, heads, batches, together, scale, SPEC: gl.constexpr,
+    q_desc, k_desc, v_desc, Out, Lse, Counter, stride_ob, stride_oh, stride_om,
+    q_len, kv_len, heads, batches, together, tiles, scale, SPEC: gl.constexpr,
 ):  # fmt: skip
-    """Grid (at most as many programs as tiles,). Lse: float32 (batch, heads, q_len), contiguous."""
+    """Grid (at most as many programs as tiles,).
+
+    Lse: float32 (batch, heads, q_len), contiguous. Counter: int32 0, and so left (hopper_claims.py).
+    """
     queries = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
     keys = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
     values = make_ring(v_desc, SPEC.STAGES, SPEC.CONSUMERS)
-    sizes = Sizes(q_len, kv_len, heads, batches, together)
+    sizes = Sizes(q_len, kv_len, heads, batches, together, tiles)
     output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
-    steps = count_steps(sizes, SPEC)
+    # No barrier may be made that is not used: Triton gives its memory to others (compile_report looks for it).
+    claims: gl.constexpr = None
+    if SPEC.CLAIMED:
+        claims = make_claims(SPEC.CONSUMERS)
     unit = scale * LOG2_E
     fence_async_shared()  # TMA is to see the barriers initialised
     if SPEC.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (queries, keys, values, output, sizes, steps, unit, gl.constexpr(0), SPEC)),
-                (consume, (queries, keys, values, output, sizes, steps, unit, gl.constexpr(1), SPEC)),
-                (produce, (q_desc, k_desc, v_desc, queries, keys, values, sizes, steps, SPEC)),
+                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(0), SPEC)),
+                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(1), SPEC)),
+                (produce, (q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, sizes, SPEC)),
             ],
             [4, 1],
             [SPEC.REGISTERS, 24],
@@ -359,10 +378,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (queries, keys, values, output, sizes, steps, unit, gl.constexpr(0), SPEC)),
-                (consume, (queries, keys, values, output, sizes, steps, unit, gl.constexpr(1), SPEC)),
-                (consume, (queries, keys, values, output, sizes, steps, unit, gl.constexpr(2), SPEC)),
-                (produce, (q_desc, k_desc, v_desc, queries, keys, values, sizes, steps, SPEC)),
+                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(0), SPEC)),
+                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(1), SPEC)),
+                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(2), SPEC)),
+                (produce, (q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, sizes, SPEC)),
             ],
             [4, 4, 1],
             [SPEC.REGISTERS, SPEC.REGISTERS, 24],
@@ -371,17 +390,20 @@ def hopper_forward_kernel(
 
 @functools.lru_cache(4096)
 def specify(head_dim: int, causal: bool, q_len: int, kv_len: int, group: int = 1) -> Spec:
-    """What the kernel is compiled with for a shape. group: query heads to a key head."""
+    """What the kernel is compiled with for a shape. group: query heads to a key head. LOG.md has the times."""
     # With head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than
     # two where tiles of 192 rows fit: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384, but 1.22
     # at 1024 (causal).
     many = head_dim == 64 and q_len >= (4096 if causal else 2048)
     consumers, stages, registers = (3, 3, 160) if many else (2, 256 // head_dim, 240)
+    claimed = q_len >= CLAIMED_FROM
     return Spec(
         GROUP=gl.constexpr(group),
         CAUSAL=gl.constexpr(causal),
         ALIGNED=gl.constexpr(not causal or (kv_len - q_len) % ROWS.value == 0),
         HALVED=gl.constexpr(causal and consumers == 2 and (kv_len - q_len) % BLOCK_N.value == 0),
+        CLAIMED=gl.constexpr(claimed),
+        EARLY=gl.constexpr(claimed and causal and (many or head_dim == 128)),
         CONSUMERS=gl.constexpr(consumers),
         STAGES=gl.constexpr(stages),
         REGISTERS=gl.constexpr(registers),

@@ -3,21 +3,14 @@
 A work is a block of KEYS keys of a head, with all queries that see one of them. As many programs run as the GPU has
 processors, and each takes one work after another: its first tiles arrive while the warps finish the one before. With
 a program for each, a work took 14 to 30 us at 512 to 2048 causal tokens, 5 of them around its steps (LOG.md).
-
-Programs claim works by a counter, in one order, and do them in that order. So a work is claimed by a program that
-runs, after all before it, and may wait for those (hopper_dq.py does) wherever and whenever a GPU runs the programs.
 """
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from .hopper import Ring, make_barriers
 
 KEYS = gl.constexpr(128)
-CLAIMS = gl.constexpr(2)  # works that a program has claimed: the one it does, and the next
 # head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
 BLOCK_M = {64: 128, 128: 64}
 
@@ -76,33 +69,3 @@ def plan(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
         sequence // sizes.heads, sequence % sizes.heads, sequence, key_block, last, steps, clear,
         sizes.kv_len - first_key, diagonal,
     )  # fmt: skip
-
-
-@gluon.jit
-def make_claims(READERS: gl.constexpr):
-    """The indices of works on their way from the warp that claims them to READERS others."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    indices = gl.allocate_shared_memory(gl.int32, [CLAIMS, 1], flat)
-    return Ring(indices, make_barriers(CLAIMS, 1), make_barriers(CLAIMS, READERS))
-
-
-@gluon.jit
-def claim(Counter, claims, place, sizes):
-    """Claim the place-th work of this program, and tell the other warps: its index, or -1 where none is left."""
-    alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    index = gl.atomic_add(Counter, 1)
-    index = gl.where(index < sizes.key_blocks * sizes.sequences, index, -1)
-    slot = place % CLAIMS
-    mbarrier.wait(claims.empty.index(slot), (place // CLAIMS & 1) ^ 1)
-    claims.tiles.index(slot).store(gl.full([1], 0, gl.int32, alone) + index)
-    mbarrier.arrive(claims.full.index(slot))
-    return index
-
-
-@gluon.jit
-def claimed(claims, place):
-    """What `claim` claimed. The reader releases claims.empty of place % CLAIMS when all its threads have it."""
-    alone: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = place % CLAIMS
-    mbarrier.wait(claims.full.index(slot), place // CLAIMS & 1)
-    return gl.max(claims.tiles.index(slot).load(alone), 0)

@@ -94,6 +94,24 @@ def test_250_repeats_agree_bit_for_bit(causal: bool, head_dim: int) -> None:
         assert torch.equal(again_lse, lse)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("programs", [1, 7])
+def test_any_number_of_programs_gives_the_same(
+    programs: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels import launch
+    from kernels.flash import hopper_launch
+
+    for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000), (4100, 4100)]:
+        tensors = normal(q_len, kv_len, head_dim, torch.bfloat16, batch=2, heads=6, kv_heads=3)
+        got = run(*tensors, causal=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(hopper_launch, "processors", lambda device: programs)
+            patch.setattr(launch, "_known", {})
+            other = run(*tensors, causal=True)
+        assert all(torch.equal(*pair) for pair in zip(got, other, strict=True))
+
+
 def test_extreme_scores_stay_finite() -> None:
     """All scores equal and hugely negative, one key that wins everything, zeros."""
     q, k, v = normal(300, 300, 64, torch.bfloat16, heads=2, kv_heads=2)

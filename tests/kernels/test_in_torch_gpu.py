@@ -61,6 +61,32 @@ def test_a_graph_replays_forward_and_backward_with_new_numbers_and_new_dropout(f
     assert equal(results, forward_and_backward(flash, tensors, d_out, **options))
 
 
+def test_graphs_and_calls_side_by_side_do_not_meet(flash) -> None:
+    """Programs of a kernel share their work by a counter: each launch that runs at a time needs one of its own."""
+    steps = []
+    for number in range(3):  # so few heads that all fit on the GPU at a time
+        *tensors, d_out = inputs(
+            4096, 4096, 64, torch.bfloat16, seed=number, heads=2, kv_heads=2, device="cuda"
+        )
+        steps.append(lambda tensors=tensors, d_out=d_out: forward_and_backward(flash, tensors, d_out))
+    graphs = [captured(step) for step in steps]
+    wanted = [step() for step in steps]
+    streams = [torch.cuda.Stream() for _ in steps]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        results = []
+        for (graph, _), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for step, stream in zip(steps, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(step())
+        torch.cuda.synchronize()
+        for want, got, (_, replayed) in zip(wanted, results, graphs, strict=True):
+            assert equal(want, got)
+            assert equal(want, replayed)
+
+
 def test_a_graph_reads_the_masks_of_each_replay_and_a_call_reads_what_a_replay_wrote(flash) -> None:
     *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, **SHAPE)
     bounds = [

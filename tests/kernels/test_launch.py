@@ -184,6 +184,8 @@ from kernels.flash import hopper_launch, tiers
 
 assert triton.__version__ in tiers.VERIFIED_TRITON
 hopper_launch.processors = lambda device: 132
+zero = torch.zeros(1, dtype=torch.int32)
+hopper_launch.counter = lambda device: zero
 count_slow([hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_kernel])
 count_slow([hopper_launch.delta_kernel, hopper_launch.round_kernel])
 
@@ -210,6 +212,7 @@ def step(q, k, v, causal, scale=0.125, out=None):
 cases = [
     (packed(256), True),
     (packed(256), False),
+    (packed(2048), True),  # claims its tiles
     (alone(*packed(256)), True),
     (alone(*packed(200, batch=1)), True),
     (packed(256, heads=1, kv_heads=1), True),
