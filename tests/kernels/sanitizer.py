@@ -63,6 +63,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "embedding": look_up,
         "packed": packed,
         "hopper_grouped": lambda: attend("hopper", 64, 130, 190, kv_heads=2),
+        "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),
     }
     for tier in ("hopper", "triton"):
         for head_dim in (64, 128):
