@@ -59,12 +59,23 @@ class FlashSoftmax(torch.autograd.Function):
 
 
 def reordered(
-    tensors: Sequence[torch.Tensor], d_out: torch.Tensor, order: torch.Tensor, **options
+    tensors: Sequence[torch.Tensor], d_out: torch.Tensor, generator: torch.Generator, **options
 ) -> dict[str, torch.Tensor]:
     """out, dq, dk, dv from PyTorch in the inputs' own precision, its operations reordered: FlashAttention's
-    softmax, the scale moved from the scores to k, and head_dim, over which every product sums, in another order."""
-    q, k, v = (x.detach()[..., order].requires_grad_() for x in tensors)
-    d_out = d_out[..., order]
+    softmax, the scale moved from the scores to k, and what products sum over in another order: head_dim, and where
+    every query sees every key those too."""
+    queries, keys, dims = (
+        torch.randperm(length, generator=generator).to(d_out.device)
+        for length in (d_out.shape[2], tensors[1].shape[2], d_out.shape[3])
+    )
+    if options.get("causal", True) or set(options) - {"causal", "scale"}:
+        queries, keys = queries.sort().values, keys.sort().values
+    rows = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
+    q, k, v = (
+        x.detach()[:, :, order][..., dims].requires_grad_()
+        for x, order in zip(tensors, (queries, keys, keys), strict=True)
+    )
+    d_out = d_out[:, :, queries][..., dims]
     scale = options.pop("scale", None) or 1 / math.sqrt(q.shape[-1])
     delta = []
     softmax = mock.Mock(side_effect=lambda scores, dim: FlashSoftmax.apply(scores, delta))
@@ -75,8 +86,10 @@ def reordered(
     # One by one, as a matrix product adds, but from the end: in the same order dP - delta could be 0 exactly.
     delta.append(sum(reversed(terms.split(1, dim=-1))))
     results = (out.detach(), *torch.autograd.grad(out, (q, k, v), d_out))
-    back = order.argsort()
-    return {name: x[..., back] for name, x in zip(("out", "dq", "dk", "dv"), results, strict=True)}
+    return {
+        name: x[:, :, order.argsort()][..., dims.argsort()]
+        for (name, order), x in zip(rows.items(), results, strict=True)
+    }
 
 
 def assert_as_accurate(
@@ -94,8 +107,7 @@ def assert_as_accurate(
     """
     want = golden(tensors, d_out, **options)
     generator = torch.Generator().manual_seed(0)
-    orders = [torch.randperm(d_out.shape[-1], generator=generator).to(d_out.device) for _ in range(8)]
-    peers = [reordered(tensors, d_out, order, **options) for order in orders]
+    peers = [reordered(tensors, d_out, generator, **options) for _ in range(8)]
     assert_within(got, want, peers, times)
 
 
