@@ -4,6 +4,7 @@ No state and no scan: a batch is a pure function of (corpus, seed, n), so resumi
 sequences of a step do not depend on how many ranks share it.
 """
 
+import shlex
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
@@ -46,6 +47,11 @@ class Corpus:
         encoding = load_tokenizer(name)
         if tokenizer_hash(encoding) != self.manifest.tokenizer["sha256"]:
             made_with = self.manifest.tokenizer["name"]
+            if name == made_with:  # a rank file
+                raise DataError(
+                    f"{name} has changed since {self.directory} was made with it: put the old file back, or prepare "
+                    "the corpus again with this one"
+                )
             raise DataError(
                 f"{self.directory} was made with tokenizer {made_with}, {name} is another: "
                 f"use data.tokenizer={made_with}, or prepare the corpus again with {name}"
@@ -66,7 +72,7 @@ class Corpus:
     def damaged(self, shard_file: str, reason: str) -> DataError:
         return DataError(
             f"{self.directory / shard_file} {reason}: rebuild just this shard with "
-            f"python -m {__package__}.inspect {self.directory} --repair {shard_file}"
+            f"python -m {__package__}.inspect {shlex.quote(str(self.directory))} --repair {shard_file}"
         )
 
 
