@@ -131,7 +131,7 @@ class Report:
         if job.dtype is torch.float32:  # for its digits, on the ordinary cores: shown, not held to anything
             return []
         found = [f"wgmma serialised ({warning})" for warning in self.warnings]
-        if self.spill_bytes > (BUDGETS["features"]["bytes"] if job.feature else 0):
+        if self.spill_bytes > BUDGETS["spilled_bytes"]:
             found.append(f"{self.spill_bytes} bytes spilled")
         if self.tensor_cores != TENSOR_CORES[job.architecture]:
             found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")

@@ -56,10 +56,10 @@ def forward_kernel(
 
     if SPEC.BLOCK_D > 64:
         # Rows are counted from the tile's first, unlike in the store of out: with one mask for both, its predicates
-        # stay in registers through the loops, and a feature at head_dim 128 on sm_90 spills up to 28 B.
+        # stay in registers through the loops, and d128 on sm_90 spills up to 28 B with a feature.
         first_64, left = first_row.to(tl.int64), q_len - first_row
         q = load_rows(Q + first_64 * stride_qm, 0, left, stride_qm, SPEC, SPEC.BLOCK_M, True)
-    else:  # of which ptxas makes 128 registers with dropout, and of the other 130: a CTA of four less
+    else:  # nothing spills, and with two masks d64 with dropout takes 130 registers for 128: a CTA of four less
         q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
     acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
     row_max = tl.full([SPEC.BLOCK_M], LOWEST, tl.float32)
