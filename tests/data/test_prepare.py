@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import itertools
 import json
 import os
 import random
@@ -12,7 +13,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import tiktoken
 import zstandard
+from tiktoken_ext import openai_public
 
 from data import DataError
 from data.corpora import TextFiles, make_corpus
@@ -20,8 +23,8 @@ from data.loader import Corpus, TokenSplit, open_corpus
 from data.prepare import prepare
 from data.progress import ConsoleProgress
 from data.readers import text_parts
-from data.shards import split_order
-from data.tokenizer import load_tokenizer
+from data.shards import Workshop, encode, split_order
+from data.tokenizer import END_OF_TEXT, load_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +151,43 @@ def test_a_long_document_is_cut_without_changing_its_tokens(
     assert sum(corpus.manifest.tokens.values()) == sum(
         len(encoding.encode_ordinary(t)) + 1 for t in (long, "short")
     )
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2", "cl100k_base", "o200k_base"])
+def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Path, monkeypatch):
+    """With all pairs of bytes for tokens, so that two halves of a piece would be merged otherwise."""
+    pairs = [bytes(pair) for pair in itertools.product(range(256), repeat=2)]
+    ranks = {token: rank for rank, token in enumerate([*(bytes([value]) for value in range(256)), *pairs])}
+    if name == "bytes":
+        encoding = load_tokenizer(name)
+    else:
+        for load in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+            monkeypatch.setattr(openai_public, load, lambda *_, **__: {})
+        encoding = tiktoken.Encoding(
+            name,
+            pat_str=getattr(openai_public, name)()["pat_str"],
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: len(ranks)},
+        )
+    monkeypatch.setattr("data.tokenizer.load_tokenizer", lambda _: encoding)
+    monkeypatch.setattr("data.shards._BLOCK_CHARACTERS", 20)
+    letters = [
+        *"   \t\n\r\x1c\x85\u00a0\u3000'.,_-/aZé\u0301東。、\uff0c1²\u0663🙂\ud83d",
+        "\r\n",
+        "'ll",
+        "the",
+        " a",
+    ]
+    choose = random.Random(0)
+    texts = ["".join(choose.choices(letters, k=choose.randrange(200))) for _ in range(1000)]
+    texts += ["", "x" * 100, "東" * 100, " " * 100, "1" * 100]  # no place to cut
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts))
+    parts = make_corpus("text_files", files=tmp_path / "a.jsonl").parts(1 << 14)
+    blocks = list(encode(parts, Workshop(tmp_path, f"pairs split as {name}", "<u4")))
+    assert len(blocks) > 3 * len(texts)
+    assert sum(documents for _, documents in blocks) == len(texts)
+    expected = [token for text in texts for token in [*encoding.encode_ordinary(text), encoding.eot_token]]
+    assert np.concatenate([tokens for tokens, _ in blocks]).tolist() == expected
 
 
 def test_a_separator_makes_documents_of_a_text_file(documents: list[str], tmp_path: Path):
