@@ -173,7 +173,8 @@ class HubPart:
     def pieces(self) -> Iterator[tuple[str, bool]]:
         hub.limit_retries()
         try:
-            for rows in self.dataset.iter(256):
+            # as fast as 256 at a time, of which 68 rows of 12 MB took 2.1 GB of memory, and take 0.9
+            for rows in self.dataset.iter(8):
                 for text in rows[self.column]:
                     yield as_text(text, self.column, self.path), True
         except DataError:
