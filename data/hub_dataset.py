@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -110,7 +111,7 @@ class HubDataset:
             if self._folder and load_dataset_builder(self.repo, self.config, data_files=files).name == "text":
                 raise DataError(
                     f"{self.repo} holds .txt files, and `datasets` makes a document of each of their lines, without "
-                    f"its line end: use data=text_files data.files={self._folder}"
+                    f"its line end: use data=text_files {shlex.quote(f'data.files={self._folder}')}"
                 )
             dataset = load_dataset(
                 self.repo,

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -441,7 +442,8 @@ def test_a_damaged_shard_is_named_with_the_command_that_rebuilds_it(
 ):
     from data.inspect import main
 
-    corpus = prepare(make_corpus("text_files", files=str(parquet)), rank_file, tmp_path, workers=1)
+    cache = tmp_path / "a folder; of mine"
+    corpus = prepare(make_corpus("text_files", files=str(parquet)), rank_file, cache, workers=1)
     good = shards(corpus)
     path = corpus.directory / file
     content = bytearray(path.read_bytes())
@@ -451,7 +453,7 @@ def test_a_damaged_shard_is_named_with_the_command_that_rebuilds_it(
         path.unlink()
     with pytest.raises(DataError, match=f"{file}.*python -m data.inspect .* --repair {file}") as refusal:
         open_corpus(corpus.directory)
-    command = str(refusal.value).split("python -m data.inspect ")[1].split()
+    command = shlex.split(str(refusal.value).split("python -m data.inspect ")[1])
     untouched = {name: os.stat(corpus.directory / name).st_mtime_ns for name in good if name != file}
     assert main(command) == 0
     assert shards(open_corpus(corpus.directory)) == good
