@@ -1,5 +1,6 @@
 """`python -m data.inspect` on a corpus and on a run (3 s)."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,19 @@ def test_a_changed_source_cannot_repair(tmp_path: Path):
     refused = inspect(corpus.directory, "--repair")
     assert refused.returncode == 1
     assert "has changed since" in refused.stderr
+
+
+def test_a_rank_file_that_changed_is_said_to_have(documents: list[str], rank_file: str, tmp_path: Path):
+    ranks = Path(shutil.copy(rank_file, tmp_path / "own.tiktoken"))
+    (tmp_path / "a.txt").write_text("\n\n".join(documents))
+    corpus = prepare(
+        make_corpus("text_files", files=tmp_path / "a.txt", separator="\n\n"), str(ranks), tmp_path, workers=1
+    )
+    *lines, last = ranks.read_text().splitlines(keepends=True)
+    ranks.write_text("".join(lines))
+    refused = inspect(corpus.directory)
+    assert refused.returncode == 1
+    changed = f"error: {ranks} has changed since {corpus.directory} was made with it"
+    assert refused.stderr == f"{changed}: put the old file back, or prepare the corpus again with this one\n"
+    ranks.write_text("".join([*lines, last]))
+    assert inspect(corpus.directory).returncode == 0
