@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from .shards import (
     tokenise_unit,
     write_val_shard,
 )
-from .tokenizer import load_tokenizer, tokenizer_hash
+from .tokenizer import load_encoder, load_tokenizer, tokenizer_hash
 from .workers import Workers, cpu_count
 
 # Small enough that a kill costs a second and workers end together, large enough that OpenWebText is 4,800 files.
@@ -136,11 +137,13 @@ def _make(
     units = group(source.parts(SHARD_BYTES), SHARD_BYTES)
     if not units:
         raise DataError(f"{source.name} holds no text")
-    _check_room(source, units, workshop, progress)
     text_bytes = sum(part.text_bytes for unit in units for part in unit)
     if source.limit_documents is not None and source.arguments.get("streaming"):
         workers = 1  # several work ahead of the limit, and would download files that it does not need
-    with Workers(min(workers, 1 + text_bytes // WORTH_A_PROCESS)) as processes:
+    workers = min(workers, 1 + text_bytes // WORTH_A_PROCESS)
+    with Workers(workers, first=partial(load_encoder, workshop.tokenizer)) as processes:
+        # behind it the processes start: 0.2 s less, of 9 for 250 MB with two
+        _check_room(source, units, workshop, progress)
         return _make_shards(source, units, workshop, val_fraction, processes, progress)
 
 

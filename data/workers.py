@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from typing import Any
 
 from . import DataError
@@ -20,17 +21,25 @@ def cpu_count() -> int:
 
 
 class Workers:
-    """`count` processes for the time of a `with` block; 1 is the calling process itself."""
+    """`count` processes for the time of a `with` block; 1 is the calling process itself.
 
-    def __init__(self, count: int):
-        self.count = count
+    They start at once, each with a call of `first`, while the caller goes on.
+    """
+
+    def __init__(self, count: int, first: Callable[[], Any]):
+        self.count, self._first = count, first
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Workers":
         if self.count > 1:
             # spawn: the caller may hold CUDA or threads, neither of which survives a fork
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.count, mp_context=context, initializer=_end_with_parent)
+            self._pool = ProcessPoolExecutor(
+                self.count, mp_context=context, initializer=_begin, initargs=(self._first,)
+            )
+            with suppress(BrokenProcessPool):  # which run() tells of
+                for _ in range(self.count):
+                    self._pool.submit(os.getpid)  # a job that finds no process free starts one
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,6 +68,11 @@ class Workers:
         finally:
             for future in futures:
                 future.cancel()
+
+
+def _begin(first: Callable[[], Any]) -> None:
+    _end_with_parent()
+    first()
 
 
 def _end_with_parent() -> None:
