@@ -80,7 +80,7 @@ def load_tiles(
     count = 0
     index = 0
     while index >= 0:
-        index = tell(ask(Counter), Counter, shared.claims, place, sizes.key_blocks * sizes.sequences)
+        index = tell(ask(Counter), shared.claims, place, sizes.key_blocks * sizes.sequences)
         if index >= 0:
             work = plan(index, sizes, BLOCK_M, CAUSAL)
             for step in range(work.steps):

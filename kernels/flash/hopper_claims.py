@@ -7,29 +7,13 @@ whenever a GPU runs the programs.
 One warp of a program claims, a work ahead of the others, and hands them its index through shared memory.
 """
 
-import functools
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.runtime import driver
 
 from .hopper import Ring, make_barriers
 
-CLAIMS = gl.constexpr(2)  # works that a program has claimed: the one it does, and the next
-
-
-def counter(device: torch.device) -> torch.Tensor:
-    """An int32 0 to claim by: one for each stream, on which kernels run one after another and leave it at 0."""
-    if torch.cuda.is_current_stream_capturing():  # replays of two graphs may run side by side
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    return _counter_of(driver.active.get_current_stream(device.index), device)
-
-
-@functools.cache
-def _counter_of(stream: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+CLAIMS = gl.constexpr(2)  # indices on their way: that of the work that a program does, and of the next
 
 
 @gluon.jit
@@ -60,12 +44,10 @@ def ask(Counter):
 
 
 @gluon.jit
-def tell(answer, Counter, claims, place, works):
+def tell(answer, claims, place, works):
     """Tell the other warps the place-th work of this program: its index, or -1 where none is left."""
     alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     index = gl.inline_asm_elementwise(FIRST, "=r,r", [answer], gl.int32, False, 1)
-    if index == works + gl.num_programs(0) - 1:  # the last that finds none: nobody counts after it
-        gl.store(Counter, 0)
     index = gl.where(index < works, index, -1)
     slot = place % CLAIMS
     mbarrier.wait(claims.empty.index(slot), (place // CLAIMS & 1) ^ 1)

@@ -42,9 +42,7 @@ class Spec:
     # Of that block the first of two consumers sees no more than half, and computes no more: 0.93 of the time at 1024.
     HALVED: gl.constexpr
     CLAIMED: gl.constexpr  # programs claim their tiles (hopper_claims.py); else they are dealt beforehand
-    EARLY: (
-        gl.constexpr
-    )  # a tile's exponentials come before the wait for the product under way, not after it (`advance`)
+    EARLY: gl.constexpr  # a tile's exponentials come before the wait for P V, not after it (`advance`)
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr  # tiles of K, and of V, in shared memory
     REGISTERS: gl.constexpr  # of a consumer's thread
@@ -117,7 +115,7 @@ def produce(q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, size
     stage = 0
     phase = 0
     place = 0
-    index = tell(ask(Counter), Counter, claims, place, sizes.tiles) if SPEC.CLAIMED else dealt(place, sizes)
+    index = tell(ask(Counter), claims, place, sizes.tiles) if SPEC.CLAIMED else dealt(place, sizes)
     while index >= 0:
         if SPEC.CLAIMED:
             answer = ask(Counter)
@@ -134,7 +132,7 @@ def produce(q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, size
             fetch(v_desc, [batch, kv_head, first_key, 0], values, stage, phase)
             stage, phase = following(stage, phase, SPEC.STAGES)
         place += 1
-        index = tell(answer, Counter, claims, place, sizes.tiles) if SPEC.CLAIMED else dealt(place, sizes)
+        index = tell(answer, claims, place, sizes.tiles) if SPEC.CLAIMED else dealt(place, sizes)
 
 
 @gluon.jit
@@ -263,8 +261,8 @@ def advance(
         scores = hide(scores, first_row, first_key, sizes, SPEC)
     new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, unit)
     if SPEC.EARLY:
-        # ptxas moves nothing across this wait. Without it the exponentials go behind the next one, which took 1.05 to
-        # 1.12 of the time with head_dim 128 and a causal mask, but 0.94 to 0.97 without a mask (LOG.md).
+        # ptxas moves nothing across this wait. Without it the exponentials go behind the next one, which took 1.07 to
+        # 1.12 of the time with head_dim 128 and a causal mask, but 0.94 to 0.98 without a mask (LOG.md).
         mbarrier.wait(values.full.index(next_stage), next_phase)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(values.empty.index(stage))
@@ -352,7 +350,7 @@ def hopper_forward_kernel(
 ):  # fmt: skip
     """Grid (at most as many programs as tiles,).
 
-    Lse: float32 (batch, heads, q_len), contiguous. Counter: int32 0, and so left (hopper_claims.py).
+    Lse: float32 (batch, heads, q_len), contiguous. Counter: int32 0, where programs claim (hopper_claims.py).
     """
     queries = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
     keys = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)

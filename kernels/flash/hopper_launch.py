@@ -8,7 +8,6 @@ import triton
 from ..launch import Launch, launch, processors
 from .hopper import Descriptor, fits_tma, rows_of
 from .hopper_backward import hopper_backward_kernel, steps_late
-from .hopper_claims import counter
 from .hopper_dq import SUM_BLOCK, delta_kernel, round_kernel
 from .hopper_forward import BLOCK_N, CLAIMED_FROM, ROWS, hopper_forward_kernel, specify
 from .hopper_work import BLOCK_M, KEYS
@@ -56,8 +55,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
         return hopper_forward_kernel, (min(tiles, processors(q.device)), 1, 1), numbers, {}
 
     key = ("hopper forward", q.shape, k.shape, out.stride(), causal, scale)
-    claims = counter(q.device) if q.shape[2] >= CLAIMED_FROM else None
-    launch((out, lse, claims), key, prepare, (q, k, v), _describe_forward)
+    # New each time: one that is kept would lie in the pool of the CUDA graph that was warmed up when it was made, and
+    # torch.compile's mode "reduce-overhead" stops at what is left there.
+    counter = q.new_zeros(1, dtype=torch.int32) if q.shape[2] >= CLAIMED_FROM else None
+    launch((out, lse, counter), key, prepare, (q, k, v), _describe_forward)
 
 
 def _forward_together(k: Tensor, group: int, claimed: bool) -> int:

@@ -142,11 +142,12 @@ class Attention(torch.nn.Module):
         return self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.parametrize("length", [300, 2100])  # the longer's tiles are claimed
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_views_of_a_packed_qkv_under_inductor(flash, mode: str) -> None:
+def test_views_of_a_packed_qkv_under_inductor(flash, mode: str, length: int) -> None:
     torch.manual_seed(0)
     model = Attention(flash).to("cuda", torch.bfloat16)
-    x, d_out = torch.randn(2, 4, 300, 256, device="cuda", dtype=torch.bfloat16)[:, :2].unbind()
+    x, d_out = torch.randn(2, 4, length, 256, device="cuda", dtype=torch.bfloat16)[:, :2].unbind()
     results = []
     for step in (model, torch.compile(model, fullgraph=True, mode=mode)):
         for _ in range(
