@@ -200,13 +200,17 @@ def _constants(job: Job) -> dict[str, object]:
 
 
 def _hopper_constants(job: Job) -> dict[str, object]:
-    ragged = job.feature == RAGGED
+    ragged, bounded = job.feature == RAGGED, job.feature == "documents"
+    absent = {} if bounded else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if job.kernel == "hopper_forward":
-        spec = hopper_forward.specify(job.head_dim, job.causal, job.length, job.length + ragged)
-        return {"SPEC": spec} if spec.CLAIMED.value else {"SPEC": spec, "Counter": None}
+        spec = hopper_forward.specify(
+            job.head_dim, job.causal, job.length, job.length + ragged, bounded=bounded
+        )
+        return {"SPEC": spec, **absent} if spec.CLAIMED.value else {"SPEC": spec, "Counter": None, **absent}
     row_blocks = job.length // hopper_work.BLOCK_M[job.head_dim]
-    late = hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
-    return {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged, "LATE": late}
+    late = 0 if bounded else hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
+    rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
+    return {**rules, "LATE": late, "BOUNDED": bounded, **absent}
 
 
 def _descriptor(name: str, job: Job) -> str:
@@ -303,6 +307,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                         if length == 2048 and (name, head_dim, causal) != ("hopper_forward", 64, True):
                             continue  # the kernel of 16384
                         jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
+                jobs += [Job(90, name, head_dim, True, None, feature="documents") for name in HOPPER]
     return jobs
 
 

@@ -137,9 +137,11 @@ def flash_forward(
     if k is None:
         q, k, v = _parts(q)
     masks = (seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks)
-    plain = not precise_delta and _is_plain(masks, left, right, softcap)
-    if takes_hopper(tier, q, plain, lambda: hopper().fits_forward(q, k, v)):
-        hopper().forward(q, k, v, out, lse, causal=causal, scale=scale)
+    has = not precise_delta and _hopper_has((seed, alibi_slopes, sinks, kv_lengths, key_blocks), softcap)
+    has = has and _hopper_bounds(q, k, causal, left, right, document_starts)
+    if takes_hopper(tier, q, has, lambda: hopper().fits_forward(q, k, v)):
+        bounds = {"left": left, "document_starts": document_starts}
+        hopper().forward(q, k, v, out, lse, causal=causal, scale=scale, **bounds)
     elif out.numel():
         pointers = (q, k, v, out, out_low if precise_delta else None, lse, *masks)
         given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
@@ -185,9 +187,12 @@ def flash_backward(
     if d_lse is not None:
         d_lse = d_lse.contiguous()
     masks = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
-    plain = _is_plain((*masks, key_blocks, out_low), left, right, softcap)
-    if takes_hopper(tier, q, plain, lambda: hopper().fits_backward(q, k, v, out, d_out)):
-        hopper().backward(d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale)
+    has = _hopper_has((seed, alibi_slopes, kv_lengths, key_blocks, out_low), softcap)
+    has = has and _hopper_bounds(q, k, causal, left, right, document_starts)
+    if takes_hopper(tier, q, has, lambda: hopper().fits_backward(q, k, v, out, d_out)):
+        tensors = (d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta)
+        bounds = {"left": left, "document_starts": document_starts, "document_ends": document_ends}
+        hopper().backward(*tensors, causal=causal, scale=scale, **bounds)
         return results
     given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
     rules = (causal, dropout_p, left, right, softcap, *given)
@@ -200,10 +205,19 @@ def flash_backward(
     return results
 
 
-def _is_plain(optional: tuple[Tensor | None, ...], left: int, right: int, softcap: float) -> bool:
-    """Whether nothing is asked that only the portable kernels have."""
-    absent = all(tensor is None for tensor in optional)
-    return absent and softcap == 0 and left == right == -1 and not are_forced()
+def _hopper_has(others: tuple[Tensor | None, ...], softcap: float) -> bool:
+    """Whether nothing is asked that only the portable kernels have. others: what would bring it."""
+    return all(tensor is None for tensor in others) and softcap == 0 and not are_forced()
+
+
+def _hopper_bounds(
+    q: Tensor, k: Tensor, causal: bool, left: int, right: int, documents: Tensor | None
+) -> bool:
+    """Whether the Hopper kernels have the window and the documents: under the causal mask, with as many keys as
+    queries."""
+    if causal and q.shape[2] == k.shape[2]:
+        return True
+    return left == -1 and (causal or right == -1) and documents is None
 
 
 class _Flash(torch.autograd.Function):

@@ -9,7 +9,8 @@ up (hopper_dq.py).
 dQ needs dS of both warpgroups, which would meet in each step. In long loops a warpgroup multiplies dQ of the step
 before instead, whose dS the other has laid down long ago.
 
-Plain attention only; the rest is the portable kernels' (backward.py). Heads that share keys have works of their own
+Plain attention, and windows and documents under the causal mask (hopper_bounds.py); the rest is the portable kernels'
+(backward.py). Heads that share keys have works of their own
 each, and dK and dV of their own.
 """
 
@@ -26,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
+from .hopper_bounds import Bounds, end_rows
 from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
 from .hopper_dq import SUM_BLOCK, add_dq, by_thread
 from .hopper_work import KEYS, Sizes, plan
@@ -158,11 +160,15 @@ def consume(
             arrive(shared.ds.empty[WHICH].index((count - 1) % STAGES))
         if MASKED:
             seen_from = first_rows(WHICH, work, CAUSAL, scores_layout)
+        if sizes.bounds is not None:
+            seen_until = last_rows(WHICH, work, sizes.bounds, BLOCK_M, scores_layout)
         for step in range(work.steps):
             # The mask goes in before the product: no branch may stand between products under way.
             bias = zeros
-            if MASKED and step >= work.clear:
+            if MASKED and (step >= work.clear or step < work.begun):
                 bias = mask(zeros, seen_from, step * BLOCK_M, CAUSAL)
+                if sizes.bounds is not None:
+                    bias = mask_ends(bias, seen_until, step * BLOCK_M)
             dk, dv = advance(dk, dv, bias, step, count, shared, sizes, scale, WHICH, MASKED, LATE)
         count += work.steps
         if LATE:
@@ -326,6 +332,13 @@ def first_rows(WHICH: gl.constexpr, work, CAUSAL: gl.constexpr, scores_layout: g
 
 
 @gluon.jit
+def last_rows(WHICH: gl.constexpr, work, bounds, BLOCK_M: gl.constexpr, scores_layout: gl.constexpr):
+    """The last row that sees each key of a warpgroup, and 1, less block `last`'s first."""
+    keys = work.key_block * KEYS + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores_layout))
+    return end_rows(keys, work.batch, bounds) - work.last * BLOCK_M
+
+
+@gluon.jit
 def mask(zeros, seen_from, passed, CAUSAL: gl.constexpr):
     """zeros, but -inf where a query must not see a key or there is no key. passed: rows from this block to `last`."""
     if CAUSAL:
@@ -335,22 +348,34 @@ def mask(zeros, seen_from, passed, CAUSAL: gl.constexpr):
     return gl.where(seen_from[:, None] == 0, zeros, float("-inf"))
 
 
-@gluon.jit(do_not_specialize=list(Sizes._fields))
+@gluon.jit
+def mask_ends(bias, seen_until, passed):
+    """bias, but -inf where a window or a document has ended before a query. passed: as for `mask`."""
+    rows = gl.arange(0, bias.shape[1], gl.SliceLayout(0, bias.type.layout))[None, :]
+    own = rows & 6  # as in `mask`: without it 464 B are spilled
+    return gl.where(rows - own < (seen_until + passed)[:, None] - own, bias, float("-inf"))
+
+
+@gluon.jit(do_not_specialize=[*Sizes._fields, "left"])
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns,
-    heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, scale,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
+    heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, left, scale,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the float32 sum of dQ / scale. Grid (as many programs as run at a time, or fewer,).
 
     dK and dV are of all heads, K and V of one in GROUP. The sum has two SUM_BLOCKs a block of queries, each in the
     order of `by_thread`; blocks that see no key are not written. Lse, Delta: float32 (batch, heads, q_len),
-    contiguous. Turns: int32 zeros, one a block of queries, and one more that counts claims.
+    contiguous. Turns: int32, one a block of queries, and one more that counts claims, as `delta_kernel` leaves them.
+    DocumentStart, DocumentEnd, left: see hopper_bounds.py, if BOUNDED.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    sizes = Sizes(heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks)
+    bounds: gl.constexpr = None
+    if BOUNDED:
+        bounds = Bounds(DocumentStart, DocumentEnd, left, q_len)
+    sizes = Sizes(heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, bounds)
     Counter = Turns + row_blocks * sequences
 
     k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005

@@ -16,8 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .hopper_bounds import first_keys
 from .hopper_claims import CLAIMS, claimed
-from .hopper_work import plan
+from .hopper_work import KEYS, plan
 
 # Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
@@ -64,7 +65,7 @@ def add_dq(
     sum_desc, Turns, sums, claims, sizes,
     BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Add every other tile of dQ, from the WHICH-th on, each in its turn: as many as blocks of keys come before."""
+    """Add every other tile of dQ, from the WHICH-th on, each in its turn: that of its block of keys."""
     place = 0
     count = 0
     index = claimed(claims, place)
@@ -73,12 +74,15 @@ def add_dq(
         work = plan(index, sizes, BLOCK_M, CAUSAL)
         for step in range((count + WHICH) & 1, work.steps, 2):
             block = work.sequence * sizes.row_blocks + work.last - step
+            first = 0  # block of keys that these queries see
+            if sizes.bounds is not None:
+                first = first_keys((work.last - step) * BLOCK_M, work.batch, sizes.bounds) // KEYS
             take(WAIT_TURN, Turns + block, work.key_block)
             for half in gl.static_range(2):
                 tile = 2 * WHICH + half
                 mbarrier.wait(sums.full.index(tile), (count + step) >> 1 & 1)
                 spot = [(2 * block + half) * SUM_BLOCK[0], 0]
-                if work.key_block == 0:
+                if work.key_block == first:
                     tma.async_copy_shared_to_global(sum_desc, spot, sums.tiles.index(tile))
                 else:
                     tma_add(sum_desc, spot, sums.tiles.index(tile))
@@ -102,15 +106,16 @@ def by_thread(dq):
     return parts.reshape([SUM_BLOCK[0], SUM_BLOCK[1]])
 
 
-@triton.jit(do_not_specialize=["q_len"])
+@triton.jit(do_not_specialize=["q_len", "left"])
 def delta_kernel(
-    Out, DOut, DLse, Delta, Turns,
-    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    Out, DOut, DLse, Delta, Turns, DocumentStart,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len, left,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O), less the gradient of lse (see backward.py), and all turns and the count of works to 0.
+    """delta = rowsum(dO * O), less the gradient of lse (see backward.py); the count of works to 0, and each turn to
+    the first block of KEYS keys that its queries see.
 
-    Grid (heads, ceil(q_len / BLOCK_M), batch).
+    DocumentStart, left: see hopper_bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch).
     """
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
@@ -125,7 +130,10 @@ def delta_kernel(
     if DLse is not None:
         delta -= tl.load(DLse + sequence * q_len + rows, mask=rows < q_len, other=0.0)
     tl.store(Delta + sequence * q_len + rows, delta, mask=rows < q_len)
-    tl.store(Turns + sequence * tl.num_programs(1) + block, 0)
+    first = tl.maximum(block * BLOCK_M - left, 0)
+    if DocumentStart is not None:
+        first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
+    tl.store(Turns + sequence * tl.num_programs(1) + block, first // KEYS)
     if sequence + block == 0:  # how many works are claimed stands behind the turns
         tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 

@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import LOG2_E, arrive, fetch, make_ring, opaque
+from .hopper import LOG2_E, Ring, arrive, fetch, make_ring, opaque
+from .hopper_bounds import Bounds, first_keys
 from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -41,6 +42,7 @@ class Spec:
     ALIGNED: gl.constexpr  # a consumer's last block of keys is the only one that needs a mask
     # Of that block the first of two consumers sees no more than half, and computes no more: 0.93 of the time at 1024.
     HALVED: gl.constexpr
+    BOUNDED: gl.constexpr  # by a window or documents (hopper_bounds.py)
     CLAIMED: gl.constexpr  # programs claim their tiles (hopper_claims.py); else they are dealt beforehand
     EARLY: gl.constexpr  # a tile's exponentials come before the wait for P V, not after it (`advance`)
     CONSUMERS: gl.constexpr
@@ -57,6 +59,15 @@ class Sizes(NamedTuple):
     batches: gl.tensor
     together: gl.tensor  # heads in a group
     tiles: gl.tensor  # of queries, in all heads
+    bounds: Bounds  # if SPEC.BOUNDED
+
+
+class Rings(NamedTuple):
+    """Tiles on their way from the producer to the consumers."""
+
+    q: Ring
+    k: Ring
+    v: Ring
 
 
 class Output(NamedTuple):
@@ -109,6 +120,15 @@ def key_blocks(rows, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def first_block(row, batch, sizes, SPEC: gl.constexpr):
+    """The block with the first key that a row sees, or where there is no such row, the last one."""
+    first = 0
+    if SPEC.BOUNDED:
+        first = first_keys(gl.minimum(row, sizes.q_len - 1), batch, sizes.bounds) // BLOCK_N
+    return first
+
+
+@gluon.jit
 def following(stage, phase, STAGES: gl.constexpr):
     """The stage of a ring after this one, and the parity of its barriers' phase."""
     last = stage == STAGES - 1
@@ -116,26 +136,25 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_tile(
-    index, place, q_desc, k_desc, v_desc, queries, keys, values, stage, phase, sizes, SPEC: gl.constexpr
-):  # fmt: skip
+def fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC: gl.constexpr):
     """Fetch the index-th tile of queries, and all its keys and values, last block first."""
     first_row, head, batch = tile_at(index, sizes, SPEC)
     for which in gl.static_range(SPEC.CONSUMERS):
         slot = place % Q_STAGES * SPEC.CONSUMERS + which
-        fetch(q_desc, [batch, head, first_row + which * ROWS, 0], queries, slot, place // Q_STAGES & 1)
+        row = first_row + which * ROWS
+        fetch(q_desc, [batch, head, row, 0], rings.q, slot, place // Q_STAGES & 1)
     blocks = key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
     kv_head = head // SPEC.GROUP
-    for passed in range(blocks):
+    for passed in range(blocks - first_block(first_row, batch, sizes, SPEC)):
         first_key = (blocks - 1 - passed) * BLOCK_N
-        fetch(k_desc, [batch, kv_head, first_key, 0], keys, stage, phase)
-        fetch(v_desc, [batch, kv_head, first_key, 0], values, stage, phase)
+        fetch(k_desc, [batch, kv_head, first_key, 0], rings.k, stage, phase)
+        fetch(v_desc, [batch, kv_head, first_key, 0], rings.v, stage, phase)
         stage, phase = following(stage, phase, SPEC.STAGES)
     return stage, phase
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, sizes, SPEC: gl.constexpr):
+def produce(q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC: gl.constexpr):
     """The producer."""
     stage = 0
     phase = 0
@@ -144,37 +163,23 @@ def produce(q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, size
         index = tell(ask(Counter), claims, place, sizes.tiles)
         while index >= 0:
             answer = ask(Counter)
-            stage, phase = fetch_tile(
-                index, place, q_desc, k_desc, v_desc, queries, keys, values, stage, phase, sizes, SPEC
-            )
+            stage, phase = fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC)
             place += 1
             index = tell(answer, claims, place, sizes.tiles)
     else:
         for place in range(count_dealt(sizes)):
-            stage, phase = fetch_tile(
-                dealt(place, sizes),
-                place,
-                q_desc,
-                k_desc,
-                v_desc,
-                queries,
-                keys,
-                values,
-                stage,
-                phase,
-                sizes,
-                SPEC,
-            )
+            index = dealt(place, sizes)
+            stage, phase = fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC)
 
 
 @gluon.jit
-def skip(blocks, keys, values, stage, phase, SPEC: gl.constexpr):
-    """Pass blocks that only later rows see. Waiting for them keeps this consumer's arrivals in their phases."""
+def skip(blocks, rings, stage, phase, SPEC: gl.constexpr):
+    """Pass blocks that only another consumer's rows see. To wait for them keeps the arrivals in their phases."""
     for _ in range(blocks):
-        mbarrier.wait(keys.full.index(stage), phase)
-        mbarrier.arrive(keys.empty.index(stage))
-        mbarrier.wait(values.full.index(stage), phase)
-        mbarrier.arrive(values.empty.index(stage))
+        mbarrier.wait(rings.k.full.index(stage), phase)
+        mbarrier.arrive(rings.k.empty.index(stage))
+        mbarrier.wait(rings.v.full.index(stage), phase)
+        mbarrier.arrive(rings.v.empty.index(stage))
         stage, phase = following(stage, phase, SPEC.STAGES)
     return stage, phase
 
@@ -249,6 +254,19 @@ def hide(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def hide_before(scores, first_seen, first_key):
+    """-inf where a row sees no key yet. first_seen: the first key that each sees."""
+    layout: gl.constexpr = scores.type.layout
+    # Opaque, or ptxas would keep this of a block not come to, and spill with head_dim 128.
+    first = gl.convert_layout(first_seen, gl.SliceLayout(1, layout))[:, None] - opaque(first_key)
+    keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    own = (
+        keys & 6
+    )  # as in `hide`, here with two consumers too: a masked step of 535 instructions, else 574 to 639
+    return gl.where(keys - own >= first - own, scores, float("-inf"))
+
+
+@gluon.jit
 def first_softmax(scores, unit, dtype: gl.constexpr):
     """Packed exponentials of the first tile of some rows, their maximum and their partial sums."""
     row_max = gl.maximum(gl.max(scores, 1) * unit, LOWEST)
@@ -281,9 +299,12 @@ def softmax(scores, row_max, row_sum, unit):
 @gluon.jit
 def advance(
     acc, p, row_max, row_sum, queries, slot, keys, values, stage, phase,
-    unit, first_row, first_key, sizes, SPEC: gl.constexpr,
+    unit, first_row, first_key, first_seen, sizes, SPEC: gl.constexpr, BEGINS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply p with the values at `stage`, and meanwhile take the keys of the stage after it into the softmax."""
+    """Multiply p with the values at `stage`, and meanwhile take the keys of the stage after it into the softmax.
+
+    BEGINS: for some row the first key that it sees is among these.
+    """
     next_stage, next_phase = following(stage, phase, SPEC.STAGES)
     scores = start_scores(queries, slot, keys, next_stage, next_phase, BLOCK_N)
     acc = start_output(p, acc, values, stage, phase, SPEC)
@@ -291,6 +312,8 @@ def advance(
     mbarrier.arrive(keys.empty.index(next_stage))
     if not SPEC.ALIGNED:
         scores = hide(scores, first_row, first_key, sizes, SPEC)
+    if BEGINS:
+        scores = hide_before(scores, first_seen, first_key)
     new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, unit)
     if SPEC.EARLY:
         # ptxas moves nothing across this wait. Without it the exponentials go behind the next one, which took 1.07 to
@@ -327,9 +350,12 @@ def finish(acc, row_max, row_sum, output, first_row, head, batch, sizes):
 
 @gluon.jit
 def attend(
-    index, place, queries, keys, values, stage, phase, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr
+    index, place, rings, stage, phase, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
     """Rows WHICH * 64 to WHICH * 64 + 63 of the index-th tile of queries."""
+    queries = rings.q
+    keys = rings.k
+    values = rings.v
     HEAD_DIM: gl.constexpr = queries.tiles.shape[4]
     dtype: gl.constexpr = queries.tiles.dtype
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -338,36 +364,53 @@ def attend(
     first_row = tile_row + WHICH * ROWS
     blocks = key_blocks(first_row + ROWS, sizes, SPEC)
     skipped = key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
-    stage, phase = skip(skipped, keys, values, stage, phase, SPEC)
+    stage, phase = skip(skipped, rings, stage, phase, SPEC)
     slot = place % Q_STAGES * SPEC.CONSUMERS + WHICH
     mbarrier.wait(queries.full.index(slot), place // Q_STAGES & 1)
 
     scores = warpgroup_mma_wait(0, [start_scores(queries, slot, keys, stage, phase, SEEN)])
     mbarrier.arrive(keys.empty.index(stage))
     scores = hide(scores, first_row, (blocks - 1) * BLOCK_N, sizes, SPEC)
+    if SPEC.BOUNDED:
+        rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores.type.layout))
+        first_seen = first_keys(rows, batch, sizes.bounds)
+        scores = hide_before(scores, first_seen, (blocks - 1) * BLOCK_N)
     p, row_max, row_sum = first_softmax(scores, unit, dtype)
     if SEEN < BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     if SPEC.EARLY:
         mbarrier.wait(values.full.index(stage), phase)
-    for passed in range(blocks - 1):
+    clear = blocks - 1  # blocks behind this one that all rows see
+    if SPEC.BOUNDED:
+        begin = first_block(first_row, batch, sizes, SPEC)
+        begin_of_last = first_keys(gl.minimum(first_row + ROWS, sizes.q_len) - 1, batch, sizes.bounds)
+        clear = gl.minimum(gl.maximum(clear - gl.cdiv(begin_of_last, BLOCK_N), 0), clear - begin)
+    for passed in range(clear):
         first_key = (blocks - 2 - passed) * BLOCK_N
         acc, p, row_max, row_sum, stage, phase = advance(
             acc, p, row_max, row_sum, queries, slot, keys, values, stage, phase,
-            unit, first_row, first_key, sizes, SPEC,
+            unit, first_row, first_key, None, sizes, SPEC, False,
         )  # fmt: skip
+    if SPEC.BOUNDED:
+        for block in range(blocks - 2 - clear, begin - 1, -1):
+            first_key = block * BLOCK_N
+            acc, p, row_max, row_sum, stage, phase = advance(
+                acc, p, row_max, row_sum, queries, slot, keys, values, stage, phase,
+                unit, first_row, first_key, first_seen, sizes, SPEC, True,
+            )  # fmt: skip
     mbarrier.arrive(queries.empty.index(slot))
     acc = warpgroup_mma_wait(0, [start_output(p, acc, values, stage, phase, SPEC)])
     mbarrier.arrive(values.empty.index(stage))
     finish(acc, row_max, row_sum, output, first_row, head, batch, sizes)
-    return following(stage, phase, SPEC.STAGES)
+    stage, phase = following(stage, phase, SPEC.STAGES)
+    if SPEC.BOUNDED:
+        stage, phase = skip(begin - first_block(tile_row, batch, sizes, SPEC), rings, stage, phase, SPEC)
+    return stage, phase
 
 
 @gluon.jit
-def consume(
-    queries, keys, values, claims, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr
-):  # fmt: skip
+def consume(rings, claims, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr):
     """The consumer of rows WHICH * 64 to WHICH * 64 + 63 of each tile."""
     stage = 0
     phase = 0
@@ -375,44 +418,35 @@ def consume(
         place = 0
         index = claimed(claims, place)
         while index >= 0:
-            stage, phase = attend(
-                index, place, queries, keys, values, stage, phase, output, sizes, unit, WHICH, SPEC
-            )
+            stage, phase = attend(index, place, rings, stage, phase, output, sizes, unit, WHICH, SPEC)
             place += 1
             index = claimed(claims, place)
             arrive(claims.empty.index((place - 1) % CLAIMS))  # read a whole tile before
     else:
         # A known number of tiles: a loop until there is none took 1.01 to 1.03 of the time, without a mask (LOG.md).
         for place in range(count_dealt(sizes)):
-            stage, phase = attend(
-                dealt(place, sizes),
-                place,
-                queries,
-                keys,
-                values,
-                stage,
-                phase,
-                output,
-                sizes,
-                unit,
-                WHICH,
-                SPEC,
-            )
+            index = dealt(place, sizes)
+            stage, phase = attend(index, place, rings, stage, phase, output, sizes, unit, WHICH, SPEC)
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "together", "tiles"])
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "together", "tiles", "left"])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, Out, Lse, Counter, stride_ob, stride_oh, stride_om,
-    q_len, kv_len, heads, batches, together, tiles, scale, SPEC: gl.constexpr,
+    q_desc, k_desc, v_desc, Out, Lse, Counter, DocumentStart, stride_ob, stride_oh, stride_om,
+    q_len, kv_len, heads, batches, together, tiles, left, scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Grid (at most as many programs as tiles,).
 
     Lse: float32 (batch, heads, q_len), contiguous. Counter: int32 0, where programs claim (hopper_claims.py).
+    DocumentStart, left: see hopper_bounds.py.
     """
     queries = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
     keys = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
     values = make_ring(v_desc, SPEC.STAGES, SPEC.CONSUMERS)
-    sizes = Sizes(q_len, kv_len, heads, batches, together, tiles)
+    rings = Rings(queries, keys, values)
+    bounds: gl.constexpr = None
+    if SPEC.BOUNDED:
+        bounds = Bounds(DocumentStart, None, left, q_len)
+    sizes = Sizes(q_len, kv_len, heads, batches, together, tiles, bounds)
     output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
     # No barrier may be made that is not used: Triton gives its memory to others (compile_report looks for it).
     claims: gl.constexpr = None
@@ -423,9 +457,9 @@ def hopper_forward_kernel(
     if SPEC.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(0), SPEC)),
-                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(1), SPEC)),
-                (produce, (q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, sizes, SPEC)),
+                (consume, (rings, claims, output, sizes, unit, gl.constexpr(0), SPEC)),
+                (consume, (rings, claims, output, sizes, unit, gl.constexpr(1), SPEC)),
+                (produce, (q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC)),
             ],
             [4, 1],
             [SPEC.REGISTERS, 24],
@@ -433,10 +467,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(0), SPEC)),
-                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(1), SPEC)),
-                (consume, (queries, keys, values, claims, output, sizes, unit, gl.constexpr(2), SPEC)),
-                (produce, (q_desc, k_desc, v_desc, Counter, queries, keys, values, claims, sizes, SPEC)),
+                (consume, (rings, claims, output, sizes, unit, gl.constexpr(0), SPEC)),
+                (consume, (rings, claims, output, sizes, unit, gl.constexpr(1), SPEC)),
+                (consume, (rings, claims, output, sizes, unit, gl.constexpr(2), SPEC)),
+                (produce, (q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC)),
             ],
             [4, 4, 1],
             [SPEC.REGISTERS, SPEC.REGISTERS, 24],
@@ -444,19 +478,27 @@ def hopper_forward_kernel(
 
 
 @functools.lru_cache(4096)
-def specify(head_dim: int, causal: bool, q_len: int, kv_len: int, group: int = 1) -> Spec:
-    """What the kernel is compiled with for a shape. group: query heads to a key head. LOG.md has the times."""
+def specify(
+    head_dim: int, causal: bool, q_len: int, kv_len: int, group: int = 1, bounded: bool = False
+) -> Spec:
+    """What the kernel is compiled with for a shape. LOG.md has the times.
+
+    Args:
+        group: query heads to a key head.
+        bounded: by a window or documents; causal, and q_len == kv_len.
+    """
     # With head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than
     # two where tiles of 192 rows fit: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384, but 1.22
-    # at 1024 (causal).
-    many = head_dim == 64 and q_len >= (4096 if causal else 2048)
+    # at 1024 (causal). Bounded rows are as short as in a short sequence.
+    many = head_dim == 64 and q_len >= (4096 if causal else 2048) and not bounded
     consumers, stages, registers = (3, 3, 160) if many else (2, 256 // head_dim, 240)
-    claimed = q_len >= CLAIMED_FROM
+    claimed = q_len >= CLAIMED_FROM or bounded  # tiles of bounded rows differ by what only the device knows
     return Spec(
         GROUP=gl.constexpr(group),
         CAUSAL=gl.constexpr(causal),
         ALIGNED=gl.constexpr(not causal or (kv_len - q_len) % ROWS.value == 0),
         HALVED=gl.constexpr(causal and consumers == 2 and (kv_len - q_len) % BLOCK_N.value == 0),
+        BOUNDED=gl.constexpr(bounded),
         CLAIMED=gl.constexpr(claimed),
         EARLY=gl.constexpr(claimed and causal and (many or head_dim == 128)),
         CONSUMERS=gl.constexpr(consumers),

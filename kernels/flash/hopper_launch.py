@@ -8,8 +8,9 @@ import triton
 from ..launch import Launch, launch, processors
 from .hopper import Descriptor, fits_tma, rows_of
 from .hopper_backward import hopper_backward_kernel, steps_late
+from .hopper_bounds import ANY
 from .hopper_dq import SUM_BLOCK, delta_kernel, round_kernel
-from .hopper_forward import BLOCK_N, CLAIMED_FROM, ROWS, hopper_forward_kernel, specify
+from .hopper_forward import BLOCK_N, ROWS, hopper_forward_kernel, specify
 from .hopper_work import BLOCK_M, KEYS
 from .tiers import DTYPES, HEAD_DIMS
 
@@ -35,7 +36,18 @@ def _fits_forward(
     return fit and q_shape[3] in HEAD_DIMS
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float) -> None:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    left: int = -1,
+    document_starts: Tensor | None = None,
+) -> None:
     """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
 
     Args:
@@ -44,21 +56,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
         out: like q, with any strides whose last is 1.
         lse: float32 (batch, heads, q_len), contiguous.
         causal: bottom-right aligned where the lengths differ; a row that sees nothing gets out 0 and lse -inf.
+        left, document_starts: a window's left side, or -1, and what `document_bounds` gives; either only if causal,
+            and with q_len == kv_len.
     """
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    bounded = left >= 0 or document_starts is not None
+    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded)
 
     def prepare() -> Launch:
-        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         together = _forward_together(k, heads // kv_heads, spec.CLAIMED.value) if causal else 1
-        numbers = (*out.stride()[:3], q_len, kv_len, heads, batch, together, tiles, scale, spec)
+        sizes = (q_len, kv_len, heads, batch, together, tiles, _left(left))
+        numbers = (*out.stride()[:3], *sizes, scale, spec)
         return hopper_forward_kernel, (min(tiles, processors(q.device)), 1, 1), numbers, {}
 
-    key = ("hopper forward", q.shape, k.shape, out.stride(), causal, scale)
+    key = ("hopper forward", q.shape, k.shape, out.stride(), causal, scale, left)
     # New each time: one that is kept would lie in the pool of the CUDA graph that was warmed up when it was made, and
     # torch.compile's mode "reduce-overhead" stops at what is left there.
-    counter = q.new_zeros(1, dtype=torch.int32) if q.shape[2] >= CLAIMED_FROM else None
-    launch((out, lse, counter), key, prepare, (q, k, v), _describe_forward)
+    counter = q.new_zeros(1, dtype=torch.int32) if spec.CLAIMED.value else None
+    launch((out, lse, counter, document_starts), key, prepare, (q, k, v), _describe_forward)
 
 
 def _forward_together(k: Tensor, group: int, claimed: bool) -> int:
@@ -74,6 +90,11 @@ def _forward_together(k: Tensor, group: int, claimed: bool) -> int:
     sequences = batch * kv_heads
     groups = triton.cdiv(sequences * 4 * kv_len * head_dim, CACHED)
     return group * triton.cdiv(sequences, groups)
+
+
+def _left(left: int) -> int:
+    """A window's left side as the kernels take it, from -1 for no limit."""
+    return left if left >= 0 else ANY
 
 
 def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]:
@@ -115,6 +136,9 @@ def backward(
     *,
     causal: bool,
     scale: float,
+    left: int = -1,
+    document_starts: Tensor | None = None,
+    document_ends: Tensor | None = None,
 ) -> None:
     """Fill dq, dk, dv and delta with the gradients of attention; `fits_backward` says of what.
 
@@ -126,6 +150,7 @@ def backward(
         d_lse: as lse, or None.
         lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
         dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
+        left, document_starts, document_ends: as for `forward`.
     """
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     block_m = BLOCK_M[head_dim]
@@ -135,19 +160,23 @@ def backward(
     dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves a block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
+    bounded = left >= 0 or document_starts is not None
 
     def prepare_delta() -> Launch:
-        return delta_kernel, grid, (*out.stride()[:3], *d_out.stride()[:3], q_len, *tile), {}
+        strides = (*out.stride()[:3], *d_out.stride()[:3])
+        return delta_kernel, grid, (*strides, q_len, _left(left), *tile, KEYS.value), {}
 
     def prepare_main() -> Launch:
         sequences, key_blocks = batch * heads, triton.cdiv(kv_len, KEYS.value)
         together = _backward_together(causal, row_blocks, q.device)
         sizes = (
             *(heads, sequences, together, together * key_blocks),
-            *(q_len, kv_len, kv_len - q_len, row_blocks, key_blocks),
+            *(q_len, kv_len, kv_len - q_len, row_blocks, key_blocks, _left(left)),
         )
         masked = causal or kv_len % KEYS.value != 0
-        spec = (heads // kv_heads, causal, masked, steps_late(head_dim, causal, row_blocks))
+        # Of a work whose queries a window or documents bound there are few steps.
+        late = 0 if bounded else steps_late(head_dim, causal, row_blocks)
+        spec = (heads // kv_heads, causal, masked, late, bounded)
         programs = min(sequences * key_blocks, processors(q.device))
         return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), {}
 
@@ -155,13 +184,15 @@ def backward(
         blind = max(q_len - kv_len, 0) if causal else 0
         return round_kernel, grid, (*dq.stride()[:3], q_len, blind, scale, *tile), {}
 
-    key = (q.shape, kv_heads, kv_len, causal, scale)
-    launch((out, d_out, d_lse, delta, turns), ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
+    key = (q.shape, kv_heads, kv_len, causal, scale, left)
+    pointers = (out, d_out, d_lse, delta, turns, document_starts)
+    launch(pointers, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     of_heads = (dk, dv)
     if heads != kv_heads:
         of_heads = tuple(q.new_empty(batch, heads, kv_len, head_dim) for _ in range(2))
     moved = (q, k, v, d_out, *of_heads, dq_sum)
-    launch((lse, delta, turns), ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
+    pointers = (lse, delta, turns, document_starts, document_ends)
+    launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
     launch((dq_sum, dq), ("round", *key, dq.stride()), prepare_round)
     if heads != kv_heads:
         for total, each in zip((dk, dv), of_heads, strict=True):

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .hopper_bounds import Bounds, end_rows
+
 KEYS = gl.constexpr(128)
 # head_dim -> queries a tile. S and dP of a warpgroup fill half of its registers or a quarter, dK and dV the rest.
 BLOCK_M = {64: 128, 128: 64}
@@ -28,12 +30,13 @@ class Sizes(NamedTuple):
     offset: gl.tensor  # kv_len - q_len
     row_blocks: gl.tensor
     key_blocks: gl.tensor
+    bounds: Bounds  # or None: no window, no documents
 
 
 class Work(NamedTuple):
     """A block of keys of a head, with `steps` blocks of queries from block `last` down.
 
-    All but the first `clear` of them need a mask.
+    The first `begun` of them need a mask, and those from `clear` on.
     """
 
     batch: gl.tensor
@@ -42,6 +45,7 @@ class Work(NamedTuple):
     key_block: gl.tensor
     last: gl.tensor
     steps: gl.tensor
+    begun: gl.tensor  # steps with a row that some of the keys are not for any more
     clear: gl.tensor
     keys_left: gl.tensor  # from the first of this block on
     diagonal: gl.tensor  # the row whose causal mask ends at the first key, less block `last`'s first
@@ -56,16 +60,22 @@ def plan(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
     sequence = first_sequence + index % together
     key_block = index // together
     first_key = key_block * KEYS
+    batch = sequence // sizes.heads
     steps = sizes.row_blocks
-    clear = sizes.row_blocks
+    begun = 0
+    if sizes.bounds is not None:
+        last_key = gl.minimum(first_key + KEYS, sizes.kv_len) - 1
+        steps = gl.cdiv(end_rows(last_key, batch, sizes.bounds), BLOCK_M)
+        begun = steps - end_rows(first_key, batch, sizes.bounds) // BLOCK_M
+    last = steps - 1
+    clear = steps
     if CAUSAL:
         steps -= gl.maximum(first_key - sizes.offset, 0) // BLOCK_M
         clear -= gl.cdiv(gl.maximum(first_key + KEYS - 1 - sizes.offset, 0), BLOCK_M)
     if first_key + KEYS > sizes.kv_len:
         clear = 0
-    last = sizes.row_blocks - 1
     diagonal = first_key - sizes.offset - last * BLOCK_M
     return Work(
-        sequence // sizes.heads, sequence % sizes.heads, sequence, key_block, last, steps, clear,
+        batch, sequence % sizes.heads, sequence, key_block, last, steps, begun, clear,
         sizes.kv_len - first_key, diagonal,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Which of our kernels run: the portable ones in Triton, or those for Hopper in Gluon where they serve.
 
     triton   forward.py, backward.py: every feature, any GPU that Triton compiles for, the interpreter
-    hopper   hopper_forward.py, hopper_backward.py: plain attention on sm_90, 16 bits, head_dim 64 and 128
+    hopper   hopper_forward.py, hopper_backward.py: on sm_90, 16 bits, head_dim 64 and 128; of the features windows
+             and documents under the causal mask
 
 Triton is imported when a Hopper GPU is there, and not before.
 """
@@ -20,6 +21,7 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 # Gluon is experimental and its interface moves: with these versions the kernels have passed `pytest -m gpu`.
 VERIFIED_TRITON = ("3.7.1",)
+FEATURES = {"return_lse", "window", "cu_seqlens"}  # the last two if causal, which no request says
 # With fewer queries a Hopper tile, of 128, would be mostly empty.
 LEAST_QUERIES = 128
 
@@ -45,8 +47,8 @@ def hopper_needs(request: AttentionRequest) -> str | None:
         return f"float16 or bfloat16, not {request.dtype}"
     if request.head_dim not in HEAD_DIMS:
         return f"head_dim 64 or 128, not {request.head_dim}"
-    if others := sorted(request.features - {"return_lse"}):
-        return f"plain attention, without {others[0]}"
+    if others := sorted(request.features - FEATURES):
+        return f"attention without {others[0]}"
     return None
 
 
@@ -73,11 +75,11 @@ def hopper() -> ModuleType:
     return importlib.import_module(".hopper_launch", __package__)
 
 
-def takes_hopper(tier: str, q: torch.Tensor, plain: bool, fits: Callable[[], bool]) -> bool:
+def takes_hopper(tier: str, q: torch.Tensor, has: bool, fits: Callable[[], bool]) -> bool:
     """Whether the Hopper kernels run a call.
 
     Args:
-        plain: no feature is in use.
+        has: they have the features in use.
         fits: whether the kernel takes the tensors as they lie in memory; asked last, since it imports Gluon.
 
     Raises:
@@ -88,14 +90,15 @@ def takes_hopper(tier: str, q: torch.Tensor, plain: bool, fits: Callable[[], boo
     if tier == "triton":
         return False
     takes = (
-        plain
+        has
         and machine_lacks(q.device) is None
         and (tier == "hopper" or q.shape[2] >= LEAST_QUERIES)
         and fits()
     )
     if tier == "hopper" and not takes:
         raise AttentionError(
-            "attention.tier=hopper cannot run this call: it takes plain attention on sm_90, float16 or bfloat16, "
-            "head_dim 64 or 128, strides of 16 bytes; use attention.tier=auto"
+            "attention.tier=hopper cannot run this call: it takes sm_90, float16 or bfloat16, head_dim 64 or 128, "
+            "strides of 16 bytes, and of the features window and cu_seqlens with causal=True and as many keys as "
+            "queries; use attention.tier=auto"
         )
     return takes

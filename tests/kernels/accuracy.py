@@ -31,6 +31,20 @@ def inputs(
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), normal(heads, q_len)
 
 
+# (left side of a window or None, whether there are documents): what bounds the causal mask in tests.
+BOUNDS = [(left, False) for left in (0, 1, 64, 127, 200, 5000)] + [(left, True) for left in (None, 64, 200)]
+
+
+def documents(length: int, batch: int, device: str = "cpu") -> torch.Tensor:
+    """cu_seqlens of `batch` rows of `length` tokens, packed with documents that end at, before and behind tiles of 64
+    and 128, in and across rows; some are empty, and one is longer than a row."""
+    generator = torch.Generator().manual_seed(length)
+    sizes = torch.tensor([1, 2, 63, 64, 65, 0, 127, 128, 129, 200, 320, 700, 1 + length])
+    picked = sizes[torch.randint(len(sizes), (batch * length,), generator=generator)].cumsum(0)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), picked[picked < batch * length]])
+    return torch.cat([ends, torch.tensor([batch * length])]).to(device, torch.int32)
+
+
 def golden(tensors: Sequence[torch.Tensor], d_out: torch.Tensor, **options) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk, dv in float64, from the naive oracle."""
     q, k, v = (x.detach().double().requires_grad_() for x in tensors)

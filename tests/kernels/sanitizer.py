@@ -63,6 +63,10 @@ def cases() -> dict[str, Callable[[], None]]:
         "embedding": look_up,
         "packed": packed,
         "hopper_grouped": lambda: attend("hopper", 64, 130, 190, kv_heads=2),
+        "hopper_documents": lambda: attend(
+            "hopper", 64, 1000, 1000, cu_seqlens=features()["documents"]["cu_seqlens"]
+        ),
+        "hopper_window": lambda: attend("hopper", 128, 300, 300, window=(100, 0)),
         "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),
     }
     for tier in ("hopper", "triton"):

@@ -49,7 +49,7 @@ for kernel in "hopper_forward", "hopper_backward":
 
 
 def test_the_hopper_kernels_keep_to_their_budgets() -> None:
-    """One form of each; .ci/run compiles all 28."""
+    """One form of each; .ci/run compiles all of them."""
     assert printed(HOPPER) == [["hopper_forward", "TMA"], ["hopper_backward", "TMA"]]
 
 

@@ -66,6 +66,7 @@ def features() -> dict[str, dict[str, object]]:
         "alibi": {"alibi_slopes": slopes},
         "sinks": {"sinks": slopes},
         "documents": {"cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000)},
+        "documents in a window": {"cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000), "window": (200, 0)},
         "padding": {"kv_lengths": ints(700, 0), "causal": False},
         "blocks": {"block_mask": blocks},
         "precise_delta": {"precise_delta": True},
@@ -81,9 +82,10 @@ def features() -> dict[str, dict[str, object]]:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("flash", ["triton"], indirect=True)
 @pytest.mark.parametrize("name", features() if torch.cuda.is_available() else ["every feature"])
 def test_features_and_their_repeats(flash, name: str, kv_heads: int, head_dim: int) -> None:
+    if flash.keywords["tier"] == "auto" and name not in ("window", "documents", "documents in a window"):
+        pytest.skip("there are no other kernels than the portable ones for it")
     options = features()[name]
     *tensors, d_out = inputs(
         1000, 1000, head_dim, torch.bfloat16, batch=2, heads=4, kv_heads=kv_heads, device="cuda"
@@ -140,8 +142,12 @@ def test_memory_beyond_inputs_and_outputs(flash) -> None:
 def test_a_tier_that_cannot_is_refused() -> None:
     request = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
     with pytest.raises(
-        kernels.AttentionError, match=r"attention.tier=hopper needs plain attention, without dropout_p"
+        kernels.AttentionError, match=r"attention.tier=hopper needs attention without dropout_p"
     ):
         kernels.resolve_attention("flash", **request, tier="hopper", dropout_p=0.1)
     assert kernels.attention_tier("flash", **request, tier="triton") == "triton"
-    assert kernels.attention_tier("flash", **request, cu_seqlens=True) == "triton"
+    assert kernels.attention_tier("flash", **request, dropout_p=0.1) == "triton"
+    assert kernels.attention_tier("flash", **request, cu_seqlens=True) == "hopper"
+    tensors = inputs(256, 256, 64, torch.bfloat16, device="cuda")[:3]
+    with pytest.raises(kernels.AttentionError, match=r"attention.tier=hopper cannot run this call"):
+        kernels.get_attention("flash")(*tensors, causal=False, window=(64, 64), tier="hopper")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.naive import naive_attention
-from tests.kernels.accuracy import assert_as_accurate, inputs
+from tests.kernels.accuracy import BOUNDS, assert_as_accurate, documents, inputs
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -30,36 +30,48 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return request.param
 
 
-def gradients(tensors: list[torch.Tensor], causal: bool) -> dict[str, torch.Tensor]:
+def gradients(
+    tensors: list[torch.Tensor],
+    causal: bool,
+    window: tuple[int, int] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
     """dq, dk, dv of (q, k, v, d_out, out, lse), into NaN so that what is not written shows."""
     from kernels.flash.hopper_launch import backward, fits_backward
+    from kernels.flash.masks import document_bounds
 
     q, k, v, d_out, out, lse = tensors
     assert fits_backward(q, k, v, out, d_out)
     dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
     delta = torch.full_like(lse, float("nan"))
+    left, _ = window or (-1, 0)
+    starts = ends = None
+    if cu_seqlens is not None:
+        starts, ends = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     backward(
-        d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=q.shape[3] ** -0.5
+        d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=q.shape[3] ** -0.5,
+        left=left, document_starts=starts, document_ends=ends,
     )  # fmt: skip
     torch.testing.assert_close(delta, (out.float() * d_out.float()).sum(-1), atol=1e-3, rtol=1e-3)
     return {"dq": dq, "dk": dk, "dv": dv}
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool, **bounds: object
 ) -> list[torch.Tensor]:
     """The tensors that `gradients` takes, out and lse from float64."""
     q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = naive_attention(q.double(), k.double(), v.double(), causal=causal, return_lse=True)
+    options = {"causal": causal, "return_lse": True, **bounds}
+    out, lse = naive_attention(q.double(), k.double(), v.double(), **options)
     return [q, k, v, d_out, out.to(q.dtype), lse.float().contiguous()]
 
 
 def assert_accurate(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool, **bounds: object
 ) -> None:
-    tensors = forward(q, k, v, d_out, causal)
-    got = gradients(tensors, causal) | {"out": tensors[4]}
-    assert_as_accurate(got, tensors[:3], d_out, causal=causal)
+    tensors = forward(q, k, v, d_out, causal, **bounds)
+    got = gradients(tensors, causal, **bounds) | {"out": tensors[4]}
+    assert_as_accurate(got, tensors[:3], d_out, causal=causal, **bounds)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -160,3 +172,49 @@ class TestOnHopper:
         assert not fits_backward(odd, x, x, x, x)
         assert not fits_backward(x, x, x, x, x[:1, :1, :1].expand(2, 4, 64, head_dim))
         assert not fits_backward(x[..., :48], x[..., :48], x[..., :48], x[..., :48], x[..., :48])
+
+
+@pytest.mark.parametrize("late", [0], indirect=True, ids=["in time"])  # bounded works are never late
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+class TestWindowsAndDocuments:
+    @pytest.mark.parametrize(("left", "packed"), BOUNDS)
+    def test_exact_at_every_length(
+        self, left: int | None, packed: bool, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        window = None if left is None else (left, 0)
+        for length in LENGTHS[:-1]:
+            tensors = inputs(
+                length, length, head_dim, dtype, batch=2, heads=4, kv_heads=2, seed=length, device="cuda"
+            )  # fmt: skip
+            cu_seqlens = documents(length, 2, "cuda") if packed else None
+            assert_accurate(*tensors, True, window=window, cu_seqlens=cu_seqlens)
+
+    def test_250_repeats_agree_bit_for_bit(self, head_dim: int, dtype: torch.dtype) -> None:
+        *qkv, d_out = inputs(
+            1000, 1000, head_dim, dtype, batch=16, heads=12, kv_heads=12, device="cuda"
+        )  # fmt: skip
+        cu_seqlens = documents(1000, 16, "cuda")
+        tensors = forward(*qkv, d_out, True, cu_seqlens=cu_seqlens)
+        first = gradients(tensors, True, cu_seqlens=cu_seqlens)
+        for _ in range(250):
+            again = gradients(tensors, True, cu_seqlens=cu_seqlens)
+            assert all(torch.equal(again[name], first[name]) for name in first)
+
+    @pytest.mark.parametrize("programs", [1, 7])
+    def test_any_number_of_programs_gives_the_same(
+        self, programs: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from kernels import launch
+        from kernels.flash import hopper_launch
+
+        *qkv, d_out = inputs(
+            1000, 1000, head_dim, dtype, batch=2, heads=6, kv_heads=3, device="cuda"
+        )  # fmt: skip
+        cu_seqlens = documents(1000, 2, "cuda")
+        tensors = forward(*qkv, d_out, True, cu_seqlens=cu_seqlens)
+        got = gradients(tensors, True, cu_seqlens=cu_seqlens)
+        monkeypatch.setattr(hopper_launch, "processors", lambda device: programs)
+        monkeypatch.setattr(launch, "_known", {})
+        other = gradients(tensors, True, cu_seqlens=cu_seqlens)
+        assert all(torch.equal(got[name], other[name]) for name in got)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.naive import naive_attention
-from tests.kernels.accuracy import assert_within, inputs
+from tests.kernels.accuracy import BOUNDS, assert_within, documents, inputs
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -25,21 +25,37 @@ UNEQUAL = [
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window: tuple[int, int] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     from kernels.flash.hopper_launch import fits_forward, forward
+    from kernels.flash.masks import document_bounds
 
     assert fits_forward(q, k, v)
     out = torch.full_like(q, float("nan"))
     lse = torch.full(q.shape[:3], float("nan"), device=q.device)
-    forward(q, k, v, out, lse, causal=causal, scale=q.shape[3] ** -0.5)
+    left, _ = window or (-1, 0)
+    starts = None
+    if cu_seqlens is not None:
+        starts, _ = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
+    options = {"causal": causal, "scale": q.shape[3] ** -0.5, "left": left, "document_starts": starts}
+    forward(q, k, v, out, lse, **options)
     return out, lse
 
 
-def assert_accurate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+def assert_accurate(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **bounds: object
+) -> None:
     """The gate of accuracy.py for out and lse."""
-    out, lse = run(q, k, v, causal)
-    want, want_lse = naive_attention(q.double(), k.double(), v.double(), causal=causal, return_lse=True)
-    peer = naive_attention(q, k * q.shape[3] ** -0.5, v, scale=1.0, causal=causal)
+    out, lse = run(q, k, v, causal, **bounds)
+    options = {"causal": causal, **bounds}
+    want, want_lse = naive_attention(q.double(), k.double(), v.double(), return_lse=True, **options)
+    peer = naive_attention(q, k * q.shape[3] ** -0.5, v, scale=1.0, **options)
     assert_within({"out": out, "lse": lse}, {"out": want, "lse": want_lse}, [{"out": peer}])
 
 
@@ -83,6 +99,17 @@ def test_several_claimed_tiles_a_program(q_len: int, kv_len: int, causal: bool, 
     assert_accurate(*normal(q_len, kv_len, head_dim, torch.bfloat16, batch=1, heads=16, kv_heads=16), causal)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("left", "packed"), BOUNDS)
+def test_windows_and_documents(left: int | None, packed: bool, head_dim: int, dtype: torch.dtype) -> None:
+    window = None if left is None else (left, 0)
+    for length in LENGTHS:
+        tensors = normal(length, length, head_dim, dtype, batch=2, heads=4, kv_heads=2)
+        cu_seqlens = documents(length, 2, "cuda") if packed else None
+        assert_accurate(*tensors, True, window=window, cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
 def test_packed_views_and_grouped_heads(heads: int, kv_heads: int, head_dim: int) -> None:
@@ -120,6 +147,17 @@ def test_any_number_of_programs_gives_the_same(
             patch.setattr(launch, "_known", {})
             other = run(*tensors, causal=True)
         assert all(torch.equal(*pair) for pair in zip(got, other, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_250_repeats_of_documents_agree_bit_for_bit(head_dim: int) -> None:
+    tensors = normal(1000, 1000, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12)
+    cu_seqlens = documents(1000, 16, "cuda")
+    out, lse = run(*tensors, True, cu_seqlens=cu_seqlens)
+    for _ in range(250):
+        again_out, again_lse = run(*tensors, True, cu_seqlens=cu_seqlens)
+        assert torch.equal(again_out, out)
+        assert torch.equal(again_lse, lse)
 
 
 def test_extreme_scores_stay_finite() -> None:

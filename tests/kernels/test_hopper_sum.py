@@ -1,10 +1,14 @@
-"""The Hopper backward's sum of dQ: the order that its threads leave it in is undone. On any machine, 1 s."""
+"""The Hopper backward's sum of dQ, beside its kernel: in which turn a block of queries begins, and that the order its
+threads leave it in is undone. On any machine, 2 s."""
 
 import pytest
 import torch
 
-from kernels.flash.hopper_dq import round_kernel
-from kernels.flash.hopper_work import BLOCK_M
+from kernels.flash.hopper_bounds import ANY
+from kernels.flash.hopper_dq import delta_kernel, round_kernel
+from kernels.flash.hopper_work import BLOCK_M, KEYS
+from kernels.flash.masks import document_bounds
+from tests.kernels.accuracy import documents
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = 64
@@ -41,3 +45,36 @@ def test_the_sum_comes_back_in_rows(head_dim: int, block_m: int, blind: int) -> 
     expected = 0.5 * dq[:, :, :q_len]
     expected[:, :, :blind] = 0
     assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), BLOCK_M.items())
+@pytest.mark.parametrize("left", [ANY, 0, 200])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
+def test_a_turn_begins_with_the_first_block_that_adds(
+    packed: bool, left: int, head_dim: int, block_m: int
+) -> None:
+    """The works that come to a block of queries are those whose keys one of its queries sees, without a gap. So each
+    finds its turn, whatever the documents."""
+    batch, heads, length = 2, 3, 1000
+    starts = torch.zeros(batch, length, dtype=torch.int32)
+    if packed:
+        starts, _ = document_bounds(documents(length, batch, DEVICE), batch, length)
+    blocks, keys = -(-length // block_m), KEYS.value
+    out, d_out = torch.randn(2, batch, heads, length, head_dim, device=DEVICE)
+    delta = torch.full((batch, heads, length), float("nan"), device=DEVICE)
+    turns = torch.full((batch * heads * blocks + 1,), -7, dtype=torch.int32, device=DEVICE)
+    delta_kernel[(heads, blocks, batch)](
+        out, d_out, None, delta, turns, starts if packed else None,
+        *out.stride()[:3], *d_out.stride()[:3], length, left, BLOCK_M=block_m, HEAD_DIM=head_dim, KEYS=keys,
+    )  # fmt: skip
+    torch.testing.assert_close(delta, (out * d_out).sum(-1))
+    assert turns[-1] == 0
+    row, key = torch.arange(length)[:, None], torch.arange(length)
+    seen = (key <= row) & (key >= row - left) & (key >= starts.cpu()[:, :, None])
+    for b in range(batch):
+        for block in range(blocks):
+            visited = seen[b, block * block_m : (block + 1) * block_m].any(0).nonzero().flatten() // keys
+            first, last = visited[0], visited[-1]
+            assert visited.unique().tolist() == list(range(first, last + 1))
+            of_heads = turns[:-1].view(batch, heads, blocks)[b, :, block]
+            assert of_heads.tolist() == [first] * heads

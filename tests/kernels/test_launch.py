@@ -198,14 +198,17 @@ def plainly(calls):
     # Of the metadata and hooks of a launch nothing is left where no hook is.
     return [plain((*call[:8], *call[11:])) for call in calls]
 
-def step(q, k, v, causal, scale=0.125, out=None):
+def step(q, k, v, causal, scale=0.125, out=None, left=-1, documents=None):
     assert hopper_launch.fits_forward(q, k, v)
     out = torch.empty_like(q) if out is None else out
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    hopper_launch.forward(q, k, v, out, lse, causal=causal, scale=scale)
+    starts = ends = None if documents is None else torch.zeros(documents, dtype=torch.int32)
+    bounds = {"left": left, "document_starts": starts}
+    hopper_launch.forward(q, k, v, out, lse, causal=causal, scale=scale, **bounds)
     d_out, dq, dk, dv, delta = (torch.empty_like(x) for x in (q, q, k, v, lse))
     assert hopper_launch.fits_backward(q, k, v, out, d_out)
-    hopper_launch.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale)
+    bounds["document_ends"] = ends
+    hopper_launch.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale, **bounds)
 
 cases = [
     (packed(256), True),
@@ -220,6 +223,9 @@ cases = [
     (packed(256), True, 0.25),
     ((packed(256)[0], *packed(384)[1:]), True),
     (packed(256), True, 0.125, torch.empty(2, 4, 256, 64, dtype=torch.bfloat16)),
+    (packed(256), True, 0.125, None, 100),  # in a window
+    (packed(256), True, 0.125, None, 101),
+    (packed(256), True, 0.125, None, -1, (2, 256)),  # in documents
 ]
 wanted = []
 for repeat in range(3):
