@@ -137,8 +137,8 @@ def flash_forward(
     if k is None:
         q, k, v = _parts(q)
     masks = (seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks)
-    has = not precise_delta and _hopper_has((seed, alibi_slopes, sinks, kv_lengths, key_blocks), softcap)
-    has = has and _hopper_bounds(q, k, causal, left, right, document_starts)
+    others = (seed, alibi_slopes, sinks, kv_lengths, key_blocks)
+    has = _hopper_has(q, k, causal, left, right, softcap, document_starts, others) and not precise_delta
     if takes_hopper(tier, q, has, lambda: hopper().fits_forward(q, k, v)):
         bounds = {"left": left, "document_starts": document_starts}
         hopper().forward(q, k, v, out, lse, causal=causal, scale=scale, **bounds)
@@ -187,8 +187,8 @@ def flash_backward(
     if d_lse is not None:
         d_lse = d_lse.contiguous()
     masks = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
-    has = _hopper_has((seed, alibi_slopes, kv_lengths, key_blocks, out_low), softcap)
-    has = has and _hopper_bounds(q, k, causal, left, right, document_starts)
+    others = (seed, alibi_slopes, kv_lengths, key_blocks, out_low)
+    has = _hopper_has(q, k, causal, left, right, softcap, document_starts, others)
     if takes_hopper(tier, q, has, lambda: hopper().fits_backward(q, k, v, out, d_out)):
         tensors = (d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta)
         bounds = {"left": left, "document_starts": document_starts, "document_ends": document_ends}
@@ -205,19 +205,22 @@ def flash_backward(
     return results
 
 
-def _hopper_has(others: tuple[Tensor | None, ...], softcap: float) -> bool:
-    """Whether nothing is asked that only the portable kernels have. others: what would bring it."""
-    return all(tensor is None for tensor in others) and softcap == 0 and not are_forced()
-
-
-def _hopper_bounds(
-    q: Tensor, k: Tensor, causal: bool, left: int, right: int, documents: Tensor | None
+def _hopper_has(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    documents: Tensor | None,
+    others: tuple[Tensor | None, ...],
 ) -> bool:
-    """Whether the Hopper kernels have the window and the documents: under the causal mask, with as many keys as
-    queries."""
-    if causal and q.shape[2] == k.shape[2]:
-        return True
-    return left == -1 and (causal or right == -1) and documents is None
+    """Whether the Hopper kernels have all that is asked. others: what brings features that they have not."""
+    if softcap or are_forced() or any(tensor is not None for tensor in others):
+        return False
+    if left >= 0 or documents is not None:
+        return causal and q.shape[2] == k.shape[2]
+    return causal or right < 0
 
 
 class _Flash(torch.autograd.Function):

@@ -13,11 +13,10 @@ ANY = 1 << 30  # `left` without a window
 
 
 class Bounds(NamedTuple):
-    """What bounds are made of, at run time."""
+    """What says so, at run time."""
 
-    DocumentStart: (
-        gl.tensor
-    )  # first and last + 1 token of each token's document: int32 (batch, length), or None
+    # First and last + 1 token of each token's document: int32 (batch, length), or None.
+    DocumentStart: gl.tensor
     DocumentEnd: gl.tensor
     left: gl.tensor  # keys that a query sees before its own
     length: gl.tensor
@@ -25,7 +24,7 @@ class Bounds(NamedTuple):
 
 @gluon.jit
 def first_keys(rows, batch, bounds):
-    """The first key that a query sees, or each of a vector of queries."""
+    """The first key that a query sees, or each of a vector of queries; of one beyond the last, any."""
     first = gl.maximum(rows - bounds.left, 0)
     if bounds.DocumentStart is not None:
         Starts = bounds.DocumentStart + batch.to(gl.int64) * bounds.length
@@ -35,7 +34,7 @@ def first_keys(rows, batch, bounds):
 
 @gluon.jit
 def end_rows(keys, batch, bounds):
-    """The last query that sees a key, or each of a vector of keys, and 1."""
+    """The last query that sees a key, or each of a vector of keys, and 1; of documents 0 for one beyond the last."""
     end = gl.minimum(keys + bounds.left + 1, bounds.length)
     if bounds.DocumentEnd is not None:
         Ends = bounds.DocumentEnd + batch.to(gl.int64) * bounds.length

@@ -5,7 +5,8 @@ own 64 queries each, issues the products of its next tile of keys asynchronously
 before meanwhile. A program takes one tile of queries after another (hopper_claims.py): while the consumers finish
 their rows, the next tiles arrive.
 
-Plain attention only; the rest is the portable kernel's (forward.py), whose conventions this one keeps.
+Plain attention, and windows and documents under the causal mask (hopper_bounds.py), of which it visits the blocks of
+keys that a row sees. The rest is the portable kernel's (forward.py), whose conventions this one keeps.
 """
 
 import functools
