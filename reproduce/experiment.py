@@ -204,6 +204,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             code=(*_ATTENTION, "reproduce/attention.py", "reproduce/counting.py"),
         ),
         Experiment(
+            name="documents",
+            title="packed documents and sliding windows: time over attention without them, beside PyTorch's",
+            claims=("C20",),
+            needs="cuda",
+            minutes=2.5,
+            code=(*_ATTENTION, "reproduce/attention.py"),
+        ),
+        Experiment(
             name="perplexity",
             title="loss curves of every backend, and of longer contexts at equal tokens",
             claims=("C12", "C14"),

@@ -89,7 +89,9 @@ def document(directory: Path, name: str) -> dict:
     return json.loads((directory / FOLDER / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["attention", "traffic", "loss", "numerics", "sparse", "history"])
+@pytest.mark.parametrize(
+    "name", ["attention", "traffic", "loss", "numerics", "sparse", "history", "documents"]
+)
 def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert run(tmp_path, name) == 0
     assert capsys.readouterr().out.count("where they can be read:") <= 1

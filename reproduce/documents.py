@@ -1,0 +1,354 @@
+"""Packed documents and sliding windows: what a query does not see should cost nothing.
+
+Under the causal mask, forward and backward, at 16k tokens and a hidden width of 2048 (FlashAttention-2's
+Figures 4-7): flash with its fastest kernels and with the portable ones, every other backend that has the feature and
+does not hold the scores, and two that PyTorch has outside of the house's signature: FlexAttention with a block mask
+of the documents, made beforehand, and `torch.nn.attention.varlen`. All read the same packed tensors (batch, length,
+heads, head_dim). Beside them flash without the bound, so that time can be held against the share of pairs that are
+seen. The numbers are checked against float64 first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
+
+from . import plots, timing
+from .attention import gradients, relative_error
+from .attention_figures import OURS, milliseconds
+from .experiment import Options, Results, Sample, Verdict, judged, pick, text_table
+
+PORTABLE, WHOLE = "flash, portable", "flash, unbounded"
+FLEX, VARLEN = "flex", "varlen"
+DOCUMENTS, WINDOW = "documents", "window"
+
+
+@dataclass(frozen=True)
+class Settings:
+    dtype: str = "bfloat16"
+    tokens: int = 16384
+    hidden: int = 2048
+    lengths: tuple[int, ...] = (1024, 4096, 16384)
+    head_dims: tuple[int, ...] = (64, 128)
+    # Of documents the mean length (OpenWebText's is 1,128 of GPT-2's tokens), of windows the keys before a query.
+    documents: tuple[int, ...] = (256, 1024)
+    windows: tuple[int, ...] = (256, 1024)
+    # FlexAttention is compiled anew for every workload, which takes longer than all its competitors.
+    flex_lengths: tuple[int, ...] = (4096,)
+    # Of the check against float64.
+    check_length: int = 1024
+    # Per contender and workload, after warm-up.
+    seconds: float = 0.15
+
+
+TINY = Settings(
+    dtype="float16", tokens=64, hidden=64, lengths=(64,), head_dims=(32,), documents=(20,), windows=(20,),
+    check_length=64, seconds=0.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Workload:
+    bound: str
+    size: int  # of a document on average, of the window
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+
+    @property
+    def features(self) -> dict[str, object]:
+        """What a backend must be able to do, for `resolve_attention`."""
+        return {"cu_seqlens": True} if self.bound == DOCUMENTS else {"window": (self.size, 0)}
+
+
+def workloads(settings: Settings) -> list[Workload]:
+    """What is run."""
+    bounds = [(DOCUMENTS, size) for size in settings.documents] + [
+        (WINDOW, size) for size in settings.windows
+    ]
+    return [
+        Workload(bound, size, settings.tokens // length, settings.hidden // head_dim, length, head_dim)
+        for length in settings.lengths
+        for head_dim in settings.head_dims
+        for bound, size in bounds
+        if size < length or bound == DOCUMENTS
+    ]
+
+
+def document_offsets(batch: int, length: int, mean: int) -> Tensor:
+    """int32 (documents + 1,): exponential lengths of that mean, from one seed; the end of a row ends a document."""
+    tokens = batch * length
+    generator = torch.Generator().manual_seed(0)
+    lengths = -mean * torch.rand(4 * tokens // mean + 64, generator=generator).log()
+    ends = lengths.clamp(min=1).long().cumsum(0)
+    edges = torch.cat([ends[ends < tokens], torch.arange(0, tokens + 1, length)])
+    return edges.unique().to(torch.int32)
+
+
+class Inputs:
+    """Fresh random tensors of a workload, each (batch, length, heads, head_dim), and its bound."""
+
+    def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device) -> None:
+        self.workload = workload
+        shape = (workload.batch, workload.length, workload.heads, workload.head_dim)
+        self.qkv = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+        self.d_out = torch.randn(shape, device=device, dtype=dtype)
+        offsets = torch.arange(workload.batch + 1, dtype=torch.int32) * workload.length
+        if workload.bound == DOCUMENTS:
+            offsets = document_offsets(workload.batch, workload.length, workload.size)
+        self.longest = int(offsets.diff().max())
+        self.offsets = offsets.to(device)
+        self.block_mask: object = None  # FlexAttention's
+
+    def share(self) -> float:
+        """Of the pairs that the causal mask leaves, those that are seen."""
+        workload = self.workload
+        widths = self.offsets.diff().double()
+        seen = (widths * (widths + 1) / 2).sum().item()
+        if workload.bound == WINDOW:
+            hidden = max(0, workload.length - workload.size - 1)
+            seen -= workload.batch * hidden * (hidden + 1) / 2
+        return seen / (workload.batch * workload.length * (workload.length + 1) / 2)
+
+
+# (inputs, number of the round, which none of them needs) -> out, like q
+Attend = Callable[[Inputs, int], Tensor]
+
+
+def contenders() -> dict[str, Attend]:
+    """Who is asked, ours first."""
+    others = [name for name in ATTENTION if name not in (OURS, FLEX, "naive")]  # naive holds the scores
+    return {
+        OURS: _registered(OURS),
+        PORTABLE: _registered(OURS, tier="triton"),
+        **{name: _registered(name) for name in others},
+        FLEX: _flex,
+        VARLEN: _varlen,
+        WHOLE: _unbounded(OURS),
+    }
+
+
+def _by_head(inputs: Inputs) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in inputs.qkv]
+
+
+def _registered(backend: str, **options: object) -> Attend:
+    """A backend of the registry, with the workload's bound."""
+
+    def attend(inputs: Inputs, number: int) -> Tensor:
+        features = inputs.workload.features
+        if "cu_seqlens" in features:
+            features["cu_seqlens"] = inputs.offsets
+        return get_attention(backend)(*_by_head(inputs), **features, **options).transpose(1, 2)
+
+    return attend
+
+
+def _unbounded(backend: str) -> Attend:
+    return lambda inputs, number: get_attention(backend)(*_by_head(inputs)).transpose(1, 2)
+
+
+def _flex(inputs: Inputs, number: int) -> Tensor:
+    """The registry's for a window, which keeps its mask; of documents it has none."""
+    if inputs.workload.bound == WINDOW:
+        return _registered(FLEX)(inputs, number)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    attention = get_attention(FLEX).keywords["flex_attention"]  # compiled
+    if inputs.block_mask is None:
+        workload = inputs.workload
+        tokens = torch.arange(workload.batch * workload.length, device=inputs.offsets.device)
+        document = torch.bucketize(tokens, inputs.offsets[1:], right=True).view(
+            workload.batch, workload.length
+        )
+
+        def seen(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return (row >= column) & (document[batch, row] == document[batch, column])
+
+        shape = (workload.batch, None, workload.length, workload.length)
+        inputs.block_mask = create_block_mask(seen, *shape, device=tokens.device)
+    return attention(*_by_head(inputs), block_mask=inputs.block_mask).transpose(1, 2)
+
+
+def _varlen(inputs: Inputs, number: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = inputs.workload.size if inputs.workload.bound == WINDOW else -1
+    tokens = [x.flatten(0, 1) for x in inputs.qkv]
+    ends = (inputs.offsets, inputs.offsets, inputs.longest, inputs.longest)
+    return varlen_attn(*tokens, *ends, window_size=(left, 0)).view_as(inputs.qkv[0])
+
+
+def run(options: Options) -> None:
+    """See `experiment`."""
+    settings = options.settings
+    for workload in workloads(settings):
+        right = {}
+        for name, attend in contenders().items():
+            if name == FLEX and workload.length not in settings.flex_lengths:
+                continue
+            kind = {"contender": name, "bound": workload.bound, "head_dim": workload.head_dim}
+            found = options.sample(
+                lambda n=name, a=attend, w=workload: check(n, a, w, options), kind="check", **kind
+            )
+            if found.get("passed"):
+                right[name] = attend
+        options.sample(lambda w=workload, r=right: time_all(r, w, options), kind="time", **asdict(workload))
+
+
+def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sample:
+    """Errors of out and the gradients against float64, with twice those of naive attention as the limit."""
+    device, dtype = options.device, getattr(torch, options.settings.dtype)
+    if name in (FLEX, VARLEN) and device.type != "cuda":
+        raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
+    if name in ATTENTION and name != FLEX:
+        resolve_attention(name, device=device, dtype=dtype, head_dim=workload.head_dim, **workload.features)
+    size = min(workload.size, options.settings.check_length // 3)
+    small = replace(workload, batch=2, heads=2, length=options.settings.check_length, size=size)
+    inputs = Inputs(small, dtype, device)
+    naive = _unbounded("naive") if name == WHOLE else _registered("naive")
+    found, theirs = gradients(attend, inputs), gradients(naive, inputs)
+    inputs.qkv = [x.detach().double().requires_grad_() for x in inputs.qkv]
+    inputs.d_out = inputs.d_out.double()
+    exact = gradients(naive, inputs)
+    errors, limits = {}, {}
+    for part, x, y, reference in zip(("out", "dq", "dk", "dv"), found, theirs, exact, strict=True):
+        errors[part] = relative_error(x, reference)
+        limits[part] = 2 * relative_error(y, reference) + 0.1 * torch.finfo(dtype).eps
+    return {"errors": errors, "limits": limits, "passed": all(errors[x] <= limits[x] for x in errors)}
+
+
+def time_all(attends: dict[str, Attend], workload: Workload, options: Options) -> Sample:
+    """{"ms": {contender: {"forward", "backward": [...]}}, "share": of the causal pairs those that are seen}."""
+    device, dtype = options.device, getattr(torch, options.settings.dtype)
+    torch.compiler.reset()  # FlexAttention would be compiled for any shape, at the second one
+    bytes_per_set = 8 * workload.batch * workload.heads * workload.length * workload.head_dim
+    sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(bytes_per_set, device))]
+
+    def call_of(attend: Attend) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            inputs = sets[number % len(sets)]
+            out = attend(inputs, number)
+            yield
+            torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+            yield
+
+        return call
+
+    before = timing.clocks(device)
+    samples = timing.time_alternating(
+        {name: call_of(attend) for name, attend in attends.items()},
+        device,
+        seconds=options.settings.seconds,
+        # Block masks are made in the first rounds, one a set.
+        warmup=0 if options.tiny else max(3, len(sets)),
+        rounds=(1, 1) if options.tiny else (5, 100),
+    )
+    milliseconds = {
+        name: {
+            phase: [float(f"{ms:.5g}") for ms in values]
+            for phase, values in zip(("forward", "backward"), phases, strict=True)
+        }
+        for name, phases in samples.items()
+    }
+    return {"ms": milliseconds, "share": sets[0].share(), "clocks": [before, timing.clocks(device)]}
+
+
+def _name(sample: Sample) -> str:
+    bound = f"{sample['bound']} of {sample['size']}"
+    return f"{sample['batch']} x {sample['heads']} x {sample['length']} x {sample['head_dim']}, {bound}"
+
+
+def table(results: Results) -> str:
+    """Forward / backward ms of every contender, the share of pairs seen, and who was left out and why."""
+    timed = pick(results, kind="time")
+    names = list(dict.fromkeys(name for sample in timed for name in sample["ms"]))
+    rows = []
+    for sample in timed:
+        cells = [
+            f"{milliseconds(sample, name, 'forward'):.3g} / {milliseconds(sample, name, 'backward'):.3g}"
+            if name in sample["ms"]
+            else "-"
+            for name in names
+        ]
+        rows.append([_name(sample), f"{sample['share']:.0%}", *cells])
+    lines = [text_table(["ms, forward / backward", "seen", *names], rows)]
+    checked = [sample for sample in results["samples"] if sample["kind"] == "check"]
+    for bound in dict.fromkeys(sample["bound"] for sample in checked):
+        without = dict.fromkeys(s["contender"] for s in checked if s["bound"] == bound and "refused" in s)
+        lines += [f"without {bound}: {', '.join(without)}"] if without else []
+    for sample in checked:
+        why = sample.get("failed")
+        if sample.get("passed") is False:
+            why = f"wrong, so not timed: errors {sample['errors']}, limits {sample['limits']}"
+        lines += [f"left out: {sample['contender']}, {sample['bound']}: {why}"] if why else []
+    return "\n".join(lines)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Forward and backward over the time of flash unbounded, a panel for each length and head_dim."""
+    timed = [sample for sample in pick(results, kind="time") if WHOLE in sample["ms"]]
+    shapes = list(dict.fromkeys((sample["length"], sample["head_dim"]) for sample in timed))
+    names = list(dict.fromkeys(name for sample in timed for name in sample["ms"] if name != WHOLE))
+    title = f"Documents and windows over causal attention without them, {results['device']}"
+    with plots.picture(path, max(1, len(shapes)), columns=2, title=title) as axes:
+        for axis, (length, head_dim) in zip(axes, shapes, strict=False):
+            samples = [s for s in timed if (s["length"], s["head_dim"]) == (length, head_dim)]
+            for place, name in enumerate(names):
+                ratios = [_over_whole(sample, name) for sample in samples]
+                at = [row + 0.8 * (place + 0.5) / len(names) - 0.4 for row in range(len(samples))]
+                axis.barh(at, ratios, 0.8 / len(names), color=plots.colour(name, tuple(names)), label=name)
+            for row, sample in enumerate(samples):
+                axis.plot(
+                    [sample["share"]] * 2, [row - 0.4, row + 0.4], "k:", label=None if row else "pairs seen"
+                )
+            axis.axvline(1, color="#888888", zorder=0.9)
+            axis.set_yticks(range(len(samples)), [f"{s['bound']} of {s['size']}" for s in samples])
+            axis.set_ylim(len(samples) - 0.5, -0.5)
+            axis.grid(axis="y", visible=False)
+            axis.set_xlabel("time over unbounded, forward and backward")
+            axis.set_title(f"length {length}, head_dim {head_dim}")
+        plots.legend(axes[0], loc="best")
+
+
+def _over_whole(sample: Sample, name: str) -> float:
+    """Forward and backward over those of flash unbounded; NaN where it was not timed."""
+    took = milliseconds(sample, name, "both")
+    return took / milliseconds(sample, WHOLE, "both") if took else math.nan
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C20 is of the blocks above the diagonal; these are this project's own aims for what else is not seen."""
+    device, timed = results["device"], pick(results, kind="time")
+    verdicts = []
+    if device.startswith("CPU"):
+        return verdicts
+    for sample in timed:
+        if OURS not in sample["ms"]:
+            continue
+        where = f"{_name(sample)} (causal)"
+        if sample["share"] <= 0.5 and WHOLE in sample["ms"]:
+            ratio = _over_whole(sample, OURS)
+            figures = ("not stated", f"{ratio:.2f}x", None, ratio < 1)
+            why = f"{sample['share']:.0%} of the pairs are seen; this project's own aim is less than 1x"
+            verdicts.append(judged("C20", f"{where}: time over no bound", *figures, why, device))
+        peers = {
+            name: milliseconds(sample, name, "both")
+            for name in sample["ms"]
+            if name not in (OURS, PORTABLE, WHOLE)
+        }
+        if peers:
+            best = min(peers, key=peers.get)
+            ratio = milliseconds(sample, OURS, "both") / peers[best]
+            figures = ("not stated", f"{ratio:.2f}x", None, ratio <= 1)
+            why = f"the fastest other is {best}; this project's own aim is 1x at most"
+            verdicts.append(judged("C20", f"{where}: time over the fastest other's", *figures, why, device))
+    return verdicts

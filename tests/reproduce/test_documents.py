@@ -1,0 +1,103 @@
+"""The experiment of documents and windows: what is seen, by whom, and what is concluded. 5 s."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from kernels.naive import naive_attention
+from reproduce import documents
+from reproduce.__main__ import main
+from reproduce.documents import DOCUMENTS, FLEX, OURS, WHOLE, WINDOW, Inputs, Workload, document_offsets
+from reproduce.experiment import NOT_REPRODUCED, REPRODUCED, pick
+
+BOUNDS = [(DOCUMENTS, 20), (DOCUMENTS, 500), (WINDOW, 0), (WINDOW, 20), (WINDOW, 500)]
+CPU = torch.device("cpu")
+
+# With a GPU, Triton is there to compile and not to interpret.
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
+
+
+def test_documents_have_their_mean_and_end_with_a_row():
+    offsets = document_offsets(batch=8, length=4096, mean=256)
+    assert offsets.dtype == torch.int32
+    assert set(range(0, 8 * 4096 + 1, 4096)) <= set(offsets.tolist())
+    widths = offsets.diff()
+    assert widths.min() >= 1
+    # Rows cut 7 of some 130 documents in two.
+    assert 200 < widths.float().mean() < 300
+    assert torch.equal(offsets, document_offsets(batch=8, length=4096, mean=256))
+
+
+@pytest.mark.parametrize(("bound", "size"), BOUNDS)
+def test_the_share_is_of_the_pairs_that_are_seen(bound, size):
+    inputs = Inputs(Workload(bound, size, 2, 1, 100, 16), torch.float64, CPU)
+    q, k, v = (torch.zeros_like(x.transpose(1, 2)) for x in inputs.qkv)
+    features = {"cu_seqlens": inputs.offsets} if bound == DOCUMENTS else {"window": (size, 0)}
+    # Of equal scores the log-sum-exp counts the keys that a row sees.
+    _, lse = naive_attention(q, k, v, return_lse=True, **features)
+    assert inputs.share() == pytest.approx(lse.double().exp().sum().item() / (2 * 100 * 101 / 2), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("size", [20, 500])
+def test_flex_attention_gets_the_same_documents(size, monkeypatch):
+    """FlexAttention as it is, not compiled."""
+    monkeypatch.setattr(
+        documents, "get_attention", lambda name: functools.partial(len, flex_attention=flex_attention)
+    )
+    inputs = Inputs(Workload(DOCUMENTS, size, 2, 2, 100, 16), torch.float32, CPU)
+    inputs.qkv = [x.detach() for x in inputs.qkv]
+    q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
+    want = naive_attention(q, k, v, cu_seqlens=inputs.offsets).transpose(1, 2)
+    torch.testing.assert_close(documents._flex(inputs, 0), want)
+
+
+def run(folder: Path) -> dict:
+    assert main(["documents", "--tiny", "--device", "cpu", "--results", str(folder)]) == 0
+    return json.loads((folder / "cpu" / "documents.json").read_text())
+
+
+@interpreted
+def test_who_does_not_do_it_is_said_in_a_line(tmp_path, capsys):
+    results = run(tmp_path)
+    assert all(set(s["ms"]) == {OURS, documents.PORTABLE, WHOLE} for s in pick(results, kind="time"))
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [each for each in lines if each.startswith("without documents:")]
+    assert {"sdpa", "varlen"} <= set(line.partition(": ")[2].split(", "))
+
+
+@interpreted
+def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
+    """Attention that does not know the bound."""
+    asked = {OURS: documents._registered(OURS), "blind": documents._unbounded("naive")}
+    monkeypatch.setattr(documents, "contenders", lambda: asked)
+    assert all(set(sample["ms"]) == {OURS} for sample in pick(run(tmp_path), kind="time"))
+    assert "left out: blind, window: wrong, so not timed: errors" in capsys.readouterr().out
+
+
+def results_of(ours: float, theirs: float, share: float) -> dict:
+    def phases(ms: float) -> dict:
+        return {"forward": [ms / 3] * 3, "backward": [2 * ms / 3] * 3}
+
+    milliseconds = {OURS: phases(ours), FLEX: phases(theirs), WHOLE: phases(6.0)}
+    shape = {"bound": WINDOW, "size": 256, "batch": 4, "heads": 16, "length": 4096, "head_dim": 128}
+    return {
+        "device": "NVIDIA H200",
+        "samples": [{"kind": "time", **shape, "ms": milliseconds, "share": share}],
+    }
+
+
+def test_what_is_concluded():
+    saved, fastest = documents.judge(results_of(ours=3.0, theirs=4.0, share=0.12))
+    assert (saved.ours, saved.status) == ("0.50x", REPRODUCED)
+    assert (fastest.ours, fastest.status) == ("0.75x", REPRODUCED)
+    assert "12% of the pairs are seen" in saved.why
+    assert "the fastest other is flex" in fastest.why
+    saved, fastest = documents.judge(results_of(ours=6.1, theirs=4.0, share=0.12))
+    assert saved.status == fastest.status == NOT_REPRODUCED
+    (fastest,) = documents.judge(results_of(ours=3.0, theirs=4.0, share=0.9))
+    assert "fastest other" in fastest.what
