@@ -316,7 +316,7 @@ def draw(results: Results, path: Path) -> None:
             axis.grid(axis="y", visible=False)
             axis.set_xlabel("time over unbounded, forward and backward")
             axis.set_title(f"length {length}, head_dim {head_dim}")
-        plots.legend(axes[0], loc="best")
+        plots.legend(axes[-1], loc="center right")
 
 
 def _over_whole(sample: Sample, name: str) -> float:

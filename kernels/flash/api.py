@@ -75,6 +75,9 @@ def flash_attention(
         x if x is None else x.contiguous() for x in (alibi_slopes, sinks, kv_lengths)
     )
     left, right = window or (-1, -1)
+    # A side that reaches every key hides nothing, and the kernels would add positions to it, in 32 bits.
+    left = left if left < k.shape[2] - 1 else -1
+    right = right if right < q.shape[2] - 1 else -1
     seed = _seed(dropout_seed, q.device) if dropout_p else None
     documents = blocks = (None, None)
     if cu_seqlens is not None:

@@ -13,7 +13,8 @@ from ..operators import operator
 from .rules import BLOCK_MASK_SIZE
 
 TOKENS = 256  # of a program
-CHUNK = 128  # of blocks
+CHUNK = 128  # of offsets, or of blocks
+PART = 16  # of a chunk of offsets
 ANY = 1 << 30  # a window's side that hides nothing
 Tensor = torch.Tensor
 
@@ -21,13 +22,15 @@ Tensor = torch.Tensor
 def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """First and last + 1 token of each token's document, counted from the start of its row: int32 (batch, length).
 
-    cu_seqlens: int32 (documents + 1,). Offsets that do not end at batch * length give wrong documents, but never an
-    index out of range on the device.
+    cu_seqlens: int32 (documents + 1,). A document begins wherever an offset is, whatever their order: so each token
+    is in its own, and neither bound ever decreases. Offsets that are wrong give wrong documents, but no index out of
+    range on the device, and no kernel that waits for ever.
     """
     starts, ends = _document_bounds_like(cu_seqlens, batch, length)
     if starts.numel():
         bounds = cu_seqlens.shape[0]
-        grid, numbers = (-(-length // TOKENS), batch, 1), (bounds, length, TOKENS)  # not triton.cdiv: 2 us
+        grid = (-(-length // TOKENS), batch, 1)  # not triton.cdiv: 2 us
+        numbers = (bounds, length, TOKENS, CHUNK, PART)
         pointers = (cu_seqlens.contiguous(), starts, ends)
         launch(pointers, ("documents", grid, numbers), lambda: (documents_kernel, grid, numbers, {}))
     return starts, ends
@@ -72,25 +75,30 @@ block_lists = operator(block_lists, _block_lists_like)
 
 
 @triton.jit(do_not_specialize=["bounds", "length"])
-def documents_kernel(Bounds, Starts, Ends, bounds, length, TOKENS: tl.constexpr):
-    """Grid (ceil(length / TOKENS), batch)."""
+def documents_kernel(
+    Bounds, Starts, Ends, bounds, length, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
+    """Grid (ceil(length / TOKENS), batch). Offsets between a program's tokens are looked at PART at a time: all of a
+    CHUNK would spill 5 KB."""
     row_start = tl.program_id(1) * length
-    position = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    # Which document, by bisection: Bounds[low] <= token < Bounds[high], where those exist.
-    low = position * 0
-    high = low + bounds
-    span = bounds
-    while span > 1:
-        middle = (low + high) // 2
-        begun = tl.load(Bounds + middle) <= row_start + position
-        low = tl.where(begun, middle, low)
-        high = tl.where(begun, high, middle)
-        span = (span + 1) // 2
-    low = tl.minimum(low, bounds - 2)
-    start = tl.maximum(tl.load(Bounds + low) - row_start, 0)
-    end = tl.minimum(tl.load(Bounds + low + 1) - row_start, length)
-    tl.store(Starts + row_start + position, start, mask=position < length)
-    tl.store(Ends + row_start + position, end, mask=position < length)
+    row_end = row_start + length
+    first = row_start + tl.program_id(0) * TOKENS
+    tokens = first + tl.arange(0, TOKENS)
+    starts, ends = tokens * 0 + row_start, tokens * 0 + row_end
+    for begin in range(0, bounds, CHUNK):
+        index = begin + tl.arange(0, CHUNK)
+        offsets = tl.load(Bounds + index, mask=index < bounds, other=row_start)
+        starts = tl.maximum(starts, tl.max(tl.where(offsets <= first, offsets, row_start)))
+        ends = tl.minimum(ends, tl.min(tl.where(offsets >= first + TOKENS, offsets, row_end)))
+        if tl.max(((offsets > first) & (offsets < first + TOKENS)).to(tl.int32)) > 0:
+            for part in range(begin, begin + CHUNK, PART):
+                few = part + tl.arange(0, PART)[None, :]
+                among = tl.load(Bounds + few, mask=few < bounds, other=row_start)
+                begun = among <= tokens[:, None]
+                starts = tl.maximum(starts, tl.max(tl.where(begun, among, row_start), 1))
+                ends = tl.minimum(ends, tl.min(tl.where(begun, row_end, among), 1))
+    tl.store(Starts + tokens, starts - row_start, mask=tokens < row_end)
+    tl.store(Ends + tokens, ends - row_start, mask=tokens < row_end)
 
 
 @triton.jit(do_not_specialize=["q_blocks", "k_blocks", "offset", "left", "right"])

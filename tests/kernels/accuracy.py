@@ -134,8 +134,10 @@ def assert_within(
     """Hold results to `times` the error of the worst of their peers, each against `want` in float64.
 
     max error <= times * (max error of the peer + an ulp of the tensor's largest value), and mean error <= 1.25 * the
-    peer's + a quarter ulp of the tensor's mean (in float32, where no rounding to 16 bits drowns the order of
-    operations, `times` * and a whole ulp). lse, float32 in every precision, within 1e-5 of its size.
+    peer's + a quarter ulp of the tensor's mean. In float32, where no rounding to 16 bits drowns the order of
+    operations, the mean as the max: of a single key P is 1 to PyTorch, and to us 2^(S - lse) of two that were
+    rounded, 1.6 ulp off on an AMD EPYC, where P is all of dv. lse, float32 in every precision, within 1e-5 of its
+    size.
     """
     for name, result in got.items():
         if name == "lse":
@@ -153,7 +155,7 @@ def assert_within(
         assert worst <= allowed, f"{name}: max error {worst:.2e}, allowed {allowed:.2e}"
         mean, (mean_times, ulps) = (
             error.mean().item(),
-            (times, 1) if result.dtype is torch.float32 else (1.25, 0.25),
+            (times, times) if result.dtype is torch.float32 else (1.25, 0.25),
         )
         allowed = mean_times * max(x.mean().item() for x in of_peers) + ulps * eps * size.mean().item()
         assert mean <= allowed, f"{name}: mean error {mean:.2e}, allowed {allowed:.2e}"

@@ -116,6 +116,35 @@ def test_the_elements_in_a_threads_registers_share_their_philox_calls() -> None:
         assert high == "0"
 
 
+MASKS = """
+import contextlib, io, re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernels.flash import masks
+
+triton.knobs.nvidia.dump_ptxas_log = True
+triton.knobs.compilation.always_compile = True  # a cached kernel would have no log
+for kernel in masks.documents_kernel, masks.block_lists_kernel:
+    signature, constants = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = "*i32" if name[0].isupper() else "i32"
+        if name == "Mask": signature[name] = "*u8"
+        if name.isupper(): signature[name], constants[index,] = "constexpr", getattr(masks, name)
+    for architecture in 80, 90:
+        log, target = io.StringIO(), GPUTarget("cuda", architecture, 32)
+        with contextlib.redirect_stdout(log):
+            triton.compile(ASTSource(kernel, signature, constants, {}), target=target)
+        print(kernel.__name__, *re.findall(r"(\\d+) bytes spill stores", log.getvalue()))
+"""
+
+
+def test_what_prepares_masks_compiles_without_spills() -> None:
+    """The interpreter knows no types, nor registers."""
+    names = ["documents_kernel", "block_lists_kernel"]
+    assert printed(MASKS) == [[name, "0"] for name in names for _ in range(2)]
+
+
 def test_the_interpreter_is_refused() -> None:
     command = [sys.executable, "-m", "kernels.compile_report"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -81,6 +81,9 @@ def test_window(causal: bool, window: tuple[int, int]) -> None:
 def test_window_at_unequal_lengths(q_len: int, kv_len: int) -> None:
     check({"causal": False, "window": (20, 5)}, q_len, kv_len)
     check({"window": (20, 5)}, q_len, kv_len)
+    # One key short of them all, all of them, and more than 32 bits hold: the kernels add positions to a side.
+    for window in [(kv_len - 2, q_len - 2), (kv_len - 1, q_len - 1), (2**40, 2**31 - 1)]:
+        check({"causal": False, "window": window}, q_len, kv_len)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])

@@ -18,11 +18,16 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def bounds_in_torch(cu_seqlens: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.arange(batch * length, dtype=torch.int32, device=DEVICE)
-    document = torch.searchsorted(cu_seqlens, tokens, right=True).clamp(1, cu_seqlens.shape[0] - 1)
-    row_start = tokens // length * length
-    starts, ends = cu_seqlens[document - 1] - row_start, cu_seqlens[document] - row_start
-    return starts.clamp(min=0).view(batch, length), ends.clamp(max=length).view(batch, length)
+    """The last offset up to each token, or its row's start, and the first one behind it, or its row's end."""
+    starts, ends = [], []
+    for row_start in range(0, batch * length, length):
+        tokens = torch.arange(row_start, row_start + length, device=DEVICE)[:, None]
+        begun = cu_seqlens <= tokens
+        first = torch.where(begun, cu_seqlens, row_start).amax(1).clamp(min=row_start)
+        last = torch.where(begun, row_start + length, cu_seqlens).amin(1).clamp(max=row_start + length)
+        starts.append(first - row_start)
+        ends.append(last - row_start)
+    return torch.stack(starts).int(), torch.stack(ends).int()
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,9 @@ def bounds_in_torch(cu_seqlens: torch.Tensor, batch: int, length: int) -> tuple[
         list(range(601)),
         [0, 250, 400],  # documents that end early
         [5, 10, 700],  # that begin late and end late
+        [0, 400, 30, 599, 600],  # in no order
+        [-7, 300, 600],
+        [700, 900],
     ],
     ids=lambda bounds: str(bounds[:9]),
 )
@@ -42,6 +50,12 @@ def test_document_bounds(bounds: list[int]) -> None:
     for batch, length in ((1, 600), (2, 300), (600, 1)):
         got, want = masks.document_bounds(bounds, batch, length), bounds_in_torch(bounds, batch, length)
         assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+        # What the Hopper kernels rely on, or they would wait for ever.
+        starts, ends = got
+        assert (starts.diff(dim=1) >= 0).all()
+        assert (ends.diff(dim=1) >= 0).all()
+        token = torch.arange(length, device=DEVICE)
+        assert ((starts >= 0) & (starts <= token) & (token < ends) & (ends <= length)).all()
     strided = bounds.repeat_interleave(2)[::2]
     assert torch.equal(masks.document_bounds(strided, 2, 300)[0], masks.document_bounds(bounds, 2, 300)[0])
 
