@@ -13,8 +13,7 @@ from ..operators import operator
 from .rules import BLOCK_MASK_SIZE
 
 TOKENS = 256  # of a program
-CHUNK = 128  # of offsets, or of blocks
-PART = 16  # of a chunk of offsets
+CHUNK = 128  # of blocks
 ANY = 1 << 30  # a window's side that hides nothing
 Tensor = torch.Tensor
 
@@ -22,15 +21,15 @@ Tensor = torch.Tensor
 def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """First and last + 1 token of each token's document, counted from the start of its row: int32 (batch, length).
 
-    cu_seqlens: int32 (documents + 1,). A document begins wherever an offset is, whatever their order: so each token
-    is in its own, and neither bound ever decreases. Offsets that are wrong give wrong documents, but no index out of
-    range on the device, and no kernel that waits for ever.
+    cu_seqlens: int32 (documents + 1,). Tokens before the first offset and behind the last are documents too. Offsets
+    that do not ascend give wrong documents, but none that overlap: an index out of range on the device, and a kernel
+    that waits for ever, are nothing that numbers can cause.
     """
     starts, ends = _document_bounds_like(cu_seqlens, batch, length)
     if starts.numel():
         bounds = cu_seqlens.shape[0]
         grid = (-(-length // TOKENS), batch, 1)  # not triton.cdiv: 2 us
-        numbers = (bounds, length, TOKENS, CHUNK, PART)
+        numbers = (bounds, length, TOKENS)
         pointers = (cu_seqlens.contiguous(), starts, ends)
         launch(pointers, ("documents", grid, numbers), lambda: (documents_kernel, grid, numbers, {}))
     return starts, ends
@@ -75,30 +74,47 @@ block_lists = operator(block_lists, _block_lists_like)
 
 
 @triton.jit(do_not_specialize=["bounds", "length"])
-def documents_kernel(
-    Bounds, Starts, Ends, bounds, length, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr
-):  # fmt: skip
-    """Grid (ceil(length / TOKENS), batch). Offsets between a program's tokens are looked at PART at a time: all of a
-    CHUNK would spill 5 KB."""
+def documents_kernel(Bounds, Starts, Ends, bounds, length, TOKENS: tl.constexpr):
+    """Grid (ceil(length / TOKENS), batch).
+
+    From a token to the next the index of its document does not decrease, even where the offsets do not ascend: where
+    the bisections of two tokens part, the later one goes up. So a document is a run of tokens with one index. One
+    that does not begin and end where the offsets say falls to pieces of one token: the Hopper kernels wait for one
+    another by bounds that agree.
+    """
     row_start = tl.program_id(1) * length
     row_end = row_start + length
-    first = row_start + tl.program_id(0) * TOKENS
-    tokens = first + tl.arange(0, TOKENS)
-    starts, ends = tokens * 0 + row_start, tokens * 0 + row_end
-    for begin in range(0, bounds, CHUNK):
-        index = begin + tl.arange(0, CHUNK)
-        offsets = tl.load(Bounds + index, mask=index < bounds, other=row_start)
-        starts = tl.maximum(starts, tl.max(tl.where(offsets <= first, offsets, row_start)))
-        ends = tl.minimum(ends, tl.min(tl.where(offsets >= first + TOKENS, offsets, row_end)))
-        if tl.max(((offsets > first) & (offsets < first + TOKENS)).to(tl.int32)) > 0:
-            for part in range(begin, begin + CHUNK, PART):
-                few = part + tl.arange(0, PART)[None, :]
-                among = tl.load(Bounds + few, mask=few < bounds, other=row_start)
-                begun = among <= tokens[:, None]
-                starts = tl.maximum(starts, tl.max(tl.where(begun, among, row_start), 1))
-                ends = tl.minimum(ends, tl.min(tl.where(begun, row_end, among), 1))
-    tl.store(Starts + tokens, starts - row_start, mask=tokens < row_end)
-    tl.store(Ends + tokens, ends - row_start, mask=tokens < row_end)
+    tokens = row_start + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    document = document_of(Bounds, bounds, tokens)
+    start = tl.load(Bounds + document, mask=document >= 0, other=row_start)
+    end = tl.load(Bounds + document + 1, mask=document + 1 < bounds, other=row_end)
+    start, end = tl.maximum(start, row_start), tl.minimum(end, row_end)
+    # The tokens around both ends, at once: the bisections wait for memory.
+    place = tl.arange(0, 4)[:, None]
+    around = tl.where(place < 2, start[None, :], end[None, :]) - tl.where(place % 2 == 0, 1, 0)
+    found = document_of(Bounds, bounds, around) - document[None, :]
+    agrees = tl.where(place == 0, (found < 0) | (start == row_start)[None, :], found == 0)
+    agrees = tl.where(place == 3, (found > 0) | (end == row_end)[None, :], agrees)
+    whole = (tl.min(agrees.to(tl.int32), 0) > 0) & (start <= tokens) & (tokens < end)
+    mask = tokens < row_end
+    tl.store(Starts + tokens, tl.where(whole, start, tokens) - row_start, mask=mask)
+    tl.store(Ends + tokens, tl.where(whole, end, tokens + 1) - row_start, mask=mask)
+
+
+@triton.jit
+def document_of(Bounds, bounds, tokens):
+    """The last of ascending offsets that is at most each token; -1 where there is none."""
+    low = tokens * 0 - 1
+    high = low + bounds + 1
+    span = bounds + 1
+    while span > 1:
+        middle = (low + high) // 2
+        inside = (middle > low) & (middle < high)
+        begun = inside & (tl.load(Bounds + middle, mask=inside, other=0) <= tokens)
+        low = tl.where(begun, middle, low)
+        high = tl.where(inside & (begun == 0), middle, high)
+        span = (span + 1) // 2
+    return low
 
 
 @triton.jit(do_not_specialize=["q_blocks", "k_blocks", "offset", "left", "right"])
