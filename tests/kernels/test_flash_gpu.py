@@ -98,6 +98,22 @@ def test_features_and_their_repeats(flash, name: str, kv_heads: int, head_dim: i
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seed", range(5))
+def test_offsets_in_no_order_are_no_endless_wait(seed: int, head_dim: int) -> None:
+    """Whatever documents they make, both tiers have the same."""
+    *tensors, d_out = inputs(
+        1000, 1000, head_dim, torch.bfloat16, batch=2, heads=4, kv_heads=4, device="cuda"
+    )
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.randint(-100, 2100, (1 + 4 * seed,), generator=generator).to("cuda", torch.int32)
+    offsets = torch.cat([offsets, offsets.new_tensor([0, 2000])])
+    attention = kernels.get_attention("flash")
+    want, got = (run(attention, tensors, d_out, cu_seqlens=offsets, tier=tier) for tier in ("triton", "auto"))
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_250_repeats_agree_bit_for_bit(flash, causal: bool, head_dim: int) -> None:
     *tensors, d_out = inputs(
