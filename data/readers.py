@@ -104,8 +104,7 @@ class JsonLinesPart:
 
     def _text(self, line: str, offset: int) -> str:
         try:
-            # PowerShell and Excel put a mark before the first line, which is no JSON
-            row = json.loads(line.removeprefix("" if offset else "\ufeff"))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{self.path}: the line at byte {offset} is not JSON ({error.msg})") from None
         except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, 100,000 brackets
@@ -234,9 +233,10 @@ def as_text(value: object, column: str, where: str) -> str:
 
 
 def _decoded(content: bytes | bytearray, path: str, offset: int, errors: str = "strict") -> str:
-    """Return the text of bytes that begin at `offset` of a file."""
+    """Return the text of bytes that begin at `offset` of a file, without the mark that Windows puts before it."""
     try:
-        return content.decode("utf-8", errors)
+        text = content.decode("utf-8", errors)
+        return text if offset else text.removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         # as Windows writes it; read as latin1 it would train on a NUL behind every letter
         utf16 = not offset and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

@@ -338,11 +338,12 @@ def test_windows_line_ends_can_be_typed(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "two"]
 
 
-def test_a_mark_before_the_first_line_is_no_part_of_it(tmp_path: Path):
-    """PowerShell and Excel put one there."""
+def test_a_mark_before_the_text_is_no_part_of_it(tmp_path: Path):
+    """PowerShell, Notepad and Excel put one there; elsewhere it is a character."""
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n', encoding="utf-8-sig")
+    (tmp_path / "b.txt").write_text("third \ufeff", encoding="utf-8-sig")
     corpus = prepare(make_corpus("text_files", files=str(tmp_path)), "bytes", tmp_path / "cache")
-    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["first", "second"]
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["first", "second", "third \ufeff"]
 
 
 @pytest.mark.parametrize("kind", ["string_view", "large_string", "dictionary"])
