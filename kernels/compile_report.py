@@ -200,8 +200,8 @@ def _constants(job: Job) -> dict[str, object]:
 
 
 def _hopper_constants(job: Job) -> dict[str, object]:
-    ragged, bounded = job.feature == RAGGED, job.feature == "documents"
-    absent = {} if bounded else dict.fromkeys(["DocumentStart", "DocumentEnd"])
+    ragged, bounded = job.feature == RAGGED, job.feature in ("documents", "window")
+    absent = {} if job.feature == "documents" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if job.kernel == "hopper_forward":
         spec = hopper_forward.specify(
             job.head_dim, job.causal, job.length, job.length + ragged, bounded=bounded
@@ -307,7 +307,8 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                         if length == 2048 and (name, head_dim, causal) != ("hopper_forward", 64, True):
                             continue  # the kernel of 16384
                         jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
-                jobs += [Job(90, name, head_dim, True, None, feature="documents") for name in HOPPER]
+                for name, feature in itertools.product(HOPPER, ("documents", "window")):
+                    jobs.append(Job(90, name, head_dim, True, None, feature=feature))
     return jobs
 
 

@@ -75,9 +75,6 @@ def flash_attention(
         x if x is None else x.contiguous() for x in (alibi_slopes, sinks, kv_lengths)
     )
     left, right = window or (-1, -1)
-    # A side that reaches every key hides nothing, and the kernels would add positions to it, in 32 bits.
-    left = left if left < k.shape[2] - 1 else -1
-    right = right if right < q.shape[2] - 1 else -1
     seed = _seed(dropout_seed, q.device) if dropout_p else None
     documents = blocks = (None, None)
     if cu_seqlens is not None:
@@ -139,6 +136,7 @@ def flash_forward(
     out, lse, out_low = results = _forward_like(q, k, precise_delta)
     if k is None:
         q, k, v = _parts(q)
+    left, right = _sides(left, right, q, k)
     masks = (seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks)
     others = (seed, alibi_slopes, sinks, kv_lengths, key_blocks)
     has = _hopper_has(q, k, causal, left, right, softcap, document_starts, others) and not precise_delta
@@ -185,6 +183,7 @@ def flash_backward(
     if k is None:
         q, k, v = _parts(q)
         dq, dk, dv = _parts(dq)
+    left, right = _sides(left, right, q, k)
     if d_out.stride(-1) != 1 or 0 in d_out.stride():  # a gradient that was expanded from fewer elements
         d_out = d_out.contiguous()
     if d_lse is not None:
@@ -206,6 +205,12 @@ def flash_backward(
         pointers = (q, k, v, d_out, lse, delta, dk, dv, *masks, query_blocks)
         launch_flash("dkdv", pointers, (q, k, v, d_out, dk, dv), query_blocks, q, k, scale, rules)
     return results
+
+
+def _sides(left: int, right: int, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """A window's sides, -1 for one that reaches every key: it hides nothing, and the kernels would add positions to
+    it, in 32 bits. Asked in the operators: outside, torch.compile would make a graph for each answer."""
+    return left if left < k.shape[2] - 1 else -1, right if right < q.shape[2] - 1 else -1
 
 
 def _hopper_has(

@@ -10,8 +10,7 @@ dQ needs dS of both warpgroups, which would meet in each step. In long loops a w
 before instead, whose dS the other has laid down long ago.
 
 Plain attention, and windows and documents under the causal mask (hopper_bounds.py); the rest is the portable kernels'
-(backward.py). Heads that share keys have works of their own
-each, and dK and dV of their own.
+(backward.py). Heads that share keys have works of their own each, and dK and dV of their own.
 """
 
 from typing import NamedTuple

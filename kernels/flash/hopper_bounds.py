@@ -9,8 +9,6 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ANY = 1 << 30  # `left` without a window
-
 
 class Bounds(NamedTuple):
     """What says so, at run time."""

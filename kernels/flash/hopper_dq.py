@@ -1,9 +1,9 @@
 """dQ of the Hopper backward: a float32 sum over blocks of keys, in one order and so bit for bit repeatable.
 
-Two warps of a program add its tiles to memory by TMA, each every other tile. Blocks of queries have a counter: a tile
-is added in its turn, after those of all earlier keys. Most queries see the earlier keys under the causal mask: the
-longest works come first, and the GPU is busy to the end. All works begin with the last of the queries, so each
-follows the one before it; two tiles of dQ in shared memory let it lag.
+Two warps of a program add its tiles to memory by TMA, each every other tile. Blocks of queries have a counter: a
+tile is added in its turn, after those of all earlier keys that its queries see. Most queries see the earlier keys
+under the causal mask: the longest works come first, and the GPU is busy to the end. A work begins at the last of its
+queries, at or behind where the one before it began, and so follows that; two tiles of dQ in shared memory let it lag.
 
 Beside that, in plain Triton, the pass before the kernel, which makes delta and resets the counters, and the pass
 after it, which rounds the sum.

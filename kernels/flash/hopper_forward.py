@@ -261,9 +261,8 @@ def hide_before(scores, first_seen, first_key):
     # Opaque, or ptxas would keep this of a block not come to, and spill with head_dim 128.
     first = gl.convert_layout(first_seen, gl.SliceLayout(1, layout))[:, None] - opaque(first_key)
     keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    own = (
-        keys & 6
-    )  # as in `hide`, here with two consumers too: a masked step of 535 instructions, else 574 to 639
+    # As in `hide`, but with two consumers too: a masked step has 535 instructions, else 574 to 639.
+    own = keys & 6
     return gl.where(keys - own >= first - own, scores, float("-inf"))
 
 

@@ -8,10 +8,10 @@ import triton
 from ..launch import Launch, launch, processors
 from .hopper import Descriptor, fits_tma, rows_of
 from .hopper_backward import hopper_backward_kernel, steps_late
-from .hopper_bounds import ANY
 from .hopper_dq import SUM_BLOCK, delta_kernel, round_kernel
 from .hopper_forward import BLOCK_N, ROWS, hopper_forward_kernel, specify
 from .hopper_work import BLOCK_M, KEYS
+from .masks import ANY
 from .tiers import DTYPES, HEAD_DIMS
 
 Tensor = torch.Tensor

@@ -48,7 +48,8 @@ def block_lists(
     """
     of_queries, of_keys = results = _block_lists_like(mask)
     batch, heads, q_blocks, k_blocks = mask.shape
-    left, right = left if left >= 0 else ANY, 0 if causal else right if right >= 0 else ANY
+    left = left if 0 <= left < kv_len else ANY
+    right = 0 if causal else right if 0 <= right < q_len else ANY
     if mask.numel():
         grid = (q_blocks + k_blocks, heads, batch)
         numbers = (*mask.stride(), q_blocks, k_blocks, kv_len - q_len, left, right, CHUNK)

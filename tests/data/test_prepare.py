@@ -191,6 +191,29 @@ def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Pat
     assert np.concatenate([tokens for tokens, _ in blocks]).tolist() == expected
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_a_long_row_comes_in_pieces_of_the_same_tokens(
+    kind: str, tmp_path: Path, rank_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a parquet file; as one str an emoji would make it four times as long in memory."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr("data.readers._BATCH_BYTES", 1000)
+    texts = ["the words, they said 🙂 and said again " * 300, "", "thé end 東 " * 500, "short"]
+    column = pyarrow.array([text or None for text in texts])
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    parts = make_corpus("text_files", files=tmp_path / "a.parquet").parts(1 << 20)
+    pieces = [piece for part in parts for piece in part.pieces()]
+    assert len(pieces) > 15
+    assert "".join(text + "|" * ends for text, ends in pieces) == "".join(text + "|" for text in texts)
+    encoding = load_tokenizer(str(rank_file))
+    expected = [token for text in texts for token in [*encoding.encode_ordinary(text), encoding.eot_token]]
+    blocks = encode(parts, Workshop(tmp_path, str(rank_file), "<u4"))
+    assert np.concatenate([tokens for tokens, _ in blocks]).tolist() == expected
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what the most memory was")
 def test_memory_does_not_grow_with_a_file_and_little_with_a_line(tmp_path: Path):
     """Three lines of 20 MB in one file: 135 MB; 197 with the tokens mapped, 330 with every copy of a line."""

@@ -37,10 +37,14 @@ BOUNDS = [(left, False) for left in (0, 1, 64, 127, 200, 5000)] + [(left, True) 
 
 def documents(length: int, batch: int, device: str = "cpu") -> torch.Tensor:
     """cu_seqlens of `batch` rows of `length` tokens, packed with documents that end at, before and behind tiles of 64
-    and 128, in and across rows; some are empty, and one is longer than a row."""
+    and 128, in and across rows; the second is empty, and of several rows the third is longer than one."""
     generator = torch.Generator().manual_seed(length)
-    sizes = torch.tensor([1, 2, 63, 64, 65, 0, 127, 128, 129, 200, 320, 700, 1 + length])
-    picked = sizes[torch.randint(len(sizes), (batch * length,), generator=generator)].cumsum(0)
+    sizes = torch.tensor([1, 2, 63, 64, 65, 0, 127, 128, 129, 200, 320, 700])
+    picked = sizes[torch.randint(len(sizes), (batch * length,), generator=generator)]
+    picked[1:2] = 0
+    if batch > 1:
+        picked[2:3] = length + 1
+    picked = picked.cumsum(0)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), picked[picked < batch * length]])
     return torch.cat([ends, torch.tensor([batch * length])]).to(device, torch.int32)
 

@@ -86,6 +86,20 @@ def test_window_at_unequal_lengths(q_len: int, kv_len: int) -> None:
         check({"causal": False, "window": window}, q_len, kv_len)
 
 
+def test_one_graph_for_lengths_shorter_and_longer_than_a_window() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(flash, backend=backend, fullgraph=True, dynamic=True)
+    for length in (50, 20, 90):
+        q, k, v, _ = (x.detach() for x in inputs(length, length, 16, torch.float32))
+        torch.testing.assert_close(compiled(q, k, v, window=(30, 0)), naive(q, k, v, window=(30, 0)))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 def test_softcap(dtype: torch.dtype) -> None:
     *tensors, d_out = inputs(130, 200, 16, dtype)

@@ -208,13 +208,14 @@ class TestWindowsAndDocuments:
         from kernels import launch
         from kernels.flash import hopper_launch
 
-        *qkv, d_out = inputs(
-            1000, 1000, head_dim, dtype, batch=2, heads=6, kv_heads=3, device="cuda"
-        )  # fmt: skip
-        cu_seqlens = documents(1000, 2, "cuda")
-        tensors = forward(*qkv, d_out, True, cu_seqlens=cu_seqlens)
-        got = gradients(tensors, True, cu_seqlens=cu_seqlens)
-        monkeypatch.setattr(hopper_launch, "processors", lambda device: programs)
-        monkeypatch.setattr(launch, "_known", {})
-        other = gradients(tensors, True, cu_seqlens=cu_seqlens)
-        assert all(torch.equal(got[name], other[name]) for name in got)
+        for bounds in ({"cu_seqlens": documents(1000, 2, "cuda")}, {"window": (200, 0)}):
+            *qkv, d_out = inputs(
+                1000, 1000, head_dim, dtype, batch=2, heads=6, kv_heads=3, device="cuda"
+            )  # fmt: skip
+            tensors = forward(*qkv, d_out, True, **bounds)
+            got = gradients(tensors, True, **bounds)
+            with monkeypatch.context() as patch:
+                patch.setattr(hopper_launch, "processors", lambda device: programs)
+                patch.setattr(launch, "_known", {})
+                other = gradients(tensors, True, **bounds)
+            assert all(torch.equal(got[name], other[name]) for name in got)

@@ -139,13 +139,15 @@ def test_any_number_of_programs_gives_the_same(
     from kernels import launch
     from kernels.flash import hopper_launch
 
-    for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000), (4100, 4100)]:
+    cases = [(1000, 1000, {}), (129, 65, {}), (700, 30, {}), (64, 2000, {}), (4100, 4100, {})]
+    cases += [(1000, 1000, {"cu_seqlens": documents(1000, 2, "cuda")}), (1000, 1000, {"window": (200, 0)})]
+    for q_len, kv_len, bounds in cases:
         tensors = normal(q_len, kv_len, head_dim, torch.bfloat16, batch=2, heads=6, kv_heads=3)
-        got = run(*tensors, causal=True)
+        got = run(*tensors, True, **bounds)
         with monkeypatch.context() as patch:
             patch.setattr(hopper_launch, "processors", lambda device: programs)
             patch.setattr(launch, "_known", {})
-            other = run(*tensors, causal=True)
+            other = run(*tensors, True, **bounds)
         assert all(torch.equal(*pair) for pair in zip(got, other, strict=True))
 
 

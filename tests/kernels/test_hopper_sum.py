@@ -4,10 +4,9 @@ threads leave it in is undone. On any machine, 2 s."""
 import pytest
 import torch
 
-from kernels.flash.hopper_bounds import ANY
 from kernels.flash.hopper_dq import delta_kernel, round_kernel
 from kernels.flash.hopper_work import BLOCK_M, KEYS
-from kernels.flash.masks import document_bounds
+from kernels.flash.masks import ANY, document_bounds
 from tests.kernels.accuracy import documents
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
