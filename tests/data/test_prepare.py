@@ -214,6 +214,55 @@ def test_a_long_row_comes_in_pieces_of_the_same_tokens(
     assert np.concatenate([tokens for tokens, _ in blocks]).tolist() == expected
 
 
+def test_a_long_line_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("data.readers._LONG_LINE", 1000)
+    monkeypatch.setattr("data.readers._BATCH_BYTES", 1000)
+    text = "the words, they said 🙂 and said again " * 300
+    (tmp_path / "a.jsonl").write_bytes(json_lines([text, "short"]))
+    (part,) = make_corpus("text_files", files=tmp_path / "a.jsonl").parts(1 << 20)
+    *pieces, (short, _) = part.pieces()
+    assert short == "short"
+    assert "".join(piece for piece, _ in pieces) == text
+    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert len(pieces) > 10
+
+
+LINES = [
+    b'{"text": "a\\n\\u00e9 \\ud83d\\ude42 \\"q\\" \\/ \\\\"}\n',
+    '{"x": [1, {"y": 2}], "text": "é東🙂", "date": "2020-01-01"}\n'.encode(),
+    b'  {"text" : "2020-01-01T00:00:00Z"}  \r\n',
+    b'{"text": "a", "text": "b"}\n',
+    b'{"text": "nul \\u0000, half \\ud83d"}\n',
+    b'{"text": "x", "big": 123456789012345678901234567890, "n": NaN}\n',
+    b'\xef\xbb\xbf{"text": "behind a mark"}\n',
+    b'{"text": ""}\n',
+    b'{"text": null}\n',
+    b'{"title": "x"}\n',
+    b'{"text": 3}\n',
+    b'{"text": "a"} {"text": "b"}\n',
+    b'{"text": "tab\there"}\n',
+    b'{"text": "\xff"}\n',
+    b"[1]\n",
+    b'{"text": "no end of the line"}',
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_long_line_is_read_or_refused_as_a_short_one(line: bytes, tmp_path: Path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(line)
+
+    def read() -> list[tuple[str, bool]] | str:
+        try:
+            (part,) = make_corpus("text_files", files=tmp_path / "a.jsonl").parts(1 << 20)
+            return list(part.pieces())
+        except DataError as error:
+            return str(error)
+
+    short = read()
+    monkeypatch.setattr("data.readers._LONG_LINE", 0)
+    assert read() == short
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what the most memory was")
 def test_memory_does_not_grow_with_a_file_and_little_with_a_line(tmp_path: Path):
     """Three lines of 20 MB in one file: 135 MB; 197 with the tokens mapped, 330 with every copy of a line."""
