@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default="auto", help="attention backend (auto)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--tokenizer", metavar="PATH", help="where the run's rank file is, if it has moved")
     args = parser.parse_intermixed_args()  # the prompt may stand behind the options
 
     import torch
@@ -50,7 +51,7 @@ def main() -> None:
     from training.sampling import sample_text
 
     try:
-        model, tokenizer = load_run(Path(args.run), args.device, args.attention)
+        model, tokenizer = load_run(Path(args.run), args.device, args.attention, args.tokenizer)
         generator = torch.Generator().manual_seed(args.seed % 2**64)  # torch takes no longer ones
         for number in range(args.samples):
             if number:

@@ -1,6 +1,6 @@
 """What is in a prepared corpus, and is it whole?
 
-    python -m data.inspect CORPUS_OR_RUN [--documents N] [--repair [SHARD]]
+    python -m data.inspect CORPUS_OR_RUN [--documents N] [--repair [SHARD]] [--tokenizer PATH]
 
 CORPUS_OR_RUN is a corpus folder, or a run directory whose file `corpus` names one. Every shard is hashed; --repair
 makes the damaged ones (or the named one) again from the source. Exits with 1 if the corpus is not whole.
@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--repair", nargs="?", const="", metavar="SHARD", help="make damaged shards again, or this one"
     )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="where the corpus's rank file is, if it has moved"
+    )
     options = parser.parse_args(arguments)
     progress = ConsoleProgress()
     try:
@@ -47,18 +50,19 @@ def inspect(options: argparse.Namespace, progress: Progress) -> int:
     """Do what was asked for; return the exit status."""
     corpus = Corpus(corpus_folder(options.path))
     if options.repair:
-        rebuild_shard(corpus, options.repair, progress)
+        rebuild_shard(corpus, options.repair, progress, options.tokenizer)
     damaged = check(corpus)
     if options.repair == "":
         for file in damaged:
-            rebuild_shard(corpus, file, progress)
+            rebuild_shard(corpus, file, progress, options.tokenizer)
             print(f"{file} made again")
         damaged = {}
     for file, reason in damaged.items():
         print(corpus.damaged(file, reason))
     if damaged:
         return 1
-    describe(corpus, options.documents)
+    describe(corpus)
+    print_documents(corpus, options.documents, options.tokenizer)
     return 0
 
 
@@ -88,7 +92,7 @@ def check(corpus: Corpus) -> dict[str, str]:
         }
 
 
-def describe(corpus: Corpus, documents: int) -> None:
+def describe(corpus: Corpus) -> None:
     manifest = corpus.manifest
     settings = ", ".join(
         f"{key}={value}" for key, value in manifest.source.items() if value not in ("", None, [], ())
@@ -105,7 +109,6 @@ def describe(corpus: Corpus, documents: int) -> None:
         )
     for split in (corpus.train, corpus.val):
         print_histogram(split)
-    print_documents(corpus, documents)
 
 
 def print_histogram(split: TokenSplit) -> None:
@@ -127,9 +130,9 @@ def print_histogram(split: TokenSplit) -> None:
         print(f"{label:>20} {counts[exponent]:>12,} {bar}".rstrip())
 
 
-def print_documents(corpus: Corpus, count: int) -> None:
+def print_documents(corpus: Corpus, count: int, tokenizer: str | None) -> None:
     """Print the beginnings of the first validation documents."""
-    encoding = corpus.tokenizer()
+    encoding = corpus.tokenizer(tokenizer)
     start = 0
     for number in range(min(count, corpus.val.documents)):
         text, length = "", 0

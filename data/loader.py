@@ -19,7 +19,7 @@ from .ahead import ahead
 from .files import mapped, sha256_of
 from .manifest import read_manifest
 from .permutation import Permutation
-from .tokenizer import load_tokenizer, tokenizer_hash
+from .tokenizer import findable, load_tokenizer, tokenizer_hash
 
 # Up to this size a corpus is hashed whenever it is opened (0.2 s); above, file sizes are compared.
 _HASHED_BYTES = 256 << 20
@@ -43,10 +43,10 @@ class Corpus:
 
         Raises DataError when that is another one, because its ids would mean other text.
         """
-        name = name or self.manifest.tokenizer["name"]
+        made_with = self.manifest.tokenizer["name"]
+        name = findable(name or made_with)
         encoding = load_tokenizer(name)
         if tokenizer_hash(encoding) != self.manifest.tokenizer["sha256"]:
-            made_with = self.manifest.tokenizer["name"]
             if name == made_with:  # a rank file
                 raise DataError(
                     f"{name} has changed since {self.directory} was made with it: put the old file back, or prepare "
@@ -54,7 +54,7 @@ class Corpus:
                 )
             raise DataError(
                 f"{self.directory} was made with tokenizer {made_with}, {name} is another: "
-                f"use data.tokenizer={made_with}, or prepare the corpus again with {name}"
+                f"give that one, or prepare the corpus again with {name}"
             )
         return encoding
 

@@ -35,7 +35,7 @@ from .shards import (
     tokenise_unit,
     write_val_shard,
 )
-from .tokenizer import load_encoder, load_tokenizer, tokenizer_hash
+from .tokenizer import findable, load_encoder, load_tokenizer, tokenizer_hash
 from .workers import Workers, cpu_count
 
 # Small enough that a kill costs a second and workers end together, large enough that OpenWebText is 4,800 files.
@@ -74,8 +74,7 @@ def prepare(
         )
     if workers is not None and workers < 1:
         raise DataError(f"data.workers={workers}: at least one process, or null for one per core")
-    if tokenizer.endswith(".tiktoken"):
-        tokenizer = str(Path(tokenizer).expanduser().absolute())
+    tokenizer = findable(tokenizer)  # for the manifest: who inspects or repairs may stand in another folder
     encoding = load_tokenizer(tokenizer)
     state = source.state()
     settings = {

@@ -16,8 +16,11 @@ from .readers import Part
 from .shards import Workshop, group, split_order, split_unit, tokenise_unit, write_val_shard
 
 
-def rebuild_shard(corpus: Corpus, file: str, progress: Progress) -> None:
-    """Replace a shard. Raises DataError when the source is no longer what the corpus was made from."""
+def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str | None = None) -> None:
+    """Replace a shard. Raises DataError when the source is no longer what the corpus was made from.
+
+    tokenizer: where the corpus's is by now, if it has moved.
+    """
     manifest = corpus.manifest
     shard = next((shard for shard in manifest.shards if shard["file"] == file), None)
     if shard is None:
@@ -31,8 +34,8 @@ def rebuild_shard(corpus: Corpus, file: str, progress: Progress) -> None:
     )
     if source.state() != manifest.state:
         raise changed
-    corpus.tokenizer()
-    workshop = Workshop(corpus.directory, manifest.tokenizer["name"], manifest.dtype)
+    corpus.tokenizer(tokenizer)
+    workshop = Workshop(corpus.directory, tokenizer or manifest.tokenizer["name"], manifest.dtype)
     with lock(corpus.directory, progress):
         make_folder(workshop.partial)
         source.fetch(progress, corpus.directory)

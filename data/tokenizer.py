@@ -21,6 +21,12 @@ _SAME_RANKS = {"gpt2": "r50k_base", "p50k_edit": "p50k_base", "o200k_harmony": "
 _ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
 _FAST_GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)" + r"|\s++$|\s+(?!\S)|\s"
 _SECONDS = 5
+_BY_PATH = "with data.tokenizer=PATH (or --tokenizer PATH, where a command has that)"
+
+
+def findable(name: str) -> str:
+    """Return `name` as load_tokenizer takes it in any folder: of a `.tiktoken` file its absolute path, ~ expanded."""
+    return str(Path(name).expanduser().absolute()) if name.endswith(".tiktoken") else name
 
 
 @lru_cache(maxsize=4)
@@ -40,7 +46,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             "bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
         )
     if name.endswith(".tiktoken"):
-        return _load_rank_file(Path(name).expanduser())
+        return _load_rank_file(Path(findable(name)))
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(sorted(["bytes", *tiktoken.list_encoding_names()]))
         raise DataError(f"no tokenizer {name!r}: choose one of {known}, or the path of a .tiktoken rank file")
@@ -97,7 +103,9 @@ def _load_rank_file(path: Path) -> tiktoken.Encoding:
         pairs = (line.split() for line in lines if line)
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     except OSError as error:
-        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}") from None
+        raise DataError(
+            f"cannot read the tokenizer file {path} ({error.strerror}): put it there, or say where it is {_BY_PATH}"
+        ) from None
     except ValueError:
         raise DataError(
             f"{path} is no rank file: each line should be a base64 token, a space, a rank"
@@ -148,7 +156,7 @@ def _require_vocabulary(name: str) -> None:
         if name == "gpt2":
             wanted += " (or " + " and ".join(f"{Path(url).name} as {_cache_name(url)}" for url in urls) + ")"
         # Another encoding splits text by another pattern than load_tokenizer does for a rank file.
-        ranks = f"name a local rank file, data.tokenizer=/path/to/{name}.tiktoken, or "
+        ranks = f"name a local {name}.tiktoken {_BY_PATH}, or "
         raise DataError(
             f"the vocabulary of {name} is not in {_cache_dir()} and cannot be downloaded "
             f"({type(error).__name__}): {ranks if single == _rank_url('gpt2') else ''}"

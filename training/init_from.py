@@ -28,7 +28,7 @@ class InitialWeights(NamedTuple):
     source: str  # the folder they were read from
     state: dict[str, torch.Tensor]
     model: GPTConfig
-    tokenizer: str  # as data.tokenizer calls it
+    tokenizer: str  # what to type for it
     same_tokenizer: bool  # as this run's
 
 
@@ -47,7 +47,7 @@ def initial_weights(config: Config) -> InitialWeights:
     has, needs = _differing(found.model, config.model)
     if not found.same_tokenizer:
         has.append(f"data.tokenizer={config.data.tokenizer}")
-        needs.append(f"data.tokenizer={found.tokenizer}")
+        needs.append(found.tokenizer)
     if needs:
         raise ConfigError(f"trainer.init_from={path} needs {' '.join(needs)}; this run has {' '.join(has)}.")
     return found
@@ -62,9 +62,10 @@ def _from_run(path: Path, tokenizer: str) -> InitialWeights:
             "released one: `hf download openai-community/gpt2 config.json model.safetensors --local-dir gpt2`."
         ) from None
     config, sha256 = read_run(found)
-    theirs = config.data.tokenizer
+    theirs = f"data.tokenizer={config.data.tokenizer}"
     if theirs.endswith(".tiktoken"):
-        theirs += " as it was then"  # the file may have changed, not its name
+        # In Hydra's quotes, since a path may hold a =, within the shell's. The file may have changed, not its name.
+        theirs = f"\"data.tokenizer='{config.data.tokenizer}'\" as it was then"
     same = tokenizer_hash(load_tokenizer(tokenizer)) == sha256
     return InitialWeights(str(found), checkpoint.load_weights(found, "cpu"), config.model, theirs, same)
 
@@ -87,7 +88,7 @@ def _from_hugging_face(path: Path, tokenizer: str) -> InitialWeights:
         )
     # It does not say which tokenizer it was trained with.
     same = load_tokenizer(tokenizer).n_vocab == _GPT2_VOCABULARY
-    return InitialWeights(str(path), model.state_dict(), model.config, "gpt2", same)
+    return InitialWeights(str(path), model.state_dict(), model.config, "data.tokenizer=gpt2", same)
 
 
 def _differing(theirs: GPTConfig, ours: ModelConfig) -> tuple[list[str], list[str]]:

@@ -118,16 +118,23 @@ def read_run(found: Path) -> tuple[Config, str]:
 
 
 def load_run(
-    path: Path, device_name: str = "auto", attention_name: str = "auto"
+    path: Path,
+    device_name: str = "auto",
+    attention_name: str = "auto",
+    tokenizer_name: str | None = None,
 ) -> tuple[GPT, tiktoken.Encoding]:
-    """The model of a run directory or checkpoint, in eval mode and float32, and its tokenizer."""
+    """The model of a run directory or checkpoint, in eval mode and float32, and its tokenizer.
+
+    tokenizer_name: what data.tokenizer would be by now, if the run's rank file has moved.
+    """
     found = checkpoint.find(path)
     config, sha256 = read_run(found)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer_name = tokenizer_name or config.data.tokenizer
+    tokenizer = load_tokenizer(tokenizer_name)
     if tokenizer_hash(tokenizer) != sha256:
         raise ConfigError(
-            f"{path} was trained with another tokenizer than {config.data.tokenizer} is now: put that back, or "
-            f"write where it is into {found.parent.parent / 'config.yaml'}."
+            f"{path} was trained with another tokenizer than {tokenizer_name} is now: put that back, or say "
+            "where it is with --tokenizer PATH."
         )
     device = resolve_device(device_name, "--device ")
     _, attention = resolve_attention(

@@ -15,12 +15,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, EvaluationBatches, prefetch
-from data.tokenizer import load_tokenizer
+from data.tokenizer import findable, load_tokenizer
 from kernels import attention_tier, bind, resolve_attention
 from model.gpt import GPT
 
 from . import checkpoint
-from .config import Config, ConfigError, DataConfig, ModelConfig
+from .config import Config, ConfigError, ModelConfig
 from .console import Progress
 from .corpus import prepare_corpus
 from .cuda_graphs import compiled_to_graphs, resolve_graphs
@@ -96,7 +96,8 @@ class Trainer:
         self.config = config = dataclasses.replace(
             config,
             model=model_config,
-            data=_found_anywhere(config.data),
+            # Who samples from the run may stand in another folder.
+            data=dataclasses.replace(config.data, tokenizer=findable(config.data.tokenizer)),
             # Of a run, which checkpoint: its newest may be another tomorrow.
             trainer=dataclasses.replace(config.trainer, init_from=initial and initial.source),
         )
@@ -398,10 +399,3 @@ def _with_vocabulary(config: Config) -> ModelConfig:
         raise ConfigError("model.document_end is the tokenizer's; use data.document_mask=true.")
     document_end = tokenizer.eot_token if config.data.document_mask else None
     return dataclasses.replace(config.model, vocab_size=tokenizer.n_vocab, document_end=document_end)
-
-
-def _found_anywhere(data: DataConfig) -> DataConfig:
-    """The same from another folder: who samples from the run may stand elsewhere."""
-    if not data.tokenizer.endswith(".tiktoken"):
-        return data
-    return dataclasses.replace(data, tokenizer=str(Path(data.tokenizer).expanduser().absolute()))

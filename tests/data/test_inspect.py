@@ -115,3 +115,36 @@ def test_a_rank_file_that_changed_is_said_to_have(documents: list[str], rank_fil
     assert refused.stderr == f"{changed}: put the old file back, or prepare the corpus again with this one\n"
     ranks.write_text("".join([*lines, last]))
     assert inspect(corpus.directory).returncode == 0
+
+
+def test_a_rank_file_named_from_its_folder_is_found_from_another(
+    documents: list[str], rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "a=b c"
+    folder.mkdir()
+    ranks = Path(shutil.copy(rank_file, folder / "own.tiktoken"))
+    (folder / "a.txt").write_text("\n\n".join(documents))
+    monkeypatch.chdir(folder)
+    source = make_corpus("text_files", files="a.txt", separator="\n\n")
+    corpus = prepare(source, "own.tiktoken", "cache", workers=1)
+    shown = inspect(corpus.directory)  # from ROOT
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("validation document") == 3
+    # The path is no part of what the corpus is.
+    moved = ranks.rename(tmp_path / "moved.tiktoken")
+    assert prepare(source, "../moved.tiktoken", "cache", workers=1).directory == corpus.directory
+    (corpus.directory / "train-00000.bin").unlink()
+    refused = inspect(corpus.directory, "--repair")
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        f"error: cannot read the tokenizer file {ranks} (No such file or directory): put it there, or say where it "
+        "is with data.tokenizer=PATH (or --tokenizer PATH, where a command has that)\n"
+    )
+    repaired = inspect(corpus.directory, "--repair", "--tokenizer", moved)
+    assert repaired.returncode == 0, repaired.stderr
+    assert repaired.stdout == f"train-00000.bin made again\n{shown.stdout}"
+    wrong = inspect(corpus.directory, "--tokenizer", "bytes")
+    assert wrong.stderr == (
+        f"error: {corpus.directory} was made with tokenizer {ranks}, bytes is another: give that one, or prepare "
+        "the corpus again with bytes\n"
+    )

@@ -451,6 +451,7 @@ def test_a_tilde_is_the_home_folder(
     source = make_corpus("python_source", roots=["~/code"])
     corpus = prepare(source, "~/small.tiktoken", "~/tokens")
     # the manifest holds what a repair finds from any folder
+    assert corpus.manifest.tokenizer["name"] == str(tmp_path / "small.tiktoken")
     assert corpus.manifest.source["roots"] == [str(tmp_path / "code")]
     assert make_corpus("text_files", files="~/*.txt").arguments["files"] == (f"{tmp_path}/*.txt",)
     monkeypatch.chdir(tmp_path)

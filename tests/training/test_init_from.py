@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,14 @@ def test_what_does_not_fit_is_refused_with_what_to_type(config, trained, tmp_pat
     refused(
         r"needs data\.tokenizer=bytes; this run has data\.tokenizer=.*own\.tiktoken",
         replace(config, data=replace(config.data, tokenizer=ranks)),
+    )
+    of_ranks = shutil.copytree(run, tmp_path / "theirs" / "of_ranks")
+    text = (of_ranks / "config.yaml").read_text()
+    (of_ranks / "config.yaml").write_text(text.replace("tokenizer: bytes", "tokenizer: /a=b c/own.tiktoken"))
+    (of_ranks / "tokenizer.json").write_text('{"sha256": "another"}')
+    refused(
+        r"""needs "data\.tokenizer='/a=b c/own\.tiktoken'" as it was then; this run has data\.tokenizer=bytes""",
+        init_from=str(of_ranks),
     )
     refused(r"leave out trainer\.init_from", resume=str(run))
     refused(r"openai-community.gpt2 does not exist.*hf download", init_from="openai-community/gpt2")

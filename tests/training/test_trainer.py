@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import DataError
 from data.tokenizer import load_tokenizer
 from kernels import AttentionError
 from reproduce import compare
@@ -235,6 +236,12 @@ def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_
     load_tokenizer.cache_clear()
     with pytest.raises(ConfigError, match=r"another tokenizer than .*own\.tiktoken is now"):
         load_run(Path("run"))
+    write([*ranks, b"th", b"he"])
+    Path("own.tiktoken").rename("moved.tiktoken")
+    load_tokenizer.cache_clear()
+    with pytest.raises(DataError, match=r"here/own\.tiktoken \(No such file.*--tokenizer PATH"):
+        load_run(Path("run"))
+    assert load_run(Path("run"), tokenizer_name="moved.tiktoken")[1].encode_ordinary("the") == [256, 101]
 
 
 # ---- the best ------------------------------------------------------------------------------------
