@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .flash import dropout, hopper_backward, hopper_dq, hopper_forward, hopper_work
+from .flash import dropout, hopper_backward, hopper_dq, hopper_forward, hopper_tiles, hopper_work
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
 from .flash.hopper import layout_of
@@ -203,10 +203,9 @@ def _hopper_constants(job: Job) -> dict[str, object]:
     ragged, bounded = job.feature == RAGGED, job.feature in ("documents", "window")
     absent = {} if job.feature == "documents" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if job.kernel == "hopper_forward":
-        spec = hopper_forward.specify(
-            job.head_dim, job.causal, job.length, job.length + ragged, bounded=bounded
-        )
-        return {"SPEC": spec, **absent} if spec.CLAIMED.value else {"SPEC": spec, "Counter": None, **absent}
+        lengths = job.length, job.length + ragged
+        spec = hopper_tiles.specify(job.head_dim, job.causal, *lengths, bounded=bounded)
+        return {"SPEC": spec, **absent} | ({} if spec.CLAIMED.value else {"Counter": None})
     row_blocks = job.length // hopper_work.BLOCK_M[job.head_dim]
     late = 0 if bounded else hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
@@ -218,7 +217,9 @@ def _descriptor(name: str, job: Job) -> str:
     if name == "sum_desc":
         block, dtype = hopper_dq.SUM_BLOCK.value, torch.float32
     else:
-        queries = 64 if job.kernel == "hopper_forward" else hopper_work.BLOCK_M[job.head_dim]
+        queries = (
+            hopper_tiles.ROWS.value if job.kernel == "hopper_forward" else hopper_work.BLOCK_M[job.head_dim]
+        )
         block, dtype = (1, 1, queries if name in ("q_desc", "do_desc") else 128, job.head_dim), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 

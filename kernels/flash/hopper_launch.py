@@ -9,7 +9,8 @@ from ..launch import Launch, launch, processors
 from .hopper import Descriptor, fits_tma, rows_of
 from .hopper_backward import hopper_backward_kernel, steps_late
 from .hopper_dq import SUM_BLOCK, delta_kernel, round_kernel
-from .hopper_forward import BLOCK_N, ROWS, hopper_forward_kernel, specify
+from .hopper_forward import hopper_forward_kernel
+from .hopper_tiles import BLOCK_N, ROWS, claims, specify
 from .hopper_work import BLOCK_M, KEYS
 from .masks import ANY
 from .tiers import DTYPES, HEAD_DIMS
@@ -59,11 +60,11 @@ def forward(
         left, document_starts: a window's left side, or -1, and what `document_bounds` gives; either only if causal,
             and with q_len == kv_len.
     """
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     bounded = left >= 0 or document_starts is not None
-    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded)
 
     def prepare() -> Launch:
+        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         together = _forward_together(k, heads // kv_heads, spec.CLAIMED.value) if causal else 1
         sizes = (q_len, kv_len, heads, batch, together, tiles, _left(left))
@@ -73,7 +74,7 @@ def forward(
     key = ("hopper forward", q.shape, k.shape, out.stride(), causal, scale, left)
     # New each time: one that is kept would lie in the pool of the CUDA graph that was warmed up when it was made, and
     # torch.compile's mode "reduce-overhead" stops at what is left there.
-    counter = q.new_zeros(1, dtype=torch.int32) if spec.CLAIMED.value else None
+    counter = q.new_zeros(1, dtype=torch.int32) if claims(q.shape[2], bounded) else None
     launch((out, lse, counter, document_starts), key, prepare, (q, k, v), _describe_forward)
 
 
