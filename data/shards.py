@@ -8,7 +8,6 @@ Then the validation documents of all units are put in the order of the split.
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,14 +22,10 @@ import tiktoken
 from . import DataError
 from .ahead import ahead
 from .files import written_whole
-from .readers import Part
+from .readers import CUT, Part
 from .tokenizer import load_encoder, load_tokenizer
 
 _BLOCK_CHARACTERS = 1 << 20
-# Where a long document is cut: at a space after a visible character, or at a stop or comma after a letter or digit,
-# for Chinese and Japanese have no spaces. A new piece starts there in the split patterns of all of tiktoken's
-# encodings, so the tokens are those of the uncut document (tried with every character of Unicode beside the cut).
-_CUT = re.compile(r"(?<=\S) |(?<=[^\W_])[.,、。\uff0c]")
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,7 @@ def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
 def _cut(text: str, ends: bool) -> Iterator[tuple[str, bool]]:
     """Cut a piece that is longer than a block: until they are written, its tokens take up to 8 times its memory."""
     start = 0
-    while match := _CUT.search(text, start + _BLOCK_CHARACTERS):
+    while match := CUT.search(text, start + _BLOCK_CHARACTERS):
         yield text[start : match.start()], False
         start = match.start()
     yield text[start:], ends

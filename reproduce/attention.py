@@ -9,8 +9,9 @@ side by side in one process. The forward is that of training: it saves what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -263,8 +264,18 @@ def time_all(backends: list[str], workload: Workload, options: Options, dtype: t
 def _time(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
     device = options.device
     sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(workload.bytes, device))]
+    return race({backend: attend_with(backend) for backend in backends}, sets, options)
 
-    def call_of(attend: Attend) -> timing.Call:
+
+def race(
+    attends: Mapping[str, Callable[[Any, int], torch.Tensor]], sets: list[Any], options: Options
+) -> Sample:
+    """{"ms": {name: {"forward": [...], "backward": [...]}}, "clocks"}: each on one of `sets` after another, in turns.
+
+    sets: of inputs as the functions take them, with their leaves in `qkv` and the output's gradient in `d_out`.
+    """
+
+    def call_of(attend: Callable[[Any, int], torch.Tensor]) -> timing.Call:
         def call(number: int) -> Iterator[None]:
             inputs = sets[number % len(sets)]
             out = attend(inputs, number)
@@ -274,17 +285,19 @@ def _time(backends: list[str], workload: Workload, options: Options, dtype: torc
 
         return call
 
-    before = timing.clocks(device)
-    calls = {backend: call_of(attend_with(backend)) for backend in backends}
-    rounds = (1, 1) if options.tiny else (3, 100)
+    before = timing.clocks(options.device)
     samples = timing.time_alternating(
-        calls, device, seconds=options.settings.seconds, warmup=0 if options.tiny else 3, rounds=rounds
+        {name: call_of(attend) for name, attend in attends.items()},
+        options.device,
+        seconds=options.settings.seconds,
+        warmup=0 if options.tiny else 3,
+        rounds=(1, 1) if options.tiny else (3, 100),
     )
     milliseconds = {
         name: {"forward": _digits(forward), "backward": _digits(backward)}
         for name, (forward, backward) in samples.items()
     }
-    return {"ms": milliseconds, "clocks": [before, timing.clocks(device)]}
+    return {"ms": milliseconds, "clocks": [before, timing.clocks(options.device)]}
 
 
 def _digits(samples: list[float]) -> list[float]:

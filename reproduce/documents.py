@@ -11,7 +11,7 @@ seen. The numbers are checked against float64 first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
 
 from . import plots, timing
-from .attention import gradients, relative_error
+from .attention import gradients, race, relative_error
 from .attention_figures import OURS, milliseconds
 from .experiment import Options, Results, Sample, Verdict, judged, pick, text_table
 
@@ -227,39 +227,13 @@ def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sa
 
 
 def time_all(attends: dict[str, Attend], workload: Workload, options: Options) -> Sample:
-    """{"ms": {contender: {"forward", "backward": [...]}}, "share": of the causal pairs those that are seen}."""
+    """As `attention.race`, and "share": of the causal pairs those that are seen."""
     device, dtype = options.device, getattr(torch, options.settings.dtype)
-    torch.compiler.reset()  # FlexAttention would be compiled for any shape, at the second one
+    if FLEX in attends:
+        torch.compiler.reset()  # or it would be compiled for any shape, at the second one
     bytes_per_set = 8 * workload.batch * workload.heads * workload.length * workload.head_dim
     sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(bytes_per_set, device))]
-
-    def call_of(attend: Attend) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            inputs = sets[number % len(sets)]
-            out = attend(inputs, number)
-            yield
-            torch.autograd.grad(out, inputs.qkv, inputs.d_out)
-            yield
-
-        return call
-
-    before = timing.clocks(device)
-    samples = timing.time_alternating(
-        {name: call_of(attend) for name, attend in attends.items()},
-        device,
-        seconds=options.settings.seconds,
-        # Block masks are made in the first rounds, one a set.
-        warmup=0 if options.tiny else max(3, len(sets)),
-        rounds=(1, 1) if options.tiny else (5, 100),
-    )
-    milliseconds = {
-        name: {
-            phase: [float(f"{ms:.5g}") for ms in values]
-            for phase, values in zip(("forward", "backward"), phases, strict=True)
-        }
-        for name, phases in samples.items()
-    }
-    return {"ms": milliseconds, "share": sets[0].share(), "clocks": [before, timing.clocks(device)]}
+    return {**race(attends, sets, options), "share": sets[0].share()}
 
 
 def _name(sample: Sample) -> str:

@@ -200,7 +200,14 @@ def test_a_long_row_comes_in_pieces_of_the_same_tokens(
     import pyarrow.parquet
 
     monkeypatch.setattr("data.readers._BATCH_BYTES", 1000)
-    texts = ["the words, they said 🙂 and said again " * 300, "", "thé end 東 " * 500, "short"]
+    monkeypatch.setattr("data.readers._PIECE_BYTES", 1000)
+    texts = [
+        "the words, they said 🙂 and said again " * 300,
+        "",
+        "東京。それは、" * 400,
+        "thé" * 2000,
+        "short",
+    ]
     column = pyarrow.array([text or None for text in texts])
     column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
@@ -216,7 +223,7 @@ def test_a_long_row_comes_in_pieces_of_the_same_tokens(
 
 def test_a_long_line_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("data.readers._LONG_LINE", 1000)
-    monkeypatch.setattr("data.readers._BATCH_BYTES", 1000)
+    monkeypatch.setattr("data.readers._PIECE_BYTES", 1000)
     text = "the words, they said 🙂 and said again " * 300
     (tmp_path / "a.jsonl").write_bytes(json_lines([text, "short"]))
     (part,) = make_corpus("text_files", files=tmp_path / "a.jsonl").parts(1 << 20)
