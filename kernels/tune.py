@@ -88,7 +88,7 @@ def measure(found: list[Case]) -> list[dict[str, object]]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the times, fastest tile first, and write them."""
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.tune", description=__doc__.split("\n")[0])
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--out", type=Path, help="write here instead of the user's cache")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

@@ -184,6 +184,11 @@ def dkdv_kernel(
         first_0, last_0 = visible_rows(first_key, whole, rules, SPEC)
         first_1, last_1 = visible_rows(tl.minimum(first_key + SPEC.BLOCK_N, kv_len) - 1, whole, rules, SPEC)
         begin, full, tail, end = parts(first_0, last_0, first_1, last_1, whole, SPEC.BLOCK_M)
+        # Above head_dim 128 dK and dV leave registers for one loop: with a second, of whole tiles, 32x64 spills 36 B.
+        bounded: tl.constexpr = SPEC.CAUSAL or SPEC.LEFT >= 0 or SPEC.RIGHT >= 0 or SPEC.DOCUMENTS
+        one_loop: tl.constexpr = bounded and SPEC.BLOCK_D > 128
+        if one_loop:
+            full = end
         BlockList = None
         if Blocks is not None:
             BlockList = block_list(
@@ -195,17 +200,17 @@ def dkdv_kernel(
             full = begin
             tail = begin
             end = begin
-        if Blocks is not None or SPEC.CAUSAL or SPEC.RIGHT >= 0 or SPEC.DOCUMENTS:
+        if Blocks is not None or one_loop or SPEC.CAUSAL or SPEC.RIGHT >= 0 or SPEC.DOCUMENTS:
             dk, dv = add_dkdv(
                 dk, dv, k, v, Q, DOut, Lse + statistics, Delta + statistics, first_key, begin, full, BlockList,
                 rules, SPEC, True, stride_qm, stride_dom,
             )  # fmt: skip
-        if Blocks is None and (SPEC.LEFT >= 0 or SPEC.DOCUMENTS):
+        if Blocks is None and not one_loop and (SPEC.LEFT >= 0 or SPEC.DOCUMENTS):
             dk, dv = add_dkdv(
                 dk, dv, k, v, Q, DOut, Lse + statistics, Delta + statistics, first_key, tail, end, None,
                 rules, SPEC, True, stride_qm, stride_dom,
             )  # fmt: skip
-        if Blocks is None:
+        if Blocks is None and not one_loop:
             dk, dv = add_dkdv(
                 dk, dv, k, v, Q, DOut, Lse + statistics, Delta + statistics, first_key, full, tail, None,
                 rules, SPEC, False, stride_qm, stride_dom,

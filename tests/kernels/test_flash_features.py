@@ -77,6 +77,22 @@ def test_window(causal: bool, window: tuple[int, int]) -> None:
     check({"causal": causal, "window": window})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False, "window": (70, 40)},
+        {"causal": False, "window": (70, -1)},
+        {"cu_seqlens": ints(0, 5, 100, 150)},
+        {"block_mask": torch.tensor([[[[True, False], [True, True]]]])},
+    ],
+    ids=["causal", "window", "left", "documents", "blocks"],
+)
+def test_a_wide_head_whose_dk_and_dv_are_one_loop(options: dict[str, object]) -> None:
+    *tensors, d_out = inputs(150, 150, 144, torch.float16)
+    assert_as_accurate(run(flash, tensors, d_out, **options), tensors, d_out, **options)
+
+
 @pytest.mark.parametrize(("q_len", "kv_len"), [(130, 200), (200, 130)])
 def test_window_at_unequal_lengths(q_len: int, kv_len: int) -> None:
     check({"causal": False, "window": (20, 5)}, q_len, kv_len)
