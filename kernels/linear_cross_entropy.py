@@ -22,23 +22,42 @@ TILE = 128  # rows of a matrix product's tile: chunks of whole tiles leave none 
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """Mean NLL in nats of `targets` under softmax(hidden @ weight[:vocab_size].T), over targets != -1.
+    """Mean NLL in nats of `targets` under softmax(hidden @ weight[:vocab_size].T), over targets >= 0.
 
     Args:
         hidden: (rows, width). Under autocast the products are in its dtype, otherwise in hidden's.
         weight: (padded vocabulary, width); rows from vocab_size on have probability 0 and get no gradient.
-        targets: int64 (rows,) in [0, vocab_size), or -1 for a row that does not count.
+        targets: int64 (rows,) below vocab_size, negative for a row that does not count.
         vocab_size: ids that can be predicted.
 
     Returns:
-        0-d float32; 0 when no row counts. Its gradient can be taken once or many times, but not twice over: with
-        create_graph=True it is refused.
+        0-d float32; 0 when no row counts, NaN when a target is no id below vocab_size, which only the device knows.
+        Its gradient can be taken once or many times, but not twice over: with create_graph=True it is refused.
+
+    Raises:
+        ValueError: shapes that do not match, another dtype or device. FusedError: our kernels cannot run here.
     """
+    _check(hidden, weight, targets, vocab_size)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss, *_ = _forward(hidden.contiguous(), weight, targets, vocab_size, with_gradient)
+    loss, *_ = _forward(hidden.contiguous(), weight, targets.contiguous(), vocab_size, with_gradient)
     return loss
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> None:
+    """The kernel reads as many targets as there are rows, wherever they lie."""
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+        raise ValueError(f"hidden must be (rows, width) and weight (padded vocabulary, width), got {got}")
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        got = f"{targets.dtype} {tuple(targets.shape)}"
+        raise ValueError(f"targets must be int64 ({hidden.shape[0]},), one a row of hidden, got {got}")
+    for name, tensor in (("weight", weight), ("targets", targets)):
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, but hidden on {hidden.device}")
+    if not 0 < vocab_size <= weight.shape[0]:
+        raise ValueError(f"vocab_size must be 1 to {weight.shape[0]}, the rows of weight, got {vocab_size}")
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy", mutates_args=())
@@ -51,7 +70,7 @@ def _forward(
     `with_gradient` they are empty.
     """
     loss, d_hidden, d_weight, counted = _empty_results(hidden, weight, with_gradient)
-    counted.copy_((targets != -1).sum().clamp(min=1))
+    counted.copy_((targets >= 0).sum().clamp(min=1))
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     # Chunks summed in 16 bits would lose digits.
     total = d_weight.float().zero_()  # d_weight itself where that is float32

@@ -23,7 +23,8 @@ def launch(
 ) -> None:
     """Write the NLL of each row (float32 (rows,)), and with_gradient overwrite logits with their gradients.
 
-    logits: (rows, padded vocabulary), contiguous. targets: int64 (rows,), -1 for rows that do not count.
+    logits: (rows, padded vocabulary), contiguous. targets: int64 (rows,), contiguous; negative for rows that do not
+    count, and of one that is vocab_size or more the loss is NaN.
     """
     softmax_gradient_kernel[(logits.shape[0],)](
         logits, targets, losses, logits.stride(0), vocab_size, logits.shape[1],
@@ -63,7 +64,8 @@ def softmax_gradient_kernel(
     row_max = tl.max(lane_max)
     lse = row_max + tl.log2(tl.sum(lane_sum * tl.exp2(lane_max - row_max)))
     counts = target >= 0
-    at_target = tl.load(Logits + target, mask=counts, other=0.0).to(tl.float32) * LOG2_E
+    known = counts & (target < vocab_size)
+    at_target = tl.load(Logits + target, mask=known, other=float("nan")).to(tl.float32) * LOG2_E
     tl.store(Losses + row, tl.where(counts, (lse - at_target) * LN_2, 0.0))
 
     # Pass 2: d NLL / d logit = softmax - 1 at the target; 0 in the padding and in rows that do not count.
@@ -78,7 +80,7 @@ def softmax_gradient_kernel(
             gradient = tl.exp2(x - shift).to(Logits.dtype.element_ty)
             tl.store(Logits + begin + columns, gradient, mask=begin + columns < width)
         tl.debug_barrier()  # and written its softmax there
-        tl.store(Logits + target, (tl.exp2(at_target - lse) - 1.0).to(Logits.dtype.element_ty), mask=counts)
+        tl.store(Logits + target, (tl.exp2(at_target - lse) - 1.0).to(Logits.dtype.element_ty), mask=known)
 
 
 @triton.jit

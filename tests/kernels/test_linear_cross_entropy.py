@@ -48,6 +48,50 @@ def test_loss_and_gradients_as_exact_as_torchs(dtype):
         assert error <= 2 * reference + 2 * ulp, name
 
 
+def test_targets_of_any_stride_and_negative_ones_that_do_not_count():
+    hidden, weight, targets = problem(torch.float32)
+    wanted = gradients(linear_cross_entropy, hidden, weight, targets)
+    targets[targets < 0] = -100  # as PyTorch's own losses have it
+    strided = torch.stack([targets, targets + 1], 1)[:, 0]
+    assert all(map(torch.equal, gradients(linear_cross_entropy, hidden, weight, strided), wanted))
+    same = targets[1:2].expand(len(targets))
+    assert linear_cross_entropy(hidden, weight, same, VOCAB) == linear_cross_entropy(
+        hidden, weight, same.contiguous(), VOCAB
+    )
+
+
+@pytest.mark.parametrize("wrong", [VOCAB, PADDED, PADDED + 3, 2**40])
+def test_a_target_beyond_the_vocabulary_makes_the_loss_nan_and_no_other_rows_gradient_wrong(wrong):
+    hidden, weight, targets = problem(torch.float32)
+    _, right, _ = gradients(linear_cross_entropy, hidden, weight, targets)
+    targets[2] = wrong
+    loss, gradient, _ = gradients(linear_cross_entropy, hidden, weight, targets)
+    assert loss.isnan()
+    others = torch.arange(len(targets)) != 2
+    assert torch.equal(gradient[others], right[others])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden": lambda x: x[None]}, r"hidden must be \(rows, width\) and weight .* got \(1, 37, 48\)"),
+        ({"weight": lambda x: x[:, :40]}, r"got \(37, 48\) and \(9024, 40\)"),
+        ({"targets": lambda x: x[:3]}, r"targets must be int64 \(37,\), one a row of hidden, got .* \(3,\)"),
+        ({"targets": lambda x: x.float()}, r"targets must be int64 .* got torch.float32"),
+        ({"targets": lambda x: x.to("meta")}, "targets is on meta, but hidden on"),
+        ({"vocab_size": lambda x: PADDED + 1}, "vocab_size must be 1 to 9024, the rows of weight, got 9025"),
+        ({"vocab_size": lambda x: 0}, "vocab_size must be 1 to 9024"),
+    ],
+)
+def test_what_does_not_match_is_named(change, told):
+    inputs = dict(zip(("hidden", "weight", "targets"), problem(torch.float32), strict=True))
+    inputs["vocab_size"] = VOCAB
+    for name, alter in change.items():
+        inputs[name] = alter(inputs[name])
+    with pytest.raises(ValueError, match=told):
+        linear_cross_entropy(**inputs)
+
+
 @pytest.mark.gpu
 def test_in_bf16_at_the_size_of_gpt2():
     generator = torch.Generator(DEVICE).manual_seed(0)
