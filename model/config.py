@@ -26,6 +26,10 @@ class GPTConfig:
             raise ValueError(
                 f"dropout={self.dropout}: it is a probability, from 0.0 up to but not including 1.0"
             )
+        if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
+            raise ValueError(
+                f"document_end={self.document_end}: it is a token id, 0 to {self.vocab_size - 1} with this vocab_size"
+            )
         if self.n_embd % self.n_head:
             below, above = (
                 self.n_embd // self.n_head * self.n_head,

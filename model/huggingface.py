@@ -41,6 +41,8 @@ def from_huggingface(
     """
     if isinstance(source, str | os.PathLike):
         source = _load(Path(source))
+    if "GPT2LMHeadModel" not in (each.__name__ for each in type(source).__mro__):
+        raise ValueError(f"source is a {type(source).__name__}; a directory or a GPT2LMHeadModel is wanted")
     theirs = source.config
     for name, accepted in _REQUIRED.items():
         if getattr(theirs, name) not in accepted:
@@ -59,15 +61,22 @@ def from_huggingface(
         dropout=dropout,
         scale_attn_by_inverse_layer_idx=theirs.scale_attn_by_inverse_layer_idx,
     )
+    state = source.state_dict()
+    if not torch.equal(state["lm_head.weight"], state["transformer.wte.weight"]):
+        raise ValueError(
+            "lm_head.weight differs from transformer.wte.weight, but GPT-2 here has one for both"
+        )
     with torch.device("meta"):
         model = GPT(config, attention)
-    model.load_state_dict(_from_their_names(source.state_dict(), config), assign=True)
+    model.load_state_dict(_from_their_names(state, config), assign=True)
     return model
 
 
 def to_huggingface(model: GPT) -> "GPT2LMHeadModel":
     """A GPT2LMHeadModel, float32 on the CPU, that computes what model does, dropout included if it is in training
-    mode; its save_pretrained writes it out."""
+    mode; its save_pretrained writes it out. Only a config.document_end has no like there: it sees across documents.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     config = model.config
     with _transformers_imports():
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -137,11 +146,14 @@ def _to_their_names(ours: dict[str, Tensor], config: GPTConfig) -> dict[str, Ten
 
 @contextmanager
 def _transformers_imports() -> Iterator[None]:
-    """Hide any package `kernels` while transformers loads its modules.
+    """In a checkout, hide the package `kernels` while transformers loads its modules.
 
-    In a checkout the name means this project's kernels; transformers would take it for the Hub's package of that
-    name, where that one is installed, and fail on what it lacks.
+    There the name means this project's kernels; transformers would take it for the Hub's package of that name, where
+    that one is installed, and fail on what it lacks.
     """
+    if "." in __package__:  # installed, as tilegpt.model beside tilegpt.kernels
+        yield
+        return
     hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "kernels"}
     for name in hidden:
         del sys.modules[name]

@@ -100,6 +100,21 @@ def test_another_architecture_is_refused(changes, message):
         from_huggingface(their_model(**changes), plain_attention)
 
 
+def test_what_is_no_gpt2_with_one_table_for_both_ends_is_refused():
+    with pytest.raises(ValueError, match="source is a GPT2Model; a directory or a GPT2LMHeadModel is wanted"):
+        from_huggingface(their_model().transformer, plain_attention)
+    theirs = their_model()
+    theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight + 1)
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from transformer\.wte\.weight"):
+        from_huggingface(theirs, plain_attention)
+
+
+def test_a_compiled_model_goes_there_too():
+    ours = GPT(GPTConfig(101, 24, n_layer=1, n_head=2, n_embd=32), plain_attention)
+    there = to_huggingface(torch.compile(ours)).state_dict()
+    assert torch.equal(there["transformer.wpe.weight"], ours.wpe.weight)
+
+
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no transformers checkpoint: a directory with a config\.json"):
         from_huggingface(tmp_path, plain_attention)
