@@ -15,7 +15,8 @@ Query i is aligned bottom-right: its position among the keys is i + kv_len - q_l
     sinks            (heads,): a learnable logit a head that takes part in the softmax and has no value (gpt-oss)
     cu_seqlens       int32 (documents + 1,): ascending offsets of packed documents in the batch * length tokens, first
                      0, last batch * length. A token sees only its own document and its own row
-    kv_lengths       int32 (batch,): keys from there on are padding, seen by nobody. Alignment still uses kv_len
+    kv_lengths       int32 (batch,): keys from there on are padding, seen by nobody (finite numbers for `naive`, which
+                     multiplies them by 0). Alignment still uses kv_len
     block_mask       bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): tiles that may be seen
                      (FlashAttention section 3.3), on top of every other mask
     return_lse       also return the log-sum-exp
@@ -53,12 +54,21 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise AttentionError(f"kv_heads must divide heads, got {k.shape[1]} kv_heads and {q.shape[1]} heads")
 
 
+def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors as autocast, where it is on, hands them to torch's own attention: in its dtype, but for float64."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
+
+
 def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale: None means 1/sqrt(head_dim). It must be positive."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if scale <= 0:
-        raise AttentionError(f"scale must be positive, got {scale}")
+    if not 0 < scale < math.inf:
+        raise AttentionError(f"scale must be positive and finite, got {scale}")
     return scale
 
 
@@ -97,8 +107,8 @@ def check_features(
     )
     if window is not None and (not is_pair or min(window) < -1):
         raise AttentionError(f"window must be (left, right), each a count of keys or -1, got {window}")
-    if softcap < 0:
-        raise AttentionError(f"softcap must be positive, or 0 for none, got {softcap}")
+    if not 0 <= softcap < math.inf:
+        raise AttentionError(f"softcap must be positive and finite, or 0 for none, got {softcap}")
     for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is not None:
             _check_tensor(name, tensor, q.device)
@@ -137,6 +147,8 @@ def refuse_features(name: str, features: dict[str, object]) -> None:
 def _check_tensor(
     name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise AttentionError(f"{name} must be a tensor, got {tensor!r}")
     if tensor.device != device:
         raise AttentionError(f"{name} must be on {device} as q is, got {tensor.device}")
     if dtype is not None and tensor.dtype != dtype:

@@ -61,34 +61,41 @@ def _sdpa_with_dropout(
         return _sdpa(*arguments)
 
 
-def _make_sdpa(name: str, backend: SDPBackend | None) -> AttentionFn:
-    def attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | torch.Tensor | None = None,
-        **features: object,
-    ) -> torch.Tensor:
-        refuse_features(name, features)
-        check_inputs(q, k, v)
-        check_dropout(dropout_p, dropout_seed)
-        arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, backend)
-        # Seeding would break a compiled graph. There the mask comes from the default generator as it stands.
-        if dropout_p == 0.0 or torch.compiler.is_compiling():
-            return _sdpa(*arguments)
-        return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
+# Named, as a SDPBackend cannot be pickled, and a model with its attention should be.
+_SDPA: dict[str, SDPBackend | None] = {
+    "sdpa": None,
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
 
-    attention.__name__ = name
-    attention.__doc__ = (
-        f"torch's scaled_dot_product_attention ({backend or 'its own choice of backend'}); arguments, result "
-        "and errors as `naive_attention`, the others refused; the dropout mask is torch's own, under torch.compile "
-        "drawn from the default generator, which trainers seed, and not by dropout_seed."
-    )
-    return attention
+
+def sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    name: str,
+    causal: bool = True,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    **features: object,
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention by the backend that `name` forces, or its own choice.
+
+    Arguments, result and errors as `naive_attention`, the others refused. The dropout mask is torch's own: under
+    torch.compile drawn from the default generator, which trainers seed, and not by dropout_seed.
+    """
+    refuse_features(name, features)
+    check_inputs(q, k, v)
+    check_dropout(dropout_p, dropout_seed)
+    arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, _SDPA[name])
+    # Seeding would break a compiled graph. There the mask comes from the default generator as it stands.
+    if dropout_p == 0.0 or torch.compiler.is_compiling():
+        return _sdpa(*arguments)
+    return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
 
 
 def _refuses_any(request: AttentionRequest) -> str | None:
@@ -124,14 +131,14 @@ def needs_cuda(request: AttentionRequest) -> str | None:
     return None if request.device.type == "cuda" else f"it needs a CUDA device, not {request.device.type}"
 
 
-for _name, _backend, _refuses in (
-    ("sdpa", None, _refuses_any),
-    ("sdpa_flash", SDPBackend.FLASH_ATTENTION, _refuses_flash),
-    ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, _refuses_cudnn),
-    ("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, _refuses_efficient),
-    ("sdpa_math", SDPBackend.MATH, _refuses_any),
+for _name, _refuses in (
+    ("sdpa", _refuses_any),
+    ("sdpa_flash", _refuses_flash),
+    ("sdpa_cudnn", _refuses_cudnn),
+    ("sdpa_efficient", _refuses_efficient),
+    ("sdpa_math", _refuses_any),
 ):
-    register_attention(_name, refuses=_refuses, lazy=True)(functools.partial(_make_sdpa, _name, _backend))
+    register_attention(_name, refuses=_refuses)(functools.partial(sdpa, name=_name))
 
 
 def _refuses_flex(request: AttentionRequest) -> str | None:

@@ -28,6 +28,9 @@ FEATURES: dict[str, object] = {
     "precise_delta": False,
 }
 
+# What every backend has.
+_COMMON = {"causal", "scale", "dropout_seed"}
+
 # What a feature is to a reader who does not know its argument.
 _WORDS = {"cu_seqlens": "packed documents", "kv_lengths": "padded keys"}
 
@@ -113,6 +116,8 @@ def register_attention(
 
 
 def _backend(name: str) -> Backend:
+    if name == "auto":
+        raise AttentionError("attention=auto needs to know for what: use resolve_attention(name, device=...)")
     if name not in ATTENTION:
         raise AttentionError(f"attention={name} is unknown; known are auto, {', '.join(sorted(ATTENTION))}")
     return ATTENTION[name]
@@ -123,20 +128,20 @@ def get_attention(name: str) -> AttentionFn:
 
     Not "auto": what that is depends on what it is asked for, see `resolve_attention`.
     """
-    if name == "auto":
-        raise AttentionError("attention=auto needs to know for what: use resolve_attention(name, device=...)")
     return _backend(name).load()
 
 
 def used_features(features: Mapping[str, object]) -> frozenset[str]:
     """Names of the optional arguments whose value differs from "not used"."""
-    unknown = sorted(set(features) - set(FEATURES))
+    unknown = sorted(set(features) - set(FEATURES) - _COMMON)
     if unknown:
         raise AttentionError(f"unknown attention argument {unknown[0]}; known are {', '.join(FEATURES)}")
     return frozenset(
         name
         for name, value in features.items()
-        if value is not None and (isinstance(value, torch.Tensor) or value != FEATURES[name])
+        if name in FEATURES
+        and value is not None
+        and (isinstance(value, torch.Tensor) or value != FEATURES[name])
     )
 
 
@@ -156,7 +161,7 @@ def resolve_attention(
             above head_dim 128 SDPA first.
         device, dtype, head_dim: of the q, k and v that will be passed.
         tier: which of flash's kernels may run: "triton", "hopper", or "auto" for the fastest that serve.
-        features: the optional arguments that will be passed, e.g. dropout_p=0.1.
+        features: the optional arguments that will be passed, e.g. dropout_p=0.1; others change nothing.
 
     Returns:
         (name of the backend that runs, its function). Only "auto" changes the name.
@@ -165,8 +170,10 @@ def resolve_attention(
         AttentionError: one line that says what cannot be done, why, and the nearest backend that can.
     """
     request = AttentionRequest(torch.device(device), dtype, head_dim, used_features(features), tier)
-    # On a CPU flash means Triton's interpreter: right, and thousands of times too slow to be recommended.
-    candidates = [each for each in PREFERENCE if each != "flash" or request.device.type == "cuda"]
+    # On a CPU flash means Triton's interpreter: right, and thousands of times too slow to be recommended. A tier is
+    # flash's alone, and so names it.
+    interpreted = request.device.type != "cuda" and tier == "auto"
+    candidates = [each for each in PREFERENCE if each != "flash" or not interpreted]
     able = [each for each in candidates if _reason(each, request) is None]
     if head_dim > FLASH_HEAD_DIM and "sdpa" in able:
         able.insert(0, "sdpa")

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..arguments import check_dropout, check_features, check_inputs, check_scale
+from ..arguments import check_dropout, check_features, check_inputs, check_scale, in_autocast_dtype
 from ..launch import INTERPRETED
 from ..operators import below_autograd, operator
 from ..registry import AttentionError, with_packed
@@ -38,9 +38,10 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v without ever holding the scores; arguments and result as `naive_attention`.
 
-    q, k and v may have any strides whose last is 1: views of a packed qkv go in without a copy. Beyond inputs and
-    outputs it keeps 4 bytes a query for the log-sum-exp, and 4 more during the backward; with documents 8 bytes a
-    token, with a block mask two int32 lists of its tiles. Gradients are bit for bit repeatable. float32 is computed
+    q, k and v may have any strides whose last is 1: views of a packed qkv go in without a copy. Autocast gives them
+    its dtype, as it does for torch's own attention. Beyond inputs and outputs it keeps 4 bytes a query for the
+    log-sum-exp, and 4 more during the backward; with documents 8 bytes a token, with a block mask two int32 lists of
+    its tiles. Gradients are bit for bit repeatable. float32 is computed
     in full precision, without tensor cores. The kernels visit no tile that a mask hides. A CUDA graph needs
     dropout_seed as a tensor on the device: a number, or a tensor on the CPU, is captured as a constant.
     precise_delta also keeps what rounding took from the output, as large as the output, so that delta =
@@ -52,6 +53,7 @@ def flash_attention(
     Raises:
         AttentionError: an argument that is not supported, by name.
     """
+    q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     check_features(
@@ -63,7 +65,7 @@ def flash_attention(
         raise AttentionError(f"attention=flash: {reason}")
     if max(q.shape[:2]) > 65535:  # they are grid axes of the launch
         raise AttentionError(f"attention=flash takes batch and heads up to 65535, got {tuple(q.shape[:2])}")
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise AttentionError("attention=flash has no gradient for alibi_slopes; attention=naive does")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
@@ -99,6 +101,7 @@ def flash_attention_packed(qkv: Tensor, **options: object) -> Tensor | tuple[Ten
     """
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise AttentionError(f"qkv must be (batch, length, 3, heads, head_dim), got {tuple(qkv.shape)}")
+    (qkv,) = in_autocast_dtype(qkv)
     return flash_attention(*_parts(qkv.detach()), _packed=qkv, **options)
 
 

@@ -4,7 +4,7 @@
     torch.nn.attention.activate_flash_attention_impl("tilegpt")
 
 From then on SDPA runs them wherever it would have run its flash backend, forward and backward, until
-`torch.nn.attention.restore_flash_attention_impl()`.
+`torch.nn.attention.restore_flash_attention_impl()`. A head_dim below 16, which that takes, they refuse.
 """
 
 import torch

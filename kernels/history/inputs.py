@@ -2,7 +2,7 @@
 
 import torch
 
-from ..arguments import check_inputs, refuse_features
+from ..arguments import check_inputs, in_autocast_dtype, refuse_features
 from ..flash import refuses_inputs
 from ..flash.tiles import Tile, specify
 from ..launch import INTERPRETED
@@ -20,6 +20,7 @@ def prepared(
     """q, k and v with a last stride of 1 and as many heads each; AttentionError for what `name` cannot do."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features(name, features)
+    q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
     if reason := refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED):
         raise AttentionError(f"attention={name}: {reason}")

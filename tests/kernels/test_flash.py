@@ -11,6 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter's matrix; test_flash_gpu.py has the GPU's", allow_module_level=True)
 
 flash = kernels.get_attention("flash")
+naive = kernels.get_attention("naive")
 
 LENGTHS = [1, 2, 63, 64, 65, 97, 128, 200]
 UNEQUAL = [(1, 128), (64, 200), (65, 97), (128, 63), (97, 1), (200, 130)]
@@ -214,6 +215,27 @@ def test_what_it_cannot_do_is_refused_by_name(change: dict[str, object], message
     q, k, v, _ = inputs(8, 8, **{"head_dim": 16, "dtype": torch.float32} | shape)
     with pytest.raises(AttentionError, match=message):
         flash(q, k, v, **change)
+
+
+def test_slopes_that_learn_elsewhere_can_be_evaluated() -> None:
+    q, k, v, _ = inputs(8, 8, 16, torch.float32)
+    slopes = torch.nn.Parameter(torch.tensor([0.5]))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            flash(q, k, v, alibi_slopes=slopes), naive(q, k, v, alibi_slopes=slopes), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_autocast_gives_inputs_its_dtype() -> None:
+    *tensors, d_out = inputs(40, 50, 16, torch.float32)
+    tensors[0] = tensors[0].detach().half().requires_grad_()  # as of a layer that autocast knows
+    with torch.autocast("cpu", torch.float16):
+        out = flash(*tensors)
+        packed = flash.packed(torch.randn(1, 40, 3, 1, 16))
+    assert out.dtype == packed.dtype == torch.float16
+    assert torch.equal(out, flash(*(x.half() for x in tensors)))
+    out.backward(d_out.half())
+    assert [x.grad.dtype for x in tensors] == [torch.float16, torch.float32, torch.float32]
 
 
 def test_a_batch_larger_than_a_grid_is_refused() -> None:

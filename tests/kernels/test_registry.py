@@ -1,6 +1,7 @@
 """How a run gets its attention: by name, checked before the first step. Under 1 s."""
 
 import os
+import pickle
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ def test_auto_is_no_function_of_its_own() -> None:
 def test_auto_on_a_cpu_is_sdpa_and_says_so() -> None:
     name, attention = resolve_attention("auto", **CPU)
     assert name == "sdpa"
-    assert attention.__name__ == "sdpa"
+    assert attention is kernels.get_attention("sdpa")
 
 
 @pytest.mark.gpu
@@ -139,6 +140,25 @@ def test_a_tier_that_cannot_be_had_is_refused(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(AttentionError, match=reason):
         resolve_attention(name, **CPU, tier=tier)
+
+
+def test_a_tier_names_flash_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolve_attention("auto", **CPU, tier="triton")[0] == "flash"
+
+
+def test_what_every_attention_takes_may_be_asked_for_too() -> None:
+    options = {"causal": False, "scale": 0.2, "dropout_p": 0.1, "dropout_seed": 3}
+    _, attention = resolve_attention("auto", **CPU, **options)
+    q = torch.randn(1, 2, 20, 64)
+    assert attention(q, q, q, **options).shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa", "sdpa_math"])
+def test_an_attention_can_be_pickled_with_its_model(name: str) -> None:
+    q = torch.randn(1, 2, 20, 64)
+    attention = kernels.get_attention(name)
+    assert torch.equal(pickle.loads(pickle.dumps(attention))(q, q, q), attention(q, q, q))
 
 
 def test_a_tier_that_is_none_is_said_before_what_the_kernels_need(monkeypatch: pytest.MonkeyPatch) -> None:
