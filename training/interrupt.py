@@ -12,13 +12,18 @@ import torch.distributed as dist
 from .distributed import World
 
 
+class Told(Exception):
+    """The run was told to stop."""
+
+
 class Interrupt:
     """Whether the run was told to stop."""
 
     def __init__(self, ranks: World) -> None:
         # torchrun kills ranks 30 s after it passed a signal on; the next log step may be further off. So the hosts
-        # agree among themselves, after every step, without waiting for their devices; the exchange of gradients
-        # ties the ranks together anyhow. Clocks will not do: no two are alike, and one that stops alone hangs all.
+        # agree among themselves, after every step and before every batch of an evaluation, without waiting for their
+        # devices; the exchange of gradients ties the ranks together anyhow. Clocks will not do: no two are alike, and
+        # one that stops alone hangs all.
         self._hosts = dist.new_group(backend="gloo") if ranks.size > 1 else None
         # Apart, since a signal may come while the ranks agree that there was none.
         self._told: int = 0  # what this process was sent
@@ -46,7 +51,7 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def requested(self) -> bool:
-        """Whether to stop after this step; every rank must ask after every step, and all get the same answer."""
+        """Whether to stop here; every rank must ask as often as the others, and all get the same answer."""
         told = torch.tensor(self._told)
         if self._hosts:
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self._hosts)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from .config import Config, ConfigError, WandbMode
+from .config import Config, ConfigError, LoggerConfig, WandbMode
 from .files import unwritable, write_whole
 
 # One vocabulary for the CSV and wandb. `tokens` is the common axis of runs that differ in batch or length.
@@ -167,6 +167,19 @@ def wandb_mode(mode: WandbMode) -> str:
             "wandb online needs an API key: run `wandb login`, set WANDB_API_KEY, or use logger.mode=offline."
         )
     return chosen
+
+
+def check_names(config: LoggerConfig) -> None:
+    """ConfigError for a project or tag that wandb refuses, which it would say when the run has begun."""
+    import wandb
+
+    try:
+        wandb.Settings(project=config.project, run_tags=tuple(config.tags))
+    except (wandb.errors.UsageError, ValueError) as error:
+        told = (
+            error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+        )  # pydantic's has many lines
+        raise ConfigError(f"logger.project, logger.tags: {told}.") from None
 
 
 def _has_wandb_key() -> bool:

@@ -35,7 +35,7 @@ def banner(run: Trainer) -> Rows:
         batch += f" x {run.accumulation} accumulated" if run.accumulation > 1 else ""
         length = (
             f"{plural(config.trainer.steps, 'step')}, {count(tokens)} tokens, "
-            f"{tokens / run.corpus.train.tokens:.2g} epochs"
+            f"{_epochs(tokens / run.corpus.train.tokens)} epochs"
         )
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {how}"),
@@ -98,6 +98,12 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_bes
 def in_sweep(run_dir: Path) -> bool:
     """Whether -m made the directory: Hydra leaves multirun.yaml in the sweep's folder."""
     return (run_dir.parent / "multirun.yaml").is_file()
+
+
+def _epochs(number: float) -> str:
+    if number < 0.001:
+        return "less than 0.001"
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _best(run_dir: Path, keep_best: bool) -> Rows:

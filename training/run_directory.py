@@ -13,7 +13,7 @@ from .config import Config, ConfigError, to_yaml
 from .console import printable, table
 from .environment import environment, write_json
 from .files import write_whole
-from .loggers import CsvLogger, Logger, WandbLogger, wandb_mode
+from .loggers import CsvLogger, Logger, WandbLogger, check_names, wandb_mode
 from .report import banner, in_sweep, result
 from .sampling import sample_text
 from .seeds import stream_seed
@@ -23,19 +23,21 @@ if TYPE_CHECKING:
 
 
 def refusal(config: Config, run_dir: Path) -> str | None:
-    """Why the run may not begin: it has no wandb key, or the directory holds another run."""
+    """Why the run may not begin: wandb would not take it, or the directory holds another run."""
     if config.logger.wandb:
         try:
             wandb_mode(config.logger.mode)
+            check_names(config.logger)
         except ConfigError as error:
             return str(error)
     kept = checkpoint.saved(run_dir)
     if not (kept or (run_dir / "metrics.csv").exists()) or _goes_on(config, run_dir):
         return None
+    if in_sweep(run_dir):  # whose runs cannot all go on from this one
+        return f"{run_dir} holds a run already: choose another hydra.sweep.dir."
     resume = shlex.quote(f"trainer.resume={run_dir}")
     remedy = f"go on with it by {resume}" if kept else "delete it: it has no checkpoint"
-    folder = "hydra.sweep.dir" if in_sweep(run_dir) else "hydra.run.dir"
-    return f"{run_dir} holds a run already: choose another {folder}, or {remedy}."
+    return f"{run_dir} holds a run already: choose another hydra.run.dir, or {remedy}."
 
 
 def _goes_on(config: Config, run_dir: Path) -> bool:
@@ -76,6 +78,9 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
     """Print how it ended; a finished run gets its summary.json and a sample."""
     if not summary:
         trainer = run.config.trainer
+        if not trainer.steps:
+            print("stopped in the evaluation", flush=True)
+            return
         here = shlex.join([f"hydra.run.dir={run.run_dir}", f"trainer.resume={run.run_dir}"])
         adding = f" and add {here}"
         if trainer.init_from and not trainer.resume:

@@ -27,7 +27,7 @@ from .cuda_graphs import compiled_to_graphs, resolve_graphs
 from .distributed import World, world
 from .evaluation import Evaluation, evaluate
 from .init_from import initial_weights
-from .interrupt import Interrupt
+from .interrupt import Interrupt, Told
 from .layers import BLOCKS, LOSSES, resolve_layers
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer, update
@@ -91,6 +91,8 @@ class Trainer:
         self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
         self.graphs = resolve_graphs(config.trainer.cuda_graphs, self.compiled, ranks)
         initial = initial_weights(config) if config.trainer.init_from else None
+        if config.trainer.resume:
+            checkpoint.find(config.trainer.resume)
         model_config = _with_vocabulary(config)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
         self.config = config = dataclasses.replace(
@@ -139,9 +141,9 @@ class Trainer:
         config = self.config.trainer
         loggers = open_run(self)
         progress = Progress(self.start, config.steps, shown=self.world.is_main)
-        interrupt = Interrupt(self.world)
+        self.interrupt = Interrupt(self.world)
         self.began = time.perf_counter() - self.resumed.seconds
-        done, stopping, summary = self.start, False, {}
+        done, summary = self.start, {}
 
         def log(metrics: dict[str, float]) -> None:
             row = {"step": done, "tokens": done * config.batch_tokens, "seconds": self._seconds(), **metrics}
@@ -149,7 +151,12 @@ class Trainer:
                 logger.log(row)
 
         def evaluated() -> Evaluation:
-            evaluation = self._evaluate(done)
+            try:
+                evaluation = self._evaluate(done)
+            except Told:
+                if config.steps and not checkpoint.at(self.run_dir, done).exists():
+                    self._save(done)
+                raise
             log(evaluation.metrics())
             progress.say(f"step {done:,}: validation {evaluation}")
             if config.keep_best and done:
@@ -158,7 +165,7 @@ class Trainer:
 
         try:
             with (
-                interrupt.listening(),
+                self.interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
                 # A checkpoint is older than the evaluation of its step.
@@ -172,31 +179,32 @@ class Trainer:
                     saving = _due(done, config.save_every) or done == config.steps
                     # A model that is saved was looked at: none is kept that a bad step has spoilt.
                     logging = saving or _due(done, config.log_every) or done == 1
-                    stopping = interrupt.requested() and done < config.steps
+                    told = self.interrupt.requested() and done < config.steps
                     # Only here does the host wait for the device.
-                    if logging or stopping:
+                    if logging or told:
                         metrics = self._training_metrics(done, loss, grad_norms)
                         log(metrics)
                         progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
                     # Saved before the evaluation, so that nothing an evaluation breaks is lost.
-                    if saving or stopping:
+                    if saving or told:
                         self._save(done)
-                    if stopping:
-                        break
+                    if told:
+                        raise Told
                     if self.evaluates_at(done):
                         evaluation = evaluated()
-                if not stopping:
-                    summary = self._summary(evaluation)
+                summary = self._summary(evaluation)
+        except Told:
+            pass  # what is left to do then is done below
         finally:
             progress.close()
             for logger in loggers:
                 logger.finish(summary)
         if self.world.is_main:
             close_run(self, summary, done)
-        if stopping:
+        if not summary:
             # A rank that left before rank 0 has saved would have torchrun end rank 0 as well.
             self.world.share(None)
-            raise SystemExit(128 + interrupt.signal)
+            raise SystemExit(128 + self.interrupt.signal)
         return summary
 
     @contextmanager
@@ -298,9 +306,9 @@ class Trainer:
     def _give_up(self, why: str, done: int) -> NoReturn:
         kept = checkpoint.saved(self.run_dir)
         left = f"the newest checkpoint is {kept[-1]}" if kept else "no checkpoint was saved"
+        wider = "" if self.dtype is torch.float32 else ", or try trainer.precision=fp32"
         raise ConfigError(
-            f"{why} at step {done}: lower optimizer.lr, raise schedule.warmup_fraction, or try "
-            f"trainer.precision=fp32; {left}."
+            f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
         )
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
@@ -308,9 +316,17 @@ class Trainer:
         return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
 
     def _evaluate(self, done: int) -> Evaluation:
+        """Raises Told where the run is told to stop meanwhile: OpenWebText's split takes minutes."""
+
+        def until_told(batches: Iterator[tuple]) -> Iterator[tuple]:
+            for batch in batches:
+                if self.interrupt.requested():
+                    raise Told
+                yield batch
+
         with closing(self._load(self.validation, 0, len(self.validation))) as batches:
             evaluation = evaluate(
-                self.forward, batches, self.corpus.val.utf8_bytes, self.world, self.autocast
+                self.forward, until_told(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
             )
         if not math.isfinite(evaluation.loss):
             self._give_up(f"the validation loss is {evaluation.loss}", done)

@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import math
+import os
 import pickle
 import re
 import signal
@@ -337,7 +338,8 @@ def test_another_vocabulary_is_refused_before_hours_of_tokenising(config, tmp_pa
 
 # ---- several ranks -------------------------------------------------------------------------------
 
-# Rank 1 alone has a bad gradient, then alone is told to stop, in a run that logs nothing between its ends.
+# Rank 1 alone has a bad gradient, then alone is told to stop, in a step and in an evaluation. The runs log nothing
+# between their ends.
 RANKS = """
 import dataclasses, math, os, pathlib, pickle, signal, sys
 import torch.distributed as dist
@@ -346,8 +348,9 @@ from training.trainer import Trainer
 
 config = pickle.loads(bytes.fromhex(sys.argv[1]))
 with world("cpu") as ranks:
-    def ended(name, save_every, disturb):
-        trainer = dataclasses.replace(config.trainer, log_every=10**6, eval_every=0, save_every=save_every)
+    def ended(name, save_every, disturb, eval_every=0):
+        every = dict(log_every=10**6, eval_every=eval_every, save_every=save_every)
+        trainer = dataclasses.replace(config.trainer, **every)
         run = Trainer(dataclasses.replace(config, trainer=trainer), pathlib.Path(name), ranks)
         step = run.train_step
         run.train_step = lambda n, *batch: (n == 2 and ranks.rank == 1 and disturb(run), step(n, *batch))[1]
@@ -369,8 +372,16 @@ with world("cpu") as ranks:
 
         dist.all_reduce = agree_and_be_told
 
+    def tell_evaluation(run):
+        def told(*_):
+            if not run.model.training:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        run.model.register_forward_pre_hook(told)
+
     stopped = ended("stopped", 0, tell)
-    pathlib.Path(f"rank{ranks.rank}").write_text(f"{diverged}\\n{stopped}")
+    evaluating = ended("evaluating", 0, tell_evaluation, eval_every=5)
+    pathlib.Path(f"rank{ranks.rank}").write_text(f"{diverged}\\n{stopped}\\n{evaluating}")
 """
 
 
@@ -391,11 +402,35 @@ def test_ranks_refuse_and_stop_alike(config, tmp_path, user_environment):
     assert done.returncode == 0, done.stderr
     ends = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
     assert ends[0] == ends[1]
-    diverged, stopped = ends[0]
+    diverged, *stopped = ends[0]
     assert diverged.startswith("ConfigError the gradient norm is nan (not finite in 1 of 16,")
-    assert stopped == f"SystemExit {128 + signal.SIGTERM}"
+    assert stopped == [f"SystemExit {128 + signal.SIGTERM}"] * 2
     assert steps_saved(tmp_path / "diverged") == []
     assert steps_saved(tmp_path / "stopped") == [4]
+    assert steps_saved(tmp_path / "evaluating") == [5]
+
+
+def test_told_to_stop_in_its_last_evaluation_a_run_is_whole_and_makes_it_when_it_goes_on(
+    config, tmp_path, monkeypatch, capsys
+):
+    whole = train(having(config, steps=3), tmp_path / "whole")
+
+    def told(model, *rest):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluation.evaluate(model, *rest)
+
+    def stopped(directory: Path, **settings) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr("training.trainer.evaluate", told)
+            with pytest.raises(SystemExit, match="130"):
+                train(having(config, **settings), directory)
+        return capsys.readouterr().out
+
+    assert "stopped at step 3 and saved" in stopped(tmp_path / "told", steps=3, eval_every=0)
+    assert not (tmp_path / "told/summary.json").exists()
+    again = train(having(config, steps=3, resume=str(tmp_path / "told")), tmp_path / "told")
+    assert again["val/loss"] == whole["val/loss"]
+    assert stopped(tmp_path / "looked", steps=0).endswith("stopped in the evaluation\n")
 
 
 # ---- wandb ---------------------------------------------------------------------------------------
