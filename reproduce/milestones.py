@@ -161,17 +161,12 @@ def verdict(milestone: Milestone, tokens: list[float], losses: list[float]) -> t
 @functools.cache
 def recipe(name: str) -> dict[str, Any]:
     """The settings of `experiment=name`, by dotted name."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    from training.command_line import CONFIGS
-    from training.config import Config, from_hydra, to_yaml
+    from training.command_line import composed
+    from training.config import to_yaml
 
-    ConfigStore.instance().store(name="config_schema", node=Config)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = from_hydra(compose("train", [f"experiment={name}"]))
-    return flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
+    return flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(composed(f"experiment={name}")))))
 
 
 def departures(run: Run, name: str) -> Departures:

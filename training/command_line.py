@@ -83,8 +83,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
 
     try:
         if options.cfg and not options.config_dir:  # Hydra prints settings without a look at them
-            with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-                from_hydra(hydra.compose("train", theirs))
+            composed(*theirs)
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_explain(error)}")
@@ -103,6 +102,13 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.exit(128 + signal.SIGINT)
     if refused:
         sys.exit("\n".join(refused))
+
+
+def composed(*overrides: str) -> Config:
+    """The config that a command line of these words has; raises Hydra's errors, and ConfigError."""
+    ConfigStore.instance().store(name="config_schema", node=Config)
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return from_hydra(hydra.compose("train", list(overrides)))
 
 
 def _check_words(arguments: list[str]) -> Namespace:
@@ -158,10 +164,11 @@ def _check_groups(overrides: list[str]) -> None:
         except HydraException:
             continue  # it cannot be read, as Hydra will say
         if value is None or isinstance(value, list | bool | int | float):
-            sys.exit(f"error: {word}: {group} takes one of {', '.join(_options(group))}")
+            sys.exit(f"error: {word}: {group} takes one of {', '.join(options_of(group))}")
 
 
-def _options(group: str) -> list[str]:
+def options_of(group: str) -> list[str]:
+    """What a group of configs/ may be given."""
     folder = CONFIGS / group
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
@@ -175,7 +182,7 @@ def _explain(error: Exception) -> str:
     """One line for a composition error, with the nearest name where a name is wrong."""
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         group, _, option = error.missing_cfg_file.partition("/")
-        if options := _options(group):
+        if options := options_of(group):
             # Of several that begin so, as gpt2_small and gpt2_xl with gpt2, the nearest is only the shortest.
             begin = [each for each in options if each.startswith(f"{option}_")]
             likely = begin if len(begin) > 1 else get_close_matches(option, options, n=1)

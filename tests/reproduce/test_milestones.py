@@ -5,22 +5,18 @@ import os
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from reproduce.__main__ import main
 from reproduce.milestones import read_reference, references
-from training.command_line import CONFIGS
-from training.config import Config, from_hydra, to_yaml
+from training.command_line import CONFIGS, composed
+from training.config import to_yaml
 
 OTHER_TEXT = ("data=python_source", "data.tokenizer=some/folder/gpt2.tiktoken")
 
 
 def write_run(path: Path, losses: dict[int, float], *overrides: str) -> Path:
     """A run directory of the paper's recipe whose validation loss at each step is as given."""
-    ConfigStore.instance().store(name="config_schema", node=Config)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = from_hydra(compose("train", ["experiment=paper/gpt2_small", *overrides]))
+    config = composed("experiment=paper/gpt2_small", *overrides)
     path.mkdir()
     (path / "config.yaml").write_text(to_yaml(config))
     rows = [f"{step},{step * config.trainer.batch_tokens},{loss}" for step, loss in losses.items()]

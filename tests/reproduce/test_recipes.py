@@ -1,15 +1,11 @@
 """Every recipe composes, is short, and builds its batch on one GPU and on eight."""
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
-from training.config import Config, Precision, from_hydra
+from training.command_line import CONFIGS, composed
+from training.config import Config, Precision
 from training.schedule import learning_rate
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(
     str(path.relative_to(CONFIGS / "experiment").with_suffix(""))
     for path in CONFIGS.glob("experiment/**/*.yaml")
@@ -17,9 +13,7 @@ RECIPES = sorted(
 
 
 def recipe(name: str, *overrides: str) -> Config:
-    ConfigStore.instance().store(name="config_schema", node=Config)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return from_hydra(compose("train", [f"experiment={name}", *overrides]))
+    return composed(f"experiment={name}", *overrides)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,32 +1,14 @@
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 import kernels
-from training.config import Config, ConfigError, ModelConfig, TrainerConfig, from_hydra, load_config, to_yaml
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-def composed(*overrides: str) -> Config:
-    ConfigStore.instance().store(name="config_schema", node=Config)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return from_hydra(compose("train", overrides=list(overrides)))
-
-
-def every(group: str) -> list[str]:
-    folder = CONFIGS / group
-    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
-
+from training.command_line import CONFIGS, composed, options_of
+from training.config import Config, ConfigError, ModelConfig, TrainerConfig, load_config, to_yaml
 
 GROUPS = [
     f"{path.name}={option}"
     for path in sorted(CONFIGS.iterdir())
     if path.is_dir()
-    for option in every(path.name)
+    for option in options_of(path.name)
 ]
 
 
@@ -36,13 +18,13 @@ def test_every_option_of_every_group_composes(choice):
 
 
 def test_every_attention_has_its_config_and_no_other():
-    assert set(every("attention")) == {"auto", *kernels.ATTENTION}
-    for name in every("attention"):
+    assert set(options_of("attention")) == {"auto", *kernels.ATTENTION}
+    for name in options_of("attention"):
         assert composed(f"attention={name}").attention.name == name
 
 
 def test_published_sizes_have_the_published_head_dim():
-    for name in every("model"):
+    for name in options_of("model"):
         if name.startswith("gpt2"):
             assert composed(f"model={name}").model.head_dim == 64
 
@@ -102,12 +84,3 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
         with_batch(batch_tokens=256 * 16).accumulation_steps(6)
     with pytest.raises(ConfigError, match="nearest: 4 or 8"):
         with_batch(batch_tokens=256 * 16, micro_batch=5).accumulation_steps(1)
-
-
-def test_yaml_values_of_recipes_are_typed():
-    """A recipe with a misspelt key or a wrong type must not compose: the schema is in force below every group."""
-    ConfigStore.instance().store(name="config_schema", node=Config)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train")
-    with pytest.raises(Exception, match="could not be converted to Integer"):
-        OmegaConf.update(cfg, "trainer.steps", "many")
