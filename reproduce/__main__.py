@@ -24,6 +24,7 @@ from .experiment import (
     find_experiment,
     parse_settings,
 )
+from .plots import can_draw
 from .results import Store, read
 
 if TYPE_CHECKING:
@@ -176,12 +177,10 @@ def _device(name: str) -> torch.device:
 
 
 def _draw(module: object, store: object) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if can_draw():
+        module.draw(store.document, store.picture)
+    else:
         print("no picture: matplotlib is not installed (the report draws it where it is)")
-        return
-    module.draw(store.document, store.picture)
 
 
 def _run_all(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from training.console import SPREAD, plural
 
+from .plots import can_draw
 from .results import writing
 from .runs import (
     PHASE_RATIO,
@@ -47,9 +48,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     runs = find_runs(arguments.runs)
     print(text(runs))
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if not can_draw():
         print("no page: matplotlib is not installed")
         return 0
     page_path = arguments.html or _common_folder(runs) / "compare.html"

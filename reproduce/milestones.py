@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .experiment import ReproduceError, text_table
+from .plots import COLOURS, can_draw, colour, picture
 from .results import writing
 from .runs import Run, find_runs, flatten
 
@@ -79,14 +80,12 @@ def main(argv: list[str]) -> int:
     verdicts = [verdict(each, tokens, losses) for each in milestones]
     print(_text(run, reference, milestones, verdicts))
     plot = arguments.plot or Path(os.path.relpath(run.path / "milestones.svg"))
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print("no plot: matplotlib is not installed")
-    else:
+    if can_draw():
         with writing(plot, "--plot FILE"):
             draw(plot, run, reference, milestones, tokens, losses)
         print(f"plot: {plot}")
+    else:
+        print("no plot: matplotlib is not installed")
     return int(any(state == FAIL for state, _ in verdicts))
 
 
@@ -250,8 +249,6 @@ def draw(
     losses: list[float],
 ) -> None:
     """The run's perplexity over the published points, with their reading error."""
-    from .plots import COLOURS, colour, picture
-
     with picture(path, title=f"{run.path.name} and {reference}") as (axes,):
         axes.figure.set_size_inches(8, 5)
         for shade, source in zip(COLOURS[1:], dict.fromkeys(m.source for m in milestones), strict=False):

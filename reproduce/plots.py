@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,11 @@ STYLE = {
 }
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed; figures and tables do without it."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def colour(name: str, others: tuple[str, ...] = ()) -> str:
     """The colour of a series; those without a fixed one take theirs by their place among `others`."""
     if name in FIXED:
@@ -46,7 +52,7 @@ def colour(name: str, others: tuple[str, ...] = ()) -> str:
 
 
 @contextmanager
-def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str = "") -> Iterator[list[Axes]]:
+def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str) -> Iterator[list[Axes]]:
     """Axes in a grid of `columns`; saved to `path` (.svg or .png) when the block ends."""
     import matplotlib as mpl
 
@@ -61,8 +67,7 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str = "") -
         fig, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         for spare in axes.flat[panels:]:
             spare.axis("off")
-        if title:
-            fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
         yield list(axes.flat[:panels])
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from .claims import CLAIMS, Claim
 from .experiment import EXPERIMENTS, NOT_MEASURED, STATUSES, ReproduceError, Results, Verdict
-from .results import changed_since, read_all, writing
+from .plots import can_draw
+from .results import changed_since, read_all, slug, writing
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 MARKS = {"reproduced": "good", "not reproduced": "bad", "not comparable": "grey", "not measured": "none"}
@@ -83,19 +84,15 @@ def build(directory: Path) -> Page:
     return page
 
 
-def _listed(files: list[str], most: int = 6) -> str:
-    """Their names; of many the first, and how many more."""
-    rest = len(files) - most
-    names = files if rest <= 1 else [*files[:most], f"{rest} other files"]
+def _listed(files: list[str]) -> str:
+    """Their names; of many the first six, and how many more."""
+    rest = len(files) - 6
+    names = files if rest <= 1 else [*files[:6], f"{rest} other files"]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _draw(module: object, document: Results, directory: Path) -> Path | None:
-    from .results import slug
-
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if not can_draw():
         return None
     path = directory / slug(document["device"]) / f"{document['experiment']}.svg"
     module.draw(document, path)
