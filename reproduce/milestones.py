@@ -19,7 +19,7 @@ from typing import Any
 from .experiment import ReproduceError, text_table
 from .plots import COLOURS, can_draw, colour, picture
 from .results import writing
-from .runs import Run, find_runs, flatten
+from .runs import Run, find_runs
 
 CURVES = Path(__file__).parent / "curves"
 PASS, FAIL, AHEAD, UNKNOWN = "pass", "FAIL", "not reached", "not evaluated"
@@ -163,7 +163,7 @@ def recipe(name: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     from training.command_line import composed
-    from training.config import to_yaml
+    from training.config import flatten, to_yaml
 
     return flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(composed(f"experiment={name}")))))
 

@@ -17,6 +17,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from training.config import flatten
 from training.console import speed_range
 
 from .experiment import ReproduceError
@@ -293,14 +294,6 @@ def _read_wandb(path: Path) -> Run:
     facts, environment = config.pop("resolved", {}), config.pop("environment", {})
     config.pop("_wandb", None)
     return Run(path, flatten(config), environment, rows, summary if finished else {}, facts=facts)
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 # ---- what makes runs differ --------------------------------------------------------------------------

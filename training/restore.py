@@ -16,7 +16,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 
 from . import checkpoint
-from .config import Config, ConfigError, load_config, to_yaml
+from .config import Config, ConfigError, flatten, load_config, to_yaml
 from .distributed import resolve_device
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def resume(run: Trainer, path: str) -> Resumed:
     found = checkpoint.find(path)
     state = checkpoint.load_training(found, run.world.device)
     run_dir = found.parent.parent
-    was, now = _flat(state["identity"]), _flat(identity(run))
+    was, now = flatten(state["identity"]), flatten(identity(run))
     if differing := [name for name in now if was.get(name) != now[name]]:
         theirs, ours = (", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now))
         raise ConfigError(
@@ -89,19 +89,11 @@ def _changed(config_file: Path, config: Config) -> str:
         return ""
     # Read as it stands: the code that wrote it may have had other settings.
     files = OmegaConf.load(config_file), OmegaConf.create(to_yaml(config))
-    was, now = (_flat(OmegaConf.to_container(file)) for file in files)
+    was, now = (flatten(OmegaConf.to_container(file)) for file in files)
     differing = [name for name in now if name in was and was[name] != now[name]]
     return ", ".join(
         f"{name} {was[name]} -> {now[name]}" for name in differing if not name.startswith(_BESIDES)
     )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def read_run(found: Path) -> tuple[Config, str]:
