@@ -69,17 +69,14 @@ class Trainer:
         self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
         self.dtype = resolve_precision(config.trainer.precision, ranks.device)
         # First what can be refused at once, then what takes time.
-        features: dict[str, object] = {"dropout_p": config.model.dropout}
-        if config.data.document_mask:
-            features["cu_seqlens"] = True
-        if config.attention.precise_delta:
-            features["precise_delta"] = True
         request = {
             "device": ranks.device,
             "dtype": self.dtype,
             "head_dim": config.model.head_dim,
             "tier": config.attention.tier,
-            **features,
+            "dropout_p": config.model.dropout,
+            "cu_seqlens": config.data.document_mask or None,
+            "precise_delta": config.attention.precise_delta,
         }
         self.attention_name, attention = resolve_attention(config.attention.name, **request)
         self.attention_tier = attention_tier(self.attention_name, **request, length=config.model.seq_len)
