@@ -16,10 +16,10 @@ from .readers import Part
 from .shards import Workshop, group, split_order, split_unit, tokenise_unit, write_val_shard
 
 
-def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str | None = None) -> None:
+def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str | None) -> None:
     """Replace a shard. Raises DataError when the source is no longer what the corpus was made from.
 
-    tokenizer: where the corpus's is by now, if it has moved.
+    tokenizer: where the corpus's is by now, if it has moved; None: where it was.
     """
     manifest = corpus.manifest
     shard = next((shard for shard in manifest.shards if shard["file"] == file), None)

@@ -22,12 +22,12 @@ def model() -> GPT:
     return model
 
 
-def prompt(batch, length, seed=0):
-    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def prompt(batch, length):
+    return torch.randint(50, (batch, length), generator=seeded())
 
 
 def uncached(model, tokens, n, temperature, top_k, generator):
