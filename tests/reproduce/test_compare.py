@@ -13,15 +13,8 @@ from reproduce.__main__ import main
 from reproduce.compare import HEADER, _common_folder, page, table, warnings
 from reproduce.experiment import ReproduceError
 from reproduce.runs import find_runs
-from training.config import (
-    AttentionConfig,
-    Config,
-    DataConfig,
-    LoggerConfig,
-    ModelConfig,
-    TrainerConfig,
-    WandbMode,
-)
+from tests.conftest import text_data
+from training.config import AttentionConfig, Config, LoggerConfig, ModelConfig, TrainerConfig, WandbMode
 from training.trainer import train
 
 
@@ -34,22 +27,15 @@ def sweep(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _config(text_file: Path, attention: str, seed: int = 1337) -> Config:
+def _config(text_file: Path, attention: str) -> Config:
     return Config(
         model=ModelConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32),
         attention=AttentionConfig(attention),
-        data=DataConfig(
-            "text_files",
-            files=str(text_file),
-            separator="\n\n",
-            cache_dir=str(text_file.parent / "cache"),
-            workers=1,
-        ),
+        data=text_data(text_file),
         trainer=TrainerConfig(
             steps=12, batch_tokens=256, log_every=2, eval_every=4, sample_tokens=0, device="cpu"
         ),
         logger=LoggerConfig(mode=WandbMode.offline),
-        seed=seed,
     )
 
 

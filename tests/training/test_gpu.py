@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kernels import AttentionError, resolve_attention
+from tests.conftest import text_data
 from training.checkpoint import find, load_weights
 from training.config import (
     AttentionConfig,
     Config,
-    DataConfig,
     LoggerConfig,
     ModelConfig,
     Precision,
@@ -28,13 +28,7 @@ def config(text_file: Path, attention: str, precision: Precision = Precision.bf1
     return Config(
         model=ModelConfig(seq_len=1024, n_layer=4, n_head=12, n_embd=768),
         attention=AttentionConfig(attention),
-        data=DataConfig(
-            source="text_files",
-            files=str(text_file),
-            separator="\n\n",
-            cache_dir=str(text_file.parent / "cache"),
-            val_fraction=0.1,
-        ),
+        data=text_data(text_file),
         trainer=TrainerConfig(
             steps=20, batch_tokens=8192, precision=precision, log_every=5, eval_every=0, sample_tokens=0
         ),
