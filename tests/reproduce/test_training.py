@@ -83,17 +83,15 @@ def test_logits_agree_before_anything_is_timed(tiny):
     assert max(errors) < 1e-5  # float32
 
 
-def test_wrong_attention_is_not_timed(tmp_path, capsys):
+def test_wrong_attention_is_not_timed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "wrong", None)  # gone after the test
     naive = get_attention("naive")
 
     @register_attention("wrong", refuses=lambda request: None)
     def wrong(q, k, v, **options):
         return naive(q, k, v, **options | {"causal": False})
 
-    try:
-        results = run(tmp_path, "parts=small", "backends=naive,wrong")
-    finally:
-        del ATTENTION["wrong"]
+    results = run(tmp_path, "parts=small", "backends=naive,wrong")
     timed = [s for s in results["samples"] if s["kind"] == "speed"]
     assert set(timed[0]["tokens_per_second"]) == {HF_EAGER, "hf_sdpa", "naive", "naive" + FUSED}
     assert "wrong, context 4: its logits are off by" in capsys.readouterr().out
