@@ -1,5 +1,6 @@
 """What every test shares: no network, Triton's interpreter where there is no GPU, and the real command line."""
 
+import csv
 import os
 import subprocess
 import sys
@@ -67,6 +68,17 @@ def tiny(text_file: Path) -> list[str]:
         *("trainer.batch_tokens=256", "trainer.steps=12", "trainer.log_every=1"),
         *("trainer.eval_every=0", "trainer.sample_tokens=10", "logger=none"),
     ]
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """The rows of a run's metrics.csv."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured(run: Path, column: str) -> dict[int, str]:
+    """By step, where there is one."""
+    return {int(row["step"]): row[column] for row in rows(run) if row[column]}
 
 
 CommandLine = Callable[..., subprocess.CompletedProcess]

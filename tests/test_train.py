@@ -1,6 +1,5 @@
 """The real command line, as a user types it."""
 
-import csv
 import json
 import resource
 import signal
@@ -14,6 +13,7 @@ import torch
 
 import sample
 import train
+from tests.conftest import measured, rows
 from training.checkpoint import find, load_training
 from training.config import ConfigError
 from training.trainer import Trainer
@@ -26,13 +26,8 @@ def only_run(folder: Path) -> Path:
     return run
 
 
-def rows(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 def losses_by_step(run: Path) -> dict[int, float]:
-    return {int(row["step"]): float(row["train/loss"]) for row in rows(run) if row["train/loss"]}
+    return {step: float(loss) for step, loss in measured(run, "train/loss").items()}
 
 
 def losses(run: Path) -> list[float]:
@@ -48,10 +43,10 @@ def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_pa
     summary = json.loads((run / "summary.json").read_text())
     assert summary["attention"] == "sdpa"
     assert summary["val/loss"] < first
-    for measured in (summary, {name: float(cell) for name, cell in rows(run)[-2].items() if cell}):
-        phases = [measured[f"perf/{phase}_ms"] for phase in ("data", "forward_backward", "optimizer")]
+    for figures in (summary, {name: float(cell) for name, cell in rows(run)[-2].items() if cell}):
+        phases = [figures[f"perf/{phase}_ms"] for phase in ("data", "forward_backward", "optimizer")]
         assert min(phases) > 0
-        assert sum(phases) <= measured["perf/step_ms"]
+        assert sum(phases) <= figures["perf/step_ms"]
     assert {path.name for path in run.iterdir()} >= {
         *(
             "config.yaml",

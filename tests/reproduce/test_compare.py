@@ -13,7 +13,7 @@ from reproduce.__main__ import main
 from reproduce.compare import HEADER, _common_folder, page, table, warnings
 from reproduce.experiment import ReproduceError
 from reproduce.runs import find_runs
-from tests.conftest import text_data
+from tests.conftest import rows, text_data
 from training.config import AttentionConfig, Config, LoggerConfig, ModelConfig, TrainerConfig, WandbMode
 from training.trainer import train
 
@@ -93,14 +93,13 @@ def test_a_step_is_split_in_the_table_and_as_a_bar_a_run(sweep):
 
 def test_a_run_from_before_steps_were_split_is_compared_all_the_same(copies, capsys):
     old = copies / "0_naive"
-    with (old / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    before = rows(old)
     gone = [f"perf/{phase}_ms" for phase in ("data", "forward_backward", "optimizer")]
-    columns = [name for name in rows[0] if name not in gone]
+    columns = [name for name in before[0] if name not in gone]
     with (old / "metrics.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(before)
     summary = json.loads((old / "summary.json").read_text())
     (old / "summary.json").write_text(json.dumps({k: v for k, v in summary.items() if k not in gone}))
     runs = find_runs([str(copies)])
@@ -114,8 +113,8 @@ def test_a_run_from_before_steps_were_split_is_compared_all_the_same(copies, cap
 
 def measured(run: Path, speeds: list[float], **phases_ms: float) -> None:
     """Write the run's files anew, with these tokens/s row by row and these times of a step in the summary."""
-    rows = [f"{step},{256 * step},{speed}" for step, speed in enumerate(speeds, 1)]
-    (run / "metrics.csv").write_text("\n".join(["step,tokens,perf/tokens_per_second", *rows]) + "\n")
+    lines = [f"{step},{256 * step},{speed}" for step, speed in enumerate(speeds, 1)]
+    (run / "metrics.csv").write_text("\n".join(["step,tokens,perf/tokens_per_second", *lines]) + "\n")
     summary = json.loads((run / "summary.json").read_text())
     summary |= {f"perf/{name}_ms": ms for name, ms in phases_ms.items()}
     (run / "summary.json").write_text(json.dumps(summary))

@@ -1,6 +1,5 @@
 """The perplexity experiment: it is the trainer's run, on any prepared corpus, and concludes what the curves say."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 from reproduce import perplexity
 from reproduce.__main__ import main
 from reproduce.experiment import NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
+from tests.conftest import measured
 from training.config import (
     AttentionConfig,
     Config,
@@ -69,8 +69,7 @@ def test_it_is_the_run_that_the_trainer_makes(text_file, tmp_path):
     corpus = prepare_corpus(data, quiet=True).directory
     results = run(tmp_path, "parts=backends", "backends=naive", f"corpus={corpus}")
     ours = runs(results, "backends")[0]
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        theirs = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    theirs = list(map(float, measured(tmp_path / "run", "train/loss").values()))
     assert ours["losses"] == pytest.approx(theirs, rel=1e-6)
     assert ours["validation"][-1][1] == pytest.approx(summary["val/loss"], rel=1e-6)
 

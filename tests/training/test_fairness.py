@@ -1,6 +1,5 @@
 """Switching attention changes attention and nothing else."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from kernels import AttentionError
 from model.gpt import cross_entropy
-from tests.conftest import text_data
+from tests.conftest import measured, text_data
 from training.config import (
     AttentionConfig,
     Config,
@@ -43,8 +42,7 @@ def trained(config: Config, folder: Path) -> tuple[list[float], torch.Tensor]:
     """Training losses and behind them the validation loss; the state of torch's generator afterwards."""
     torch.manual_seed(0)
     summary = train(config, folder)
-    with (folder / "metrics.csv").open() as file:
-        losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    losses = list(map(float, measured(folder, "train/loss").values()))
     assert len(losses) == STEPS
     return [*losses, summary["val/loss"]], torch.get_rng_state()
 

@@ -1,6 +1,5 @@
 """Whole runs on a GPU: every backend, compiled, in each precision."""
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from kernels import AttentionError, resolve_attention
-from tests.conftest import text_data
+from tests.conftest import measured, text_data
 from training.checkpoint import find, load_weights
 from training.config import (
     AttentionConfig,
@@ -114,9 +113,7 @@ def test_a_run_repeats_bit_for_bit_with_and_without_cuda_graphs(text_file, tmp_p
         logging, folder = config(text_file, "auto"), tmp_path / str(number)
         trainer = replace(logging.trainer, log_every=1, micro_batch=4, cuda_graphs=graphs)
         train(replace(logging, trainer=trainer, model=replace(logging.model, dropout=dropout)), folder)
-        with (folder / "metrics.csv").open() as file:
-            losses = [row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]]
-        runs.append((losses, load_weights(find(folder), "cpu")))
+        runs.append((measured(folder, "train/loss"), load_weights(find(folder), "cpu")))
     (losses, weights), *others = runs
     assert len(losses) == 20
     for losses_again, weights_again in others:

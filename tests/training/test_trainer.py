@@ -1,7 +1,6 @@
 """What a run does when something goes wrong, and that it goes on as if nothing had. About 15 s."""
 
 import base64
-import csv
 import gzip
 import json
 import math
@@ -21,7 +20,7 @@ from data import DataError
 from data.tokenizer import load_tokenizer
 from kernels import AttentionError
 from reproduce import compare
-from tests.conftest import text_data
+from tests.conftest import measured, rows, text_data
 from training import checkpoint, evaluation
 from training.config import (
     AttentionConfig,
@@ -55,15 +54,6 @@ def config(text_file) -> Config:
 
 def having(config: Config, **settings) -> Config:
     return replace(config, trainer=replace(config.trainer, **settings))
-
-
-def rows(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def measured(run: Path, column: str) -> dict[int, str]:
-    return {int(row["step"]): row[column] for row in rows(run) if row[column]}
 
 
 def steps_saved(run: Path) -> list[int]:
