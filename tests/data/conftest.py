@@ -1,11 +1,8 @@
 import base64
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # hub_stub.py
 
 
 @pytest.fixture(scope="session")

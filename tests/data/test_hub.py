@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hub_stub import HubStub
 
 from data.openwebtext import OPENWEBTEXT, OPENWEBTEXT_COMMIT, OPENWEBTEXT_FILES
+from tests.data.hub_stub import HubStub
 
 ROOT = Path(__file__).parents[2]
 ROWS = 5
