@@ -7,12 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from . import counting, paper, plots
+from .attention import DROPPED, PADDED
 from .attention_figures import BASELINE, OURS, milliseconds
 from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
 
 # FlashAttention's Figure 2 left: batch 64, 16 heads.
 PAPER_HEADS = 1024
-PADDED, DROPPED = "padding", "padding+dropout"
 
 
 def total(sample: Sample, what: str = "bytes") -> int:
