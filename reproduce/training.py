@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -288,8 +289,7 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
 
 def step_ms(parts: dict[str, list[float]]) -> float:
     """The median step, in milliseconds."""
-    steps = sorted(map(math.fsum, zip(*parts.values(), strict=True)))
-    return (steps[(len(steps) - 1) // 2] + steps[len(steps) // 2]) / 2
+    return statistics.median(map(math.fsum, zip(*parts.values(), strict=True)))
 
 
 def _flops_per_token(config: GPTConfig) -> int:
