@@ -247,13 +247,10 @@ def make_parquet(folder: Path, text_bytes: int) -> Path:
 
     folder.mkdir(parents=True)
     texts, size = [], 0
-    roots = (sysconfig.get_paths()["stdlib"], *{sysconfig.get_paths()[key] for key in ("purelib", "platlib")})
+    paths = sysconfig.get_paths()
     # the folders in site-packages one by one: the folder itself is left out of Python source
-    roots = (
-        roots[0],
-        *(str(path) for root in roots[1:] for path in sorted(Path(root).iterdir()) if path.is_dir()),
-    )
-    for root in roots:
+    packages = (sorted(Path(folder).iterdir()) for folder in {paths["purelib"], paths["platlib"]})
+    for root in (paths["stdlib"], *(str(path) for each in packages for path in each if path.is_dir())):
         if size >= text_bytes:
             break
         if any(Path(root).rglob("*.py")):
