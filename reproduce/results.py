@@ -25,6 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training.files import write_json
+
 from .experiment import EXPERIMENTS, Experiment, OutOfTime, ReproduceError, Results, Sample
 
 if TYPE_CHECKING:
@@ -226,8 +228,6 @@ class Store:
         self.partial.unlink(missing_ok=True)
 
     def write(self, path: Path) -> None:
-        from training.environment import write_json
-
         self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)
         with writing(path, "--results FOLDER"):
             write_json(path, self.document)

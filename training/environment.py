@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -10,8 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-
-from .files import write_whole
 
 
 def environment(device: torch.device) -> dict[str, object]:
@@ -86,7 +83,3 @@ def _commit() -> str | None:
 def _driver() -> str | None:
     versions = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions and versions.splitlines()[0]
-
-
-def write_json(path: Path, record: dict) -> None:
-    write_whole(path, json.dumps(record, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,10 @@ def write_whole(path: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise unwritable(path, error) from None
+
+
+def write_json(path: Path, record: dict) -> None:
+    write_whole(path, json.dumps(record, indent=2) + "\n")
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

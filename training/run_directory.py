@@ -11,8 +11,8 @@ import torch
 from . import checkpoint
 from .config import Config, ConfigError, to_yaml
 from .console import printable, table
-from .environment import environment, write_json
-from .files import write_whole
+from .environment import environment
+from .files import write_json, write_whole
 from .loggers import CsvLogger, Logger, WandbLogger, check_names, wandb_mode
 from .report import banner, in_sweep, result
 from .sampling import sample_text
