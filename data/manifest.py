@@ -32,9 +32,8 @@ class Manifest:
     documents: dict[str, int]
     tokens: dict[str, int]
     utf8_bytes: dict[str, int]
-    shards: list[
-        dict[str, Any]
-    ]  # file, split, documents, tokens, utf8_bytes, sha256; first_document where train
+    # file, split, documents, tokens, utf8_bytes, sha256; first_document where train
+    shards: list[dict[str, Any]]
     version: int = VERSION
 
     def write(self, directory: Path, scratch: Path) -> None:

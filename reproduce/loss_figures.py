@@ -73,9 +73,8 @@ def draw(results: Results, path: Path) -> None:
             gib = [each["peak_bytes"] / 2**30 for each in memory]
             peaks.barh(names, gib, height=0.6, color=plots.COLOURS[2])
             logits = memory[0]["logits_bytes"] / 2**30
-            peaks.axvline(
-                logits, color="#888888", linestyle=":", zorder=0.9
-            )  # behind the bars and their labels
+            # behind the bars and their labels
+            peaks.axvline(logits, color="#888888", linestyle=":", zorder=0.9)
             memory_label = "GiB at the peak (dotted: the logits alone)"
             for axis, values, what in ((times, left, "ms"), (peaks, gib, memory_label)):
                 for place, value in enumerate(values):

@@ -44,11 +44,8 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
         if final.exists():
             _put_aside(final)
         partial.rename(final)
-    except (
-        OSError,
-        RuntimeError,
-        DataError,
-    ) as error:  # torch's zip writer raises RuntimeError on a full disk
+    # torch's zip writer raises RuntimeError on a full disk, flush_to_disk DataError
+    except (OSError, RuntimeError, DataError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         reason = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
         raise ConfigError(

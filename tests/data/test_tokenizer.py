@@ -94,9 +94,8 @@ def test_a_vocabulary_out_of_reach_says_which_files_and_where(no_network: None, 
                  "encoder.json", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "r50k_base.tiktoken",
                  "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4", "data.tokenizer=", "gpt2.tiktoken"):  # fmt: skip
         assert part in message
-    assert message.index("data.tokenizer=") < message.index(
-        "TIKTOKEN_CACHE_DIR"
-    )  # what needs no hash comes first
+    # what needs no hash comes first
+    assert message.index("data.tokenizer=") < message.index("TIKTOKEN_CACHE_DIR")
 
 
 @pytest.mark.skipif("TILEGPT_GPT2_RANKS" not in os.environ, reason="TILEGPT_GPT2_RANKS=path of gpt2.tiktoken")

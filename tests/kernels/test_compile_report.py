@@ -34,9 +34,8 @@ def test_a_shipped_tile_passes() -> None:
 def test_amd_has_the_portable_kernels_and_no_ptx() -> None:
     done = report("--arch", "gfx942", "--head-dim", "64")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        done.stdout.count("mfma") == 3
-    )  # causal, full, and with dropout, whose PTX AMD's compiler would refuse
+    # causal, full, and with dropout, whose PTX AMD's compiler would refuse
+    assert done.stdout.count("mfma") == 3
 
 
 HOPPER = """
@@ -110,9 +109,8 @@ def test_the_elements_in_a_threads_registers_share_their_philox_calls() -> None:
     products = printed(PRODUCTS)
     assert len(products) == 3
     for _, wide, high in products:  # a thread has 32 elements in S and 16 in the transpose: four calls a loop
-        assert 2 * 4 * 12 <= int(wide) < 2 * 5 * 12, (
-            products
-        )  # addresses, and what left the loops, come on top
+        # addresses, and what left the loops, come on top
+        assert 2 * 4 * 12 <= int(wide) < 2 * 5 * 12, products
         assert high == "0"
 
 

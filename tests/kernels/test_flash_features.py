@@ -130,9 +130,8 @@ def test_alibi(causal: bool) -> None:
 
 
 def test_sinks_and_their_gradient() -> None:
-    *tensors, d_out = inputs(
-        200, 130, 16, torch.float32, heads=3, kv_heads=3
-    )  # 70 queries see the sink alone
+    # 70 queries see the sink alone
+    *tensors, d_out = inputs(200, 130, 16, torch.float32, heads=3, kv_heads=3)
     sinks = torch.tensor([0.5, -1.0, 4.0], requires_grad=True)
     d_lse = torch.randn(1, 3, 200)
     assert_as_accurate(run(flash, tensors, d_out, sinks=sinks), tensors, d_out, sinks=sinks.detach())

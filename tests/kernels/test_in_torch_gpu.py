@@ -150,9 +150,8 @@ def test_views_of_a_packed_qkv_under_inductor(flash, mode: str, length: int) -> 
     x, d_out = torch.randn(2, 4, length, 256, device="cuda", dtype=torch.bfloat16)[:, :2].unbind()
     results = []
     for step in (model, torch.compile(model, fullgraph=True, mode=mode)):
-        for _ in range(
-            4 if step is not model else 1
-        ):  # with CUDA graphs: twice to warm up, to record, to replay
+        # with CUDA graphs: twice to warm up, to record, to replay
+        for _ in range(4 if step is not model else 1):
             torch.compiler.cudagraph_mark_step_begin()
             model.zero_grad()
             out = step(x)

@@ -27,9 +27,8 @@ def their_model(**changes):
         theirs = GPT2LMHeadModel(GPT2Config(**shape | changes)).eval()
     with torch.no_grad():
         for weight in theirs.parameters():
-            weight.add_(
-                0.1 * torch.randn_like(weight)
-            )  # biases and gains too: at 0 and 1 a mix-up would not show
+            # biases and gains too: at 0 and 1 a mix-up would not show
+            weight.add_(0.1 * torch.randn_like(weight))
     return theirs
 
 
