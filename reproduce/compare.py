@@ -175,6 +175,11 @@ def warnings(runs: list[Run]) -> list[str]:
         said.append(f"not finished: {', '.join(unfinished)}; figures are those so far.")
     if resumed := [run.label for run in runs if run.config.get("trainer.resume") and not run.whole]:
         said.append(f"resumed: {', '.join(resumed)}; times and curves are of the last part.")
+    if interpreted := [run.label for run in runs if run.interpreted]:
+        said.append(
+            f"Triton's kernels were interpreted, not compiled (TRITON_INTERPRET=1): {', '.join(interpreted)}. The "
+            "speed of an attention or a layer in Triton is the interpreter's."
+        )
     said += _noise(runs)
     if len(runs) == 1:
         said.append("one run only: there is nothing to compare it with.")

@@ -77,6 +77,11 @@ class Run:
         return self.environment.get("device_name")
 
     @property
+    def interpreted(self) -> bool:
+        """Whether Triton interpreted the kernels that the run had in it."""
+        return self.environment.get("TRITON_INTERPRET") == "1"
+
+    @property
     def finished(self) -> bool:
         return bool(self.summary)
 
@@ -336,6 +341,8 @@ def unexplained_phases(first: Run, other: Run) -> dict[str, tuple[float, float]]
     """Phases of a step that attention cannot change and that took another time all the same: ms in each run."""
     splits = [run.step_split() for run in (first, other)]
     if None in splits or first.machine != other.machine or differing_settings([first, other]):
+        return {}
+    if first.interpreted or other.interpreted:  # beside which other phases are slower too
         return {}
     least = PHASE_SHARE * min(sum(split.values()) for split in splits)
     times = {name: tuple(split[name] for split in splits) for name in ("data", "optimizer")}

@@ -24,6 +24,8 @@ def environment(device: torch.device) -> dict[str, object]:
         "cpu_count": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "commit": _commit(),
+        # Variables that decide how fast it ran.
+        **{name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "TRITON_INTERPRET")},
     }
     if device.type == "cuda":
         record |= {"driver": _driver(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}

@@ -22,8 +22,10 @@ from training.trainer import train
 def sweep(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of naive and one of sdpa, wandb offline folders included."""
     folder = tmp_path_factory.mktemp("sweep")
-    for number, name in enumerate(("naive", "sdpa")):
-        train(_config(text_file, name), folder / f"{number}_{name}")
+    with pytest.MonkeyPatch.context() as variables:
+        variables.delenv("TRITON_INTERPRET", raising=False)  # the tests switch it on, and a comparison tells
+        for number, name in enumerate(("naive", "sdpa")):
+            train(_config(text_file, name), folder / f"{number}_{name}")
     return folder
 
 
@@ -139,6 +141,17 @@ def test_noise_is_not_sold_as_a_result(copies):
     environment = copies / "1_sdpa" / "environment.json"
     environment.write_text(environment.read_text().replace('"device_name": "', '"device_name": "Other '))
     assert not [each for each in warnings(find_runs([str(copies)])) if "optimizer took" in each]
+
+
+def test_an_interpreted_run_is_told_and_no_phase_blamed(copies, text_file, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    train(_config(text_file, "sdpa_math"), copies / "2_math")
+    measured(copies / "0_naive", [14_000] * 3, **STEP)
+    measured(copies / "2_math", [140] * 3, **STEP | {"step": 3500.0, "optimizer": 5.6})
+    runs = find_runs([str(copies / "0_naive"), str(copies / "2_math")])
+    environment, interpreted = warnings(runs)
+    assert environment == "they ran in different environments: TRITON_INTERPRET."
+    assert "kernels were interpreted, not compiled (TRITON_INTERPRET=1): sdpa_math." in interpreted
 
 
 def test_the_difference_of_losses_is_that_of_the_summaries(sweep):
