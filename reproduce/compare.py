@@ -10,7 +10,7 @@ import html
 import os
 from pathlib import Path
 
-from training.console import SPREAD, plural
+from training.console import SPREAD, changes, plural
 
 from .plots import can_draw
 from .results import writing
@@ -175,6 +175,12 @@ def warnings(runs: list[Run]) -> list[str]:
         said.append(f"not finished: {', '.join(unfinished)}; figures are those so far.")
     if resumed := [run.label for run in runs if run.config.get("trainer.resume") and not run.whole]:
         said.append(f"resumed: {', '.join(resumed)}; times and curves are of the last part.")
+    said += [
+        f"{run.label} went on after step {step:,} with {changes(changed)}: its losses are of both."
+        for run in runs
+        for step, changed in run.resumed.items()
+        if changed
+    ]
     if interpreted := [run.label for run in runs if run.interpreted]:
         said.append(
             f"Triton's kernels were interpreted, not compiled (TRITON_INTERPRET=1): {', '.join(interpreted)}. The "
@@ -212,6 +218,11 @@ def _noise(runs: list[Run]) -> list[str]:
 def notes(runs: list[Run]) -> list[str]:
     """How the figures are to be read, a sentence each."""
     said = [f"ratios and differences are to {runs[0].label}."] if len(runs) > 1 else []
+    said += [
+        f"speed and memory of {run.label} are of its part after step {run.began:,}."
+        for run in runs
+        if run.began and run.whole
+    ]
     if any(run.peak_memory and run.peak_memory[0] == "resident" for run in runs):
         said.append(
             "memory on a CPU is the process's resident peak, Python and libraries included, and what an earlier run "

@@ -122,12 +122,13 @@ def _speed(axes: Axes, runs: list[Run]) -> bool:
         x, y = run.curve("perf/tokens_per_second")
         axes.plot(x, y, color=shade, linewidth=1.3)
         if (mean := run.speed("perf/tokens_per_second")) is not None and x:
-            axes.axhline(mean, color=shade, linewidth=0.8, linestyle=":")
+            began = run.began * x[-1] / run.curve("perf/tokens_per_second", "step")[0][-1]
+            axes.hlines(mean, began, x[-1], color=shade, linewidth=0.8, linestyle=":")
             axes.plot([], [], color=shade, label=f"{run.label}: {mean:,.0f}")
             drawn = True
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.set(title="Training speed", xlabel="tokens", ylabel="tokens/s (dotted: the run's mean)")
+    axes.set(title="Training speed", xlabel="tokens", ylabel="tokens/s (dotted: the mean)")
     axes.set_ylim(bottom=0)
     if drawn:
         axes.legend()

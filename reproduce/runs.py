@@ -55,7 +55,8 @@ class Run:
         environment: as in environment.json; empty where it is not known.
         rows: metrics.csv by column name, cells that were not measured left out.
         summary: as in summary.json; empty for a run that did not finish.
-        facts: attention, dtype, compiled, loss, block, world_size, corpus: what was resolved, where it is known.
+        facts: attention, dtype, compiled, loss, block, world_size, corpus: what was resolved, where it is known;
+            of its last part, as are config and environment.
         label: a name that tells the run from the others; see `name_runs`.
     """
 
@@ -96,16 +97,31 @@ class Run:
         return next((row[column] for row in reversed(self.rows) if column in row), None)
 
     def speed(self, column: str) -> float | None:
-        """A perf/ figure of the whole run: the summary's mean, or the median of an unfinished run's windows."""
+        """A perf/ figure of the last part: the summary's mean, or the median of an unfinished run's windows."""
         if column in self.summary:
             return self.summary[column]
-        values = [row[column] for row in self.rows if column in row]
+        values = [row[column] for row in self.last_part if column in row]
         return statistics.median(values) if values else None
 
     @property
     def speed_range(self) -> tuple[float, float] | None:
-        """The slowest and the fastest row's tokens/s."""
-        return speed_range(row[_SPEED] for row in self.rows if _SPEED in row)
+        """The slowest and the fastest row's tokens/s in the last part."""
+        return speed_range(row[_SPEED] for row in self.last_part if _SPEED in row)
+
+    @property
+    def resumed(self) -> dict[int, dict[str, list]]:
+        """The steps after which it was resumed, each with the settings that changed: [was, is]."""
+        return {int(step): changed for step, changed in self.facts.get("resumed", {}).items()}
+
+    @property
+    def began(self) -> int:
+        """The step after which it was last resumed, 0 if it never was: speeds and memory are of what followed."""
+        return max(self.resumed, default=0)
+
+    @property
+    def last_part(self) -> list[dict[str, float]]:
+        """The rows since."""
+        return [row for row in self.rows if row["step"] > self.began]
 
     @property
     def whole(self) -> bool:

@@ -28,6 +28,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def changes(settings: dict[str, list]) -> str:
+    """{"trainer.steps": [20000, 40]} -> trainer.steps 20000 -> 40."""
+    return ", ".join(f"{name} {was} -> {now}" for name, (was, now) in settings.items())
+
+
 # Beyond this a run's own speeds are the machine's doing: 30 steps on two idle cores varied 1.4 times from row to row.
 SPREAD = 2.0
 

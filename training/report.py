@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoint
-from .console import SPREAD, count, plural, speed_range
+from .console import SPREAD, changes, count, plural, speed_range
 from .environment import device_name
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def banner(run: Trainer) -> Rows:
     if run.start:
         rows.append(("resumed", f"{config.trainer.resume}, at step {run.start:,}"))
     if run.resumed.changed:
-        rows.append(("changed", run.resumed.changed))
+        rows.append(("changed", changes(run.resumed.changed)))
     return rows
 
 

@@ -32,9 +32,13 @@ _BESIDES = (
 class Resumed(NamedTuple):
     """Where a run resumes; a new one has nothing to resume from."""
 
-    step: int = 0
-    seconds: float = 0.0  # that it has run for
-    changed: str = ""  # settings that are not what they were
+    step: int
+    seconds: float  # that it has run for
+    changed: dict[str, list]  # settings that are not what they were: [was, is]
+    history: dict[str, dict[str, list]]  # by step of each resume so far, what changed there; in facts.json
+
+
+FROM_THE_START = Resumed(0, 0.0, {}, {})
 
 
 def resume(run: Trainer, path: str) -> Resumed:
@@ -66,7 +70,9 @@ def resume(run: Trainer, path: str) -> Resumed:
         run.config, trainer=dataclasses.replace(run.config.trainer, init_from=began)
     )
     # A checkpoint from before seconds were kept counts as no time.
-    return Resumed(state["step"], state.get("seconds", 0.0), _changed(run_dir / "config.yaml", run.config))
+    changed = _changed(run_dir / "config.yaml", run.config)
+    history = _history(run_dir / "facts.json", state["step"], changed)
+    return Resumed(state["step"], state.get("seconds", 0.0), changed, history)
 
 
 def identity(run: Trainer) -> dict[str, Any]:
@@ -81,19 +87,31 @@ def identity(run: Trainer) -> dict[str, Any]:
     }
 
 
-def _changed(config_file: Path, config: Config) -> str:
-    """`trainer.steps 20000 -> 40`: where `config` is not what the run was trained with so far."""
+def _changed(config_file: Path, config: Config) -> dict[str, list]:
+    """{"trainer.steps": [20000, 40]}: where `config` is not what the run was trained with so far."""
     from omegaconf import OmegaConf
 
     if not config_file.is_file():  # a checkpoint alone
-        return ""
+        return {}
     # Read as it stands: the code that wrote it may have had other settings.
     files = OmegaConf.load(config_file), OmegaConf.create(to_yaml(config))
     was, now = (flatten(OmegaConf.to_container(file)) for file in files)
-    differing = [name for name in now if name in was and was[name] != now[name]]
-    return ", ".join(
-        f"{name} {was[name]} -> {now[name]}" for name in differing if not name.startswith(_BESIDES)
-    )
+    return {
+        name: [was[name], now[name]]
+        for name in now
+        if name in was and was[name] != now[name] and not name.startswith(_BESIDES)
+    }
+
+
+def _history(facts_file: Path, step: int, changed: dict[str, list]) -> dict[str, dict[str, list]]:
+    """What each resume changed, this one included; what changed after `step` holds from there by now."""
+    known = json.loads(facts_file.read_text()).get("resumed", {}) if facts_file.is_file() else {}
+    history: dict[str, dict[str, list]] = {}
+    for began, changes in [*known.items(), (step, changed)]:
+        here = history.setdefault(str(min(int(began), step)), {})
+        for name, (was, now) in changes.items():
+            here[name] = [here[name][0] if name in here else was, now]
+    return {at: {k: v for k, v in each.items() if v[0] != v[1]} for at, each in history.items()}
 
 
 def read_run(found: Path) -> tuple[Config, str]:

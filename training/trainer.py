@@ -34,7 +34,7 @@ from .optimizer import build_optimizer, update
 from .precision import compiled, resolve_precision
 from .profiling import profiled
 from .report import dtype_name
-from .restore import Resumed, identity, resume
+from .restore import FROM_THE_START, identity, resume
 from .run_directory import close_run, open_run, refusal
 from .schedule import learning_rate
 from .seeds import stream_seed
@@ -116,7 +116,7 @@ class Trainer:
             self.model.load_state_dict(initial.state)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
-        self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else Resumed()
+        self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else FROM_THE_START
         self.start = self.resumed.step
 
         # `parallel` trains and `forward` evaluates. DDP goes inside torch.compile, which then splits the graph at
@@ -344,6 +344,7 @@ class Trainer:
             "flops_per_token": self.model.flops_per_token(self.config.model.seq_len),
             "world_size": self.world.size,
             "corpus": self.corpus.directory.name,
+            "resumed": self.resumed.history,
         }
 
     def _summary(self, evaluation: Evaluation) -> dict[str, Any]:
