@@ -158,9 +158,9 @@ def _time_split(axes: Axes, runs: list[Run]) -> bool:
     if not splits:
         return False
     left = [0.0] * len(splits)
-    for part, shade in (("steps", "#5b7c99"), ("evaluation", "#d9b45b"), ("start-up", "#c9cfd6")):
+    for part, shade in (("steps", "#5b7c99"), ("rest", "#d9b45b"), ("start-up", "#c9cfd6")):
         seconds = [split[part] for split in splits.values()]
-        names = {"evaluation": "evaluation, checkpoints", "start-up": "start-up of the first step"}
+        names = {"rest": "the rest: evaluation, checkpoints", "start-up": "start-up of the first step"}
         axes.barh(list(splits), seconds, left=left, color=shade, height=0.6, label=names.get(part, part))
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     axes.invert_yaxis()

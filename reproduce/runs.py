@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,24 +155,19 @@ class Run:
     def time_split(self) -> dict[str, float] | None:
         """Seconds by what they went to, or None where the rows do not tell.
 
-        `start-up` is the first step beyond an ordinary one (compilation); `evaluation` includes checkpoints. Both
-        are known because a step that evaluates has a row before and one after.
+        `steps` are as long as the row after them says, or else the mean; `start-up` is the first step beyond an
+        ordinary one (compilation); `rest` is evaluation, checkpoints, and the start-up of each resume.
         """
         step_ms = self.speed("perf/step_ms")
         if step_ms is None or not self.rows or self.rows[0]["step"] != 1 or "seconds" not in self.rows[-1]:
             return None
-        evaluation = 0.0
-        for before, row in zip([{}, *self.rows], self.rows, strict=False):
-            if "val/loss" in row:
-                if before.get("step") != row["step"]:
-                    return None
-                evaluation += row["seconds"] - before["seconds"]
         startup = max(0.0, self.rows[0]["seconds"] - step_ms / 1e3)
-        return {
-            "steps": self.rows[-1]["seconds"] - startup - evaluation,
-            "evaluation": evaluation,
-            "start-up": startup,
-        }
+        steps = sum(
+            (row["step"] - before["step"]) * row.get("perf/step_ms", step_ms) / 1e3
+            for before, row in pairwise([{"step": 0}, *self.rows])
+        )
+        rest = max(0.0, self.rows[-1]["seconds"] - startup - steps)
+        return {"steps": steps, "rest": rest, "start-up": startup}
 
 
 def find_runs(arguments: list[str]) -> list[Run]:

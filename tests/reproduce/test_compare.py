@@ -195,6 +195,15 @@ def test_what_differs_beside_attention_is_listed(copies, capsys):
     assert '<tr class="red"><td>python</td>' not in page
 
 
+def test_a_checkpoint_is_no_step_and_an_evaluation_between_rows_hides_no_bar(text_file, tmp_path):
+    config = _config(text_file, "sdpa")
+    for name, every in (("saves", {"save_every": 1}), ("evaluates", {"log_every": 5, "eval_every": 3})):
+        train(replace(config, trainer=replace(config.trainer, **every)), tmp_path / name)
+    evaluates, saves = find_runs([str(tmp_path)])
+    assert saves.time_split()["steps"] == pytest.approx(12 * saves.summary["perf/step_ms"] / 1e3, rel=1e-3)
+    assert evaluates.time_split()
+
+
 def test_an_unfinished_run_shows_how_far_it_came(copies, capsys):
     run = copies / "1_sdpa"
     (run / "summary.json").unlink()
