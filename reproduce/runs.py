@@ -19,6 +19,7 @@ from typing import Any
 
 from training.config import flatten
 from training.console import speed_range
+from training.loggers import csv_cell
 
 from .experiment import ReproduceError
 
@@ -301,7 +302,8 @@ def _read_wandb(path: Path) -> Run:
             config |= (content.get("config") or content).get("update", {})
         elif kind == "history":
             item = content["item"]
-            rows.append({key: value for key, value in item.items() if isinstance(value, int | float)})
+            # With the digits of metrics.csv: with all of wandb's a run would differ from itself.
+            rows.append({k: float(csv_cell(v)) for k, v in item.items() if isinstance(v, int | float)})
         elif kind == "summary":
             summary |= content.get("update", {})
         elif kind == "exit":

@@ -75,7 +75,7 @@ class CsvLogger:
 
     def log(self, metrics: dict[str, float]) -> None:
         try:
-            self._writer.writerow({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in metrics.items()})
+            self._writer.writerow({name: csv_cell(value) for name, value in metrics.items()})
             self._file.flush()
         except OSError as error:
             raise unwritable(Path(self._file.name), error) from error
@@ -83,6 +83,11 @@ class CsvLogger:
     def finish(self, summary: dict[str, Any]) -> None:
         with suppress(OSError):  # it tries again to write the row that `log` could not
             self._file.close()
+
+
+def csv_cell(value: float) -> float | str:
+    """A value as metrics.csv has it, of seven digits."""
+    return f"{value:.7g}" if isinstance(value, float) else value
 
 
 class WandbLogger:

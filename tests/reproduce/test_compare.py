@@ -173,6 +173,17 @@ def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path, capsys):
     assert find_runs([str(tmp_path / "wandb")])[0].environment["torch"]
 
 
+def test_an_unfinished_run_is_equal_to_itself_in_wandb(sweep, tmp_path):
+    run = shutil.copytree(sweep / "0_naive", tmp_path / "0_naive")
+    (run / "summary.json").unlink()
+    ours, wandbs = find_runs([str(run), str(run / "wandb" / "offline-run-*")])
+    for each in (ours, wandbs):
+        each.summary = {}
+    assert table([ours, wandbs])[1][1].endswith(" (equal at step 12)")
+    for column in ("train/loss", "val/loss"):
+        assert wandbs.curve(column) == ours.curve(column)
+
+
 def test_a_wandb_folder_that_takes_too_long_is_named(sweep, capsys, monkeypatch):
     monkeypatch.setattr("reproduce.runs._LEET_TIMEOUT", 0)
     (offline,) = (sweep / "0_naive").glob("wandb/offline-run-*")
