@@ -45,16 +45,43 @@ def plots(runs: list[Run]) -> list[str]:
 
 
 def _svg(draw: Callable[[Axes, list[Run]], bool], runs: list[Run]) -> str | None:
-    figure, axes = pyplot.subplots(figsize=(6, 3.7), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
     try:
         if not draw(axes, runs):
             return None
+        _legend(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     finally:
         pyplot.close(figure)
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :]
+
+
+def _legend(axes: Axes) -> None:
+    """What the axes have labels of, below them: in as many columns as fit, and with as much more height."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not labels:
+        return
+    labels = [textwrap.fill(label, 72) for label in labels]
+    longest = max(len(line) for label in labels for line in label.splitlines())
+    columns = max(1, 80 // (longest + 7))
+    axes.figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    _heighten(axes, 0.19 * sum(label.count("\n") + 1 for label in labels) / columns + 0.1)
+
+
+def _heighten(axes: Axes, inches: float) -> None:
+    axes.figure.set_figheight(axes.figure.get_figheight() + inches)
+
+
+def _name_bars(axes: Axes, names: list[str]) -> None:
+    """Write the names of horizontal bars 0, 1, ... beside them, the first on top, long ones in several lines."""
+    names = [textwrap.fill(name, 26, break_on_hyphens=False) for name in names]
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    lines = sum(name.count("\n") + 1 for name in names)
+    _heighten(axes, 0.16 * max(0, lines + len(names) - 16))
 
 
 def _coloured(runs: list[Run]) -> list[tuple[Run, str]]:
@@ -86,8 +113,6 @@ def _loss(axes: Axes, runs: list[Run], against: str, label: str) -> bool:
     axes.set(
         title=f"Loss against {against}", xlabel=label, ylabel="nats a token (line: train, dot: validation)"
     )
-    if drawn:
-        axes.legend()
     return drawn
 
 
@@ -111,8 +136,6 @@ def _loss_difference(axes: Axes, runs: list[Run]) -> bool:
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
     title = textwrap.fill(f"Loss minus that of {first.label}, at equal tokens", 52)
     axes.set(title=title, xlabel="tokens", ylabel="nats")
-    if drawn:
-        axes.legend()
     return drawn
 
 
@@ -130,8 +153,6 @@ def _speed(axes: Axes, runs: list[Run]) -> bool:
     axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set(title="Training speed", xlabel="tokens", ylabel="tokens/s (dotted: the mean)")
     axes.set_ylim(bottom=0)
-    if drawn:
-        axes.legend()
     return drawn
 
 
@@ -141,31 +162,30 @@ def _memory(axes: Axes, runs: list[Run]) -> bool:
         return False
     kinds = {run.peak_memory[0] for run, _ in known}
     names = [run.label + (f" ({run.peak_memory[0]})" if len(kinds) > 1 else "") for run, _ in known]
-    bars = axes.barh(
-        names, [run.peak_memory[1] for run, _ in known], color=[shade for _, shade in known], height=0.6
-    )
-    axes.bar_label(bars, fmt="%.2f", padding=4)
-    axes.invert_yaxis()
+    gib, shades = [run.peak_memory[1] for run, _ in known], [shade for _, shade in known]
+    axes.bar_label(axes.barh(range(len(known)), gib, color=shades, height=0.6), fmt="%.2f", padding=4)
+    _name_bars(axes, names)
     axes.margins(x=0.12)
-    axes.grid(axis="y", visible=False)
     axes.set(title="Peak memory", xlabel=f"GiB, {' or '.join(sorted(kinds))}")
     return True
 
 
 def _time_split(axes: Axes, runs: list[Run]) -> bool:
     """Where each run's time went; a run whose rows do not tell has no bar."""
-    splits = {run.label: split for run in runs if (split := run.time_split())}
+    splits = [(run.label, split) for run in runs if (split := run.time_split())]
     if not splits:
         return False
+    parts = (
+        ("steps", "#5b7c99", "steps"),
+        ("rest", "#d9b45b", "rest: evaluation, checkpoints"),
+        ("start-up", "#c9cfd6", "start-up of the first step"),
+    )
     left = [0.0] * len(splits)
-    for part, shade in (("steps", "#5b7c99"), ("rest", "#d9b45b"), ("start-up", "#c9cfd6")):
-        seconds = [split[part] for split in splits.values()]
-        names = {"rest": "the rest: evaluation, checkpoints", "start-up": "start-up of the first step"}
-        axes.barh(list(splits), seconds, left=left, color=shade, height=0.6, label=names.get(part, part))
+    for part, shade, name in parts:
+        seconds = [split[part] for _, split in splits]
+        axes.barh(range(len(splits)), seconds, left=left, color=shade, height=0.6, label=name)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+    _name_bars(axes, [label for label, _ in splits])
     axes.margins(x=0.05)
     axes.set(title="Where the time went", xlabel="seconds")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.18), ncols=3)
     return True

@@ -321,6 +321,14 @@ def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file, ca
     assert f"! sdpa went on after step 3 {naive_to_sdpa}" in capsys.readouterr().out
 
 
+def test_long_names_leave_the_plots_their_room(copies):
+    names = [f"2026-11-23_14-12-42_a_name_of_{'many_' * 12}words_{seed}" for seed in (1, 2)]
+    for name in names:
+        shutil.copytree(copies / "0_naive", copies / name)
+    with catch_warnings(action="error"):  # of matplotlib's: axes that collapsed
+        assert main(["compare", *(str(copies / name) for name in names)]) == 0
+
+
 def test_an_end_without_the_way_there_is_compared(copies, capsys):
     (copies / "1_sdpa" / "metrics.csv").write_text("")
     assert main(["compare", str(copies)]) == 0
