@@ -11,6 +11,7 @@ from . import paper, plots
 from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
 
 OURS, BASELINE = "flash", "standard"
+PORTABLE = "flash, portable"  # in Triton on a Hopper GPU too
 MASK_NAMES = {"plain": "plain", "padding": "key padding", "padding+dropout": "key padding and dropout"}
 
 

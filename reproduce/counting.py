@@ -144,16 +144,14 @@ def _bytes(x: torch.Tensor) -> int:
     return distinct * x.element_size()
 
 
-def flash_bytes(
-    length: int, head_dim: int, tiles: dict[str, tuple[int, int]], itemsize: int = 2
-) -> dict[str, int]:
+def flash_bytes(length: int, head_dim: int, tiles: dict[str, tuple[int, int]]) -> dict[str, int]:
     """The closed formula of one head's traffic, forward and backward, plain; `tiles`: kernel -> (BLOCK_M, BLOCK_N).
 
     FlashAttention-2's order reads K and V once for every tile of queries: (2 T_r + 2) N d elements and 4 N bytes of
     log-sum-exp. The dq kernel does the same with out and d_out besides; the dk, dv kernel reads Q and d_out, and two
     floats a row, once for every tile of keys.
     """
-    rows, floats = length * head_dim * itemsize, 4 * length
+    rows, floats = 2 * length * head_dim, 4 * length
     row_tiles = {kernel: -(-length // block_m) for kernel, (block_m, _) in tiles.items()}
     column_tiles = -(-length // tiles["dkdv"][1])
     dq = (3 + 2 * row_tiles["dq"] + 1) * rows + 2 * floats
@@ -161,7 +159,7 @@ def flash_bytes(
     return {"forward": (1 + 2 * row_tiles["forward"] + 1) * rows + floats, "backward": dq + dkdv}
 
 
-def compulsory_bytes(length: int, head_dim: int, itemsize: int = 2) -> dict[str, int]:
+def compulsory_bytes(length: int, head_dim: int) -> dict[str, int]:
     """One head: q, k, v, out; backward those four and d_out in, three gradients out; the log-sum-exp each way."""
-    rows, floats = length * head_dim * itemsize, 4 * length
+    rows, floats = 2 * length * head_dim, 4 * length
     return {"forward": 4 * rows + floats, "backward": 8 * rows + floats}

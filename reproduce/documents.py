@@ -22,10 +22,10 @@ from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
 
 from . import plots, timing
 from .attention import gradients, race, relative_error
-from .attention_figures import OURS, milliseconds
+from .attention_figures import OURS, PORTABLE, milliseconds
 from .experiment import Options, Results, Sample, Verdict, judged, pick, text_table
 
-PORTABLE, WHOLE = "flash, portable", "flash, unbounded"
+WHOLE = "flash, unbounded"
 FLEX, VARLEN = "flex", "varlen"
 DOCUMENTS, WINDOW = "documents", "window"
 

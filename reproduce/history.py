@@ -22,7 +22,8 @@ from kernels.flash.tiles import Tile
 from kernels.launch import processors
 
 from . import counting, timing
-from .attention import Inputs, Workload, attend_with, check
+from .attention import Inputs, Workload, attend_with, check, race
+from .attention_figures import OURS, PORTABLE
 from .experiment import Options, Sample
 from .history_figures import draw, judge, table
 
@@ -201,30 +202,18 @@ def _timed(
 
 
 def time_order(workload: Workload, options: Options) -> Sample:
-    """{"ms": {attention: {"forward", "backward"}}}; "flash, portable" is the one in Triton on a Hopper GPU too."""
+    """As `attention.race`."""
     device, dtype = options.device, torch.float16
     request = {"device": device, "dtype": dtype, "head_dim": workload.head_dim}
-    attentions = {name: resolve_attention(name, **request)[1] for name in ATTENTIONS}
-    attentions["flash, portable"] = functools.partial(get_attention("flash"), tier="triton")
     for name in ATTENTIONS:
+        resolve_attention(name, **request)
         if not check(name, workload, dtype, device)["passed"]:
             raise AttentionError(f"{name} is wrong here, so nothing is timed")
+    portable = functools.partial(get_attention(OURS), tier="triton")
+    attends = {name: attend_with(name) for name in ATTENTIONS}
+    attends[PORTABLE] = lambda inputs, number: portable(*inputs.qkv, causal=workload.causal)
     sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(workload.bytes, device))]
-
-    def call_of(attention: Callable[..., torch.Tensor]) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            inputs = sets[number % len(sets)]
-            out = attention(*inputs.qkv, causal=workload.causal)
-            yield
-            torch.autograd.grad(out, inputs.qkv, inputs.d_out)
-            yield
-
-        return call
-
-    samples = _timed({name: call_of(attention) for name, attention in attentions.items()}, options)
-    return {
-        "ms": {n: dict(zip(("forward", "backward"), phases, strict=True)) for n, phases in samples.items()}
-    }
+    return race(attends, sets, options)
 
 
 def time_tiles(workload: Workload, options: Options) -> Sample:

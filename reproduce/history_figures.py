@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import paper, plots
-from .attention_figures import milliseconds
+from .attention_figures import PORTABLE, milliseconds
 from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
 
 # FlashAttention's Figure 2: batch 64, 16 heads.
 PAPER_HEADS = 1024
-PORTABLE = "flash, portable"
 COUNTED = "counted on one head"
 
 

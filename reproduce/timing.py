@@ -91,7 +91,7 @@ def spread(samples: list[float]) -> dict[str, float]:
     return dict(zip(("low", "median", "high"), (float(f"{value:.4g}") for value in quartiles), strict=True))
 
 
-def matrix_rate(dtype: torch.dtype, device: torch.device, size: int, seconds: float = 1.0) -> float:
+def matrix_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
     """FLOP/s of a size^3 matrix product on random data: what "all of this device" is, measured in the same run."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
 
@@ -99,11 +99,11 @@ def matrix_rate(dtype: torch.dtype, device: torch.device, size: int, seconds: fl
         a @ b
         yield
 
-    milliseconds = time_alternating({"matmul": call}, device, seconds=seconds)["matmul"][0]
+    milliseconds = time_alternating({"matmul": call}, device, seconds=1.0)["matmul"][0]
     return 2 * size**3 / (1e-3 * statistics.median(milliseconds))
 
 
-def copy_rate(device: torch.device, size: int, seconds: float = 0.5) -> float:
+def copy_rate(device: torch.device, size: int) -> float:
     """Bytes/s, read plus written, of a copy of `size` bytes."""
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -112,7 +112,7 @@ def copy_rate(device: torch.device, size: int, seconds: float = 0.5) -> float:
         target.copy_(source)
         yield
 
-    milliseconds = time_alternating({"copy": call}, device, seconds=seconds)["copy"][0]
+    milliseconds = time_alternating({"copy": call}, device, seconds=0.5)["copy"][0]
     return 2 * size / (1e-3 * statistics.median(milliseconds))
 
 
