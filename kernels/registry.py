@@ -37,7 +37,7 @@ _WORDS = {"cu_seqlens": "packed documents", "kv_lengths": "padded keys"}
 # `auto` takes the first of these that can serve the request; a refusal names it as the nearest backend that
 # can.
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
-# Above this torch's own goes first: at 256 on an H200 flash takes 1.8 to 4.0 times as long (LOG.md).
+# Above this torch's own goes first: at 256 on an H200 flash takes 1.3 to 2.0 times as long (LOG.md).
 FLASH_HEAD_DIM = 128
 
 
