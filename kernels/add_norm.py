@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from .launch import launch, processors
+from .philox import row_threshold
+from .row_dropout import kept
 
 
 class Tile(NamedTuple):
@@ -39,23 +41,26 @@ def forward(
     x_new: torch.Tensor,
     normalised: torch.Tensor,
     statistics: torch.Tensor,
+    seed: torch.Tensor | None,
+    dropout_p: float,
     eps: float,
 ) -> None:
-    """Write x_new = x + update + bias, its LayerNorm, and mean and 1 / standard deviation of each of its rows.
+    """Write x_new = x + dropout(update + bias), its LayerNorm, and mean and 1 / standard deviation of its rows.
 
     x, x_new: (rows, width). update, normalised: of another dtype, perhaps. bias, gain, shift: (width,).
-    statistics: float32 (2, rows). All contiguous.
+    statistics: float32 (2, rows). All contiguous. seed: of dropout, 0-d int64; None for none.
     """
-    pointers = (x, update, bias, gain, shift, x_new, normalised, statistics)
+    pointers = (x, update, bias, gain, shift, x_new, normalised, statistics, seed)
     rows, width = statistics.shape[1], x.shape[-1]
 
     def prepare():
         block, warps, programs = _grid(FORWARD, rows, width, x.device)
-        numbers = (rows, eps, width, block, _vector(x, update), FORWARD.rows, FORWARD.stages)
+        tile = (FORWARD.rows, FORWARD.stages)
+        numbers = (rows, eps, width, block, _vector(x, update), *tile, row_threshold(dropout_p))
         return add_norm_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
 
     if rows:
-        launch(pointers, ("add_norm", rows, width, eps), prepare)
+        launch(pointers, ("add_norm", rows, width, dropout_p, eps), prepare)
 
 
 def backward(
@@ -66,28 +71,30 @@ def backward(
     gain: torch.Tensor,
     d_x: torch.Tensor,
     d_update: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    dropout_p: float,
     with_bias: bool,
 ) -> torch.Tensor:
-    """Write d_x and, where there is one, d_update: the same number in another dtype.
+    """Write d_x and, where there is one, d_update: the same number in another dtype, or what dropout makes of it.
 
     Returns the gradients of gain, shift and, with_bias, bias: float32 (2 or 3, width). That of bias is the sum of
-    the float32 numbers that d_x and d_update are roundings of.
+    the float32 numbers that d_update is a rounding of.
     """
     rows, width = statistics.shape[1], x_new.shape[-1]
     block, warps, programs = _grid(BACKWARD, rows, width, x_new.device)
     partials = gain.new_empty((programs, 2 + with_bias, width), dtype=torch.float32)
-    # d_x_new may be absent: it comes last because the first says what device it is.
-    pointers = (d_normalised, x_new, statistics, gain, d_x, d_update, partials, d_x_new)
+    # d_x_new may be absent: it comes late because the first says what device it is.
+    pointers = (d_normalised, x_new, statistics, gain, d_x, d_update, partials, d_x_new, seed)
 
     def prepare():
         numbers = (
             *(rows, width, block, _vector(x_new, d_normalised)),
-            *(BACKWARD.rows, BACKWARD.stages, with_bias),
+            *(BACKWARD.rows, BACKWARD.stages, with_bias, row_threshold(dropout_p)),
         )
         return add_norm_backward_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
 
     if rows:
-        launch(pointers, ("add_norm_backward", rows, width, with_bias), prepare)
+        launch(pointers, ("add_norm_backward", rows, width, dropout_p, with_bias), prepare)
     return partials.sum(0)
 
 
@@ -117,6 +124,7 @@ def add_norm_kernel(
     XNew,
     Normalised,
     Statistics,
+    Seed,
     rows,
     eps,
     WIDTH: tl.constexpr,
@@ -124,6 +132,7 @@ def add_norm_kernel(
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    DROP_BELOW: tl.constexpr,
 ):
     """Blocks of ROWS rows, as many programs as there are apart."""
     columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
@@ -132,6 +141,8 @@ def add_norm_kernel(
     shift = tl.load(Shift + columns, mask=inside, other=0.0).to(tl.float32)
     if Bias is not None:
         bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if Seed is not None:
+        seed = tl.load(Seed)
     of_block = tl.arange(0, ROWS)
     offsets = of_block[:, None] * WIDTH + columns[None, :]
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -139,9 +150,12 @@ def add_norm_kernel(
         here = (row < rows)[:, None] & inside[None, :]
         begin = tl.cast(block, tl.int64) * (ROWS * WIDTH)
         x = tl.load(X + begin + offsets, mask=here, other=0.0).to(tl.float32)
-        x += tl.load(Update + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        update = tl.load(Update + begin + offsets, mask=here, other=0.0).to(tl.float32)
         if Bias is not None:
-            x += bias[None, :]
+            update += bias[None, :]
+        if Seed is not None:
+            update = kept(update, seed, row[:, None], columns[None, :], DROP_BELOW)
+        x += update
         x_new = x.to(XNew.dtype.element_ty)
         tl.store(XNew + begin + offsets, x_new, mask=here)
         x = x_new.to(tl.float32)  # what is normalised is what the next layer reads
@@ -164,6 +178,7 @@ def add_norm_backward_kernel(
     DUpdate,
     Partials,
     DXNew,
+    Seed,
     rows,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -171,15 +186,18 @@ def add_norm_backward_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     WITH_BIAS: tl.constexpr,
+    DROP_BELOW: tl.constexpr,
 ):
     """Rows as in the forward. With n = (x_new - mean) * rstd and g = gain * d_normalised,
-    d_x = d_x_new + rstd * (g - mean(g) - n * mean(g * n))."""
+    d_x = d_x_new + rstd * (g - mean(g) - n * mean(g * n)); d_update is that, with dropout."""
     columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
     inside = columns < WIDTH
     gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)
     d_gain = tl.zeros([BLOCK], tl.float32)
     d_shift = tl.zeros([BLOCK], tl.float32)
     d_bias = tl.zeros([BLOCK], tl.float32)
+    if Seed is not None:
+        seed = tl.load(Seed)
     of_block = tl.arange(0, ROWS)
     offsets = of_block[:, None] * WIDTH + columns[None, :]
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -198,12 +216,15 @@ def add_norm_backward_kernel(
         if DXNew is not None:
             d_x += tl.load(DXNew + begin + offsets, mask=here, other=0.0).to(tl.float32)
         tl.store(DX + begin + offsets, d_x.to(DX.dtype.element_ty), mask=here)
+        d_update = d_x
+        if Seed is not None:
+            d_update = kept(d_x, seed, row[:, None], columns[None, :], DROP_BELOW)
         if DUpdate is not None:
-            tl.store(DUpdate + begin + offsets, d_x.to(DUpdate.dtype.element_ty), mask=here)
+            tl.store(DUpdate + begin + offsets, d_update.to(DUpdate.dtype.element_ty), mask=here)
         d_gain += tl.sum(d * n, 0)
         d_shift += tl.sum(d, 0)
         if WITH_BIAS:
-            d_bias += tl.sum(d_x, 0)
+            d_bias += tl.sum(d_update, 0)
     Partials += tl.program_id(0) * ((2 + WITH_BIAS) * WIDTH)
     tl.store(Partials + columns, d_gain, mask=inside)
     tl.store(Partials + WIDTH + columns, d_shift, mask=inside)

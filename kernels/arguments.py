@@ -87,6 +87,14 @@ def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> 
         raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {got}")
 
 
+def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:
+    """The 0-d int64 tensor of a dropout seed, on a device."""
+    if isinstance(seed, torch.Tensor) and (seed.device.type == device.type or torch.compiler.is_compiling()):
+        return seed.to(device)
+    # From the host a fill: a copy would wait for all that is queued on the device.
+    return torch.full((), int(seed), dtype=torch.int64, device=device)
+
+
 def check_features(
     q: torch.Tensor,
     k: torch.Tensor,

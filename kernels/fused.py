@@ -1,4 +1,4 @@
-"""What the fused layers (`linear_cross_entropy`, `linear_add_norm`, `linear_gelu`, `embedding`) have in common."""
+"""What `linear_cross_entropy`, `linear_add_norm`, `linear_gelu`, `embedding` and `dropout` have in common."""
 
 import functools
 import importlib
@@ -16,6 +16,7 @@ _LAYERS = {
     "add_norm": "linear_add_norm",
     "bias_gelu": "linear_gelu",
     "embedding_gradient": "embedding",
+    "row_dropout": "dropout",
     "softmax_gradient": "linear_cross_entropy",
 }
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import check_dropout, seed_on
 from .fused import check_operands, kernels_of, no_second_derivative
 from .operators import below_autograd, operator
 
@@ -23,18 +24,20 @@ def linear_add_norm(
     gain: Tensor,
     shift: Tensor,
     dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """(x + dropout(y @ weight.T + bias), the LayerNorm of that).
 
-    Statistics and sums are float32, and so is the bias's addition unless there is dropout. Gradients are bit for
-    bit repeatable; they can be taken once or many times, but not twice over.
+    Statistics and sums are float32, and so are bias and dropout, whose mask is kernels.philox.row_mask. Gradients are
+    bit for bit repeatable; they can be taken once or many times, but not twice over.
 
     Args:
         x: (..., width), the residual stream; float32, bfloat16 or float16, as are all others.
         y: (..., inner), with the leading sizes of x. weight: (width, inner).
         bias, gain, shift: (width,); the last two are the LayerNorm's weight and bias.
-        dropout_p: probability that an element of the linear layer's output is 0.
+        dropout_p: probability that an element of the linear layer's output is 0; others are divided by 1 minus it.
+        dropout_seed: int or 0-d int64, needed with dropout_p > 0.
         eps: what the LayerNorm adds to the variance.
 
     Returns:
@@ -42,29 +45,35 @@ def linear_add_norm(
         under autocast.
 
     Raises:
-        ValueError: what is added or multiplied does not match, another dtype or device. FusedError: our kernels
-            cannot run here.
+        ValueError: what is added or multiplied does not match, another dtype or device, no such dropout. FusedError:
+            our kernels cannot run here.
     """
-    if dropout_p:
-        update, bias = F.dropout(F.linear(y, weight, bias), dropout_p, True), None
-    else:
-        update = F.linear(y, weight)
+    check_dropout(dropout_p, dropout_seed)
+    seed = seed_on(x.device, dropout_seed) if dropout_p else None
+    update = F.linear(y, weight)
     check_operands(update, x, bias=bias, gain=gain, shift=shift)
     # What the operator would call, without the way there; torch.compile sees the operator.
     add = add_norm if torch.compiler.is_compiling() else _AddNorm.apply
-    x_new, normalised, _ = add(x, update, bias, gain, shift, eps)
+    x_new, normalised, _ = add(x, update, bias, gain, shift, seed, dropout_p, eps)
     return x_new, normalised
 
 
 def add_norm(
-    x: Tensor, update: Tensor, bias: Tensor | None, gain: Tensor, shift: Tensor, eps: float
+    x: Tensor,
+    update: Tensor,
+    bias: Tensor | None,
+    gain: Tensor,
+    shift: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + update + bias like x; its LayerNorm like update; mean and 1 / standard deviation, float32 (2, rows)."""
+    """x + dropout(update + bias) like x; its LayerNorm like update; mean and 1 / deviation, float32 (2, rows)."""
     results = _forward_like(x, update)
     if bias is not None:
         bias = bias.contiguous()
     inputs = (x.contiguous(), update.contiguous(), bias, gain.contiguous(), shift.contiguous())
-    kernels_of("add_norm", x.device.type).forward(*inputs, *results, eps)
+    kernels_of("add_norm", x.device.type).forward(*inputs, *results, seed, dropout_p, eps)
     return results
 
 
@@ -74,25 +83,29 @@ def add_norm_backward(
     x_new: Tensor,
     statistics: Tensor,
     gain: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_x; d_update, empty if it would equal d_x; d_gain, d_shift and with_bias d_bias, float32 (2 or 3, width)."""
     if d_x_new is not None:
         d_x_new = d_x_new.contiguous()
-    d_x, d_update = _gradients_like(d_normalised, x_new)
+    d_x, d_update = _gradients_like(d_normalised, x_new, seed)
     inputs = (d_x_new, d_normalised.contiguous(), x_new, statistics, gain.contiguous())
-    apart = d_update if x_new.dtype != d_normalised.dtype else None
+    apart = d_update if _is_apart(d_normalised, x_new, seed) else None
     kernels = kernels_of("add_norm", x_new.device.type)
-    return d_x, d_update, kernels.backward(*inputs, d_x, apart, with_bias)
+    return d_x, d_update, kernels.backward(*inputs, d_x, apart, seed, dropout_p, with_bias)
 
 
 class _AddNorm(torch.autograd.Function):
     """The gradient of `add_norm`."""
 
     @staticmethod
-    def forward(ctx, x, update, bias, gain, shift, eps):
-        x_new, normalised, statistics = below_autograd(add_norm, x, update, bias, gain, shift, eps)
-        ctx.save_for_backward(x_new, statistics, gain)
+    def forward(ctx, x, update, bias, gain, shift, seed, dropout_p, eps):
+        inputs = (x, update, bias, gain, shift, seed, dropout_p, eps)
+        x_new, normalised, statistics = below_autograd(add_norm, *inputs)
+        ctx.save_for_backward(x_new, statistics, gain, seed)
+        ctx.dropout_p = dropout_p
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         ctx.dtypes = update.dtype, None if bias is None else bias.dtype, gain.dtype, shift.dtype
@@ -101,21 +114,21 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_x_new, d_normalised, _):
         if d_x_new is None and d_normalised is None:
-            return (None,) * 6
-        x_new, statistics, gain = ctx.saved_tensors
+            return (None,) * 8
+        x_new, statistics, gain, seed = ctx.saved_tensors
         update_dtype, bias_dtype, gain_dtype, shift_dtype = ctx.dtypes
         if d_normalised is None:
             d_normalised = torch.zeros_like(x_new, dtype=update_dtype)
-        inputs = (d_x_new, d_normalised, x_new, statistics, gain, bias_dtype is not None)
+        inputs = (d_x_new, d_normalised, x_new, statistics, gain, seed, ctx.dropout_p, bias_dtype is not None)
         # Gradients that are to be differentiated themselves meet its error.
         twice = torch.is_grad_enabled()
         d_x, d_update, sums = (
             add_norm_backward(*inputs) if twice else below_autograd(add_norm_backward, *inputs)
         )
-        if update_dtype is x_new.dtype:
+        if not _is_apart(d_normalised, x_new, seed):
             d_update = d_x
         d_bias = None if bias_dtype is None else sums[2].to(bias_dtype)
-        return d_x, d_update, d_bias, sums[0].to(gain_dtype), sums[1].to(shift_dtype), None
+        return d_x, d_update, d_bias, sums[0].to(gain_dtype), sums[1].to(shift_dtype), None, None, None
 
 
 def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,15 +137,20 @@ def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), update.new_empty(x.shape), x.new_empty((2, rows), dtype=torch.float32)
 
 
-def _gradients_like(d_normalised: Tensor, x_new: Tensor) -> tuple[Tensor, Tensor]:
+def _is_apart(d_normalised: Tensor, x_new: Tensor, seed: Tensor | None) -> bool:
+    """Whether the gradients of stream and product differ."""
+    return seed is not None or x_new.dtype != d_normalised.dtype
+
+
+def _gradients_like(d_normalised: Tensor, x_new: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Uninitialised d_x and d_update."""
-    apart = x_new.dtype != d_normalised.dtype
-    return x_new.new_empty(x_new.shape), d_normalised.new_empty(x_new.shape if apart else 0)
+    shape = x_new.shape if _is_apart(d_normalised, x_new, seed) else 0
+    return x_new.new_empty(x_new.shape), d_normalised.new_empty(shape)
 
 
-def _backward_like(d_x_new, d_normalised, x_new, statistics, gain, with_bias):
+def _backward_like(d_x_new, d_normalised, x_new, statistics, gain, seed, dropout_p, with_bias):
     sums = x_new.new_empty((2 + with_bias, x_new.shape[-1]), dtype=torch.float32)
-    return *_gradients_like(d_normalised, x_new), sums
+    return *_gradients_like(d_normalised, x_new, seed), sums
 
 
 add_norm = operator(add_norm, lambda x, update, *rest: _forward_like(x, update), _AddNorm.apply)

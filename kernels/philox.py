@@ -14,6 +14,9 @@ element by element.
 
 Half a word is 16 bits: the share that is dropped is dropout_p rounded to a multiple of 2^-16, and what is kept is
 divided by 1 minus that share, so that the expectation is exact.
+
+Of a matrix, as of the residual stream, the element (row, column) has a whole word: word column % 4 of the counter
+(row, 0, column // 4, 0). A thread of a kernel that streams rows holds these four neighbours.
 """
 
 import torch
@@ -89,6 +92,21 @@ def philox_mask(
     halves = halves.permute(2, 3, 4, 0, 5, 6, 1, 7, 8)
     halves = halves.reshape(batch, heads, 16 * row_patches, 16 * column_patches)
     return halves[:, :, :q_len, :kv_len] >= threshold
+
+
+def row_threshold(dropout_p: float) -> int:
+    """A word below this is dropped: dropout_p in units of 2^-32, at most 2^32 - 1."""
+    return min(round(dropout_p * 2**32), WORD)
+
+
+def row_mask(
+    seed: int | torch.Tensor, dropout_p: float, rows: int, width: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """True where dropout keeps an element of a matrix: bool (rows, width). seed: int or 0-d int64."""
+    seed = torch.as_tensor(seed, dtype=torch.int64, device=device)
+    row, zero = torch.arange(rows, device=device)[:, None], torch.zeros_like(seed)
+    words = philox(seed, row, zero, torch.arange(-(-width // 4), device=device)[None, :], zero)
+    return torch.stack(words, -1).flatten(1)[:, :width] >= row_threshold(dropout_p)
 
 
 # One operation to torch.compile: of its parts PyTorch 2.11 makes products of int32, which ROUND_A does not fit.

@@ -16,19 +16,23 @@ from .config import GPTConfig
 
 AttentionFn = Callable[..., Tensor]  # what GPT asks of it stands in GPT's docstring
 LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as cross_entropy below
+Seeds = tuple[Tensor | None, ...]  # of a block's dropouts: attention, its projection, the MLP
 
 
 class Fused(NamedTuple):
-    """Functions that can take the place of the blocks' layers (see FusedBlock) and of the token embedding.
+    """Functions that can take the place of the blocks' layers (see FusedBlock), the token embedding and dropout.
 
     linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
-    linear_add_norm: (x, y, weight, bias, gain, shift, dropout_p, eps) -> x + dropout(y @ weight.T + bias), its norm
+    linear_add_norm: (x, y, weight, bias, gain, shift, dropout_p, dropout_seed, eps) -> x + dropout(y @ weight.T +
+        bias), its norm
     embedding: (tokens, weight) -> weight[tokens]
+    dropout: (x, dropout_p, dropout_seed) -> dropout(x)
     """
 
     linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
     linear_add_norm: Callable[..., tuple[Tensor, Tensor]]
     embedding: Callable[[Tensor, Tensor], Tensor]
+    dropout: Callable[[Tensor, float, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
@@ -72,7 +76,7 @@ class CausalSelfAttention(nn.Module):
         # A wrapper may have copied the attribute of what it wraps, and is not to be gone around.
         self.packed = packed if getattr(packed, "form_of", None) is attention else None
         self.layer = layer
-        self.n_layer, self.n_head, self.head_dim = config.n_layer, config.n_head, config.head_dim
+        self.n_head, self.head_dim = config.n_head, config.head_dim
         self.dropout = config.dropout
         self.scale = 1.0 / math.sqrt(config.head_dim)
         if config.scale_attn_by_inverse_layer_idx:
@@ -91,9 +95,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         options = {"causal": True, "scale": self.scale}
         if self.training and self.dropout > 0.0:
-            # consecutive seeds of the caller must not meet in neighbouring layers
-            seed = dropout_seed * self.n_layer + self.layer
-            options |= {"dropout_p": self.dropout, "dropout_seed": seed}
+            options |= {"dropout_p": self.dropout, "dropout_seed": dropout_seed}
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
@@ -128,10 +130,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), dropout_seed, cu_seqlens, cache)
+    def forward(self, x: Tensor, seeds: Seeds, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), seeds[0], cu_seqlens, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -153,21 +153,23 @@ class FusedBlock(Block):
         x: Tensor,
         h: Tensor,
         norm: nn.LayerNorm,
-        dropout_seed: Tensor | None,
+        seeds: Seeds,
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
     ) -> tuple[Tensor, Tensor]:
         """x: the residual stream (B, T, C). h: ln_1 of it. Returns the stream behind the block, and `norm` of it."""
-        y = self.attn.heads(h, dropout_seed, cu_seqlens, cache)
-        x, h = self._add_norm(x, y, self.attn.c_proj, self.ln_2)
+        y = self.attn.heads(h, seeds[0], cu_seqlens, cache)
+        x, h = self._add_norm(x, y, self.attn.c_proj, self.ln_2, seeds[1])
         y = self.fused.linear_gelu(h, self.mlp.c_fc.weight, self.mlp.c_fc.bias)
-        return self._add_norm(x, y, self.mlp.c_proj, norm)
+        return self._add_norm(x, y, self.mlp.c_proj, norm, seeds[2])
 
-    def _add_norm(self, x: Tensor, y: Tensor, linear: Linear, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    def _add_norm(
+        self, x: Tensor, y: Tensor, linear: Linear, norm: nn.LayerNorm, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """x + dropout(linear(y)), and norm of that."""
         dropout_p = self.dropout if self.training else 0.0
         parameters = linear.weight, linear.bias, norm.weight, norm.bias
-        return self.fused.linear_add_norm(x, y, *parameters, dropout_p, norm.eps)
+        return self.fused.linear_add_norm(x, y, *parameters, dropout_p, dropout_seed, norm.eps)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -196,6 +198,15 @@ def document_offsets(tokens: Tensor, end: int) -> Tensor:
     return torch.where(F.pad(first.flatten(), (0, 1)), index, tokens.numel()).sort().values
 
 
+def dropout_seeds(seed: Tensor, count: int) -> list[Seeds]:
+    """Seeds for `count` blocks, 0-d int64, none of which a neighbour of `seed` gives too.
+
+    They lie 16 bytes apart: kernels whose pointers are at other multiples are launched slowly (kernels/launch.py).
+    """
+    numbers = seed * (6 * count) + torch.arange(6 * count, device=seed.device)
+    return [three.unbind() for three in numbers.view(count, 3, 2)[..., 0]]
+
+
 class GPT(nn.Module):
     """GPT-2 with the attention (and the loss) it is given.
 
@@ -205,7 +216,7 @@ class GPT(nn.Module):
         `form_of` is this attention, is the same of the one buffer (B, T, 3, H, D), and is called where nothing is
         cached.
     loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
-    fused: functions that take the place of the blocks' layers (FusedBlock) and of wte's; None: torch's layers.
+    fused: functions that take the place of the blocks' layers (FusedBlock), of wte's and of dropout; None: torch's.
     generator: draws the initial weights (see init_weights); None is one seeded with 0. Built under
         `torch.device("meta")` the model draws none.
     """
@@ -257,8 +268,8 @@ class GPT(nn.Module):
         """tokens, targets: int64 (B, T), ids below vocab_size (not checked: that would wait for the device).
         Returns the logits (B, T, vocab_size), or with targets the mean NLL over targets != -1 (nats, 0-d float32).
 
-        dropout_seed: 0-d int64 tensor, another one each call; training with dropout > 0 needs it. It decides
-        the attention's masks; the other dropouts draw from torch's default generator.
+        dropout_seed: 0-d int64 tensor, another one each call; training with dropout > 0 needs it. It decides the
+        masks of the attention, and with `fused` all others; else those draw from torch's default generator.
         """
         hidden = self.hidden(tokens, dropout_seed=dropout_seed)
         if targets is None:
@@ -281,21 +292,28 @@ class GPT(nn.Module):
             raise ValueError(
                 f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
             )
+        seeds = [(None, None, None)] * (1 + len(self.h))
+        if self.training and self.config.dropout > 0.0:
+            seeds = dropout_seeds(dropout_seed, len(seeds))
+        (first, *_), *seeds = seeds
         rows = self.wte(tokens) if self.fused is None else self.fused.embedding(tokens, self.wte.weight)
         x = rows + self.wpe.weight[start:end]  # (B, T, C)
-        x = F.dropout(x, self.config.dropout, self.training)
+        if self.fused is None or first is None:
+            x = F.dropout(x, self.config.dropout, self.training)
+        else:
+            x = self.fused.dropout(x, self.config.dropout, first)
         cu_seqlens = None
         if self.config.document_end is not None and cache is None:  # a cache hides other documents itself
             cu_seqlens = document_offsets(tokens, self.config.document_end)
         if self.fused is None:
-            for block in self.h:
-                x = block(x, dropout_seed, cu_seqlens, cache)
+            for block, own in zip(self.h, seeds, strict=True):
+                x = block(x, own, cu_seqlens, cache)
             h = self.ln_f(x)
         else:
             norms = [*(block.ln_1 for block in self.h), self.ln_f]
             h = norms[0](x)
-            for block, norm in zip(self.h, norms[1:], strict=True):
-                x, h = block(x, h, norm, dropout_seed, cu_seqlens, cache)
+            for block, norm, own in zip(self.h, norms[1:], seeds, strict=True):
+                x, h = block(x, h, norm, own, cu_seqlens, cache)
         if cache is not None:
             cache.length = end
         return h

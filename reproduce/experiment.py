@@ -110,12 +110,14 @@ _ATTENTIONS = (
 _LAYERS = (
     "kernels/add_norm.py",
     "kernels/bias_gelu.py",
+    "kernels/dropout.py",
     "kernels/embedding.py",
     "kernels/embedding_gradient.py",
     "kernels/fused.py",
     "kernels/linear_add_norm.py",
     "kernels/linear_cross_entropy.py",
     "kernels/linear_gelu.py",
+    "kernels/row_dropout.py",
     "kernels/softmax_gradient.py",
 )
 _ATTENTION = (*_ATTENTIONS, "reproduce/standard.py", "reproduce/timing.py")

@@ -60,8 +60,9 @@ class ModelConfig(GPTConfig):
     # The head and its loss. Fused: kernels.linear_cross_entropy, which never holds the full logits.
     loss: Layers = Layers.auto
     # In the blocks, fused: each GELU with its bias one kernel, each residual addition with its bias and the LayerNorm
-    # behind it another (kernels.linear_gelu, kernels.linear_add_norm). With them goes the token embedding, whose
-    # gradient is bit for bit repeatable under torch.compile too (kernels.embedding).
+    # behind it another, with dropout in it (kernels.linear_gelu, kernels.linear_add_norm): its mask is not stored.
+    # With them goes the token embedding, whose gradient is bit for bit repeatable under torch.compile too
+    # (kernels.embedding).
     block: Layers = Layers.auto
 
     def __post_init__(self) -> None:

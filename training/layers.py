@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from kernels.dropout import dropout
 from kernels.embedding import embedding
 from kernels.fused import check_fused
 from kernels.linear_add_norm import linear_add_norm
@@ -16,7 +17,7 @@ from model.gpt import Fused, cross_entropy
 from .config import Layers
 
 LOSSES = {Layers.torch: cross_entropy, Layers.fused: linear_cross_entropy}
-BLOCKS = {Layers.torch: None, Layers.fused: Fused(linear_gelu, linear_add_norm, embedding)}
+BLOCKS = {Layers.torch: None, Layers.fused: Fused(linear_gelu, linear_add_norm, embedding, dropout)}
 
 
 def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:

@@ -31,10 +31,11 @@ def profiled(what: str, path: Path, device: torch.device, say: Callable[[str], N
 
 def _costliest(profiler: profile, on_gpu: bool) -> str:
     """The operations that took most time themselves: kernels on a GPU, PyTorch's operators on a CPU."""
+    device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
     times = {
         event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count)
         for event in profiler.key_averages()
-        if (event.device_type is DeviceType.CUDA) == on_gpu
+        if event.device_type == device_type  # not `is`: each event makes a new one
     }
     total = sum(microseconds for microseconds, _ in times.values())
     shown = sorted(times.items(), key=lambda item: -item[1][0])[:ROWS]

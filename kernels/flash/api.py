@@ -2,7 +2,7 @@
 
 import torch
 
-from ..arguments import check_dropout, check_features, check_inputs, check_scale, in_autocast_dtype
+from ..arguments import check_dropout, check_features, check_inputs, check_scale, in_autocast_dtype, seed_on
 from ..launch import INTERPRETED
 from ..operators import below_autograd, operator
 from ..registry import AttentionError, with_packed
@@ -77,7 +77,7 @@ def flash_attention(
         x if x is None else x.contiguous() for x in (alibi_slopes, sinks, kv_lengths)
     )
     left, right = window or (-1, -1)
-    seed = _seed(dropout_seed, q.device) if dropout_p else None
+    seed = seed_on(q.device, dropout_seed) if dropout_p else None
     documents = blocks = (None, None)
     if cu_seqlens is not None:
         documents = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
@@ -311,10 +311,3 @@ flash_backward = operator(
     lambda d_out, d_lse, out, lse, low, q, k, v, *rest: _backward_like(q, k, v),
     no_gradient=lambda: AttentionError("attention=flash has no second derivative; use attention=naive"),
 )
-
-
-def _seed(seed: int | Tensor, device: torch.device) -> Tensor:
-    if isinstance(seed, Tensor) and (seed.device.type == device.type or torch.compiler.is_compiling()):
-        return seed.to(device)
-    # From the host a fill: a copy would wait for all that is queued on the device.
-    return torch.full((), int(seed), dtype=torch.int64, device=device)

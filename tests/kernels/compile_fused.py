@@ -1,4 +1,4 @@
-"""Compile the kernels of `linear_add_norm`, `linear_gelu` and `embedding` for GPUs that are not here.
+"""Compile the kernels of `linear_add_norm`, `linear_gelu`, `embedding` and `dropout` for GPUs that are not here.
 
     python -m tests.kernels.compile_fused [MODULES] [--arch 80 90 100] [--width 768 1600]
 
@@ -22,10 +22,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.philox import row_threshold
+
+DROP_BELOW = row_threshold(0.1)
 NUMBERS = {"rows": "i32", "count": "i32", "eps": "fp32"}
 # The rest is float32.
 BFLOAT16 = ("Update", "Normalised", "DNormalised", "DUpdate", "Pre", "Out", "DOut", "DPre")
-POINTERS = dict.fromkeys(BFLOAT16, "*bf16") | {"InOrder": "*i32", "Places": "*i64"}
+POINTERS = dict.fromkeys(BFLOAT16, "*bf16") | {"InOrder": "*i32", "Places": "*i64", "Seed": "*i64"}
 
 
 def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, object], int]]:
@@ -36,12 +39,17 @@ def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, obj
         yield module.sum_runs_kernel, constants, warps
         yield module.join_pieces_kernel, constants, warps
         return
+    if module.__name__.endswith("row_dropout"):
+        constants = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "DROP_BELOW": DROP_BELOW}
+        yield module.drop_kernel, constants, module.WARPS
+        return
     for tile, suffix in ((module.FORWARD, ""), (module.BACKWARD, "_backward")):
         constants = {"WIDTH": width, "ROWS": tile.rows, "STAGES": tile.stages}
         if module.__name__.endswith("add_norm"):
             block, warps, _ = module._grid(tile, 1, width, torch.device("cpu"))
             constants |= {"BLOCK": block, "VECTOR": 4, "WITH_BIAS": True}
-            yield getattr(module, f"add_norm{suffix}_kernel"), constants, warps
+            for dropout in ({"DROP_BELOW": 0, "Seed": None}, {"DROP_BELOW": DROP_BELOW}):
+                yield getattr(module, f"add_norm{suffix}_kernel"), constants | dropout, warps
         else:
             constants |= {"WIDTH": 4 * width, "COLUMNS": tile.columns}
             yield getattr(module, f"bias_gelu{suffix}_kernel"), constants, tile.warps
@@ -74,7 +82,9 @@ def compile_kernel(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="*", default=["add_norm", "bias_gelu", "embedding_gradient"])
+    parser.add_argument(
+        "modules", nargs="*", default=["add_norm", "bias_gelu", "embedding_gradient", "row_dropout"]
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--width", type=int, nargs="+", default=[768, 1600])
     options = parser.parse_args()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 import kernels
+from kernels.dropout import dropout
 from kernels.embedding import embedding
 from kernels.linear_add_norm import linear_add_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
@@ -40,13 +41,17 @@ def block(stream: torch.dtype, dropout_p: float = 0.0, both: bool = True) -> Non
     width = 96
     parameters = random(width, 4 * width), random(width), random(width), random(width)
     h = linear_gelu(random(37, width), random(4 * width, width), random(4 * width))
-    x, h = linear_add_norm(random(37, width).to(stream), h, *parameters, dropout_p)
+    x, h = linear_add_norm(random(37, width).to(stream), h, *parameters, dropout_p, dropout_seed=3)
     (x + h if both else h).sum().backward()
 
 
 def look_up() -> None:
     tokens = torch.arange(300, device="cuda") % 23 // 22 * 5  # 0, and now and then 5
     embedding(tokens, random(7, 96)).sum().backward()
+
+
+def drop() -> None:
+    dropout(random(37, 100), 0.1, 3).sum().backward()
 
 
 def packed() -> None:
@@ -61,6 +66,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "block with dropout": lambda: block(torch.float32, dropout_p=0.1),
         "last block": lambda: block(torch.float32, both=False),
         "embedding": look_up,
+        "dropout": drop,
         "packed": packed,
         "hopper_grouped": lambda: attend("hopper", 64, 130, 190, kv_heads=2),
         "hopper_documents": lambda: attend(

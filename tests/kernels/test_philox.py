@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.philox import ROUNDS, drop_share, dropout_mask, philox
+from kernels.philox import ROUNDS, drop_share, dropout_mask, philox, row_mask
 
 
 @triton.jit
@@ -94,3 +94,19 @@ def test_a_mask_is_a_pure_function_of_seed_batch_head_row_and_column() -> None:
     assert torch.equal(whole[:2, :3, :33, :50], dropout_mask(torch.tensor(5), 0.3, 2, 3, 33, 50))
     assert not torch.equal(whole, dropout_mask(6, 0.3, 3, 4, 100, 90))
     assert not torch.equal(whole, dropout_mask(5 + 2**32, 0.3, 3, 4, 100, 90))
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_share_dropped_of_rows(dropout_p: float) -> None:
+    keep = row_mask(1234, dropout_p, 700, 701).double()
+    sigma = (dropout_p * (1 - dropout_p)) ** 0.5
+    assert abs(keep.mean().item() - (1 - dropout_p)) < 5 * sigma / keep.numel() ** 0.5
+    for dim in range(2):
+        assert (keep.mean(dim) - (1 - dropout_p)).abs().max() < 5.5 * sigma / keep.shape[dim] ** 0.5
+    for other in (row_mask(1235, dropout_p, 700, 701), keep.roll(1, 0), keep.roll(1, 1), keep.roll(4, 1)):
+        assert abs((keep * other).mean().item() - (1 - dropout_p) ** 2) < 0.01
+
+
+def test_a_mask_of_rows_is_a_function_of_the_place() -> None:
+    whole = row_mask(5, 0.4, 40, 64)
+    assert torch.equal(row_mask(5, 0.4, 20, 33), whole[:20, :33])

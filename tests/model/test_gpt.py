@@ -151,14 +151,15 @@ def test_a_wrapper_of_an_attention_is_not_gone_around():
 
 
 def test_the_layers_of_the_blocks_can_be_replaced():
-    """By functions of their parameters, which get the dropout in training alone."""
-    rates, looked_up = [], []
+    """By functions of their parameters, which get the dropout in training alone, each with a seed of its own."""
+    rates, seeds, looked_up = [], [], []
 
     def linear_gelu(x, weight, bias):
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
-    def linear_add_norm(x, y, weight, bias, gain, shift, dropout_p, eps):
+    def linear_add_norm(x, y, weight, bias, gain, shift, dropout_p, dropout_seed, eps):
         rates.append(dropout_p)
+        seeds.append(dropout_seed)
         x = x + F.linear(y, weight, bias)
         return x, F.layer_norm(x, gain.shape, gain, shift, eps)
 
@@ -166,14 +167,29 @@ def test_the_layers_of_the_blocks_can_be_replaced():
         looked_up.append(tokens)
         return F.embedding(tokens, weight)
 
+    def dropout(x, dropout_p, dropout_seed):
+        rates.append(dropout_p)
+        seeds.append(dropout_seed)
+        return x
+
+    def attention(*qkv, dropout_p=0.0, dropout_seed=None, **options):
+        rates.append(dropout_p)
+        seeds.append(dropout_seed)
+        return plain_attention(*qkv, **options)
+
     config, tokens = GPTConfig(**TINY | {"dropout": 0.1}), some_tokens(2, 16)
-    fused = GPT(config, plain_attention, fused=Fused(linear_gelu, linear_add_norm, embedding))
+    fused = GPT(config, attention, fused=Fused(linear_gelu, linear_add_norm, embedding, dropout))
     torchs = GPT(config, plain_attention)
     torch.testing.assert_close(fused.eval()(tokens), torchs.eval()(tokens))
-    assert rates == [0.0] * 2 * TINY["n_layer"]
+    assert (set(rates), set(seeds)) == ({0.0}, {None})
     assert looked_up == [tokens]
-    fused.train()(tokens, dropout_seed=torch.tensor(1))
-    assert rates[2 * TINY["n_layer"] :] == [0.1] * 2 * TINY["n_layer"]
+    rates.clear(), seeds.clear()
+    state = torch.get_rng_state()
+    for step in range(3):
+        fused.train()(tokens, dropout_seed=torch.tensor(step))
+    assert rates == [0.1] * 3 * (1 + 3 * TINY["n_layer"])
+    assert len(set(map(int, seeds))) == len(seeds)
+    assert torch.equal(torch.get_rng_state(), state)
     assert fused.state_dict().keys() == torchs.state_dict().keys()
 
 

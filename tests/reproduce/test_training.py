@@ -202,8 +202,13 @@ def test_without_figures_nothing_is_claimed():
 
 @pytest.mark.gpu
 def test_a_training_point_on_a_gpu(tmp_path):
-    arguments = ["training", "parts=small", "backends=naive,flash", "seconds=0.5", "step_tokens=16384"]
-    assert main([*arguments, "--results", str(tmp_path)]) == 0
+    """Of four sequences: 16 of everybody's take 100 GiB, which other tests on the GPU may not leave."""
+    arguments = ["training", "parts=small", "backends=naive,flash", "seconds=0.5"]
+    tokens = ["step_tokens=4096", "micro_tokens=4096"]
+    assert main([*arguments, *tokens, "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*/training.json")
-    (timed,) = (s for s in json.loads(path.read_text())["samples"] if s["kind"] == "speed")
-    assert timed["tokens_per_second"]["flash"] > timed["tokens_per_second"][HF_EAGER]
+    samples = json.loads(path.read_text())["samples"]
+    peaks = {s["contender"]: s["peak_bytes"] for s in samples if s["kind"] == "memory"}
+    assert peaks["flash+fused"] < peaks["flash"] < peaks["naive"] < peaks[HF_EAGER]
+    (timed,) = (s for s in samples if s["kind"] == "speed")
+    assert set(timed["tokens_per_second"]) == set(peaks)

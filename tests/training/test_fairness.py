@@ -20,6 +20,7 @@ from training.config import (
 )
 from training.distributed import World
 from training.layers import resolve_layers
+from training.seeds import stream_seed
 from training.trainer import Trainer, train
 
 STEPS = 4
@@ -88,13 +89,25 @@ def test_the_seed_moves_weights_and_batches(text_file, tmp_path):
 
 @pytest.mark.parametrize("option", ["loss", "block"])
 def test_fused_layers_are_the_same_layers(text_file, tmp_path, option):
-    """With the same dropout, too."""
-    plain = config(text_file, "naive", dropout=0.2)
+    plain = config(text_file, "naive")
     fused = replace(plain, model=replace(plain.model, **{option: Layers.fused}))
     losses, state = trained(plain, tmp_path / "plain")
     switched, switched_state = trained(fused, tmp_path / "fused")
     assert switched == pytest.approx(losses, rel=1e-5)
     assert torch.equal(state, switched_state)
+
+
+def test_fused_layers_draw_their_dropout_from_a_seed(text_file, tmp_path):
+    """And not from the generator that torch's attention moves, so the masks are the same with any attention."""
+    plain = config(text_file, "naive", dropout=0.2)
+    fused = replace(plain, model=replace(plain.model, block=Layers.fused))
+    losses, state = trained(fused, tmp_path / "fused")
+    again, _ = trained(fused, tmp_path / "again")
+    flash, _ = trained(replace(fused, attention=AttentionConfig("flash")), tmp_path / "flash")
+    assert again == losses
+    assert flash == pytest.approx(losses, rel=1e-5)
+    torch.manual_seed(stream_seed(fused.seed, "dropout", STEPS - 1, 0, 0))  # where the last step put it
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_layers_are_fused_on_a_gpu_by_themselves(text_file, tmp_path):

@@ -1,6 +1,7 @@
 """Whole runs on a GPU: every backend, compiled, in each precision."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from training.config import (
     Precision,
     TrainerConfig,
 )
+from training.seeds import stream_seed
 from training.trainer import train
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +59,30 @@ def test_a_precision_does_not_run_what_another_compiled(text_file, tmp_path, mon
     eager = replace(eager, trainer=replace(eager.trainer, compile=False))
     alone = train(eager, tmp_path / "eager")
     assert after["val/loss"] == pytest.approx(alone["val/loss"], rel=0.01)
+
+
+def test_a_profiled_step_says_which_kernels_took_its_time(text_file, tmp_path, capsys):
+    """Those of CUDA graphs too."""
+    profiled = config(text_file, "flash")
+    train(replace(profiled, trainer=replace(profiled.trainer, profile_step=15)), tmp_path)
+    said = capsys.readouterr().out
+    shares = [int(share) for share in re.findall(r"^ +(\d+)% +[\d.]+ ms +\d+ x  ", said, re.MULTILINE)]
+    assert len(shares) == 8
+    assert 20 < sum(shares) <= 100
+    assert int(re.search(r"of [\d.]+ ms in (\d+) calls", said)[1]) > 50
+
+
+def test_with_dropout_nothing_draws_but_torchs_attention(text_file, tmp_path):
+    """So the other masks are the same with any attention, compiled too."""
+    states = {}
+    for attention in ("flash", "sdpa"):
+        dropped = config(text_file, attention)
+        dropped = replace(dropped, model=replace(dropped.model, dropout=0.1))
+        train(dropped, tmp_path / attention)
+        states[attention] = torch.cuda.get_rng_state()
+    torch.manual_seed(stream_seed(dropped.seed, "dropout", dropped.trainer.steps - 1, 0, 0))
+    assert torch.equal(states["flash"], torch.cuda.get_rng_state())
+    assert not torch.equal(states["sdpa"], torch.cuda.get_rng_state())
 
 
 def test_auto_is_flash(text_file, tmp_path):

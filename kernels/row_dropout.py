@@ -1,0 +1,50 @@
+"""Dropout of rows in Triton: which elements it keeps, and the kernel of `dropout`.
+
+The mask is kernels/philox.py's row_mask. Nobody stores it: the backward draws it again.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .flash.dropout import philox
+from .launch import launch
+from .philox import row_threshold
+
+WARPS = 4
+
+
+@triton.jit
+def kept(x, seed, rows, columns, DROP_BELOW: tl.constexpr):
+    """x / (1 - p) where dropout keeps it, else 0. rows, columns: int32, which broadcast against x.
+
+    Every element asks for its call, and the compiler sees that four neighbours in a thread ask for the same.
+    """
+    zero = tl.full([], 0, tl.uint32)
+    words = philox(seed, rows.to(tl.uint32), zero, (columns >> 2).to(tl.uint32), zero)
+    odd = (columns & 1) != 0
+    low, high = tl.where(odd, words[1], words[0]), tl.where(odd, words[3], words[2])
+    SCALE: tl.constexpr = 2.0**32 / (2**32 - DROP_BELOW)
+    return tl.where(tl.where((columns & 2) != 0, high, low) >= DROP_BELOW, x * SCALE, 0.0)
+
+
+def drop(x: torch.Tensor, seed: torch.Tensor, dropout_p: float, out: torch.Tensor) -> None:
+    """Write x with dropout to out: both (..., width), contiguous."""
+
+    def prepare():
+        numbers = (x.shape[-1], triton.next_power_of_2(x.shape[-1]), row_threshold(dropout_p))
+        return drop_kernel, (x.numel() // x.shape[-1], 1, 1), numbers, {"num_warps": WARPS}
+
+    if x.numel():
+        launch((x, out, seed), ("drop", x.shape, dropout_p), prepare)
+
+
+@triton.jit
+def drop_kernel(X, Out, Seed, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DROP_BELOW: tl.constexpr):
+    """A program a row."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    begin = row.to(tl.int64) * WIDTH
+    x = tl.load(X + begin + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    x = kept(x, tl.load(Seed), row, columns, DROP_BELOW)
+    tl.store(Out + begin + columns, x.to(Out.dtype.element_ty), mask=columns < WIDTH)
