@@ -38,6 +38,7 @@ from .flash import dropout, hopper_backward, hopper_dq, hopper_forward, hopper_t
 from .flash.backward import dkdv_kernel, dq_kernel
 from .flash.forward import forward_kernel
 from .flash.hopper import layout_of
+from .flash.hopper_dropout import drop_of
 from .flash.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates, specify
 from .history import flash1, two_pass
 
@@ -200,7 +201,7 @@ def _constants(job: Job) -> dict[str, object]:
 
 
 def _hopper_constants(job: Job) -> dict[str, object]:
-    ragged, bounded = job.feature == RAGGED, job.feature in ("documents", "window")
+    ragged, bounded = job.feature.endswith(RAGGED), job.feature in ("documents", "window")
     absent = {} if job.feature == "documents" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if job.kernel == "hopper_forward":
         lengths = job.length, job.length + ragged
@@ -209,7 +210,10 @@ def _hopper_constants(job: Job) -> dict[str, object]:
     row_blocks = job.length // hopper_work.BLOCK_M[job.head_dim]
     late = 0 if bounded else hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
-    return {**rules, "LATE": late, "BOUNDED": bounded, **absent}
+    drop = drop_of(0.1 if job.feature.startswith("dropout") else 0.0)
+    if drop is None:
+        absent["Seed"] = None
+    return {**rules, "LATE": late, "BOUNDED": bounded, "DROP": drop, **absent}
 
 
 def _descriptor(name: str, job: Job) -> str:
@@ -310,6 +314,10 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                         jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
                 for name, feature in itertools.product(HOPPER, ("documents", "window")):
                     jobs.append(Job(90, name, head_dim, True, None, feature=feature))
+                drops = ("dropout", f"dropout {RAGGED}")
+                for causal, length, feature in itertools.product((True, False), (512, 16384), drops):
+                    job = Job(90, "hopper_backward", head_dim, causal, None, feature=feature, length=length)
+                    jobs.append(job)
     return jobs
 
 

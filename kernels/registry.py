@@ -226,7 +226,7 @@ def attention_tier(
     length: int | None = None,
     **features: object,
 ) -> str | None:
-    """Which of the backend's sets of kernels serves queries of a length; None if it has but one.
+    """Which of the backend's sets of kernels serves queries of a length, in words; None if it has but one.
 
     The other arguments are those that `resolve_attention` accepted.
     """

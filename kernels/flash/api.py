@@ -192,12 +192,14 @@ def flash_backward(
     if d_lse is not None:
         d_lse = d_lse.contiguous()
     masks = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
-    others = (seed, alibi_slopes, kv_lengths, key_blocks, out_low)
+    others = (alibi_slopes, kv_lengths, key_blocks, out_low)
     has = _hopper_has(q, k, causal, left, right, softcap, document_starts, others)
+    has = has and (seed is None or (left < 0 and document_starts is None))
     if takes_hopper(tier, q, has, lambda: hopper().fits_backward(q, k, v, out, d_out)):
         tensors = (d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta)
-        bounds = {"left": left, "document_starts": document_starts, "document_ends": document_ends}
-        hopper().backward(*tensors, causal=causal, scale=scale, **bounds)
+        options = {"left": left, "document_starts": document_starts, "document_ends": document_ends}
+        options |= {"seed": seed, "dropout_p": dropout_p}
+        hopper().backward(*tensors, causal=causal, scale=scale, **options)
         return results
     given = (alibi_slopes is not None, document_starts is not None, kv_lengths is not None)
     rules = (causal, dropout_p, left, right, softcap, *given)

@@ -9,8 +9,9 @@ up (hopper_dq.py).
 dQ needs dS of both warpgroups, which would meet in each step. In long loops a warpgroup multiplies dQ of the step
 before instead, whose dS the other has laid down long ago.
 
-Plain attention, and windows and documents under the causal mask (hopper_bounds.py); the rest is the portable kernels'
-(backward.py). Heads that share keys have works of their own each, and dK and dV of their own.
+Plain attention, with dropout (hopper_dropout.py), or windows and documents under the causal mask (hopper_bounds.py);
+the rest is the portable kernels' (backward.py). Heads that share keys have works of their own each, and dK and dV of
+their own.
 """
 
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from .hopper import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaqu
 from .hopper_bounds import Bounds, end_rows
 from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
 from .hopper_dq import SUM_BLOCK, add_dq, by_thread
+from .hopper_dropout import Draw, negate, pack_positive
+from .hopper_softmax import unpack
 from .hopper_work import KEYS, Sizes, plan
 
 HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
@@ -101,8 +104,8 @@ def load_tiles(
 
 
 @gluon.jit
-def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr):
-    """Lay lse, in powers of two, and delta beside the tiles of queries."""
+def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr):
+    """Lay lse, in powers of two, and delta, in units of what dropout makes of dP, beside the tiles of queries."""
     BLOCK_M: gl.constexpr = shared.lse.shape[1]
     offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
     place = 0
@@ -118,6 +121,8 @@ def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr):
             rows = block * BLOCK_M + offsets
             lse = gl.load(Lse + (first + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
             delta = gl.load(Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
+            if DROP is not None:
+                delta /= DROP.SCALE
             # Of a row that sees nothing, or lies beyond the end, exp2(S - inf) is 0.
             lse = gl.where(lse == float("-inf"), float("inf"), lse)
             mbarrier.wait(shared.queries.empty.index(stage), ((count + step) // STAGES & 1) ^ 1)
@@ -133,7 +138,7 @@ def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr):
 @gluon.jit
 def consume(
     dk_desc, dv_desc, shared, sizes, scale,
-    WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
+    WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of half of the keys, and half of each tile of dQ: of the tile LATE steps before (see `advance`)."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
@@ -168,7 +173,11 @@ def consume(
                 bias = mask(zeros, seen_from, step * BLOCK_M, CAUSAL)
                 if sizes.bounds is not None:
                     bias = mask_ends(bias, seen_until, step * BLOCK_M)
-            dk, dv = advance(dk, dv, bias, step, count, shared, sizes, scale, WHICH, MASKED, LATE)
+            draw: gl.constexpr = None
+            if DROP is not None:
+                row, key = (work.last - step) * BLOCK_M, work.key_block * KEYS + WHICH * HALF
+                draw = Draw(gl.load(sizes.Seed), work.batch, work.head, row, key)
+            dk, dv = advance(dk, dv, bias, draw, step, count, shared, sizes, scale, WHICH, MASKED, LATE, DROP)
         count += work.steps
         if LATE:
             finish_dq(shared, count - 1, WHICH)
@@ -176,6 +185,9 @@ def consume(
             arrive(shared.kv_empty)
         # Planned again: kept through the loop it would take registers.
         work = plan(opaque(index), sizes, BLOCK_M, CAUSAL)
+        if DROP is not None:
+            dk *= DROP.SCALE
+            dv *= DROP.SCALE
         store(dk_desc, dv_desc, dk * scale, dv, shared, work, (count - 1) % STAGES, WHICH)
         place += 1
         index = claimed(shared.claims, place)
@@ -186,12 +198,12 @@ def consume(
 
 @gluon.jit
 def advance(
-    dk, dv, bias, step, count, shared, sizes, scale,
-    WHICH: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
+    dk, dv, bias, draw, step, count, shared, sizes, scale,
+    WHICH: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     """What a tile of queries adds to dK and dV, and half of a tile of dQ.
 
-    bias: what is added to the scores, -inf where a query must not see a key, if MASKED.
+    bias: what is added to the scores, -inf where a query must not see a key, if MASKED. draw: for dropout.
     """
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
@@ -213,17 +225,28 @@ def advance(
     mbarrier.wait(shared.queries.full.index(stage), phase)
     s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
-    dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if DROP is None:
+        dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(shared.rows_full.index(stage), phase)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(1 if DROP is None else 0, [s])
     lse = shared.lse.index(stage).load(gl.SliceLayout(0, scores_layout))
     p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
-    rounded_p = gl.convert_layout(p.to(dtype), operand)
-    # Before the wait for dP: ptxas would move that wait in front of the exponentials.
-    dv = warpgroup_mma(rounded_p, d_out, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, [dp])
-    delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
-    ds = (p * (dp - delta[None, :])).to(dtype)
+    if DROP is None:
+        rounded_p = gl.convert_layout(p.to(dtype), operand)
+        # Before the wait for dP: ptxas would move that wait in front of the exponentials.
+        dv = warpgroup_mma(rounded_p, d_out, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp])
+        delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
+        ds = (p * (dp - delta[None, :])).to(dtype)
+    else:
+        # Drawn before there is a dP, and that after dV: there are no registers for two of them, up to 180 B spilled.
+        p = negate(p, draw, DROP)
+        rounded_p = unpack(pack_positive(p, dtype), dtype, dv.type.layout)
+        dv = warpgroup_mma_wait(0, [warpgroup_mma(rounded_p, d_out, dv, is_async=True)])
+        dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma_wait(0, [dp])
+        delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
+        ds = (gl.maximum(p, 0.0) * dp - gl.abs(p) * delta[None, :]).to(dtype)
     if LATE:
         mbarrier.wait(shared.ds.empty[1 - WHICH].index(stage), phase ^ 1)
     shared.ds.tiles.index(stage).slice(WHICH * HALF, HALF).store(ds)
@@ -247,7 +270,10 @@ def advance(
     rounded_ds = gl.convert_layout(ds, operand)
     dk = warpgroup_mma(rounded_ds, q, dk, is_async=True)
     # The left operands stay named until they have been read: ptxas before 13.3 reuses their registers at once.
-    dv, dq, rounded_p = warpgroup_mma_wait(1, [dv, dq, rounded_p])
+    if DROP is None:
+        dv, dq, rounded_p = warpgroup_mma_wait(1, [dv, dq, rounded_p])
+    else:
+        dq = warpgroup_mma_wait(1, [dq])
     mbarrier.wait(shared.sums.empty.index(buffer), turn ^ 1)
     hand_over(dq, shared.sums, 2 * buffer + WHICH, ready)
     if LATE:
@@ -357,16 +383,17 @@ def mask_ends(bias, seen_until, passed):
 
 @gluon.jit(do_not_specialize=[*Sizes._fields, "left"])
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd, Seed,
     heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, left, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, BOUNDED: gl.constexpr,
+    DROP: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the float32 sum of dQ / scale. Grid (as many programs as run at a time, or fewer,).
 
     dK and dV are of all heads, K and V of one in GROUP. The sum has two SUM_BLOCKs a block of queries, each in the
     order of `by_thread`; blocks that see no key are not written. Lse, Delta: float32 (batch, heads, q_len),
     contiguous. Turns: int32, one a block of queries, and one more that counts claims, as `delta_kernel` leaves them.
-    DocumentStart, DocumentEnd, left: see hopper_bounds.py, if BOUNDED.
+    DocumentStart, DocumentEnd, left: see hopper_bounds.py, if BOUNDED. Seed: dropout's, int64, if DROP.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -374,7 +401,9 @@ def hopper_backward_kernel(
     bounds: gl.constexpr = None
     if BOUNDED:
         bounds = Bounds(DocumentStart, DocumentEnd, left, q_len)
-    sizes = Sizes(heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, bounds)
+    sizes = Sizes(
+        heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, bounds, Seed
+    )
     Counter = Turns + row_blocks * sequences
 
     k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
@@ -409,10 +438,10 @@ def hopper_backward_kernel(
 
     gl.warp_specialize(
         [
-            (consume, (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(0), CAUSAL, MASKED, LATE)),
-            (consume, (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(1), CAUSAL, MASKED, LATE)),
+            (consume, (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(0), CAUSAL, MASKED, LATE, DROP)),
+            (consume, (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(1), CAUSAL, MASKED, LATE, DROP)),
             (load_tiles, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, BLOCK_M, CAUSAL)),
-            (load_rows, (Lse, Delta, shared, sizes, CAUSAL)),
+            (load_rows, (Lse, Delta, shared, sizes, CAUSAL, DROP)),
             (add_dq, (sum_desc, Turns, sums, claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0))),
             (add_dq, (sum_desc, Turns, sums, claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1))),
         ],

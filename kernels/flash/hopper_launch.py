@@ -9,6 +9,7 @@ from ..launch import Launch, launch, processors
 from .hopper import Descriptor, fits_tma, rows_of
 from .hopper_backward import hopper_backward_kernel, steps_late
 from .hopper_dq import SUM_BLOCK, delta_kernel, round_kernel
+from .hopper_dropout import drop_of
 from .hopper_forward import hopper_forward_kernel
 from .hopper_tiles import BLOCK_N, ROWS, claims, specify
 from .hopper_work import BLOCK_M, KEYS
@@ -140,6 +141,8 @@ def backward(
     left: int = -1,
     document_starts: Tensor | None = None,
     document_ends: Tensor | None = None,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> None:
     """Fill dq, dk, dv and delta with the gradients of attention; `fits_backward` says of what.
 
@@ -152,6 +155,7 @@ def backward(
         lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
         dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
         left, document_starts, document_ends: as for `forward`.
+        seed: 0-d int64, of dropout with dropout_p, which goes with neither of those; or None.
     """
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     block_m = BLOCK_M[head_dim]
@@ -162,6 +166,7 @@ def backward(
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
     bounded = left >= 0 or document_starts is not None
+    drop = drop_of(dropout_p)
 
     def prepare_delta() -> Launch:
         strides = (*out.stride()[:3], *d_out.stride()[:3])
@@ -177,22 +182,23 @@ def backward(
         masked = causal or kv_len % KEYS.value != 0
         # Of a work whose queries a window or documents bound there are few steps.
         late = 0 if bounded else steps_late(head_dim, causal, row_blocks)
-        spec = (heads // kv_heads, causal, masked, late, bounded)
+        spec = (heads // kv_heads, causal, masked, late, bounded, drop)
         programs = min(sequences * key_blocks, processors(q.device))
         return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), {}
 
     def prepare_round() -> Launch:
         blind = max(q_len - kv_len, 0) if causal else 0
-        return round_kernel, grid, (*dq.stride()[:3], q_len, blind, scale, *tile), {}
+        whole = scale * (drop.SCALE.value if drop else 1.0)
+        return round_kernel, grid, (*dq.stride()[:3], q_len, blind, whole, *tile), {}
 
-    key = (q.shape, kv_heads, kv_len, causal, scale, left)
+    key = (q.shape, kv_heads, kv_len, causal, scale, left, dropout_p)
     pointers = (out, d_out, d_lse, delta, turns, document_starts)
     launch(pointers, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     of_heads = (dk, dv)
     if heads != kv_heads:
         of_heads = tuple(q.new_empty(batch, heads, kv_len, head_dim) for _ in range(2))
     moved = (q, k, v, d_out, *of_heads, dq_sum)
-    pointers = (lse, delta, turns, document_starts, document_ends)
+    pointers = (lse, delta, turns, document_starts, document_ends, seed)
     launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
     launch((dq_sum, dq), ("round", *key, dq.stride()), prepare_round)
     if heads != kv_heads:

@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     row_blocks: gl.tensor
     key_blocks: gl.tensor
     bounds: Bounds  # or None: no window, no documents
+    Seed: gl.tensor  # dropout's, or None
 
 
 class Work(NamedTuple):

@@ -4,12 +4,15 @@
     hopper   hopper_forward.py, hopper_backward.py: on sm_90, 16 bits, head_dim 64 and 128; of the features windows
              and documents under the causal mask
 
+With dropout the forward is the portable one and the backward Hopper's: a forward that draws its mask is no faster
+there (LOG.md).
+
 Triton is imported when a Hopper GPU is there, and not before.
 """
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import ModuleType
 
 import torch
@@ -21,7 +24,8 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 # Gluon is experimental and its interface moves: with these versions the kernels have passed `pytest -m gpu`.
 VERIFIED_TRITON = ("3.7.1",)
-FEATURES = {"return_lse", "window", "cu_seqlens"}  # the last two if causal, which no request says
+BOUNDS = {"window", "cu_seqlens"}  # if causal, which no request says
+FEATURES = {"return_lse"} | BOUNDS
 # With fewer queries a Hopper tile, of 128, would be mostly empty.
 LEAST_QUERIES = 128
 
@@ -34,20 +38,25 @@ def refuses_tier(request: AttentionRequest) -> str | None:
 
 
 def tier_of(request: AttentionRequest) -> str:
-    """The tier that serves a request which `refuses_tier` lets through."""
+    """The tier that serves a request that `refuses_tier` lets through; with two, first the forward's."""
     short = request.length is not None and request.length < LEAST_QUERIES and request.tier == "auto"
-    return "triton" if request.tier == "triton" or short or hopper_needs(request) else "hopper"
+    if request.tier == "triton" or short:
+        return "triton"
+    if not hopper_needs(request):
+        return "hopper"
+    backward = FEATURES | {"sinks"} if request.features & BOUNDS else FEATURES | {"sinks", "dropout_p"}
+    return "triton" if hopper_needs(request, backward) else "triton and hopper"
 
 
-def hopper_needs(request: AttentionRequest) -> str | None:
-    """What the Hopper kernels lack to serve the request, or None."""
+def hopper_needs(request: AttentionRequest, features: Set[str] = FEATURES) -> str | None:
+    """What the Hopper kernels, which have `features`, lack to serve the request, or None."""
     if missing := machine_lacks(request.device):
         return missing
     if request.dtype not in DTYPES:
         return f"float16 or bfloat16, not {request.dtype}"
     if request.head_dim not in HEAD_DIMS:
         return f"head_dim 64 or 128, not {request.head_dim}"
-    if others := sorted(request.features - FEATURES):
+    if others := sorted(request.features - features):
         return f"attention without {others[0]}"
     return None
 

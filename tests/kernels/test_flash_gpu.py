@@ -91,7 +91,11 @@ def test_features_and_their_repeats(flash, name: str, kv_heads: int, head_dim: i
     if flash.keywords["tier"] == "auto":
         if name in ("window", "documents", "documents in a window") and HOPPER and head_dim <= 128:
             flash = functools.partial(flash, tier="hopper")  # or it is refused
-        elif "sinks" not in name:  # of which the backward may be the Hopper one
+        elif name not in (
+            "dropout",
+            "sinks",
+            "sinks in a window",
+        ):  # of which the backward may be the Hopper one
             pytest.skip("there are no other kernels than the portable ones for it")
     options = features()[name]
     *tensors, d_out = inputs(
@@ -172,9 +176,15 @@ def test_a_tier_that_cannot_is_refused() -> None:
         kernels.AttentionError, match=r"attention.tier=hopper needs attention without dropout_p"
     ):
         kernels.resolve_attention("flash", **request, tier="hopper", dropout_p=0.1)
-    assert kernels.attention_tier("flash", **request, tier="triton") == "triton"
-    assert kernels.attention_tier("flash", **request, dropout_p=0.1) == "triton"
-    assert kernels.attention_tier("flash", **request, cu_seqlens=True) == "hopper"
+    for features, tier in (
+        ({"tier": "triton"}, "triton"),
+        ({"softcap": 10.0}, "triton"),
+        ({"cu_seqlens": True}, "hopper"),
+        ({"dropout_p": 0.1}, "triton and hopper"),
+        ({"dropout_p": 0.1, "window": (64, 0)}, "triton"),
+        ({"sinks": True, "window": (64, 0)}, "triton and hopper"),
+    ):
+        assert kernels.attention_tier("flash", **request, **features) == tier
     tensors = inputs(256, 256, 64, torch.bfloat16, device="cuda")[:3]
     with pytest.raises(kernels.AttentionError, match=r"attention.tier=hopper cannot run this call"):
         kernels.get_attention("flash")(*tensors, causal=False, window=(64, 64), tier="hopper")

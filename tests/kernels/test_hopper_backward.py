@@ -35,6 +35,8 @@ def gradients(
     causal: bool,
     window: tuple[int, int] | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """dq, dk, dv of (q, k, v, d_out, out, lse), into NaN so that what is not written shows."""
     from kernels.flash.hopper_launch import backward, fits_backward
@@ -50,28 +52,29 @@ def gradients(
         starts, ends = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     backward(
         d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=q.shape[3] ** -0.5,
-        left=left, document_starts=starts, document_ends=ends,
+        left=left, document_starts=starts, document_ends=ends, dropout_p=dropout_p,
+        seed=torch.tensor(dropout_seed, device="cuda") if dropout_p else None,
     )  # fmt: skip
     torch.testing.assert_close(delta, (out.float() * d_out.float()).sum(-1), atol=1e-3, rtol=1e-3)
     return {"dq": dq, "dk": dk, "dv": dv}
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool, **bounds: object
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool, **features: object
 ) -> list[torch.Tensor]:
     """The tensors that `gradients` takes, out and lse from float64."""
     q, k, v = (x.detach() for x in (q, k, v))
-    options = {"causal": causal, "return_lse": True, **bounds}
+    options = {"causal": causal, "return_lse": True, **features}
     out, lse = naive_attention(q.double(), k.double(), v.double(), **options)
     return [q, k, v, d_out, out.to(q.dtype), lse.float().contiguous()]
 
 
 def assert_accurate(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool, **bounds: object
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool, **features: object
 ) -> None:
-    tensors = forward(q, k, v, d_out, causal, **bounds)
-    got = gradients(tensors, causal, **bounds) | {"out": tensors[4]}
-    assert_as_accurate(got, tensors[:3], d_out, causal=causal, **bounds)
+    tensors = forward(q, k, v, d_out, causal, **features)
+    got = gradients(tensors, causal, **features) | {"out": tensors[4]}
+    assert_as_accurate(got, tensors[:3], d_out, causal=causal, **features)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -107,6 +110,15 @@ class TestOnHopper:
             )  # fmt: skip
             assert_accurate(*tensors, causal)
 
+    def test_dropout(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+        """The mask of kernels/philox.py, which naive attention has too; grouped heads, many works."""
+        many = [(1, 128, 700), (1, 700, 30), (16, 1024, 1024)]
+        for batch, q_len, kv_len in [(2, length, length) for length in LENGTHS[:-1]] + many:
+            tensors = inputs(
+                q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
+            )  # fmt: skip
+            assert_accurate(*tensors, causal, dropout_p=0.2, dropout_seed=2**40 + q_len)
+
     @pytest.mark.parametrize("kv_heads", [12, 4])
     def test_250_repeats_agree_bit_for_bit(
         self, kv_heads: int, causal: bool, head_dim: int, dtype: torch.dtype
@@ -127,11 +139,13 @@ class TestOnHopper:
         *qkv, d_out = inputs(
             1000, 1000, head_dim, dtype, batch=2, heads=12, kv_heads=12, device="cuda"
         )  # fmt: skip
-        tensors = forward(*qkv, d_out, causal)
-        got = gradients(tensors, causal)
-        force(1 - late, monkeypatch)
-        other = gradients(tensors, causal)
-        assert all(torch.equal(got[name], other[name]) for name in got)
+        for features in ({}, {"dropout_p": 0.1, "dropout_seed": 5}):
+            force(late, monkeypatch)
+            tensors = forward(*qkv, d_out, causal, **features)
+            got = gradients(tensors, causal, **features)
+            force(1 - late, monkeypatch)
+            other = gradients(tensors, causal, **features)
+            assert all(torch.equal(got[name], other[name]) for name in got)
 
     @pytest.mark.parametrize("programs", [1, 7])
     def test_any_number_of_programs_gives_the_same(
@@ -141,16 +155,17 @@ class TestOnHopper:
         from kernels import launch
         from kernels.flash import hopper_launch
 
-        for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000)]:
+        plain = [(q_len, kv_len, {}) for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000)]]
+        for q_len, kv_len, features in [*plain, (1000, 1000, {"dropout_p": 0.1, "dropout_seed": 5})]:
             *qkv, d_out = inputs(
                 q_len, kv_len, head_dim, dtype, batch=2, heads=6, kv_heads=3, device="cuda"
             )  # fmt: skip
-            tensors = forward(*qkv, d_out, causal)
-            got = gradients(tensors, causal)
+            tensors = forward(*qkv, d_out, causal, **features)
+            got = gradients(tensors, causal, **features)
             with monkeypatch.context() as patch:
                 patch.setattr(hopper_launch, "processors", lambda device: programs)
                 patch.setattr(launch, "_known", {})
-                other = gradients(tensors, causal)
+                other = gradients(tensors, causal, **features)
             assert all(torch.equal(got[name], other[name]) for name in got)
 
     def test_extreme_scores_stay_finite(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
