@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import headline
 from .claims import CLAIMS, Claim
 from .experiment import EXPERIMENTS, NOT_MEASURED, STATUSES, ReproduceError, Results, Verdict
 from .plots import can_draw
@@ -79,9 +80,21 @@ def build(directory: Path) -> Page:
             page.on_gpu |= {(experiment.name, verdict.claim) for verdict in verdicts}
         page.documents.append(document)
         page.pictures += [(f"{experiment.title} ({document['device']})", picture)] if picture else []
+    page.pictures[:0] = _headlines(page, directory)
     for name, claim in CLAIMS.items():
         page.verdicts[name] += _missing(claim, page)
     return page
+
+
+def _headlines(page: Page, directory: Path) -> Iterator[tuple[str, Path]]:
+    """Of each GPU whose attention and training were both measured, the picture that README shows."""
+    by_name = {(each["device"], each["experiment"]): each for each in page.documents if _ran_on_gpu(each)}
+    for device in sorted({device for device, _ in by_name}):
+        needed = [by_name.get((device, name)) for name in ("attention", "training")]
+        if all(needed) and can_draw():
+            path = directory / slug(device) / "headline.svg"
+            headline.draw(*needed, path)
+            yield f"At a glance ({device})", path
 
 
 def _listed(files: list[str]) -> str:

@@ -123,12 +123,38 @@ def test_the_page_has_figures_and_pictures_and_needs_no_other_file(tmp_path):
     assert f"({picture.relative_to(tmp_path)})" in (tmp_path / "REPORT.md").read_text()
 
 
+def test_a_gpus_attention_and_training_together_make_the_picture_at_a_glance(tmp_path):
+    write(tmp_path, "attention", papers_own_attention())
+    ms = {
+        name: {"forward": [1.0], "backward": [2.0], "optimizer": [0.5]} for name in ("flash+fused", "naive")
+    }
+    where = {"part": "compiled", "model": "gpt2_small", "context": 1024, "dropout": 0.0, "mode": "compiled"}
+    where |= {"dtype": "bfloat16", "micro_batch": 16, "accumulation": 4, "step_tokens": 65536}
+    rates = {"flash+fused": 562_400.0, "naive": 361_700.0}
+    group = {"kind": "speed", **where, "ms": ms, "tokens_per_second": rates, "mfu": dict.fromkeys(ms, 0.5)}
+    settings = asdict(EXPERIMENTS["training"].module.Settings())
+    write(tmp_path, "training", [group], settings=settings)
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    picture = (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
+    assert all(text in picture for text in ("562", "362", "standard attention"))
+    assert "nanoGPT" not in picture
+    assert (tmp_path / "report.html").read_text().count("<svg") == 3
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_stopped_before_its_first_sample_costs_no_page(name, tmp_path):
     settings = asdict(EXPERIMENTS[name].module.Settings())
     write(tmp_path, name, [], state="partial", settings=settings)
     assert main(["report", "--results", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text().count("<svg") == 1
+
+
+def test_nor_do_two_of_them(tmp_path):
+    for name in ("attention", "training"):
+        settings = asdict(EXPERIMENTS[name].module.Settings())
+        write(tmp_path, name, [], state="partial", settings=settings)
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text().count("<svg") == 3
 
 
 def test_what_only_a_gpu_can_tell_has_its_row_until_a_gpu_has_told(tmp_path):

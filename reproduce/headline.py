@@ -1,0 +1,85 @@
+"""README's picture: attention's rate and memory against length, and tokens/s of GPT-2 small, of one GPU's results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import plots
+from .attention_figures import tflops
+from .contenders import FUSED, NANOGPT, NANOGPT_BIASES
+from .experiment import Results, pick
+from .training_figures import find, rate
+
+# In the order in which they are drawn, the least first: what is ours lies on top.
+ATTENTIONS = {
+    "standard": "standard",
+    "sdpa_flash": "PyTorch, FlashAttention-2",
+    "sdpa_cudnn": "PyTorch, cuDNN",
+    "fa4": "FlashAttention-4",
+    "flash": "tilegpt",
+}
+STEPS = {
+    f"flash{FUSED}": "tilegpt",
+    "flash": "with torch's layers",
+    NANOGPT: "nanoGPT, no biases",
+    NANOGPT_BIASES: "nanoGPT",
+    "naive": "standard attention",
+}
+OTHERS = "#9aa3ad"
+
+
+def draw(attention: Results, training: Results, path: Path) -> None:
+    """Three panels; `attention` and `training` are those experiments' results of one GPU."""
+    with plots.picture(path, 3, title=f"On one {attention['device']}") as (rates, memory, steps):
+        _draw_rates(rates, attention)
+        _draw_memory(memory, attention)
+        _draw_steps(steps, training)
+
+
+def _colour(attention: str) -> str:
+    return plots.colour(attention, tuple(ATTENTIONS))
+
+
+def _draw_rates(axis: plots.Axes, results: Results) -> None:
+    timed = pick(results, kind="time", figure="fa2", head_dim=64, causal=True)
+    timed.sort(key=lambda sample: sample["length"])
+    for name, label in ATTENTIONS.items():
+        points = [(s["length"], tflops(s, name, "both")) for s in timed if name in s["ms"]]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", color=_colour(name), label=label)
+    plots.length_axis(axis, [sample["length"] for sample in timed])
+    axis.set_ylim(0, axis.get_ylim()[1] * 1.15)
+    axis.set_ylabel("TFLOP/s, forward and backward")
+    axis.set_title("Attention, causal, head_dim 64, bf16")
+    plots.legend(axis, loc="upper left", reverse=True)
+
+
+def _draw_memory(axis: plots.Axes, results: Results) -> None:
+    for name in ("standard", "flash"):
+        measured = pick(results, kind="memory", figure="fa1", mask="plain", backend=name)
+        points = sorted((sample["length"], sample["peak_bytes"] / 2**30) for sample in measured)
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", color=_colour(name), label=ATTENTIONS[name])
+            plots.length_axis(axis, [length for length, _ in points])
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}" if gib >= 1 else f"1/{1 / gib:g}")
+    axis.set_ylabel("peak GiB, forward and backward")
+    axis.set_title("Its memory, 16 x 8 heads of 64")
+    plots.legend(axis, loc="upper left", reverse=True)
+
+
+def _draw_steps(axis: plots.Axes, results: Results) -> None:
+    sample = find(results, "compiled")
+    shown = [name for name in STEPS if rate(sample, name)]
+    for place, name in enumerate(shown):
+        thousands = rate(sample, name) / 1e3
+        axis.barh(
+            place, thousands, color=plots.colour("flash") if name.startswith("flash") else OTHERS, height=0.62
+        )
+        axis.text(thousands, place, f" {thousands:.0f}", va="center")
+    axis.set_yticks(range(len(shown)), [STEPS[name] for name in shown])
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set_xlim(0, axis.get_xlim()[1] * 1.1)
+    axis.set_xlabel("thousand tokens/s")
+    axis.set_title("Training GPT-2 small, compiled, bf16")
