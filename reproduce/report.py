@@ -65,8 +65,6 @@ def build(directory: Path) -> Page:
         where = f"{experiment.name} on {document['device']}"
         if document["state"] != "complete":
             page.notes.append(f"{where} is partial: it was interrupted or ran out of time")
-        if changed := changed_since(document):
-            page.notes.append(f"{where} was run before {_listed(changed)} changed; run it again")
         # One bad document must not take the others' rows with it.
         try:
             verdicts = experiment.module.judge(document)
@@ -80,6 +78,7 @@ def build(directory: Path) -> Page:
             page.on_gpu |= {(experiment.name, verdict.claim) for verdict in verdicts}
         page.documents.append(document)
         page.pictures += [(f"{experiment.title} ({document['device']})", picture)] if picture else []
+    page.notes += _older(page.documents)
     page.pictures[:0] = _headlines(page, directory)
     for name, claim in CLAIMS.items():
         page.verdicts[name] += _missing(claim, page)
@@ -97,11 +96,15 @@ def _headlines(page: Page, directory: Path) -> Iterator[tuple[str, Path]]:
             yield f"At a glance ({device})", path
 
 
-def _listed(files: list[str]) -> str:
-    """Their names; of many the first six, and how many more."""
-    rest = len(files) - 6
-    names = files if rest <= 1 else [*files[:6], f"{rest} other files"]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+def _older(documents: list[Results]) -> Iterator[str]:
+    """One note of the runs that other code made than is here now."""
+    names: dict[str, list[str]] = {}
+    for document in documents:
+        if changed_since(document):
+            names.setdefault(document["device"], []).append(document["experiment"])
+    if names:
+        listed = "; ".join(f"{', '.join(experiments)} on {device}" for device, experiments in names.items())
+        yield f"code has changed since these were run, which files is under Runs: {listed}"
 
 
 def _draw(module: object, document: Results, directory: Path) -> Path | None:
@@ -156,11 +159,21 @@ def _runs(page: Page) -> list[list[str]]:
         command = shlex.join(document["command"])
         took = f"{document['seconds']:.0f} s"
         row = [document["experiment"], document["state"], document["device"], command, took, document["date"]]
-        rows.append([*row, versions, commit])
+        rows.append([*row, versions, commit, ", ".join(changed_since(document))])
     return rows
 
 
-RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
+RUN_COLUMNS = (
+    "experiment",
+    "state",
+    "device",
+    "command",
+    "took",
+    "date",
+    "versions",
+    "commit",
+    "changed since",
+)
 INTRODUCTION = (
     "The papers' figures beside ours. A figure is ours only if a file in results/ holds it; everything else is not "
     "measured. Ratios are ours over the paper's; what a figure had to reach is under why. "
@@ -203,7 +216,8 @@ p.key, small, tr.claim p { color: #777; font-size: .85rem; } p.summary { font-we
 th { text-align: left; color: #777; font-weight: 500; border-bottom: 1px solid #ccc; }
 th, td { padding: .3rem .8rem .3rem 0; vertical-align: top; } td { border-bottom: 1px solid #eee; }
 th.what { width: 23%; } th.paper { width: 15%; } th.why { width: 25%; } th.from { width: 11%; }
-td.took, td.date, td.device { white-space: nowrap; }
+td.took, td.date, td.device { white-space: nowrap; } td.command { overflow-wrap: anywhere; }
+th.command { width: 22%; } th.changed { width: 30%; }
 tr.claim td { padding: 1.5rem 0 .35rem; font-size: 1rem; border-bottom: 1px solid #ccc; }
 tr.claim b { color: #888; margin-right: .3rem; } tr.claim small { margin-left: .6rem; }
 tr.claim p { margin: .1rem 0 0; } span.none { white-space: nowrap; }
