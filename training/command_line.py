@@ -44,6 +44,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.exit(
             "error: -m does not work under torchrun; start one torchrun a setting, with one logger.group."
         )
+    sys.argv[1:] = map(_at_home, sys.argv[1:])
     options = _check_words(sys.argv[1:])
     ours = [] if makes_run else ["hydra.run.dir=."]
     if usage:
@@ -109,6 +110,13 @@ def composed(*overrides: str) -> Config:
     ConfigStore.instance().store(name="config_schema", node=Config)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return from_hydra(hydra.compose("train", list(overrides)))
+
+
+def _at_home(word: str) -> str:
+    """The setting with a home directory for ~: shells leave it alone behind =, and Hydra cannot read it."""
+    if word.startswith("-") or re.search("['\"]", word):
+        return word
+    return re.sub(r"(?<=[=\[,])~(?=/)", lambda _: os.path.expanduser("~"), word)
 
 
 def _check_words(arguments: list[str]) -> Namespace:

@@ -186,6 +186,8 @@ class TrainerConfig:
         for name in ("resume", "init_from"):
             if getattr(self, name) == "":  # a shell's variable that was never set
                 raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")
+            if getattr(self, name):  # from a recipe: no shell has seen its ~
+                setattr(self, name, os.path.expanduser(getattr(self, name)))
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")
         if self.profile_step is not None and not 1 <= self.profile_step <= self.steps:

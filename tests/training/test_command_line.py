@@ -85,6 +85,19 @@ def test_one_string_will_do_where_a_list_is_taken(started):
     assert (seen[0].roots, seen[0].files) == (["/nope"], ["a", "b"])
 
 
+def test_a_tilde_behind_an_equals_sign_is_the_home_directory(started, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    seen = []
+    files, run = "data.files=[a.txt,~/b.txt]", "hydra.run.dir=~/run"
+    words = [files, run, "trainer.init_from='~/b'", "trainer.sample_prompt='~/'"]
+    assert started(lambda config, run_dir: seen.append((config, run_dir.resolve())), *words) == 0
+    config, run_dir = seen[0]
+    assert config.data.files == ["a.txt", f"{tmp_path}/b.txt"]
+    assert config.trainer.init_from == f"{tmp_path}/b"
+    assert config.trainer.sample_prompt == "~/"
+    assert run_dir == tmp_path / "run"
+
+
 def test_an_interrupt_before_the_first_step_is_one_line_and_leaves_nothing(started, tmp_path, capsys):
     def interrupted(_config: Config, run_dir: Path) -> None:
         assert run_dir.is_dir()
