@@ -256,11 +256,19 @@ def text(runs: list[Run]) -> str:
 
 def _aligned(runs: list[Run], differing: dict[str, list]) -> list[str]:
     width = max(map(len, differing))
-    return [
-        f"  {key:<{width}}  "
-        + ", ".join(f"{run.label}: {_value(value)}" for run, value in zip(runs, values, strict=True))
-        for key, values in differing.items()
-    ]
+    return [f"  {key:<{width}}  {_shares(runs, values)}" for key, values in differing.items()]
+
+
+def _shares(runs: list[Run], values: list) -> str:
+    """Which run has which value; what more than two share is said last, as that of all others."""
+    having: dict[str, list[str]] = {}
+    for run, value in zip(runs, values, strict=True):
+        having.setdefault(_value(value), []).append(run.label)
+    usual = max(having, key=lambda value: len(having[value]))
+    if len(having[usual]) > 2:
+        del having[usual]
+        having[usual] = ["all others"]
+    return ", ".join(f"{label}: {value}" for value, labels in having.items() for label in labels)
 
 
 def _value(value: object) -> str:

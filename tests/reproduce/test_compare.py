@@ -206,6 +206,15 @@ def test_what_differs_beside_attention_is_listed(copies, capsys):
     assert '<tr class="red"><td>python</td>' not in page
 
 
+def test_of_many_runs_only_those_that_depart_are_named(copies, capsys):
+    for name in "234":
+        shutil.copytree(copies / "1_sdpa", copies / name)
+    config = copies / "3" / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 1337", "seed: 7"))
+    assert main(["compare", str(copies)]) == 0
+    assert "seed  sdpa seed=7: 7, all others: 1337\n" in capsys.readouterr().out
+
+
 def test_a_checkpoint_is_no_step_and_an_evaluation_between_rows_hides_no_bar(text_file, tmp_path):
     config = _config(text_file, "sdpa")
     for name, every in (("saves", {"save_every": 1}), ("evaluates", {"log_every": 5, "eval_every": 3})):
