@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from . import torchrun
 from .config import Config, ConfigError, from_hydra, is_users
 
+_ALL = "`python train.py --cfg job` prints all settings"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -139,7 +140,7 @@ def _check_words(arguments: list[str]) -> Namespace:
     told = " ".join(wrong)
     key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", told).groups()
     near = _nearest(key)
-    hint = f"did you mean {near}={value or 'VALUE'}?" if near else "settings are written key=value"
+    hint = f"did you mean {near}={value or 'VALUE'}?" if near else f"settings are written key=value; {_ALL}"
     sys.exit(f"error: {told}: {hint}")
 
 
@@ -207,14 +208,16 @@ def _explain(error: Exception) -> str:
             return several
         return f"{several}; a list is {key}=[{value}], a text with commas {_quoted(match['override'])}"
     if match := re.match(r"Could not override '(?P<key>[^']+)'", text):
-        near = _nearest(match["key"])
-        hint = f"did you mean {near}?" if near else "`python train.py --cfg job` prints all settings"
-        return f"{match['key']} is not a setting; {hint}"
+        return f"{match['key']} is not a setting; {_hint(match['key'])}"
     first = text.splitlines()[0].removeprefix("Error merging override ").strip()
     if error.__cause__ and (reason := str(error.__cause__).splitlines()):
         key, _, value = first.partition("=")
         if "is not a ListConfig" in reason[0]:
             return f"{first}: it takes a list, {key}=[{value}]"
+        if whole := re.match(
+            r"Value '(-?\d+)\.0' of type 'float' could not be converted to Integer", reason[0]
+        ):
+            return f"{first}: it takes a whole number, {key}={whole[1]}"
         return f"{first}: {reason[0]}"
     return first
 
@@ -226,10 +229,35 @@ def _quoted(override: str) -> str:
     return f"\"{key}='{escaped}'\""
 
 
+def _hint(key: str) -> str:
+    """What would be right in place of a name that is none."""
+    if near := _nearest(key):
+        return f"did you mean {near}?"
+    group = key.split(".")[0]
+    inside = [each.removeprefix(f"{group}.") for each in _keys(Config) if each.startswith(f"{group}.")]
+    return f"{group} has: {', '.join(inside)}" if inside else _ALL
+
+
+# nanoGPT's names of settings that take the same values.
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "max_iters": "trainer.steps",
+    "batch_size": "trainer.micro_batch",
+    "eval_interval": "trainer.eval_every",
+    "log_interval": "trainer.log_every",
+    "dtype": "trainer.precision",
+    "block_size": "model.seq_len",
+    "dataset": "data",
+    "out_dir": "hydra.run.dir",
+}
+
+
 def _nearest(key: str) -> str | None:
     """The setting or group meant by `key`: of the same last word, since people forget groups, or the most alike."""
     settings = list(_keys(Config))
     word = key.split(".")[-1]
+    if word in _ELSEWHERE:
+        return _ELSEWHERE[word]
     if same := [each for each in settings if each.split(".")[-1] == word]:
         return get_close_matches(key, same, n=1, cutoff=0)[0]
     groups = [] if "." in key else [path.name for path in CONFIGS.iterdir() if path.is_dir()]
