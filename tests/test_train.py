@@ -1,6 +1,7 @@
 """The real command line, as a user types it."""
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -381,6 +382,30 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_envi
     assert max(before) < 150
     assert min(after) > max(before)
     assert {step: loss for step, loss in (before | after).items() if step in whole} == whole
+
+
+def test_a_run_whose_terminal_closes_saves_too(user_environment, tiny, tmp_path):
+    """As when ssh loses its connection; writing to such a terminal raises."""
+    ours, theirs = os.openpty()
+    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    train = [sys.executable, ROOT / "train.py", *tiny, "trainer.steps=100000", "hydra.run.dir=run"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", take, *train],
+        cwd=tmp_path,
+        env=user_environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    metrics = tmp_path / "run" / "metrics.csv"
+    while not metrics.exists() or metrics.read_text().count("\n") < 5:
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.close(ours)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert [path.name[:5] for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-"]
 
 
 def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, user_environment, tiny, tmp_path):

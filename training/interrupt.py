@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM: finish the step in hand, so that the run can be saved and resumed."""
+"""Ctrl-C, SIGTERM and a terminal that closes: finish the step in hand, so that the run can be saved and resumed."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,12 +37,23 @@ class Interrupt:
         A second SIGTERM does not: torchrun sends one to every rank when the first has left.
         """
 
+        hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+        terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+
         def note(number: int, _frame: object) -> None:
             if self._told and number == signal.SIGINT:
                 raise KeyboardInterrupt
+            if (
+                number == hangup
+            ):  # what is written to a closed terminal raises, and the run is yet to be saved
+                for stream in terminals:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             self._told = number
 
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [signal.SIGINT, signal.SIGTERM]
+        if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:  # nohup's runs go on
+            heard.append(hangup)
+        previous = {number: signal.signal(number, note) for number in heard}
         try:
             yield
         finally:
