@@ -50,6 +50,7 @@ def main() -> None:
     from training.restore import load_run
     from training.sampling import sample_text
 
+    sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
     try:
         model, tokenizer = load_run(Path(args.run), args.device, args.attention, args.tokenizer)
         generator = torch.Generator().manual_seed(args.seed % 2**64)  # torch takes no longer ones

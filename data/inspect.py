@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     progress = ConsoleProgress()
+    sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
     try:
         return inspect(options, progress)
     except DataError as error:

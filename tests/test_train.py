@@ -384,6 +384,19 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_envi
     assert {step: loss for step, loss in (before | after).items() if step in whole} == whole
 
 
+def test_text_goes_where_utf8_does_not(command_line, tiny):
+    """As to a file on Windows: what cannot be written is a question mark, not a traceback at the end of a run."""
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    prompt = ["trainer.sample_prompt='日'", "trainer.sample_tokens=9", "data.tokenizer=bytes"]
+    for command in (
+        ("train.py", *tiny, *prompt, "optimizer.lr=1e-9", "hydra.run.dir=run"),
+        ("sample.py", "run", "日"),
+    ):
+        done = command_line(*command, env=ascii_only)
+        assert done.returncode == 0, done.stderr
+        assert "?" in done.stdout
+
+
 def test_a_run_whose_terminal_closes_saves_too(user_environment, tiny, tmp_path):
     """As when ssh loses its connection; writing to such a terminal raises."""
     ours, theirs = os.openpty()

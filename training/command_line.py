@@ -40,6 +40,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
             multirun.yaml.
         usage: what --help prints; empty: train.py's, of configs/train.yaml.
     """
+    sys.stdout.reconfigure(errors="replace")  # the model's text, where the terminal or file is not of UTF-8
     makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
     if torchrun.launched() and {"-m", "--multirun"} & set(sys.argv):
         sys.exit(
