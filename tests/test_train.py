@@ -421,6 +421,24 @@ def test_a_run_whose_terminal_closes_saves_too(user_environment, tiny, tmp_path)
     assert [path.name[:5] for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-"]
 
 
+def test_a_pipe_that_closes_ends_the_run_in_a_line(user_environment, tiny, tmp_path):
+    """As `train.py ... | head` does."""
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *tiny, "trainer.steps=100000", "hydra.run.dir=run"],
+        cwd=tmp_path,
+        env=user_environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().startswith("tilegpt")
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert "goes to a pipe that was closed" in said
+    assert "Traceback" not in said
+
+
 def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, user_environment, tiny, tmp_path):
     process = subprocess.Popen(
         [

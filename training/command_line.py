@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import select
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TextIO
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -92,6 +94,12 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.exit(f"error: {_explain(error)}")
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
+        print("error: what is printed goes to a pipe that was closed", file=sys.stderr)
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if begun:
             raise
@@ -105,6 +113,13 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.exit(128 + signal.SIGINT)
     if refused:
         sys.exit("\n".join(refused))
+
+
+def _nobody_reads(pipe: TextIO) -> bool:
+    """As of `train.py ... | head`, once head has what it wants."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def composed(*overrides: str) -> Config:

@@ -43,9 +43,8 @@ class Interrupt:
         def note(number: int, _frame: object) -> None:
             if self._told and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            if (
-                number == hangup
-            ):  # what is written to a closed terminal raises, and the run is yet to be saved
+            # What is written to a closed terminal raises, and the run is yet to be saved.
+            if number == hangup:
                 for stream in terminals:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             self._told = number
