@@ -288,12 +288,13 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{end} tokens, but seq_len={self.config.seq_len}: pass fewer, or train with a larger seq_len"
             )
-        if dropout_seed is None and self.training and self.config.dropout > 0.0:
-            raise ValueError(
-                f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
-            )
         seeds = [(None, None, None)] * (1 + len(self.h))
         if self.training and self.config.dropout > 0.0:
+            is_seed = isinstance(dropout_seed, Tensor) and dropout_seed.ndim == 0
+            if not is_seed or dropout_seed.dtype is not torch.int64:
+                raise ValueError(
+                    f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
+                )
             seeds = dropout_seeds(dropout_seed, len(seeds))
         (first, *_), *seeds = seeds
         rows = self.wte(tokens) if self.fused is None else self.fused.embedding(tokens, self.wte.weight)

@@ -298,8 +298,9 @@ def test_flops_per_token():
 def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match="33 tokens, but seq_len=32"):
         tiny()(some_tokens(1, 33))
-    with pytest.raises(ValueError, match="needs dropout_seed"):
-        tiny(dropout=0.1)(some_tokens(1, 4))
+    for seed in (None, 1, torch.tensor([1]), torch.tensor(1, dtype=torch.int32), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="needs dropout_seed, a 0-d int64 tensor"):
+            tiny(dropout=0.1)(some_tokens(1, 4), dropout_seed=seed)
     with pytest.raises(ValueError, match=r"\(batch, length\), got shape \(4,\)"):
         tiny()(some_tokens(1, 4)[0])
     for mistaken in ("flash", ("flash", plain_attention)):  # the second is what resolve_attention returns
