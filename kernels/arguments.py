@@ -80,11 +80,13 @@ def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> 
         raise AttentionError(
             "dropout_p > 0 needs dropout_seed (an int or a 0-d int64 tensor): no global generator is used"
         )
-    if isinstance(dropout_seed, torch.Tensor) and (
-        dropout_seed.ndim or dropout_seed.dtype is not torch.int64
-    ):
-        got = f"{dropout_seed.dtype} of shape {tuple(dropout_seed.shape)}"
-        raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {got}")
+    if isinstance(dropout_seed, torch.Tensor):
+        if dropout_seed.ndim or dropout_seed.dtype is not torch.int64:
+            got = f"{dropout_seed.dtype} of shape {tuple(dropout_seed.shape)}"
+            raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {got}")
+    # 1.5 would be cut to 1, and "5" read as 5. NumPy's integers have an index; torch.compile knows int alone.
+    elif not (dropout_seed is None or isinstance(dropout_seed, int) or hasattr(dropout_seed, "__index__")):
+        raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {dropout_seed!r}")
 
 
 def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,13 @@ def test_to_torch_compile_it_is_whole():
         torch.testing.assert_close((out, d_x), (expected(x, 0.3, 9), expected(torch.ones_like(x), 0.3, 9)))
 
 
+def test_to_torch_compile_a_seed_may_be_another_int_each_call():
+    x = torch.randn(5, 48, device=DEVICE)
+    compiled = torch.compile(dropout, fullgraph=True, backend="aot_eager")
+    for seed in (1, 2, 3):
+        torch.testing.assert_close(compiled(x, 0.3, seed), expected(x, 0.3, seed))
+
+
 def test_its_gradient_has_a_gradient():
     x = torch.randn(3, 8, device=DEVICE, dtype=torch.float32, requires_grad=True)
     (d_x,) = torch.autograd.grad(dropout(x, 0.5, 4).square().sum(), x, create_graph=True)

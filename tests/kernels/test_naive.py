@@ -122,6 +122,9 @@ def test_dropout_needs_a_seed_and_a_share_below_one() -> None:
         naive_attention(q, k, v, dropout_p=0.1)
     with pytest.raises(AttentionError, match="at least 0 and below 1, got 1"):
         naive_attention(q, k, v, dropout_p=1.0, dropout_seed=0)
+    for seed in (1.5, "1", [1]):
+        with pytest.raises(AttentionError, match="dropout_seed must be an int or a 0-d int64 tensor, got"):
+            naive_attention(q, k, v, dropout_p=0.1, dropout_seed=seed)
 
 
 @pytest.mark.parametrize(
