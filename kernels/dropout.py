@@ -13,22 +13,24 @@ from .fused import check_dtype, kernels_of
 from .operators import below_autograd, operator
 
 
-def dropout(x: Tensor, dropout_p: float, dropout_seed: int | Tensor) -> Tensor:
+def dropout(x: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Tensor:
     """x / (1 - p) where kernels.philox.row_mask of (rows, width) is True, else 0.
 
     Args:
         x: (..., width); float32, bfloat16 or float16.
         dropout_p: probability of a 0, p to 2^-33; at least 0 and below 1.
-        dropout_seed: int or 0-d int64.
+        dropout_seed: int or 0-d int64, needed with dropout_p > 0.
 
     Returns:
-        Like x, contiguous.
+        Like x, contiguous; x itself where that is the same.
 
     Raises:
         ValueError: another dtype, probability or seed. FusedError: our kernels cannot run here.
     """
     check_dtype("x", x)
     check_dropout(dropout_p, dropout_seed)
+    if not dropout_p:
+        return x.contiguous()
     seed = seed_on(x.device, dropout_seed)
     return (
         dropped(x, seed, dropout_p) if torch.compiler.is_compiling() else _Dropped.apply(x, seed, dropout_p)

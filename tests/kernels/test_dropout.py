@@ -33,6 +33,11 @@ def test_any_probability(dropout_p):
     torch.testing.assert_close(dropout(x, dropout_p, 3), expected(x, dropout_p, 3))
 
 
+def test_no_dropout_needs_no_seed_and_no_pass_over_memory():
+    x = torch.randn(3, 8, device=DEVICE)
+    assert dropout(x, 0.0, None) is x
+
+
 def test_any_strides():
     x = torch.randn(48, 6, device=DEVICE).T
     d_out = torch.ones((), device=DEVICE).expand(6, 48)
