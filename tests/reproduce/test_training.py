@@ -139,6 +139,7 @@ def speed(part: str, rates: dict[str, float], **where: object) -> dict:
         "micro_batch": 16,
         "mfu": {"flash": 0.45},
         "flops_per_token": 10**9,
+        "ms": {name: {"forward": [1.0], "backward": [2.0], "optimizer": [0.1]} for name in rates},
         **where,
     }
     return sample | {"tokens_per_second": rates}
@@ -180,6 +181,21 @@ def test_table_2_is_held_against_the_whole_stack_and_attention_alone_is_apart():
     assert by_what[nanogpt.format("without biases, as it trains")][1] == "1.05x"
     assert by_what[nanogpt.format("with GPT-2's biases")] == (REPRODUCED, "1.14x")
     assert by_what["gpt2_small, 16 sequences a forward: MFU of ours, compiled"] == (NOT_REPRODUCED, "45.0%")
+
+
+def test_steps_that_were_not_as_long_as_each_other_are_told_of():
+    milliseconds = {
+        HF_EAGER: {"forward": [300.0, 301.0], "backward": [350.0, 351.0], "optimizer": [2.0, 2.0]},
+        "flash": {"forward": [80.0, 60.0], "backward": [110.0, 72.0], "optimizer": [5.0, 2.0]},
+    }
+    sample = speed(
+        "small", {HF_EAGER: 100e3, "flash": 400e3}, ms=milliseconds, step_tokens=65536, accumulation=4
+    )
+    results = {"device": "GPU", "samples": [sample]}
+    said = "not steady, 134 to 195 ms a step"
+    assert training.table(results).splitlines()[-1] == f"flash: {said}"
+    whole_stack, *_ = training.judge(results)
+    assert whole_stack.why.endswith(said)
 
 
 def test_contexts_and_gpt3_are_judged_by_their_ratios():
