@@ -176,7 +176,7 @@ def warnings(runs: list[Run]) -> list[str]:
     if resumed := [run.label for run in runs if run.config.get("trainer.resume") and not run.whole]:
         said.append(f"resumed: {', '.join(resumed)}; times and curves are of the last part.")
     said += [
-        f"{run.label} went on after step {step:,} with {changes(changed)}: its losses are of both."
+        f"after step {step:,} {run.label} went on with {changes(changed)}: its losses are of both."
         for run in runs
         for step, changed in run.resumed.items()
         if changed

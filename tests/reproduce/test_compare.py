@@ -305,29 +305,29 @@ def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file, ca
     config, run = _config(text_file, "naive"), copies / "2"
 
     def said_after(step: int, attention: str) -> list[str]:
-        """That the run, gone on from `step` with another attention, went on with."""
+        """What is said of the run, gone on from `step` with another attention."""
         resume = str(run / "checkpoints" / f"step-{step:08}") if step else None
         trainer = replace(config.trainer, save_every=3, keep_checkpoints=9, resume=resume)
         train(replace(config, attention=AttentionConfig(attention), trainer=trainer), run)
         assert main(["compare", str(run), str(copies / "0_naive")]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert ("  speed and memory of" in "".join(lines)) == bool(step)
-        return [line.split(" went on ")[1] for line in lines if " went on " in line]
+        return [line.removeprefix("! ") for line in lines if " went on " in line]
 
-    naive_to_sdpa = "with attention.name naive -> sdpa: its losses are of both."
+    naive_to_sdpa = "went on with attention.name naive -> sdpa: its losses are of both."
     assert said_after(0, "naive") == []
-    assert said_after(9, "sdpa") == [f"after step 9 {naive_to_sdpa}"]
+    assert said_after(9, "sdpa") == [f"after step 9 sdpa {naive_to_sdpa}"]
     rows = [row["step"] for row in find_runs([str(run)])[0].last_part]
     assert rows[0] > 9
     assert rows[-1] == 12
     # What followed step 9 is gone, and sdpa from 6 on; then from 3 on naive, as before.
-    assert said_after(6, "sdpa") == [f"after step 6 {naive_to_sdpa}"]
+    assert said_after(6, "sdpa") == [f"after step 6 sdpa {naive_to_sdpa}"]
     assert said_after(3, "naive") == []
     # A wandb folder is of one part, and says the same.
-    assert said_after(3, "sdpa") == [f"after step 3 {naive_to_sdpa}"]
+    assert said_after(3, "sdpa") == [f"after step 3 sdpa {naive_to_sdpa}"]
     newest = max(run.glob("wandb/offline-run-*"), key=lambda path: path.stat().st_mtime)
     assert main(["compare", str(newest)]) == 0
-    assert f"! sdpa went on after step 3 {naive_to_sdpa}" in capsys.readouterr().out
+    assert f"! after step 3 sdpa {naive_to_sdpa}" in capsys.readouterr().out
 
 
 def test_long_names_leave_the_plots_their_room(copies):
