@@ -30,7 +30,7 @@ configs:
 SCRIPT = """
 import json, os, resource, sys, time
 import numpy
-import data.hub, data.loader, data.shards
+import data.hub, data.loader
 from data import DataError
 from data.corpora import make_corpus
 from data.prepare import prepare
@@ -43,7 +43,7 @@ class Progress:
         assert 0 <= done <= total
 
 # It maps files through torch, which takes a second to load.
-data.loader.mapped = data.shards.mapped = lambda path, dtype: numpy.memmap(path, dtype, mode="r")
+data.loader.mapped = lambda path, dtype: numpy.memmap(path, dtype, mode="r")
 if "HURRY" in os.environ:  # a twentieth of every wait for an answer, a hundredth of every pause between two tries
     data.hub.SECONDS /= 20
     sleep = time.sleep

@@ -19,15 +19,12 @@ ROOT = Path(__file__).parents[2]
 # prepare(); optionally SIGKILL itself at the n-th report of a stage, or limit the size of the files it may write.
 SCRIPT = """
 import json, os, resource, signal, sys, time
-import numpy
-import data.prepare, data.shards
+import data.prepare
 from data import DataError
 from data.corpora import make_corpus
 
 settings = json.loads(sys.argv[1])
 data.prepare.SHARD_BYTES = data.prepare.WORTH_A_PROCESS = 1 << 14
-# The last step maps files through torch, which takes a second to load: long to be killed in, and nothing is written.
-data.shards.mapped = lambda path, dtype: numpy.memmap(path, dtype, mode="r")
 
 class Progress:
     def __init__(self):
