@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 from . import plots
+from .attention_figures import milliseconds
 from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
 
 OURS, EAGER, COMPILED, LIGER = "fused", "eager", "compiled", "liger"
@@ -13,11 +14,6 @@ PHASES = ("forward", "backward")
 # Peak memory that the fused loss may take, in inputs and gradients: twice their size beside them. One copy of the
 # logits in 16 bits would make it 14 at 65,536 rows and 6 at 16,384.
 MOST_MEMORY = 3
-
-
-def both_ms(sample: Sample, name: str) -> float:
-    """The median of forward and backward together, in milliseconds."""
-    return statistics.median(map(sum, zip(*sample["ms"][name].values(), strict=True)))
 
 
 def memory_of(results: Results, rows: int, name: str) -> Sample:
@@ -32,7 +28,7 @@ def table(results: Results) -> str:
         flops = 3 * 2 * sample["rows"] * settings["width"] * settings["padded_vocab"]
         rows = []
         for name, phases in sample["ms"].items():
-            ms = both_ms(sample, name)
+            ms = milliseconds(sample, name, "both")
             split = [f"{statistics.median(each):.2f}" for each in phases.values()]
             peak = memory_of(results, sample["rows"], name)["peak_bytes"] / 2**30
             rows.append([name, f"{ms:.2f}", *split, f"{flops / ms / 1e9:.0f}", f"{peak:.2f}"])
@@ -94,7 +90,8 @@ def judge(results: Results) -> list[Verdict]:
         if OURS not in sample["ms"]:
             continue
         where = f"head and loss, {sample['rows']} rows"
-        ratios = {name: both_ms(sample, name) / both_ms(sample, OURS) for name in sample["ms"]}
+        both = {name: milliseconds(sample, name, "both") for name in sample["ms"]}
+        ratios = {name: ms / both[OURS] for name, ms in both.items()}
         if ratio := ratios.get(COMPILED):
             what, why = f"{where}: torch.compile's time over ours", "this project's own aim is 1x"
             verdicts.append(judged("C11", what, "not stated", f"{ratio:.2f}x", None, ratio >= 1, why, device))
