@@ -17,12 +17,23 @@ from pathlib import Path
 
 from . import headline
 from .claims import CLAIMS, Claim
-from .experiment import EXPERIMENTS, NOT_MEASURED, STATUSES, ReproduceError, Results, Verdict
+from .experiment import (
+    EXPERIMENTS,
+    NOT_COMPARABLE,
+    NOT_MEASURED,
+    NOT_REPRODUCED,
+    REPRODUCED,
+    STATUSES,
+    ReproduceError,
+    Results,
+    Verdict,
+)
 from .plots import can_draw
 from .results import changed_since, read_all, slug, writing
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
-MARKS = {"reproduced": "good", "not reproduced": "bad", "not comparable": "grey", "not measured": "none"}
+# The style of each status, the worst first: a claim is shown as its worst figure is.
+MARKS = {NOT_REPRODUCED: "bad", REPRODUCED: "good", NOT_COMPARABLE: "grey", NOT_MEASURED: "none"}
 
 
 @dataclass
@@ -253,14 +264,13 @@ def as_html(page: Page) -> str:
 
 def _html_map(page: Page) -> str:
     """All claims at a glance: a chip each, in the colour of its worst figure."""
-    order = ("not reproduced", "reproduced", "not comparable", "not measured")
     chips = []
     for name, verdicts in page.verdicts.items():
-        status = next(each for each in order if any(v.status == each for v in verdicts))
+        status = next(each for each in MARKS if any(v.status == each for v in verdicts))
         open_rows = any(v.status == NOT_MEASURED for v in verdicts) and status != NOT_MEASURED
         label = f"{name}{'*' if open_rows else ''}"
         chips.append(f'<a href="#{name}" class="chip {MARKS[status]}" title="{status}">{label}</a>')
-    key = " ".join(f'<span class="chip {MARKS[each]}">{each}</span>' for each in order)
+    key = " ".join(f'<span class="chip {style}">{status}</span>' for status, style in MARKS.items())
     return (
         f"<div class=map>{''.join(chips)}</div><p class=key>{key} &nbsp; * with figures not measured yet</p>"
     )
