@@ -16,8 +16,6 @@ from matplotlib.ticker import EngFormatter
 from .plots import COLOURS, STYLE, colour
 from .runs import Run, same_tokens
 
-_SVG = {"svg.fonttype": "none", "legend.fontsize": 9}
-
 
 def colours(runs: list[Run]) -> list[str]:
     """A colour a run: its attention's where that tells the runs apart."""
@@ -40,7 +38,7 @@ def plots(runs: list[Run]) -> list[str]:
         _memory,
         _time_split,
     ]
-    with pyplot.rc_context(STYLE | _SVG):
+    with pyplot.rc_context(STYLE | {"legend.fontsize": 9}):
         return [svg for draw in drawings if (svg := _svg(draw, runs))]
 
 

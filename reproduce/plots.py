@@ -46,7 +46,7 @@ def colour(name: str, others: tuple[str, ...] = ()) -> str:
     """The colour of a series; those without a fixed one take theirs by their place among `others`."""
     if name in FIXED:
         return FIXED[name]
-    free = [each for each in COLOURS if each not in FIXED.values()] or list(COLOURS)
+    free = [each for each in COLOURS if each not in FIXED.values()]
     names = sorted(each for each in {*others, name} if each not in FIXED)
     return free[names.index(name) % len(free)]
 
