@@ -10,7 +10,8 @@ from warnings import catch_warnings
 import pytest
 
 from reproduce.__main__ import main
-from reproduce.compare import HEADER, _common_folder, page, table, warnings
+from reproduce.compare import HEADER, _common_folder, table, warnings
+from reproduce.compare_page import page
 from reproduce.experiment import ReproduceError
 from reproduce.runs import find_runs
 from tests.conftest import rows, text_data
