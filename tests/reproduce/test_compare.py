@@ -10,7 +10,7 @@ from warnings import catch_warnings
 import pytest
 
 from reproduce.__main__ import main
-from reproduce.compare import HEADER, _common_folder, table, warnings
+from reproduce.compare import HEADER, _common_folder, table, text, warnings
 from reproduce.compare_page import page
 from reproduce.experiment import ReproduceError
 from reproduce.runs import find_runs
@@ -46,6 +46,11 @@ def _config(text_file: Path, attention: str) -> Config:
 def copies(sweep: Path, tmp_path: Path) -> Path:
     """The sweep again, to be damaged."""
     return shutil.copytree(sweep, tmp_path / "sweep", ignore=shutil.ignore_patterns("wandb", "checkpoints"))
+
+
+def told(*paths: Path) -> str:
+    """What the command prints of the runs, without its page, whose plots take a second."""
+    return text(find_runs([str(path) for path in paths]))
 
 
 def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
@@ -207,13 +212,12 @@ def test_what_differs_beside_attention_is_listed(copies, capsys):
     assert '<tr class="red"><td>python</td>' not in page
 
 
-def test_of_many_runs_only_those_that_depart_are_named(copies, capsys):
+def test_of_many_runs_only_those_that_depart_are_named(copies):
     for name in "234":
         shutil.copytree(copies / "1_sdpa", copies / name)
     config = copies / "3" / "config.yaml"
     config.write_text(config.read_text().replace("seed: 1337", "seed: 7"))
-    assert main(["compare", str(copies)]) == 0
-    assert "seed  sdpa seed=7: 7, all others: 1337\n" in capsys.readouterr().out
+    assert "seed  sdpa seed=7: 7, all others: 1337\n" in told(copies)
 
 
 def test_a_checkpoint_is_no_step_and_an_evaluation_between_rows_hides_no_bar(text_file, tmp_path):
@@ -225,25 +229,22 @@ def test_a_checkpoint_is_no_step_and_an_evaluation_between_rows_hides_no_bar(tex
     assert evaluates.time_split()
 
 
-def test_an_unfinished_run_shows_how_far_it_came(copies, capsys):
+def test_an_unfinished_run_shows_how_far_it_came(copies):
     run = copies / "1_sdpa"
     (run / "summary.json").unlink()
     lines = (run / "metrics.csv").read_text().splitlines()
     upto = next(i for i, line in enumerate(lines) if line.startswith("6,"))
     (run / "metrics.csv").write_text("\n".join([*lines[: upto + 1], "8,20"]))  # killed while writing
-    assert main(["compare", str(copies)]) == 0
-    said = capsys.readouterr().out
+    said = told(copies)
     assert "unfinished, step 6 of 12" in said
     assert "not finished: sdpa" in said
     assert "at step 4)" in said  # losses are held against each other where both were evaluated
 
 
-def test_an_unfinished_run_says_what_auto_became(copies, text_file, capsys):
+def test_an_unfinished_run_says_what_auto_became(copies, text_file):
     train(_config(text_file, "auto"), copies / "2")
     (copies / "2" / "summary.json").unlink()
-    capsys.readouterr()
-    assert main(["compare", str(copies / "0_naive"), str(copies / "2")]) == 0
-    said = capsys.readouterr().out
+    said = told(copies / "0_naive", copies / "2")
     assert "not finished: sdpa" in said
     assert "auto" not in said
     assert "differ in more than attention" not in said
@@ -292,9 +293,7 @@ def test_a_run_that_went_on_in_its_own_directory_is_whole(copies, text_file, cap
     train(again, run)
     train(again, copies / "3_sdpa")
     capsys.readouterr()
-    assert main(["compare", str(copies / "0_naive"), str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "resume" not in said
+    assert "resume" not in told(copies / "0_naive", run)
     with catch_warnings(action="error"):  # of matplotlib's: a legend without a label
         assert main(["compare", str(copies / "0_naive"), str(copies / "3_sdpa")]) == 0
     said = capsys.readouterr().out
@@ -302,7 +301,7 @@ def test_a_run_that_went_on_in_its_own_directory_is_whole(copies, text_file, cap
     assert "resumed: sdpa; times and curves are of the last part" in said
 
 
-def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file, capsys):
+def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file):
     config, run = _config(text_file, "naive"), copies / "2"
 
     def said_after(step: int, attention: str) -> list[str]:
@@ -310,8 +309,7 @@ def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file, ca
         resume = str(run / "checkpoints" / f"step-{step:08}") if step else None
         trainer = replace(config.trainer, save_every=3, keep_checkpoints=9, resume=resume)
         train(replace(config, attention=AttentionConfig(attention), trainer=trainer), run)
-        assert main(["compare", str(run), str(copies / "0_naive")]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = told(run, copies / "0_naive").splitlines()
         assert ("  speed and memory of" in "".join(lines)) == bool(step)
         return [line.removeprefix("! ") for line in lines if " went on " in line]
 
@@ -327,8 +325,7 @@ def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file, ca
     # A wandb folder is of one part, and says the same.
     assert said_after(3, "sdpa") == [f"after step 3 sdpa {naive_to_sdpa}"]
     newest = max(run.glob("wandb/offline-run-*"), key=lambda path: path.stat().st_mtime)
-    assert main(["compare", str(newest)]) == 0
-    assert f"! after step 3 sdpa {naive_to_sdpa}" in capsys.readouterr().out
+    assert f"! after step 3 sdpa {naive_to_sdpa}" in told(newest)
 
 
 def test_long_names_leave_the_plots_their_room(copies):
