@@ -208,6 +208,13 @@ def test_a_bar_in_a_cell_ends_no_column():
     assert _markdown_table(("what",), [["mean |x|"]])[-2] == r"| mean \|x\| |"
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """A report without its pictures, which take seconds."""
+    monkeypatch.setattr("reproduce.report.can_draw", lambda: False)
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
     write(tmp_path, "attention", papers_own_attention())
     write(tmp_path, "numerics", [{"kind": "errors", "backend": "flash"}])  # not what this version writes
@@ -232,6 +239,7 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
     assert "20.4x" in report
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_kernel_for_hopper_makes_no_cpu_stale(tmp_path, capsys):
     code = {"kernels/flash/hopper_backward.py": "0"}
     write(tmp_path, "attention", papers_own_attention(), code=code)
@@ -241,6 +249,7 @@ def test_a_kernel_for_hopper_makes_no_cpu_stale(tmp_path, capsys):
     assert f"which files is under Runs: attention on {GPU}\n" in out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_two_devices_are_kept_apart(tmp_path):
     write(tmp_path, "attention", papers_own_attention())
     other = tmp_path / "nvidia-other"
@@ -254,8 +263,3 @@ def test_two_devices_are_kept_apart(tmp_path):
     assert len(rows) == 2
     assert GPU in rows[0] or GPU in rows[1]
     assert sum("NVIDIA Other" in row for row in rows) == 1
-
-
-def test_verdicts_are_plain_data():
-    results = {"device": GPU, "samples": papers_own_attention()}
-    assert json.dumps([asdict(verdict) for verdict in attention_figures.judge(results)])
