@@ -2,21 +2,16 @@
 
 import pytest
 
-from training.command_line import CONFIGS, composed
+from training.command_line import CONFIGS, composed, options_of
 from training.config import Config, Precision
 from training.schedule import learning_rate
-
-RECIPES = sorted(
-    str(path.relative_to(CONFIGS / "experiment").with_suffix(""))
-    for path in CONFIGS.glob("experiment/**/*.yaml")
-)
 
 
 def recipe(name: str, *overrides: str) -> Config:
     return composed(f"experiment={name}", *overrides)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", options_of("experiment"))
 def test_a_recipe_composes_and_builds_its_batch(name):
     config = recipe(name)
     for ranks in (1, 8):
