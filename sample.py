@@ -45,7 +45,7 @@ def main() -> None:
 
     import torch
 
-    from training.config import is_users
+    from training.config import is_users_mistake
     from training.console import printable
     from training.restore import load_run
     from training.sampling import sample_text
@@ -62,7 +62,7 @@ def main() -> None:
             )
             print(printable(text) if sys.stdout.isatty() else text)
     except ValueError as error:
-        if not is_users(error):
+        if not is_users_mistake(error):
             raise
         sys.exit(f"error: {error}")
 

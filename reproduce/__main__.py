@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.config import is_users
+from training.config import is_users_mistake
 
 from .experiment import (
     EXPERIMENTS,
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             return _run_all(arguments)
         return _run_one(arguments, argv)
     except ValueError as error:
-        if not is_users(error):
+        if not is_users_mistake(error):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1

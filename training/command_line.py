@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from . import torchrun
-from .config import Config, ConfigError, from_hydra, is_users
+from .config import Config, ConfigError, from_hydra, is_users_mistake
 
 _ALL = "`python train.py --cfg job` prints all settings"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -78,7 +78,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
                 config.logger.tags.append(recipe)
             task(config, Path(os.path.relpath(run_dir)))
         except ValueError as error:
-            if not is_users(error):
+            if not is_users_mistake(error):
                 raise
             # Said at the end: a sweep goes on with its other runs.
             refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")

@@ -27,8 +27,8 @@ class ConfigError(ValueError):
     """Something a user asked for that cannot be; one line with the remedy."""
 
 
-def is_users(error: ValueError) -> bool:
-    """Whether a room raised this for the user to mend, as it does a ConfigError; any other ValueError is a bug."""
+def is_users_mistake(error: ValueError) -> bool:
+    """Whether one of our packages raised this, so that the user can mend it; any other ValueError is a bug."""
     return type(error).__module__.split(".")[0] in {"training", "data", "kernels", "reproduce"}
 
 
