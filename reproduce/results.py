@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.files import write_json
+from training.files import as_json, replace_file
 
 from .experiment import EXPERIMENTS, Experiment, OutOfTime, ReproduceError, Results, Sample
 
@@ -230,7 +230,7 @@ class Store:
     def write(self, path: Path) -> None:
         self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)
         with writing(path, "--results FOLDER"):
-            write_json(path, self.document)
+            replace_file(path, as_json(self.document))
 
 
 @contextmanager

@@ -11,23 +11,32 @@ from .config import ConfigError
 REMEDY = "free some room, or name a folder you may write with hydra.run.dir"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write beside and rename, so that neither a reader nor a kill sees half a file.
-
-    Raises ConfigError where the disk is full or the folder may not be written.
-    """
+def replace_file(path: Path, text: str) -> None:
+    """Write beside and rename, so that neither a reader nor a kill sees half a file."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text, encoding="utf-8", newline="")
         partial.replace(path)
-    except OSError as error:
+    except OSError:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """As `replace_file` in a run directory: where that cannot be written, a ConfigError says what to do."""
+    try:
+        replace_file(path, text)
+    except OSError as error:
         raise unwritable(path, error) from None
 
 
 def write_json(path: Path, record: dict) -> None:
-    write_whole(path, json.dumps(record, indent=2) + "\n")
+    write_whole(path, as_json(record))
+
+
+def as_json(record: dict) -> str:
+    return json.dumps(record, indent=2) + "\n"
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

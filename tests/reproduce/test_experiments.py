@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -314,6 +315,17 @@ def test_a_place_that_cannot_be_written_is_one_line_with_the_remedy(command, in_
     error = capsys.readouterr().err
     assert re.search(r"^error: .*cannot be written \(.*\): name another place, --results FOLDER$", error)
     assert error.count("\n") == 1
+
+
+def test_a_full_disk_is_the_same_line(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # no file may be larger
+    try:
+        assert run(tmp_path, "numerics", "backends=naive") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = "numerics.partial.json cannot be written (File too large): name another place, --results FOLDER\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_settings_are_parsed_by_their_types():
