@@ -114,7 +114,7 @@ def saved(run_dir: Path) -> list[Path]:
 
 
 def _put_aside(path: Path) -> None:
-    """Make it rubbish, at once: a kill while it is deleted would leave half of it under its name."""
+    """Give it a name that is swept: deleted in place, it could be left half there, under its name, by a kill."""
     path.rename(path.with_suffix(f".{time.time_ns()}"))  # a new name: the last rubbish may still be there
 
 

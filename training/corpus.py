@@ -12,8 +12,8 @@ from data.progress import ConsoleProgress
 from . import torchrun
 from .config import DataConfig
 
-# Rank 0 shows how far it is, so it is the one to prepare: the others give it this long to begin, then wait for it as
-# any process does. Nothing hangs on it: where rank 0 cannot be seen, on another node's disk, one of them prepares.
+# Only rank 0 shows its progress, so it should be the one that prepares: the others let it begin first, for at most
+# this long, and then wait for its lock. On another node, which does not see rank 0's disk, one of them prepares.
 _GIVE_WAY_S = 10
 # What `prepare` and the trainer take; every other field of DataConfig describes the source.
 _NOT_SOURCE = ("tokenizer", "cache_dir", "val_fraction", "workers", "document_mask")

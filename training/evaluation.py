@@ -18,7 +18,7 @@ class Evaluation:
     loss: float
     # Tokens predicted: all of the split but its first.
     tokens: int
-    # UTF-8 bytes of the split's text (end-of-text tokens count as none, though predicting them is paid for).
+    # UTF-8 bytes of the split's text. End-of-text tokens add none, although predicting them adds to the loss.
     text_bytes: int
 
     @property

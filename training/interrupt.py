@@ -21,12 +21,12 @@ class Interrupt:
     """Whether the run was told to stop."""
 
     def __init__(self, ranks: World) -> None:
-        # torchrun kills ranks 30 s after it passed a signal on; the next log step may be further off. So the hosts
-        # agree among themselves, after every step and before every batch of an evaluation, without waiting for their
-        # devices; the exchange of gradients ties the ranks together anyhow. Clocks will not do: no two are alike, and
-        # one that stops alone hangs all.
+        # torchrun kills a rank 30 s after it has passed a signal on, and the next log step may be further off. So the
+        # ranks ask each other after every step, and before every batch of an evaluation, on their hosts, without
+        # waiting for a device. Stopping at a set time will not do: clocks differ, and a rank that stops alone leaves
+        # the others waiting for ever.
         self._hosts = dist.new_group(backend="gloo") if ranks.size > 1 else None
-        # Apart, since a signal may come while the ranks agree that there was none.
+        # Two numbers, since a signal may come while the ranks are agreeing that there was none.
         self._told: int = 0  # what this process was sent
         self.signal: int = 0  # what the run was, as all ranks know
 

@@ -181,9 +181,8 @@ def check_names(config: LoggerConfig) -> None:
     try:
         wandb.Settings(project=config.project, run_tags=tuple(config.tags))
     except (wandb.errors.UsageError, ValueError) as error:
-        told = (
-            error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
-        )  # pydantic's has many lines
+        # pydantic's own text has many lines
+        told = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
         raise ConfigError(f"logger.project, logger.tags: {told}.") from None
 
 

@@ -16,9 +16,9 @@ import torch
 
 from .distributed import World
 
-# Dense bf16/fp16 tensor-core peak in TFLOP/s, no sparsity, from the vendors' datasheets. The words must begin what
-# torch.cuda.get_device_name() says after "NVIDIA" and "GeForce"; the first that do count. A device that is not here
-# gets no MFU rather than a wrong one.
+# Dense bf16/fp16 tensor-core peak in TFLOP/s, no sparsity, from the vendors' datasheets. A device is the first entry
+# whose words its name begins with, "NVIDIA" and "GeForce" left out. One that is not here gets no MFU rather than a
+# wrong one.
 PEAK_TFLOPS = {
     "GB200": 2500,
     "B200": 2250,
@@ -35,7 +35,7 @@ PEAK_TFLOPS = {
     "RTX 4090": 165,
     "RTX 3090": 71,
 }
-# Same words, another chip or a part of one.
+# With one of these words in its name, a device is another chip than the entry's, or a part of one.
 OTHER_CHIPS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}
 
 

@@ -65,7 +65,7 @@ def banner(run: Trainer) -> Rows:
 
 def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_best: bool) -> Rows:
     """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
-    # No checkpoint: an evaluation alone, or a run resumed elsewhere at its last step.
+    # Empty after an evaluation alone, or if a run was resumed at its last step in another directory.
     saved = checkpoint.saved(run_dir)
     speed = f"not measured: no step{' came after the warm-up' if summary['steps'] else ''}"
     if "perf/step_ms" in summary:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 # Prefixes of settings whose change is not reported on resume: they change no weight, or identity() refuses them.
-_BESIDES = (
+_NOT_REPORTED = (
     *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
     *("trainer.log_every", "trainer.eval_every", "trainer.save_every", "trainer.profile_step"),
 )
@@ -33,7 +33,7 @@ class Resumed(NamedTuple):
     """Where a run resumes; a new one has nothing to resume from."""
 
     step: int
-    seconds: float  # that it has run for
+    seconds: float  # how long it had run by then
     changed: dict[str, list]  # settings that are not what they were: [was, is]
     history: dict[str, dict[str, list]]  # by step of each resume so far, what changed there; in facts.json
 
@@ -69,9 +69,9 @@ def resume(run: Trainer, path: str) -> Resumed:
     run.config = dataclasses.replace(
         run.config, trainer=dataclasses.replace(run.config.trainer, init_from=began)
     )
-    # A checkpoint from before seconds were kept counts as no time.
     changed = _changed(run_dir / "config.yaml", run.config)
     history = _history(run_dir / "facts.json", state["step"], changed)
+    # A checkpoint from before seconds were kept counts as no time.
     return Resumed(state["step"], state.get("seconds", 0.0), changed, history)
 
 
@@ -99,12 +99,15 @@ def _changed(config_file: Path, config: Config) -> dict[str, list]:
     return {
         name: [was[name], now[name]]
         for name in now
-        if name in was and was[name] != now[name] and not name.startswith(_BESIDES)
+        if name in was and was[name] != now[name] and not name.startswith(_NOT_REPORTED)
     }
 
 
 def _history(facts_file: Path, step: int, changed: dict[str, list]) -> dict[str, dict[str, list]]:
-    """What each resume changed, this one included; what changed after `step` holds from there by now."""
+    """What each resume changed, by its step, this one included.
+
+    A change that an earlier resume made after `step` counts as made at `step`, where this one leaves that branch.
+    """
     known = json.loads(facts_file.read_text()).get("resumed", {}) if facts_file.is_file() else {}
     history: dict[str, dict[str, list]] = {}
     for began, changes in [*known.items(), (step, changed)]:

@@ -52,7 +52,7 @@ def open_run(run: Trainer) -> list[Logger]:
         return []
     run_dir = run.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
-    # What came after the step to go on from goes: first the checkpoints, which say where a next start goes on.
+    # Drop what is newer than the step to go on from. Checkpoints first, since a next start looks for the newest.
     if gone := checkpoint.drop_after(run_dir, run.start):
         print(f"removed {', '.join(gone)}: newer than the step this run goes on from", flush=True)
     for end in ("summary.json", "sample.txt"):

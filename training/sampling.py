@@ -18,7 +18,7 @@ def sample_text(
     temperature: float = 0.8,
     top_k: int | None = 50,
 ) -> str:
-    """`prompt` and up to `tokens` tokens more. An empty prompt starts a document, as the end of the last one did."""
+    """`prompt` and up to `tokens` tokens more. An empty prompt is an end-of-text token: a document begins."""
     end = tokenizer.eot_token
     ids = tokenizer.encode_ordinary(prompt) or [end]
     device = next(model.parameters()).device

@@ -165,7 +165,7 @@ class Trainer:
                 self.interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
-                # A checkpoint is older than the evaluation of its step.
+                # A checkpoint is saved before its step is evaluated, so a run that resumes may still owe that.
                 if self.evaluates_at(done):
                     evaluation = evaluated()
                 for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start + 1):
@@ -174,7 +174,7 @@ class Trainer:
                         self.throughput.step()
                     progress.step()
                     saving = _due(done, config.save_every) or done == config.steps
-                    # A model that is saved was looked at: none is kept that a bad step has spoilt.
+                    # The metrics of a step that is saved are looked at first, so that no spoilt model is kept.
                     logging = saving or _due(done, config.log_every) or done == 1
                     told = self.interrupt.requested() and done < config.steps
                     # Only here does the host wait for the device.
@@ -191,7 +191,7 @@ class Trainer:
                         evaluation = evaluated()
                 summary = self._summary(evaluation)
         except Told:
-            pass  # what is left to do then is done below
+            pass  # it ends below, as a finished run does
         finally:
             progress.close()
             for logger in loggers:
@@ -206,7 +206,7 @@ class Trainer:
 
     @contextmanager
     def _profiled(self, done: int, progress: Progress) -> Iterator[None]:
-        """The step that was asked for with a profile, which its speed does not count."""
+        """Profile step `done` if it is the one to profile, and leave it out of the measured speed."""
         if done != self.config.trainer.profile_step:
             yield
             return
@@ -222,7 +222,7 @@ class Trainer:
         return done == config.steps or (done > 0 and _due(done, config.eval_every))
 
     def _seconds(self) -> float:
-        """That the run has run for, what came before it was resumed included."""
+        """How long the run has taken so far, with its time before it was resumed."""
         return time.perf_counter() - self.began
 
     def train_step(
@@ -263,7 +263,7 @@ class Trainer:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not torch.float32)
 
     def _dropout_seed(self, step: int, micro: int) -> torch.Tensor | None:
-        """Put the dropout stream where this micro-step begins, so that a resumed run draws the same masks."""
+        """Seed dropout for this micro-step from its number, so that a resumed run draws the same masks."""
         if not self.config.model.dropout:
             return None
         seed = stream_seed(self.config.seed, "dropout", step, micro, self.world.rank)
@@ -313,7 +313,7 @@ class Trainer:
         return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
 
     def _evaluate(self, done: int) -> Evaluation:
-        """Raises Told where the run is told to stop meanwhile: OpenWebText's split takes minutes."""
+        """Evaluate the whole validation split. Raises Told if the run is told to stop: it can take minutes."""
 
         def until_told(batches: Iterator[tuple]) -> Iterator[tuple]:
             for batch in batches:
