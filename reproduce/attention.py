@@ -247,7 +247,7 @@ def _row_error(inputs: Inputs, out: torch.Tensor) -> float:
 def time_all(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
     """Milliseconds of forward and backward of every round: {"ms": {backend: {phase: [...]}}}.
 
-    Where the memory does not do for all of them in turn, those that hold the scores stay out, one after another.
+    Where memory is too small for all of them in turn, those that hold the scores are left out, one after another.
     """
     competing = list(backends)
     while True:

@@ -45,10 +45,10 @@ def counting() -> Iterator[Traffic]:
 
 @contextmanager
 def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
-    """The door: every load, store and dot of an interpreted kernel goes through its builder's `create_` methods.
+    """Wrap the builder's `create_` methods, which every load, store and dot of an interpreted kernel goes through.
 
-    Lanes that are masked off move nothing. Descriptor loads and stores end in the masked ones. What the interpreter
-    itself does with tensors, to fetch and return the arguments of a kernel, is not counted.
+    Lanes that are masked off move nothing. Descriptor loads and stores become masked ones. What the interpreter does
+    itself with tensors, to fetch and return a kernel's arguments, is not counted.
     """
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import InterpreterBuilder as Builder

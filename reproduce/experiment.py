@@ -75,8 +75,8 @@ class Experiment:
         title: one line for the list and the report.
         claims: which claims it bears on, as numbered in `claims.py`.
         needs: "cpu" if its figures mean something anywhere, "cuda" if only its --tiny form runs without a GPU.
-        minutes: what `all` gives it at first, of a budget; the list shows it at least, until results/ has a whole
-            run on a GPU with the settings as they are.
+        minutes: its share of a budget in the first round of `all`. The list shows at least that, as an estimate,
+            until results/ has a whole run on a GPU with the default settings.
         code: files and folders, beside its own module, whose code its figures depend on; a change there makes them
             stale.
     """

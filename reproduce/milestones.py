@@ -186,13 +186,13 @@ def nearest_reference(run: Run) -> str:
 
 
 def _apart(other: Departures) -> float:
-    """Doublings of its sizes from one model to the other; anything that is no size counts as one."""
+    """How far two models are apart: a doubling of a size counts as one, and so does a difference of another kind."""
     sizes = [pair for pair in other.values() if all(isinstance(each, int) for each in pair)]
     return sum(abs(math.log2(ours / theirs)) for ours, theirs in sizes) + len(other) - len(sizes)
 
 
 def _other_model(left: Departures) -> Departures:
-    """Those of the departures without which perplexities are of the same thing."""
+    """The departures that make it another model or tokenizer, whose perplexity is another thing."""
     return {key: left[key] for key in _MODEL if key in left}
 
 

@@ -127,7 +127,7 @@ def _draw(module: object, document: Results, directory: Path) -> Path | None:
 
 
 def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
-    """The row of a claim that no document has a row for, or where a GPU has to tell it no GPU's document."""
+    """A row "not measured" if no document has one for the claim, or no GPU's document where only a GPU can tell."""
     if not claim.experiment:
         yield Verdict(claim.name, "the claim", claim.paper, why=claim.missing)
         return

@@ -53,9 +53,9 @@ def code_of(experiment: Experiment) -> dict[str, str]:
 
 
 def changed_since(document: Results) -> list[str]:
-    """The files that made a document, as far as its figures depend on them, and are other ones now.
+    """The files a document's figures depend on whose code is not what it was when the document was made.
 
-    A new file counts by those that import it, and a kernel for Hopper GPUs does not count for a CPU.
+    A file that is new since then shows in those that import it. Kernels for Hopper GPUs do not count for a CPU.
     """
     needed = code_of(EXPERIMENTS[document["experiment"]])
     if document["device"].startswith("CPU"):
@@ -206,7 +206,7 @@ class Store:
         self.document["samples"] = [each for each in self.document["samples"] if each not in samples]
 
     def _forget_turns_without(self, where: Sample) -> None:
-        """Drop what was timed in turns while the contender at `where` failed, so that it is timed again, with it."""
+        """Drop the times of the others from when the contender at `where` failed, so that all are timed together."""
 
         def stale(sample: Sample) -> bool:
             joint = isinstance(sample.get("ms"), dict) and not {"backend", "contender"} & sample.keys()

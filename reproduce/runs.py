@@ -30,7 +30,7 @@ _BOOKKEEPING = (
     "data.workers",
     "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_tokens|sample_prompt)",
 )
-# What a run resolved, and the settings it resolved them from: where the facts are known, they count.
+# Facts a run resolved, and the settings it resolved them from; where the facts are known, only they are compared.
 _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")
 _RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device", "model.(loss|block)")
 _LEET_TIMEOUT = 120
@@ -121,7 +121,7 @@ class Run:
 
     @property
     def last_part(self) -> list[dict[str, float]]:
-        """The rows since."""
+        """The rows after `began`."""
         return [row for row in self.rows if row["step"] > self.began]
 
     @property
@@ -143,9 +143,9 @@ class Run:
         return None
 
     def step_split(self) -> dict[str, float] | None:
-        """Milliseconds of a step by what they went to, None for a run from before this was logged.
+        """Milliseconds of each phase of a step, None for a run from before they were logged.
 
-        `other` is what these leave of the step: logging and the loop's own.
+        `other` is the rest of the step: logging and the loop itself.
         """
         step_ms = self.speed("perf/step_ms")
         split = {name: self.speed(column) for name, column in STEP_PHASES.items()}
@@ -154,10 +154,10 @@ class Run:
         return {**split, "other": max(0.0, step_ms - sum(split.values()))}
 
     def time_split(self) -> dict[str, float] | None:
-        """Seconds by what they went to, or None where the rows do not tell.
+        """Seconds of the run by what took them, or None where the rows do not tell.
 
-        `steps` are as long as the row after them says, or else the mean; `start-up` is the first step beyond an
-        ordinary one (compilation); `rest` is evaluation, checkpoints, and the start-up of each resume.
+        steps: each as long as the row after it says, or the mean where that row has no time. start-up: what the
+        first step took beyond an ordinary one (compilation). rest: evaluation, checkpoints, the start of each resume.
         """
         step_ms = self.speed("perf/step_ms")
         if step_ms is None or not self.rows or self.rows[0]["step"] != 1 or "seconds" not in self.rows[-1]:
