@@ -123,7 +123,7 @@ def _names(paths: Paths) -> list[str]:
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
-    """As the manifest names them: a repair finds them from any folder. A shell leaves the ~ of data.files=~/x."""
+    """Absolute, since a repair may run in another folder, and ~ expanded, which a shell leaves in data.files=~/x."""
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths if path)
 
 

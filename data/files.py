@@ -72,7 +72,7 @@ def unwritable(path: Path, error: OSError, setting: str = "data.cache_dir") -> D
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """A file or folder that may not be read is an error of the user's, which names it. Also a decorator."""
+    """Turn a file or folder that may not be read into a DataError that names it. Also a decorator."""
     try:
         yield
     except PermissionError as error:

@@ -38,7 +38,7 @@ from .shards import (
 from .tokenizer import findable, load_encoder, load_tokenizer, tokenizer_hash
 from .workers import Workers, cpu_count
 
-# Small enough that a kill costs a second and workers end together, large enough that OpenWebText is 4,800 files.
+# Small enough that a kill loses a second's work and the workers finish together; OpenWebText is 4,800 such files.
 SHARD_BYTES = 8 << 20
 # A process takes as long to start as to tokenise about this much.
 WORTH_A_PROCESS = 16 << 20
@@ -61,8 +61,8 @@ def prepare(
 
     tokenizer: see load_tokenizer. cache_root: the folder that the corpus folder is made in. val_fraction: part of
     the documents held out, at least one. workers: tokenising processes, None for one per core; they change
-    nothing in the result. progress: what hears how far it is; None: nobody. give_way: seconds for another process to
-    begin before this one does.
+    nothing in the result. progress: where to report it, None for nowhere. give_way: seconds to wait for another
+    process to make the corpus before this one begins.
 
     May be called by several processes at once: one works, the others wait for it. Raises DataError for whatever
     the user can put right.

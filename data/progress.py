@@ -8,7 +8,7 @@ class Progress(Protocol):
     """What prepare() calls; give it any object with these two methods."""
 
     def say(self, text: str) -> None:
-        """One line worth reading, such as the disk room that is about to be used."""
+        """Show a line worth reading, such as the disk space that is about to be used."""
 
     def advance(self, stage: str, done: int, total: int) -> None:
         """`done` of `total` bytes of `stage` (downloading, tokenising, splitting) are finished."""

@@ -199,9 +199,7 @@ def text_parts(path: Path, step: int, separator: str = "") -> list[TextPart]:
         _require_found(separator, path)
         cuts = _cuts(path, step, _after(separator.encode()))
         return [TextPart(str(path), start, stop, separator) for start, stop in cuts]
-    # A space after a visible character starts a new piece in the split patterns of all of tiktoken's
-    # encodings, so the tokens are those of the uncut document.
-    cuts = _cuts(path, step, _at_space)
+    cuts = _cuts(path, step, _at_space)  # as at CUT, the tokens stay those of the uncut document
     return [TextPart(str(path), start, stop, ends=stop == cuts[-1][1]) for start, stop in cuts]
 
 
@@ -324,7 +322,7 @@ def _open_lines(path: str) -> io.BufferedIOBase:
 
 
 def _next_line(file: io.BufferedIOBase) -> bytes | bytearray:
-    """Not just readline(): it holds a long line twice, and malloc may keep the pieces it was put together from."""
+    """The next line, b"" at the end. Just readline() would hold a long line twice, and malloc may keep its pieces."""
     piece = file.readline(_SEARCH_BYTES)
     if len(piece) < _SEARCH_BYTES:
         return piece
