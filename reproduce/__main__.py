@@ -72,16 +72,15 @@ def listing() -> str:
     for each in experiments:
         claims = " ".join(each.claims)
         lines.append(f"{each.name:12}{claims:{width}}{each.needs:7}{_takes(each):>7}  {each.title}")
-    lines += ["", "python -m reproduce NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]"]
-    lines += [
-        "python -m reproduce all --budget 10m      as many as fit, in this order; goes on where it stopped"
-    ]
-    lines += [f"python -m reproduce {name:22}{what}" for name, what in TOOLS.items()]
     lines += [
         "",
+        "python -m reproduce NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]",
+        "python -m reproduce all --budget 10m      as many as fit, in this order; goes on where it stopped",
+        *(f"python -m reproduce {name:22}{what}" for name, what in TOOLS.items()),
+        "",
         "Minutes are of one GPU, ~ where they are estimates for an H200; needs cpu: a CPU counts what it can.",
+        "--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing.",
     ]
-    lines += ["--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing."]
     return "\n".join(lines)
 
 
@@ -100,8 +99,11 @@ def _takes(experiment: Experiment) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m reproduce", description=listing(), add_help=True)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m reproduce",
+        description=listing(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("name", help="an experiment, or all")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--tiny", action="store_true", help="seconds on a CPU; the figures mean nothing")
@@ -162,7 +164,10 @@ def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
             f"{experiment.name}: out of time; {store.partial} holds what there is, the same command goes on"
         )
     print(module.table(store.document))
-    _draw(module, store)
+    if can_draw():
+        module.draw(store.document, store.picture)
+    else:
+        print("no picture: matplotlib is not installed (the report draws it where it is)")
     print(
         f"{experiment.name}: {store.document['state']} in {store.document['seconds']:.0f} s, {store.folder}"
     )
@@ -174,13 +179,6 @@ def _device(name: str) -> torch.device:
     from training.distributed import resolve_device
 
     return resolve_device(name, "--device ")
-
-
-def _draw(module: object, store: object) -> None:
-    if can_draw():
-        module.draw(store.document, store.picture)
-    else:
-        print("no picture: matplotlib is not installed (the report draws it where it is)")
 
 
 def _run_all(arguments: argparse.Namespace) -> int:

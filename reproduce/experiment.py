@@ -234,7 +234,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 
-def find_experiment(name: str, others: Iterable[str] = ()) -> Experiment:
+def find_experiment(name: str, others: Iterable[str]) -> Experiment:
     """The experiment of that name; ReproduceError names what there is, `others` that are none included."""
     if name not in EXPERIMENTS:
         known = [*EXPERIMENTS, *others]
