@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 
@@ -47,6 +48,20 @@ def speed_range(speeds: Iterable[float]) -> tuple[float, float] | None:
 def printable(text: str) -> str:
     """A model's text for a terminal, which would obey the control characters that a model of bytes draws."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)", "\ufffd", text)
+
+
+def typed(setting: str) -> str:
+    """key=value as one types it: the value in Hydra's quotes where it needs them, and all in the shell's."""
+    plain = re.fullmatch(r"[^=]+=[\w./ +-]*", setting, re.ASCII)
+    return shlex.quote(setting) if plain else in_quotes(setting)
+
+
+def in_quotes(setting: str) -> str:
+    """key=value as one types it where the value is to be one text to Hydra, whatever is in it."""
+    key, _, value = setting.partition("=")
+    escaped = value.replace("'", r"\'")
+    quoted = f"{key}='{escaped}'"
+    return shlex.quote(quoted) if re.search(r'["$`]|\\{2}', quoted) else f'"{quoted}"'
 
 
 class Progress:

@@ -6,10 +6,14 @@ import csv
 import importlib.util
 import io
 import os
+import re
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+
+from tqdm import tqdm
 
 from .config import Config, ConfigError, LoggerConfig, WandbMode
 from .files import unwritable, write_whole
@@ -38,6 +42,8 @@ COLUMNS = [
 ]
 
 
+# How long a run waits for a server of wandb's: when it begins, and for the last of its rows when it ends.
+BEGIN_SECONDS, END_SECONDS = 20, 60
 # What WANDB_MODE may be; dryrun is wandb's old word for offline.
 _WANDB_MODES = ("online", "offline", "dryrun", "disabled")
 
@@ -54,13 +60,15 @@ class CsvLogger:
     """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once.
 
     A run resumed in its own directory keeps its rows up to `step`, where it resumes. The evaluation there is dropped
-    if it is made again (`evaluates`): a checkpoint is older than the evaluation of its step.
+    if it is made again (`evaluates`): a checkpoint is older than the evaluation of its step. `seconds` is the time of
+    the last row kept: that of an evaluation which is not made again is past, though no checkpoint knows of it.
     """
 
     def __init__(self, path: Path, step: int, evaluates: bool) -> None:
         kept = io.StringIO()
         writer = csv.DictWriter(kept, COLUMNS, restval="")
         writer.writeheader()
+        self.seconds = 0.0
         if path.exists():
             with path.open(newline="") as file:
                 for row in csv.DictReader(file):
@@ -69,6 +77,7 @@ class CsvLogger:
                     again = evaluates and row["val/loss"]
                     if int(row["step"]) < step or (int(row["step"]) == step and not again):
                         writer.writerow(row)
+                        self.seconds = float(row["seconds"])
         write_whole(path, kept.getvalue())  # a kill loses no row that is kept
         self._file = path.open("a", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
@@ -95,6 +104,9 @@ class WandbLogger:
 
     A run that goes on in its own directory goes on in its wandb run. Offline each start leaves a folder of its own
     with the same id, and `wandb sync` makes one run of them. Steps that wandb has had already it does not take again.
+
+    Training outlives wandb: its server at the start (offline then) and at the end, and its own process at any time.
+    Raises ConfigError for a server that does not answer where logger.mode=online asked for it.
     """
 
     def __init__(
@@ -115,14 +127,26 @@ class WandbLogger:
             "job_type": "train",
             "tags": [facts["attention"], *config.logger.tags],
             "config": resolved | {"resolved": facts, "environment": environment},
-            "settings": wandb.Settings(init_timeout=20, silent=True),
+            # Without a limit a run whose server was gone had not ended after 480 s.
+            "settings": wandb.Settings(
+                init_timeout=BEGIN_SECONDS,
+                finish_timeout=END_SECONDS,
+                finish_timeout_raises=True,
+                silent=True,
+            ),
         }
-        self._why = "offline"
+        self._why, self._gone = "offline", False
         try:
             self._run = wandb.init(mode=self.mode, **options)
-        except wandb.errors.CommError:
-            # A key but no way out: the run must not die of it.
-            self.mode, self._why = "offline", "offline, since the server did not answer"
+        except wandb.errors.CommError as error:
+            answered = re.search(r"returned error \d+", str(error))
+            reason = f"the server {answered[0] if answered else 'did not answer'}"
+            if config.logger.mode is WandbMode.online:
+                raise ConfigError(
+                    f"logger.mode=online: {reason}; use logger.mode=offline, or auto."
+                ) from None
+            self.mode, self._why = "offline", f"offline, since {reason}"
+            wandb.teardown()  # its process takes the id to be in use
             self._run = wandb.init(mode="offline", **options)
         self._run.define_metric("tokens")
         for namespace in ("train/*", "val/*", "perf/*"):
@@ -135,17 +159,42 @@ class WandbLogger:
             return [("wandb", self._run.url)]
         if self.mode == "disabled":
             return [("wandb", "disabled by WANDB_MODE")]
-        folder = os.path.relpath(Path(self._run.dir).parent)
-        return [("wandb", f"{self._why}; look: wandb leet {folder}"), ("", f"upload: wandb sync {folder}")]
+        look, upload = f"wandb leet {self._folder}", f"wandb sync {self._folder}"
+        return [("wandb", f"{self._why}; look: {look}"), ("", f"upload: {upload}")]
+
+    @property
+    def _folder(self) -> str:
+        return os.path.relpath(Path(self._run.dir).parent)
 
     def log(self, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=metrics["step"])
+        self._send(lambda: self._run.log(metrics, step=metrics["step"]))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        # The open row is written first: written after the summary, its last window would replace the run's means.
-        self._run.log({}, commit=True)
-        self._run.summary.update(summary)
-        self._run.finish(exit_code=0 if summary else 1)
+        def end() -> None:
+            # The open row is written first: written after the summary, its last window would replace the run's means.
+            self._run.log({}, commit=True)
+            self._run.summary.update(summary)
+            self._run.finish(exit_code=0 if summary else 1)
+
+        self._send(end)
+
+    def _send(self, call: Callable[[], None]) -> None:
+        """Call wandb, unless it is gone. Its own process may be ended at any time, by a full memory for one."""
+        if self._gone:
+            return
+        try:
+            call()
+        except TimeoutError:
+            told = f"wandb's server did not take everything within {END_SECONDS} s"
+            tqdm.write(f"{told}; later: wandb sync {self._folder}")
+        except Exception as error:  # of many classes, private ones among them
+            import wandb
+
+            self._gone = True
+            told = f"wandb stopped ({type(error).__name__}: {error}); metrics.csv has all of the run"
+            tqdm.write(f"{told}, what wandb has: wandb sync {self._folder}")
+            with suppress(Exception):
+                wandb.teardown()  # else it tries once more when Python ends, with a traceback
 
 
 def _wandb_id(run_dir: Path) -> str:
@@ -191,5 +240,5 @@ def _has_wandb_key() -> bool:
     import wandb
     from requests.utils import get_netrc_auth
 
-    settings = wandb.setup().settings
+    settings = wandb.setup(wandb.Settings(silent=True)).settings
     return bool(settings.api_key or get_netrc_auth(settings.base_url))

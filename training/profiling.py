@@ -25,8 +25,13 @@ def profiled(what: str, path: Path, device: torch.device, say: Callable[[str], N
         yield
         if on_gpu:
             torch.cuda.synchronize(device)
-    profiler.export_chrome_trace(str(path))
-    say(f"{what}: trace in {path}, for https://ui.perfetto.dev\n{_costliest(profiler, on_gpu)}")
+    where = f"trace in {path}, for https://ui.perfetto.dev"
+    try:
+        profiler.export_chrome_trace(str(path))
+    except OSError as error:  # the run is worth more than its trace
+        path.unlink(missing_ok=True)
+        where = f"no trace: {path} cannot be written ({error.strerror})"
+    say(f"{what}: {where}\n{_costliest(profiler, on_gpu)}")
 
 
 def _costliest(profiler: profile, on_gpu: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +9,9 @@ import torch
 
 from . import checkpoint
 from .config import Config, ConfigError, to_yaml
-from .console import printable, table
+from .console import printable, table, typed
 from .environment import environment
-from .files import write_json, write_whole
+from .files import unwritable, write_json, write_whole
 from .loggers import CsvLogger, Logger, WandbLogger, check_names, wandb_mode
 from .report import banner, in_sweep, result
 from .sampling import sample_text
@@ -35,7 +34,7 @@ def refusal(config: Config, run_dir: Path) -> str | None:
         return None
     if in_sweep(run_dir):  # whose runs cannot all go on from this one
         return f"{run_dir} holds a run already: choose another hydra.sweep.dir."
-    resume = shlex.quote(f"trainer.resume={run_dir}")
+    resume = typed(f"trainer.resume={run_dir}")
     remedy = f"go on with it by {resume}" if kept else "delete it: it has no checkpoint"
     return f"{run_dir} holds a run already: choose another hydra.run.dir, or {remedy}."
 
@@ -51,12 +50,15 @@ def open_run(run: Trainer) -> list[Logger]:
     if not run.world.is_main:
         return []
     run_dir = run.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # Drop what is newer than the step to go on from. Checkpoints first, since a next start looks for the newest.
-    if gone := checkpoint.drop_after(run_dir, run.start):
-        print(f"removed {', '.join(gone)}: newer than the step this run goes on from", flush=True)
-    for end in ("summary.json", "sample.txt"):
-        (run_dir / end).unlink(missing_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # Drop what is newer than the step to go on from. Checkpoints first, since a next start looks for the newest.
+        if gone := checkpoint.drop_after(run_dir, run.start):
+            print(f"removed {', '.join(gone)}: newer than the step this run goes on from", flush=True)
+        for end in ("summary.json", "sample.txt"):
+            (run_dir / end).unlink(missing_ok=True)
+    except OSError as error:  # a colleague's run, or an archived one
+        raise unwritable(run_dir, error) from error
     write_whole(run_dir / "config.yaml", to_yaml(run.config))
     write_whole(run_dir / "corpus", f"{run.corpus.directory}\n")  # for python -m data.inspect RUN
     write_json(run_dir / "tokenizer.json", run.corpus.manifest.tokenizer)
@@ -64,12 +66,16 @@ def open_run(run: Trainer) -> list[Logger]:
     write_json(run_dir / "environment.json", where)
     facts = run.facts()
     write_json(run_dir / "facts.json", facts)
-    loggers: list[Logger] = [CsvLogger(run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))]
+    loggers: list[Logger] = []
     rows = banner(run)
     if run.config.logger.wandb:
         wandb_logger = WandbLogger(run.config, run_dir, facts, where)
         loggers.append(wandb_logger)
         rows += wandb_logger.where()
+    # After wandb, which may refuse: by its metrics.csv a directory holds a run.
+    metrics = CsvLogger(run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))
+    loggers.append(metrics)
+    run.resumed = run.resumed._replace(seconds=max(run.resumed.seconds, metrics.seconds))
     print(table("tilegpt", [*rows, ("run", str(run_dir))]), flush=True)
     return loggers
 
@@ -81,7 +87,7 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
         if not trainer.steps:
             print("stopped in the evaluation", flush=True)
             return
-        here = shlex.join([f"hydra.run.dir={run.run_dir}", f"trainer.resume={run.run_dir}"])
+        here = f"{typed(f'hydra.run.dir={run.run_dir}')} {typed(f'trainer.resume={run.run_dir}')}"
         adding = f" and add {here}"
         if trainer.init_from and not trainer.resume:
             adding = f", with {here} in place of trainer.init_from"

@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -162,6 +162,8 @@ class Trainer:
 
         try:
             with (
+                suppress(Told),  # a run that was told to stop ends below, as a finished one does
+                closing(progress),
                 self.interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
@@ -190,14 +192,12 @@ class Trainer:
                     if self.evaluates_at(done):
                         evaluation = evaluated()
                 summary = self._summary(evaluation)
-        except Told:
-            pass  # it ends below, as a finished run does
+            if self.world.is_main:
+                close_run(self, summary, done)
         finally:
-            progress.close()
+            # Last: online, wandb may take long to close, and the run's own files are whole by then.
             for logger in loggers:
                 logger.finish(summary)
-        if self.world.is_main:
-            close_run(self, summary, done)
         if not summary:
             # A rank that left before rank 0 has saved would have torchrun end rank 0 as well.
             self.world.share(None)

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,6 @@ from training.config import (
     OptimizerConfig,
     Precision,
     TrainerConfig,
-    WandbMode,
 )
 from training.distributed import World
 from training.restore import load_run
@@ -423,30 +423,7 @@ def test_told_to_stop_in_its_last_evaluation_a_run_is_whole_and_makes_it_when_it
     assert stopped(tmp_path / "looked", steps=0).endswith("stopped in the evaluation\n")
 
 
-# ---- wandb ---------------------------------------------------------------------------------------
-
-
-class FakeWandbRun:
-    url = "https://wandb.example/run"
-    summary: dict = {}  # noqa: RUF012
-
-    def __getattr__(self, _name):
-        return lambda *_args, **_options: None
-
-
-def test_a_run_that_goes_on_is_one_wandb_run(config, tmp_path, monkeypatch):
-    import wandb
-
-    ids = []
-    # wandb reads the variable once a process, and an earlier test may have had it do so.
-    monkeypatch.setattr(wandb.setup().settings, "api_key", "0" * 40)
-    monkeypatch.setattr(wandb, "init", lambda *, id, resume, **_: ids.append((id, resume)) or FakeWandbRun())
-    config = having(replace(config, logger=LoggerConfig(mode=WandbMode.online)), steps=2)
-    train(config, tmp_path / "a")
-    train(having(config, steps=3, resume=str(tmp_path / "a")), tmp_path / "a")
-    train(having(config, steps=3, resume=str(tmp_path / "a")), tmp_path / "b")
-    assert ids[0] == ids[1] != ids[2]
-    assert ids[0][1] == "allow"
+# ---- a profile ----------------------------------------------------------------------------------
 
 
 def test_a_profiled_step_leaves_a_trace_and_says_what_took_its_time(config, tmp_path, capsys):
@@ -460,12 +437,47 @@ def test_a_profiled_step_leaves_a_trace_and_says_what_took_its_time(config, tmp_
     assert re.search(r"\d+% +[\d.]+ ms +\d+ x  aten::", said)
 
 
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(config, tmp_path, capsys):
+    trace = tmp_path / "run/trace-step-00000003.json.gz"
+    trace.parent.mkdir()
+    trace.symlink_to("/dev/full")  # a disk without room
+    assert train(having(config, steps=4, profile_step=3), tmp_path / "run")["steps"] == 4
+    said = capsys.readouterr().out
+    assert f"step 3: no trace: {trace} cannot be written (No space left on device)" in said
+    assert "aten::" in said
+    assert not trace.is_symlink()  # nor half of one is left
+
+
 def test_a_profile_changes_no_loss_and_counts_for_no_speed(config, tmp_path):
     train(having(config, steps=8), tmp_path / "plain")
     train(having(config, steps=8, profile_step=6), tmp_path / "profiled")
     assert measured(tmp_path / "plain", "train/loss") == measured(tmp_path / "profiled", "train/loss")
     assert 6 not in measured(tmp_path / "profiled", "perf/tokens_per_second")
     assert {5, 7} <= set(measured(tmp_path / "profiled", "perf/tokens_per_second"))
+
+
+def test_an_evaluation_that_is_not_made_again_keeps_its_time(config, tmp_path, monkeypatch):
+    """A checkpoint is older than the evaluation of its step, and with other intervals that one is not repeated."""
+    whole, slept = Trainer._evaluate, 0.5
+
+    def slow(run, done):
+        time.sleep(slept)
+        return whole(run, done)
+
+    monkeypatch.setattr(Trainer, "_evaluate", slow)
+    train(having(config, steps=4, eval_every=4), tmp_path)
+    train(having(config, steps=6, eval_every=0, resume=str(tmp_path)), tmp_path)
+    seconds = [float(row["seconds"]) for row in rows(tmp_path)]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 2 * slept
+
+
+def test_a_run_directory_that_may_not_be_changed_is_one_line(config, tmp_path):
+    train(config, tmp_path)
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "summary.json").mkdir()  # cannot be removed as a file, by root either
+    with pytest.raises(ConfigError, match=r"cannot be written \(.*\): free some room, or name a folder"):
+        train(having(config, steps=10, resume=str(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize("step", [0, 9])

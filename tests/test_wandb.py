@@ -1,0 +1,159 @@
+"""wandb online: the real client and the real command line, against a local server (wandb_stub.py)."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, measured
+from tests.wandb_stub import WandbStub
+
+# train.py that waits for a server of wandb's as long as its first two arguments say, when it begins and when it ends
+IMPATIENT = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from training import loggers
+loggers.BEGIN_SECONDS, loggers.END_SECONDS = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+sys.argv[0] = {str(ROOT / "train.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def server() -> Iterator[WandbStub]:
+    with WandbStub() as server:
+        yield server
+
+
+@pytest.fixture
+def start(tmp_path, user_environment, tiny, server) -> Iterator[Start]:
+    """Start train.py in an empty directory; `patience`: see IMPATIENT."""
+    processes = []
+
+    def start(*args: str, run: str = "run", patience: tuple[int, int] = (20, 20)) -> subprocess.Popen:
+        seconds, where = map(str, patience), f"hydra.run.dir={run}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", IMPATIENT, *seconds, *tiny, "logger=wandb", where, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=user_environment | server.variables,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen) -> str:
+    """What a run that ended well printed."""
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    return out
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_is_wandbs_while_and_after_it_runs(start, server, tmp_path):
+    said = ended(start("logger.group=both", "logger.tags=[mine]", "attention=naive"))
+    ((name, run),) = server.runs.items()
+    assert f"{server.url}/someone/tilegpt/runs/{name}" in said
+    assert "wandb:" not in said
+    assert run.facts["groupName"] == "both"
+    assert run.facts["tags"] == ["naive", "mine"]
+    assert run.config["resolved"]["attention"] == "naive"
+    assert run.config["trainer"]["steps"] == 12
+    losses = {row["step"]: row["train/loss"] for row in run.history if "train/loss" in row}
+    assert losses == pytest.approx(
+        {step: float(x) for step, x in measured(tmp_path / "run", "train/loss").items()}
+    )
+    assert [row["tokens"] for row in run.history] == [256 * row["step"] for row in run.history]
+    assert run.summary["val/perplexity"] > 1
+    assert run.exit_code == 0
+
+
+def test_a_run_that_goes_on_is_one_wandb_run_in_its_directory_and_another_elsewhere(start, server):
+    ended(start("trainer.steps=12"))
+    ended(start("trainer.steps=15", "trainer.resume=run"))
+    (run,) = server.runs.values()
+    assert [row["step"] for row in run.history] == list(range(1, 16))
+    assert run.summary["steps"] == 15
+    ended(start("trainer.steps=18", "trainer.resume=run", run="other"))
+    _, other = server.runs.values()
+    assert [row["step"] for row in other.history] == [16, 17, 18]
+
+
+def test_without_a_server_it_goes_on_offline(start, server, tmp_path):
+    server.leave()
+    said = ended(start(patience=(2, 20)))
+    assert "offline, since the server did not answer; look: wandb leet run/wandb/offline-run-" in said
+    assert (tmp_path / "run/summary.json").exists()
+
+
+def test_a_key_that_the_server_does_not_know_is_no_reason_to_stop(start, server):
+    server.stranger = True
+    assert "offline, since the server returned error 401; look: wandb leet" in ended(start())
+
+
+def test_online_that_was_asked_for_and_cannot_be_is_refused(start, server, tmp_path):
+    server.stranger = True
+    process = start("logger.mode=online")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    refused = "error: logger.mode=online: the server returned error 401; use logger.mode=offline, or auto."
+    assert err.splitlines()[-1] == refused
+    assert "Traceback" not in err
+    server.stranger = False
+    ended(start("logger.mode=online"))  # nothing is left that would block a second try
+
+
+def test_a_server_that_leaves_costs_the_end_of_a_run_seconds(start, server, tmp_path):
+    server.leaves = True
+    process = start(patience=(20, 4))
+    until((tmp_path / "run/summary.json").exists)
+    assert process.poll() is None  # it waits for wandb last, when the run's own files are whole
+    said = ended(process)
+    assert "wandb's server did not take everything within 4 s; later: wandb sync run/wandb/run-" in said
+
+
+def test_training_outlives_wandbs_own_process(start, tmp_path):
+    process = start("trainer.steps=400")
+    metrics = tmp_path / "run/metrics.csv"
+    until(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 2)
+    assert kill_service(tmp_path)
+    said = ended(process)
+    assert re.search(r"wandb stopped \(.*\); metrics\.csv has all of the run", said)
+    assert len(measured(tmp_path / "run", "train/loss")) == 400
+
+
+def kill_service(folder: Path) -> int:
+    """SIGKILL the process that wandb started in a folder; how many were there."""
+    killed = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (
+                process.joinpath("comm").read_text() == "wandb-core\n"
+                and process.joinpath("cwd").readlink() == folder
+            ):
+                os.kill(int(process.name), signal.SIGKILL)
+                killed += 1
+        except OSError:  # gone by now, or another user's
+            continue
+    return killed

@@ -1,0 +1,168 @@
+"""A local HTTP server that answers as wandb's does, for the real `wandb` and `wandb-workspaces` clients.
+
+    with WandbStub() as server:
+        ... a subprocess with server.variables in its environment ...
+        server.runs["8f3a12c4"].history
+
+It knows one user, `someone`. `stranger` has it know no key, `leaves` has it go once a run has begun.
+"""
+
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_USER = {"id": "u", "entity": "someone", "username": "someone", "name": "Someone", "email": "", "flags": "{}"}
+_TEAMS = {"admin": False, "teams": {"edges": [{"node": {"name": "someone"}}]}, "apiKeys": {"edges": []}}
+
+
+@dataclass
+class Run:
+    """What was sent of a run."""
+
+    facts: dict[str, Any] = field(default_factory=dict)  # groupName, displayName, tags, ...
+    lines: dict[str, list[str]] = field(default_factory=dict)  # by file, as they stand there
+    exit_code: int | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {key: each["value"] for key, each in json.loads(self.facts["config"]).items()}
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines.get("wandb-history.jsonl", [])]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads(self.lines["wandb-summary.json"][-1])
+
+
+class WandbStub:
+    def __init__(self) -> None:
+        self.runs: dict[str, Run] = {}
+        self.views: list[dict[str, Any]] = []
+        self.stranger = self.leaves = False
+        handler = type("Handler", (_Handler,), {"stub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self._server.handle_error = lambda *_: None  # a client that was killed is no error
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.variables = {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+
+    def __enter__(self) -> "WandbStub":
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, operation: str, query: str, given: dict[str, Any]) -> dict[str, Any]:
+        """The `data` of a GraphQL answer."""
+        if operation == "Viewer":
+            return {"viewer": _USER | _TEAMS}
+        if operation == "RunResumeStatus":
+            return {"model": self._known(given["name"])}
+        if operation == "UpsertBucket":
+            return {"upsertBucket": self._upsert(given)}
+        if operation == "CreateRunFiles":
+            files = [{"name": name, "uploadUrl": f"{self.url}/upload"} for name in given["files"]]
+            return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": files}}
+        if operation == "ServerFeaturesQuery":
+            return {"serverInfo": {"features": []}}
+        if "upsertView" in query:
+            self.views.append(given | {"spec": json.loads(given["spec"])})
+            view = {
+                "id": "v",
+                "type": "project-view",
+                **{key: given[key] for key in ("name", "displayName", "spec")},
+            }
+            return {"upsertView": {"view": view, "inserted": True}}
+        return {}
+
+    def _known(self, name: str) -> dict[str, Any] | None:
+        """A run that is there already, as a client that goes on with it wants to know it."""
+        if (run := self.runs.get(name)) is None:
+            return None
+        history, events = (run.lines.get(f"wandb-{kind}.jsonl", []) for kind in ("history", "events"))
+        bucket = {
+            "id": name,
+            "name": name,
+            "displayName": run.facts["displayName"],
+            "config": run.facts["config"],
+            "summaryMetrics": run.lines["wandb-summary.json"][-1],
+            "tags": run.facts["tags"],
+            "historyLineCount": len(history),
+            "eventsLineCount": len(events),
+            "logLineCount": len(run.lines.get("output.log", [])),
+            "historyTail": json.dumps(history[-1:]),
+            "eventsTail": json.dumps(events[-1:]),
+            "wandbConfig": '{"t": 1}',  # it was begun, and not only announced
+        }
+        return {
+            "id": "p",
+            "name": run.facts["project"],
+            "entity": {"id": "e", "name": "someone"},
+            "bucket": bucket,
+        }
+
+    def _upsert(self, given: dict[str, Any]) -> dict[str, Any]:
+        new = given["name"] not in self.runs
+        facts = self.runs.setdefault(given["name"], Run()).facts
+        facts |= {key: value for key, value in given.items() if value is not None}
+        project = {"id": "p", "name": facts["project"], "entity": {"id": "e", "name": "someone"}}
+        bucket = {"id": given["name"], "name": given["name"], "displayName": facts["displayName"]}
+        return {"inserted": new, "bucket": bucket | {"config": facts["config"], "project": project}}
+
+    def stream(self, name: str, sent: dict[str, Any]) -> None:
+        """Lines of a run's files, each file's from an offset on."""
+        run = self.runs[name]
+        for file, piece in sent.get("files", {}).items():
+            lines = run.lines.setdefault(file, [])
+            lines[piece["offset"] :] = piece["content"]
+        run.exit_code = sent.get("exitcode", run.exit_code)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    stub: WandbStub
+
+    def do_POST(self) -> None:
+        body = self._body()
+        if self.path == "/graphql":
+            if self.stub.stranger:
+                return self._send({"errors": [{"message": "user is not logged in"}]}, 401)
+            asked = json.loads(body)
+            operation, given = asked.get("operationName") or "", asked.get("variables") or {}
+            self._send({"data": self.stub.answer(operation, asked["query"], given)})
+            if operation == "UpsertBucket" and self.stub.leaves:
+                self.stub.leaves = False
+                threading.Thread(target=self.stub.leave).start()
+                self.close_connection = True
+        elif self.path.endswith("/file_stream"):
+            self.stub.stream(self.path.split("/")[-2], json.loads(body))
+            self._send({"exitcode": None, "limits": {}})
+        else:
+            self._send({})
+
+    def do_PUT(self) -> None:
+        self._body()
+        self._send({})
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("content-length", 0)))
+
+    def _send(self, answer: dict[str, Any], status: int = 200) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
