@@ -42,8 +42,10 @@ def build(entity: str, project: str, group: str | None = None) -> Workspace:
     def line(title: str, metric: str, x: str = "tokens") -> panels.LinePlot:
         return panels.LinePlot(title=title, x=x, y=[metric], title_x=x)
 
-    def bar(title: str, metric: str) -> panels.BarPlot:
-        return panels.BarPlot(title=title, metrics=[metric])
+    def bar(title: str, *metrics: str) -> panels.BarPlot:
+        return panels.BarPlot(title=title, metrics=list(metrics))
+
+    phases = [f"perf/{phase}_ms" for phase in ("data", "forward_backward", "optimizer")]
 
     sections = {
         "Loss": [
@@ -56,6 +58,7 @@ def build(entity: str, project: str, group: str | None = None) -> Workspace:
             line("Tokens/s", "perf/tokens_per_second"),
             bar("Tokens/s, the run's mean", "perf/tokens_per_second"),
             bar("Step time (ms)", "perf/step_ms"),
+            bar("Where it goes (ms)", *phases),
             bar("MFU (6 N + 12 L H Q T)", "perf/mfu"),
         ],
         "Memory": [
