@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from . import torchrun
 from .config import Config, ConfigError, from_hydra, is_users_mistake
+from .console import in_quotes
 
 _ALL = "`python train.py --cfg job` prints all settings"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -149,6 +150,8 @@ def _check_words(arguments: list[str]) -> Namespace:
         sys.exit(f"error: {unknown[0]}: put options such as -m before or after all key=value settings")
     if known.cfg and known.multirun:
         sys.exit("error: --cfg prints the settings of one run: leave -m out")
+    if known.resolve and not (known.cfg or known.help):
+        sys.exit("error: --resolve goes with --cfg job or --help")
     if not wrong:
         _check_groups(known.overrides)
         _check_directory(known)
@@ -214,7 +217,7 @@ def _explain(error: Exception) -> str:
             near = f"did you mean {' or '.join(likely)}? " if likely else ""
             return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
-        quoted = _quoted(error.override)
+        quoted = in_quotes(error.override)
         return f"{error.override}: it cannot be read; quote the value in the shell's quotes, {quoted}"
     text = str(error)
     if match := re.match(r"Ambiguous value for argument '(?P<override>.*)'", text):
@@ -222,7 +225,7 @@ def _explain(error: Exception) -> str:
         several = f"{match['override']}: several values are one run each with -m"
         if (CONFIGS / key).is_dir():
             return several
-        return f"{several}; a list is {key}=[{value}], a text with commas {_quoted(match['override'])}"
+        return f"{several}; a list is {key}=[{value}], a text with commas {in_quotes(match['override'])}"
     if match := re.match(r"Could not override '(?P<key>[^']+)'", text):
         return f"{match['key']} is not a setting; {_hint(match['key'])}"
     first = text.splitlines()[0].removeprefix("Error merging override ").strip()
@@ -236,13 +239,6 @@ def _explain(error: Exception) -> str:
             return f"{first}: it takes a whole number, {key}={whole[1]}"
         return f"{first}: {reason[0]}"
     return first
-
-
-def _quoted(override: str) -> str:
-    """The override as a shell takes it with its value as one text to Hydra too."""
-    key, _, value = override.partition("=")
-    escaped = value.replace("'", r"\'")
-    return f"\"{key}='{escaped}'\""
 
 
 def _hint(key: str) -> str:

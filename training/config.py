@@ -182,7 +182,7 @@ class TrainerConfig:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1.")
         for name in ("steps", "grad_clip", "eval_every", "save_every", "sample_tokens"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be 0 or more.")
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be finite, 0 or more.")
         for name in ("resume", "init_from"):
             if getattr(self, name) == "":  # a shell's variable that was never set
                 raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")
@@ -191,8 +191,12 @@ class TrainerConfig:
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")
         if self.profile_step is not None and not 1 <= self.profile_step <= self.steps:
-            steps = f"from 1 to trainer.steps={self.steps}, or null"
-            raise ConfigError(f"trainer.profile_step is {self.profile_step}; it must be {steps}.")
+            steps = (
+                f"it must be from 1 to trainer.steps={self.steps}, or null"
+                if self.steps
+                else "there is no step"
+            )
+            raise ConfigError(f"trainer.profile_step is {self.profile_step}; {steps}.")
 
 
 @dataclass
@@ -310,7 +314,10 @@ def load_config(path: str | os.PathLike) -> Config:
     from yaml import YAMLError
 
     try:
-        kept = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        written = OmegaConf.load(path)
+        if not written:  # lost with the power: defaults are not what the run was
+            raise ConfigError(f"{path} is empty.")
+        kept = OmegaConf.merge(OmegaConf.structured(Config), written)
         if kept.schedule.decay is Decay.constant:
             kept.schedule.final_fraction = None  # runs were written with one, which was ignored
         return OmegaConf.to_object(kept)

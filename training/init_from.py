@@ -15,6 +15,7 @@ from model.huggingface import from_huggingface
 
 from . import checkpoint
 from .config import Config, ConfigError, ModelConfig
+from .console import typed
 from .restore import read_run
 
 _SIZES = ("n_layer", "n_head", "n_embd")
@@ -64,8 +65,7 @@ def _from_run(path: Path, tokenizer: str) -> InitialWeights:
     config, sha256 = read_run(found)
     theirs = f"data.tokenizer={config.data.tokenizer}"
     if theirs.endswith(".tiktoken"):
-        # In Hydra's quotes, since a path may hold a =, within the shell's. The file may have changed, not its name.
-        theirs = f"\"data.tokenizer='{config.data.tokenizer}'\" as it was then"
+        theirs = f"{typed(theirs)} as it was then"  # the file may have changed, not its name
     same = tokenizer_hash(load_tokenizer(tokenizer)) == sha256
     return InitialWeights(str(found), checkpoint.load_weights(found, "cpu"), config.model, theirs, same)
 

@@ -25,9 +25,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must be above 0.")
+                raise ValueError(
+                    f"optimizer.{name} is {getattr(self, name)}; it must be a finite number above 0."
+                )
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"optimizer.weight_decay is {self.weight_decay}; it must be 0 or more.")
+            raise ValueError(
+                f"optimizer.weight_decay is {self.weight_decay}; it must be a finite number, 0 or more."
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas is {list(self.betas)}; it must be two numbers in [0, 1).")
 

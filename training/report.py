@@ -120,7 +120,9 @@ def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:
     slow, fast = speed_range(speeds) or (1, 1)
     if fast <= SPREAD * slow:
         return []
-    remedy = "; OMP_WAIT_POLICY=passive suffers less" if "perf/peak_resident_gib" in summary else ""
+    spins = os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
+    on_cpu = "perf/peak_resident_gib" in summary
+    remedy = "; OMP_WAIT_POLICY=passive suffers less" if on_cpu and spins else ""
     return [("", f"varied from {slow:,.0f} to {fast:,.0f}: the machine did something else meanwhile{remedy}")]
 
 

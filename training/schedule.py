@@ -18,8 +18,8 @@ class ScheduleConfig:
     decay: Decay = Decay.cosine
     # Part of the run that warms up, so that a shorter run stays the same recipe. 0.01 in the FlashAttention recipe.
     warmup_fraction: float = 0.05
-    # The last step's rate as a fraction of optimizer.lr. null: what is usual with the decay, 0.1 with cosine, 0 with
-    # linear. Constant takes none.
+    # The last step's rate as a fraction of optimizer.lr, unless warm-up leaves no step to decay in. null: the decay's
+    # usual one, 0.1 with cosine, 0 with linear. Constant takes none.
     final_fraction: float | None = None
 
     def __post_init__(self) -> None:
@@ -42,7 +42,10 @@ class ScheduleConfig:
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """The rate of step `step` (0-based) of `steps`; the last step gets the final fraction of `peak`."""
+    """The rate of step `step` (0-based) of `steps`.
+
+    The last step gets the final fraction of `peak`, unless warm-up leaves no step to decay in.
+    """
     warmup = round(config.warmup_fraction * steps)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)

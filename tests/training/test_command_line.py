@@ -1,13 +1,16 @@
 """What becomes of a command line: composed, refused, interrupted. In this process, with tasks that train nothing."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import reproduce.__main__
 import sample
 from training.config import Config, ConfigError
+from training.console import in_quotes, typed
 
 
 def never(_config: Config, _run_dir: Path) -> None:
@@ -57,6 +60,9 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("data.files=a,b", "a list is data.files=[a,b], a text with commas \"data.files='a,b'\""),
         ("logger.tags=a", "logger.tags=a: it takes a list, logger.tags=[a]"),
         ("optimizer.betas=0.9", "optimizer.betas=0.9: it takes a list, optimizer.betas=[0.9]"),
+        ("--resolve", "--resolve goes with --cfg job or --help"),
+        ("trainer.steps=0 trainer.profile_step=1", "trainer.profile_step is 1; there is no step"),
+        ("optimizer.lr=inf", "optimizer.lr is inf; it must be a finite number above 0"),
         ("trainer.sample_prompt=f(x", "trainer.sample_prompt=f(x: it cannot be read; "),
         ("attention=[naive", "attention=[naive: it cannot be read; "),
         ("trainer.init_from=", "trainer.init_from is empty: name a run directory, or leave it out"),
@@ -174,6 +180,18 @@ def test_sample_and_reproduce_catch_no_bug_either(monkeypatch):
         reproduce.__main__.main(["attention"])
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["runs/a", "a b", "lr=3", "p (1), x", "it's", 'a "b"', "$HOME/`x`", "a\\\\b", "ünï~x", "{a}", "[1,2]"],
+)
+def test_what_is_said_to_be_typed_is_read_as_it_was_meant(value):
+    for write in (typed, in_quotes):
+        words = subprocess.run(
+            ["bash", "-c", f"printf %s {write(f'trainer.resume={value}')}"], capture_output=True, text=True
+        ).stdout
+        assert OverridesParser.create().parse_override(words).value() == value
+
+
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     for name in ("checkpoints/step-00000001/weights.pt", "tokenizer.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -185,5 +203,8 @@ def test_a_config_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
             sample.main()
         assert "\n" not in str(refused.value)
     (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(SystemExit, match=r"error: .*config\.yaml is empty\."):
+        sample.main()
+    (tmp_path / "config.yaml").write_text("seed: 1")
     with pytest.raises(SystemExit, match=r"error: .*tokenizer\.json cannot be read: "):
         sample.main()
