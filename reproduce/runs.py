@@ -143,7 +143,7 @@ class Run:
         return None
 
     def step_split(self) -> dict[str, float] | None:
-        """Milliseconds of each phase of a step, None for a run from before they were logged.
+        """Milliseconds of each phase of a step, None for a run of which nothing was timed yet.
 
         `other` is the rest of the step: logging and the loop itself.
         """
@@ -239,8 +239,7 @@ def _read_directory(path: Path) -> Run:
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ReproduceError(f"{path / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}") from None
     summary = _read_json(path / "summary.json")
-    # A run from before facts.json has its facts in the summary, or nowhere.
-    facts = _read_json(path / "facts.json") or summary
+    facts = _read_json(path / "facts.json")
     return Run(
         path, flatten(config), _read_json(path / "environment.json"), _read_rows(path), summary, facts=facts
     )

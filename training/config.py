@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from model.config import GPTConfig
 
 from .optimizer import OptimizerConfig
-from .schedule import Decay, ScheduleConfig
+from .schedule import ScheduleConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -317,10 +317,7 @@ def load_config(path: str | os.PathLike) -> Config:
         written = OmegaConf.load(path)
         if not written:  # lost with the power: defaults are not what the run was
             raise ConfigError(f"{path} is empty.")
-        kept = OmegaConf.merge(OmegaConf.structured(Config), written)
-        if kept.schedule.decay is Decay.constant:
-            kept.schedule.final_fraction = None  # runs were written with one, which was ignored
-        return OmegaConf.to_object(kept)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
     except ConfigError:
         raise
     except (YAMLError, OmegaConfBaseException, ValueError) as error:

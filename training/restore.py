@@ -65,14 +65,11 @@ def resume(run: Trainer, path: str) -> Resumed:
         group.update(setting)  # rates and decays are this run's; only the moments are the checkpoint's
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
-    began = state.get("init_from")
-    run.config = dataclasses.replace(
-        run.config, trainer=dataclasses.replace(run.config.trainer, init_from=began)
-    )
+    trainer = dataclasses.replace(run.config.trainer, init_from=state["init_from"])
+    run.config = dataclasses.replace(run.config, trainer=trainer)
     changed = _changed(run_dir / "config.yaml", run.config)
     history = _history(run_dir / "facts.json", state["step"], changed)
-    # A checkpoint from before seconds were kept counts as no time.
-    return Resumed(state["step"], state.get("seconds", 0.0), changed, history)
+    return Resumed(state["step"], state["seconds"], changed, history)
 
 
 def identity(run: Trainer) -> dict[str, Any]:

@@ -250,14 +250,6 @@ def test_an_unfinished_run_says_what_auto_became(copies, text_file):
     assert "differ in more than attention" not in said
 
 
-def test_a_run_from_before_facts_were_kept_apart_has_them_in_its_summary(copies):
-    before = find_runs([str(copies)])
-    for path in copies.glob("*/facts.json"):
-        path.unlink()
-    facts = [{key: run.facts[key] for key in before[0].facts} for run in find_runs([str(copies)])]
-    assert facts == [run.facts for run in before]
-
-
 @pytest.mark.parametrize(
     "name", ["config.yaml", "facts.json", "summary.json", "environment.json", "metrics.csv"]
 )

@@ -46,14 +46,6 @@ def test_a_schedule_is_the_same_by_its_group_and_by_its_decay(group):
     assert ends == [0.1, 0.0, None]
 
 
-def test_a_constant_schedule_of_an_older_run_still_loads(tmp_path):
-    """It has the final fraction that was the default, and did nothing."""
-    text = to_yaml(composed("schedule=constant"))
-    assert "final_fraction: null" in text
-    (tmp_path / "config.yaml").write_text(text.replace("final_fraction: null", "final_fraction: 0.1"))
-    assert load_config(tmp_path / "config.yaml") == composed("schedule=constant")
-
-
 def test_a_config_survives_its_yaml(tmp_path):
     config = composed(
         "model=gpt2_small", "trainer.precision=bf16", "data.files=[a.txt,b.txt]", "logger.tags=[x]"
