@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .fused import FusedError, kernels_of, make_known_to_inductor
+from .fused import FusedError, check_dtype, kernels_of, make_known_to_inductor
 from .operators import NAMESPACE
 
 # Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient, but
@@ -25,8 +25,10 @@ def linear_cross_entropy(
     """Mean NLL in nats of `targets` under softmax(hidden @ weight[:vocab_size].T), over targets >= 0.
 
     Args:
-        hidden: (rows, width). Under autocast the products are in its dtype, otherwise in hidden's.
-        weight: (padded vocabulary, width); rows from vocab_size on have probability 0 and get no gradient.
+        hidden: (rows, width); float32, bfloat16 or float16. Under autocast the products are in its dtype, otherwise
+            in hidden's.
+        weight: (padded vocabulary, width), of any of the three; rows from vocab_size on have probability 0 and get no
+            gradient.
         targets: int64 (rows,) below vocab_size, negative for a row that does not count.
         vocab_size: ids that can be predicted.
 
@@ -56,6 +58,8 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vo
     for name, tensor in (("weight", weight), ("targets", targets)):
         if tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, but hidden on {hidden.device}")
+    check_dtype("hidden", hidden)
+    check_dtype("weight", weight)
     if not 0 < vocab_size <= weight.shape[0]:
         raise ValueError(f"vocab_size must be 1 to {weight.shape[0]}, the rows of weight, got {vocab_size}")
 
