@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .arguments import in_autocast_dtype
 from .fused import FusedError, check_dtype, kernels_of, make_known_to_inductor
 from .operators import NAMESPACE
 
@@ -40,8 +41,7 @@ def linear_cross_entropy(
         ValueError: shapes that do not match, another dtype or device. FusedError: our kernels cannot run here.
     """
     _check(hidden, weight, targets, vocab_size)
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    (hidden,) = in_autocast_dtype(hidden)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss, *_ = _forward(hidden.contiguous(), weight, targets.contiguous(), vocab_size, with_gradient)
     return loss

@@ -197,6 +197,13 @@ def test_without_gradients_none_are_computed():
     assert d_hidden.numel() == d_weight.numel() == 0
 
 
+def test_meta_tensors_give_their_like():
+    hidden, weight, targets = (x.to("meta") for x in problem(torch.float32))
+    loss, d_hidden, d_weight = gradients(linear_cross_entropy, hidden, weight, targets)
+    assert (loss.shape, loss.dtype, loss.device.type) == ((), torch.float32, "meta")
+    assert (d_hidden.shape, d_weight.shape) == (hidden.shape, weight.shape)
+
+
 def test_the_operator_is_whole_to_torch_compile():
     hidden, weight, targets = problem(torch.float32, rows=8)
     hidden.requires_grad_()
