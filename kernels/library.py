@@ -29,8 +29,11 @@ def _sdpa(
     backend: SDPBackend | None,
 ) -> torch.Tensor:
     q_len, kv_len = q.shape[2], k.shape[2]
-    mask = None
-    if causal and q_len != kv_len and q_len > 1:  # a single query, as in decoding, sees every key
+    mask, is_causal = None, False
+    if causal and q_len == kv_len:
+        # The comparison itself is a symbol to torch.compile, once lengths vary, and SDPA takes none.
+        is_causal = True
+    elif causal and q_len > 1:  # a single query, as in decoding, sees every key
         if backend is SDPBackend.FLASH_ATTENTION and q.device.type == "cuda":
             raise AttentionError(
                 "attention=sdpa_flash takes no mask, so causal needs q_len == kv_len; sdpa can"
@@ -39,7 +42,7 @@ def _sdpa(
     options = {
         "attn_mask": mask,
         "dropout_p": dropout_p,
-        "is_causal": causal and q_len == kv_len,
+        "is_causal": is_causal,
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
     }

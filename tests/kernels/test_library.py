@@ -53,6 +53,15 @@ def test_compiles_whole_and_a_seeded_generator_repeats_its_dropout(options: dict
         torch.testing.assert_close(first[0], attention(q, k, v))
 
 
+def test_compiles_whole_at_lengths_that_vary() -> None:
+    torch._dynamo.reset()  # no graph of another test counts
+    attention = get_attention("sdpa")
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for q_len, kv_len in ((20, 20), (32, 32), (40, 40), (32, 40), (1, 40)):
+        q, k, v, _ = inputs(q_len, kv_len, 16, torch.float32)
+        torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+
+
 @pytest.mark.parametrize("feature", [{"window": (4, 0)}, {"return_lse": True}, {"sinks": torch.zeros(1)}])
 def test_what_sdpa_cannot_do_is_refused(feature: dict[str, object]) -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
