@@ -3,7 +3,8 @@
 Query i is aligned bottom-right: its position among the keys is i + kv_len - q_len.
 
     q                (batch, heads, q_len, head_dim)
-    k, v             (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, consecutive query heads share one
+    k, v             (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, consecutive query heads share one.
+                     Under autocast q, k and v are taken in its dtype, as by torch's own attention
     causal           a query sees no key after its own position
     scale            of the logits; None means 1/sqrt(head_dim)
     dropout_p        share of the probabilities set to 0, the others divided by 1 minus it; rounded to 2^-16

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from .arguments import check_inputs, check_scale, refuse_features
+from .arguments import check_inputs, check_scale, in_autocast_dtype, refuse_features
 from .library import HALF, needs_cuda
 from .registry import AttentionFn, AttentionRequest, register_attention
 
@@ -50,6 +50,7 @@ def fa4(
     """`flash_attn.cute.flash_attn_func`; arguments, result and errors as `naive_attention`, the others refused."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features("fa4", features)
+    q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
     by_length = (x.transpose(1, 2) for x in (q, k, v))
     out, _ = flash_attn_func(*by_length, softmax_scale=check_scale(scale, q.shape[-1]), causal=causal)

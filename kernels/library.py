@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .arguments import check_dropout, check_inputs, check_scale, refuse_features
+from .arguments import check_dropout, check_inputs, check_scale, in_autocast_dtype, refuse_features
 from .registry import AttentionError, AttentionFn, AttentionRequest, register_attention
 
 HALF = (torch.float16, torch.bfloat16)
@@ -92,6 +92,7 @@ def sdpa(
     torch.compile drawn from the default generator, which trainers seed, and not by dropout_seed.
     """
     refuse_features(name, features)
+    q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, _SDPA[name])
@@ -173,6 +174,7 @@ def flex(
     """torch's FlexAttention; arguments, result and errors as `naive_attention`, the others refused."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features("flex", features)
+    q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
     from torch.nn.attention.flex_attention import AuxRequest
 

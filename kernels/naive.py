@@ -6,7 +6,14 @@ FlashAttention (Dao et al. 2022) does; nothing here is fused unless torch.compil
 
 import torch
 
-from .arguments import BLOCK_MASK_SIZE, check_dropout, check_features, check_inputs, check_scale
+from .arguments import (
+    BLOCK_MASK_SIZE,
+    check_dropout,
+    check_features,
+    check_inputs,
+    check_scale,
+    in_autocast_dtype,
+)
 from .philox import drop_share, dropout_mask
 from .registry import AttentionRequest, register_attention
 
@@ -44,6 +51,7 @@ def naive_attention(
     Raises:
         AttentionError: an argument has the wrong shape, dtype or device.
     """
+    q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     check_features(

@@ -9,7 +9,7 @@ computes them again, pair by pair.
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..arguments import check_inputs, check_scale, refuse_features
+from ..arguments import check_inputs, check_scale, in_autocast_dtype, refuse_features
 
 Tensor = torch.Tensor
 QUERIES, KEYS = 1024, 4096  # of a chunk, as in the paper's listing
@@ -22,6 +22,7 @@ def chunked_attention(
     `naive_attention`, and what is not named here is refused."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features("chunked", features)
+    q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
     group, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))

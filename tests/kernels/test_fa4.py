@@ -42,6 +42,13 @@ def test_a_seed_without_dropout_is_ignored_as_by_the_others() -> None:
     assert torch.equal(seeded, fa4(q, q, q, flash_attn_func=as_the_package))
 
 
+def test_autocast_gives_inputs_its_dtype() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fa4(q.bfloat16(), q, q, flash_attn_func=as_the_package)
+    assert torch.equal(out, fa4(*[q.bfloat16()] * 3, flash_attn_func=as_the_package))
+
+
 def test_a_run_is_told_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not(dtype: torch.dtype = torch.bfloat16, *features: str, head_dim: int = 64) -> str | None:
         request = AttentionRequest(torch.device("cuda"), dtype, head_dim, frozenset(features))

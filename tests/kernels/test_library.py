@@ -86,3 +86,7 @@ def test_flex_masks_and_modifies_scores_as_naive_does() -> None:
         got = kernels.library.flex(*tensors, flex_attention=flex_attention, return_lse=True, **options)
         want = kernels.naive.naive_attention(*tensors, return_lse=True, **options)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    q, k, v = tensors
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = kernels.library.flex(q.bfloat16(), k, v, flex_attention=flex_attention)
+    assert mixed.dtype is torch.bfloat16

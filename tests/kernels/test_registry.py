@@ -161,6 +161,28 @@ def test_an_attention_can_be_pickled_with_its_model(name: str) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(attention))(q, q, q), attention(q, q, q))
 
 
+@pytest.mark.parametrize("name", ["chunked", "naive", "sdpa", "sdpa_math"])
+def test_autocast_gives_every_attention_its_dtype_as_it_does_flash(name: str) -> None:
+    torch._dynamo.reset()  # no graph of another test counts
+    q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
+    attention = kernels.get_attention(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = attention(q.bfloat16(), k, v.half())  # of layers that autocast knows, and does not
+        assert attention(q.double(), k.double(), v.double()).dtype is torch.float64
+        compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(q.bfloat16(), k, v.half())
+    assert mixed.dtype is torch.bfloat16
+    assert torch.equal(mixed, attention(*(x.bfloat16() for x in (q, k, v.half()))))
+    assert compiled.dtype is torch.bfloat16
+    torch.testing.assert_close(compiled, mixed)
+
+
+@pytest.mark.parametrize("name", ["chunked", "naive", "sdpa", "sdpa_math"])
+def test_of_meta_tensors_an_attention_gives_the_like(name: str) -> None:
+    q = torch.empty(1, 2, 20, 16, device="meta")
+    out = kernels.get_attention(name)(q, q, q)
+    assert (out.shape, out.device.type) == (q.shape, "meta")
+
+
 def test_a_tier_that_is_none_is_said_before_what_the_kernels_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(AttentionError, match=r"attention\.tier=foo is none of auto, triton, hopper"):
