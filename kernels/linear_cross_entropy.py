@@ -12,7 +12,7 @@ import torch
 
 from .arguments import in_autocast_dtype
 from .fused import FusedError, check_dtype, kernels_of, make_known_to_inductor
-from .operators import NAMESPACE
+from .operators import NAMESPACE, has_tangent
 
 # Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient, but
 # 65,536 x 768 by 50,304 in bf16 took an H200 29.8 ms with 256 MiB, 28.1 with 512 MiB and 28.0 with 2 GiB.
@@ -35,12 +35,15 @@ def linear_cross_entropy(
 
     Returns:
         0-d float32; 0 when no row counts, NaN when a target is no id below vocab_size, which only the device knows.
-        Its gradient can be taken once or many times, but not twice over: with create_graph=True it is refused.
+        Its gradient can be taken once or many times, but not twice over: with create_graph=True it is refused, and so
+        is forward-mode differentiation.
 
     Raises:
         ValueError: shapes that do not match, another dtype or device. FusedError: our kernels cannot run here.
     """
     _check(hidden, weight, targets, vocab_size)
+    if has_tangent(hidden, weight):
+        raise _lacks("forward-mode")
     (hidden,) = in_autocast_dtype(hidden)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss, *_ = _forward(hidden.contiguous(), weight, targets.contiguous(), vocab_size, with_gradient)
@@ -62,6 +65,10 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vo
     check_dtype("weight", weight)
     if not 0 < vocab_size <= weight.shape[0]:
         raise ValueError(f"vocab_size must be 1 to {weight.shape[0]}, the rows of weight, got {vocab_size}")
+
+
+def _lacks(derivative: str) -> FusedError:
+    return FusedError(f"model.loss=fused has no {derivative} derivative; use model.loss=torch")
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy", mutates_args=())
@@ -133,7 +140,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, d_loss, *_):
     if torch.is_grad_enabled():  # the caller wants a graph of it, which the saved gradients do not have
-        raise FusedError("model.loss=fused has no second derivative; use model.loss=torch")
+        raise _lacks("second")
     d_hidden, d_weight, counted = ctx.saved_tensors
     share = (
         d_loss / counted

@@ -54,6 +54,16 @@ def below_autograd(of: torch._ops.OpOverload, *inputs: object) -> Any:
         return of(*inputs)
 
 
+def has_tangent(*tensors: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation goes through one of the tensors.
+
+    An autograd.Function without a jvp refuses that; of `torch.library.custom_op` the derivative would be 0.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
 def _once(made: torch._ops.OpOverload, no_gradient: Callable[[], Exception]) -> Callable[..., Any]:
     """The operator to autograd, with an error where its gradient would be."""
 

@@ -6,6 +6,7 @@ from ..arguments import check_inputs, in_autocast_dtype, refuse_features
 from ..flash import refuses_inputs
 from ..flash.tiles import Tile, specify
 from ..launch import INTERPRETED
+from ..operators import has_tangent
 from ..registry import AttentionError
 
 Tensor = torch.Tensor
@@ -26,6 +27,8 @@ def prepared(
         raise AttentionError(f"attention={name}: {reason}")
     if max(q.shape[:2]) > 65535:  # they are grid axes of the launch
         raise AttentionError(f"attention={name} takes batch and heads up to 65535, got {tuple(q.shape[:2])}")
+    if has_tangent(q, k, v):
+        raise AttentionError(f"attention={name} has no forward-mode derivative; use attention=naive")
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

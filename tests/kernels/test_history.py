@@ -242,6 +242,15 @@ def test_a_second_derivative_is_refused(name: str) -> None:
 
 @INTERPRETED
 @BOTH
+def test_forward_mode_gradients_are_refused_and_not_lost(name: str) -> None:
+    q, k, v, d_out = (x.detach() for x in inputs(8, 8, 16, torch.float32))
+    attention = kernels.get_attention(name)
+    with pytest.raises(AttentionError, match=f"attention={name} has no forward-mode derivative"):
+        torch.func.jvp(lambda v: attention(q, k, v), (v,), (d_out,))
+
+
+@INTERPRETED
+@BOTH
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_is_refused_by_name(name: str, feature: str) -> None:
     options = {feature: USED.get(feature, torch.ones(1))}

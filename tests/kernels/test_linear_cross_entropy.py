@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from kernels import linear_cross_entropy as room
 from kernels.fused import FusedError
@@ -172,6 +173,16 @@ def test_a_gradient_that_is_to_be_differentiated_is_refused():
         FusedError, match=r"model\.loss=fused has no second derivative; use model\.loss=torch"
     ):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight"])
+def test_forward_mode_gradients_are_refused_and_not_lost(name):
+    inputs = dict(zip(("hidden", "weight", "targets"), problem(torch.float32), strict=True))
+    with forward_ad.dual_level():
+        assert linear_cross_entropy(**inputs, vocab_size=VOCAB).isfinite()  # nobody wants one
+        inputs[name] = forward_ad.make_dual(inputs[name], torch.ones_like(inputs[name]))
+        with pytest.raises(FusedError, match=r"has no forward-mode derivative; use model\.loss=torch"):
+            linear_cross_entropy(**inputs, vocab_size=VOCAB)
 
 
 def test_loss_scaling_keeps_small_gradients_in_fp16():
