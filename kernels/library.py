@@ -60,7 +60,13 @@ def _sdpa_with_dropout(
     A seed on the device costs a synchronisation.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int(dropout_seed))
+        # That seeds every device's generator, and only those named above are put back.
+        manual_seed = torch.manual_seed
+        if device.type == "cpu":
+            manual_seed = torch.default_generator.manual_seed
+        elif device.type == "cuda":
+            manual_seed = torch.cuda.default_generators[device.index].manual_seed
+        manual_seed(int(dropout_seed))
         return _sdpa(*arguments)
 
 

@@ -36,6 +36,16 @@ def test_dropout_is_seeded_and_moves_no_generator(name: str) -> None:
     assert not torch.equal(first, attention(q, k, v))
 
 
+@pytest.mark.gpu
+def test_dropout_on_one_device_moves_no_generator_of_another() -> None:
+    for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        q = torch.randn(1, 1, 64, 16, device=device)
+        before = torch.random.get_rng_state(), *torch.cuda.get_rng_state_all()
+        first, again = (get_attention("sdpa")(q, q, q, dropout_p=0.5, dropout_seed=1) for _ in range(2))
+        assert torch.equal(first, again)
+        assert all(map(torch.equal, before, (torch.random.get_rng_state(), *torch.cuda.get_rng_state_all())))
+
+
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "dropout_seed": 3}])
 def test_compiles_whole_and_a_seeded_generator_repeats_its_dropout(options: dict[str, object]) -> None:
     attention = get_attention("sdpa")
