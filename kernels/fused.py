@@ -51,17 +51,14 @@ def kernels_of(module: str, device_type: str) -> ModuleType:
     return importlib.import_module(f".{module}", __package__)
 
 
-def check_operands(
-    product: torch.Tensor, x: torch.Tensor | None = None, **vectors: torch.Tensor | None
-) -> None:
+def check_operands(product: torch.Tensor, x: torch.Tensor | None = None, **vectors: torch.Tensor) -> None:
     """Raise ValueError unless the kernels can read a linear layer's product, x like it, and vectors as wide."""
-    given = {"the linear layer's output": product, "x": x, **vectors}
+    given = {"the linear layer's output": product} | ({} if x is None else {"x": x}) | vectors
     for name, tensor in given.items():
-        if tensor is None:
-            continue
         wanted = product.shape[-1:] if name in vectors else product.shape
-        if tensor.shape != wanted:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {tuple(wanted)}")
+        if tensor is None or tensor.shape != wanted:
+            got = None if tensor is None else tuple(tensor.shape)
+            raise ValueError(f"{name} is {got}; it must be {tuple(wanted)}")
         if tensor.device != product.device:
             raise ValueError(
                 f"{name} is on {tensor.device}, but the linear layer's output on {product.device}"

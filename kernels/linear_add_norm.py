@@ -35,7 +35,7 @@ def linear_add_norm(
     Args:
         x: (..., width), the residual stream; float32, bfloat16 or float16, as are all others.
         y: (..., inner), with the leading sizes of x. weight: (width, inner).
-        bias, gain, shift: (width,); the last two are the LayerNorm's weight and bias.
+        bias, gain, shift: (width,); the last two are the LayerNorm's weight and bias. A bias of None is none.
         dropout_p: probability that an element of the linear layer's output is 0; others are divided by 1 minus it.
         dropout_seed: int or 0-d int64, needed with dropout_p > 0.
         eps: what the LayerNorm adds to the variance.
@@ -51,7 +51,7 @@ def linear_add_norm(
     check_dropout(dropout_p, dropout_seed)
     seed = seed_on(x.device, dropout_seed) if dropout_p else None
     update = F.linear(y, weight)
-    check_operands(update, x, bias=bias, gain=gain, shift=shift)
+    check_operands(update, x, gain=gain, shift=shift, **({} if bias is None else {"bias": bias}))
     # What the operator would call, without the way there; torch.compile sees the operator.
     add = add_norm if torch.compiler.is_compiling() else _AddNorm.apply
     x_new, normalised, _ = add(x, update, bias, gain, shift, seed, dropout_p, eps)

@@ -242,6 +242,9 @@ def test_inputs_that_do_not_fit_are_refused():
             linear_add_norm(**inputs | {name: inputs[name].double()})
         with pytest.raises(ValueError, match=f"^{name} is on meta, but the linear layer's output on"):
             linear_add_norm(**inputs | {name: inputs[name].to("meta")})
+    for name in ("gain", "shift"):
+        with pytest.raises(ValueError, match=rf"^{name} is None; it must be \(48,\)"):
+            linear_add_norm(**inputs | {name: None})
 
 
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):

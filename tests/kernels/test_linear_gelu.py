@@ -145,6 +145,8 @@ def test_inputs_that_do_not_fit_are_refused():
     inputs, _ = problem(torch.float32)
     with pytest.raises(ValueError, match=r"bias is \(99,\); it must be \(100,\)"):
         linear_gelu(**inputs | {"bias": inputs["bias"][1:]})
+    with pytest.raises(ValueError, match=r"bias is None; it must be \(100,\)"):
+        linear_gelu(**inputs | {"bias": None})
     with pytest.raises(ValueError, match="float64"):
         linear_gelu(*double(inputs).values())
 
