@@ -89,6 +89,9 @@ def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> 
     # 1.5 would be cut to 1, and "5" read as 5. NumPy's integers have an index; torch.compile knows int alone.
     elif not (dropout_seed is None or isinstance(dropout_seed, int) or hasattr(dropout_seed, "__index__")):
         raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {dropout_seed!r}")
+    # An int that varies is a symbol to torch.compile, which has it in int64 and would guard what is asked of it.
+    elif not torch.compiler.is_compiling() and not -(2**63) <= int(dropout_seed or 0) < 2**63:
+        raise AttentionError(f"dropout_seed must fit int64, -2^63 to 2^63 - 1, got {dropout_seed}")
 
 
 def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,8 @@ def test_what_it_cannot_do_is_refused(monkeypatch):
         dropout(x.double(), 0.1, 1)
     with pytest.raises(ValueError, match=r"dropout_p must be at least 0 and below 1, got 1\.0"):
         dropout(x, 1.0, 1)
+    with pytest.raises(ValueError, match="dropout_seed must fit int64"):
+        dropout(x, 0.1, 2**63)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     kernels_of.cache_clear()
     with pytest.raises(FusedError, match="dropout needs a CUDA device, not cpu"):

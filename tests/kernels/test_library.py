@@ -34,6 +34,9 @@ def test_dropout_is_seeded_and_moves_no_generator(name: str) -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first, attention(q, k, v))
+    # Though torch's generator takes it.
+    with pytest.raises(AttentionError, match="dropout_seed must fit int64"):
+        attention(q, k, v, dropout_p=0.5, dropout_seed=2**63)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,6 +125,11 @@ def test_dropout_needs_a_seed_and_a_share_below_one() -> None:
         naive_attention(q, k, v, dropout_p=1.0, dropout_seed=0)
     for seed in (1.5, "1", [1]):
         with pytest.raises(AttentionError, match="dropout_seed must be an int or a 0-d int64 tensor, got"):
+            naive_attention(q, k, v, dropout_p=0.1, dropout_seed=seed)
+    for seed in (-(2**63), 2**63 - 1):
+        assert naive_attention(q, k, v, dropout_p=0.1, dropout_seed=seed).shape == q.shape
+    for seed in (-(2**63) - 1, 2**63, np.uint64(2**63)):
+        with pytest.raises(AttentionError, match=rf"dropout_seed must fit int64, .*, got {seed}$"):
             naive_attention(q, k, v, dropout_p=0.1, dropout_seed=seed)
 
 
