@@ -7,7 +7,6 @@ sequences of a step do not depend on how many ranks share it.
 import shlex
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -99,6 +98,10 @@ class TokenSplit:
         self._maps: dict[int, np.ndarray] = {}
         self._edges = [0, *accumulate(shard["tokens"] for shard in self.shards)]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the maps, which would be pickled as all their tokens: who loads it maps the files again."""
+        return self.__dict__ | {"_maps": {}}
+
     def shard_tokens(self, index: int) -> np.ndarray:
         """Return the tokens of one shard, memory-mapped at first use."""
         if index not in self._maps:
@@ -149,9 +152,10 @@ class Batches:
         )
         self.windows = (split.tokens - 1) // seq_len
         # Batches looked up together, the last of which are kept: numpy's calls for eight sequences at a time were
-        # most of what the default run waited for data.
+        # most of what the default run waited for data. Not in an lru_cache: it cannot be pickled, and a copy would
+        # ask the original.
         self._group = max(1, 512 // sequences_per_batch)
-        self._last_group = lru_cache(1)(self._group_windows)
+        self._last_group: tuple[tuple[int, int], np.ndarray] | None = None
 
     def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
@@ -161,7 +165,10 @@ class Batches:
 
     def _windows(self, n: int, rank: int, world_size: int) -> np.ndarray:
         group, place = divmod(n, self._group)
-        return self._last_group(group)[place][_share(self.sequences_per_batch, rank, world_size)]
+        key, last = (group, self.seed), self._last_group  # read once, as another thread may write it
+        if last is None or last[0] != key:
+            last = self._last_group = key, self._group_windows(group)
+        return last[1][place][_share(self.sequences_per_batch, rank, world_size)]
 
     def _group_windows(self, group: int) -> np.ndarray:
         """Return the windows of a group's batches, int64 (batches, sequences_per_batch)."""

@@ -1,10 +1,13 @@
 """Batches: a pure function of n, every sequence once an epoch, every validation token once (7 s)."""
 
+import copy
 import itertools
+import pickle
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -116,6 +119,19 @@ def test_a_batch_is_the_same_whichever_was_asked_for_before(corpus: Corpus, per_
         assert batches._windows(n, 0, 1).tolist() == expected
         if per_batch > 1:
             assert batches._windows(n, 1, 2).tolist() == expected[per_batch // 2 :]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_batches_can_be_copied_and_pickled_without_the_tokens(corpus: Corpus, copied: Callable):
+    batches = Batches(Corpus(corpus.directory).train, SEQ_LEN, PER_BATCH, seed=0)
+    expected = batches.batch(5)
+    assert corpus.train.tokens > 20_000
+    assert len(pickle.dumps(batches)) < 20_000
+    another = copied(batches)
+    assert all(map(np.array_equal, another.batch(5), expected))
+    another.seed = 1
+    assert not np.array_equal(another.batch(5)[0], expected[0])
+    assert all(map(np.array_equal, batches.batch(5), expected))
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
