@@ -202,6 +202,8 @@ class EvaluationBatches:
 
     def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
+        if not 0 <= n < len(self):
+            raise DataError(f"evaluation batch {n}: this split has 0 to {len(self) - 1}")
         windows = n * self.sequences_per_batch + _share(self.sequences_per_batch, rank, world_size)
         inputs = np.zeros((len(windows), self.seq_len), np.int64)
         targets = np.full((len(windows), self.seq_len), IGNORED, np.int64)
@@ -223,6 +225,8 @@ def _check_sizes(seq_len: int, sequences_per_batch: int) -> None:
 
 def _share(sequences: int, rank: int, world_size: int) -> np.ndarray:
     """Return the positions in a batch that belong to a rank."""
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank={rank} of world_size={world_size}: a rank is at least 0 and below world_size")
     if sequences % world_size:
         nearest = max(1, round(sequences / world_size)) * world_size
         raise DataError(
@@ -244,10 +248,15 @@ def prefetch(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield batches start, start + 1, ... (before `stop`) as int64 torch tensors on the CPU, made by a thread.
 
-    pin_memory: in page-locked memory, for copies that do not block. depth: batches made ahead. Closing the
-    generator ends the thread.
+    Without `stop` evaluation ends behind its last batch, and training never. pin_memory: in page-locked memory, for
+    copies that do not block. depth: batches made ahead, at least 1. Closing the generator ends the thread.
     """
     import torch
+
+    if depth < 1:  # which a queue takes for no limit
+        raise DataError(f"depth={depth}: at least one batch is made ahead")
+    if stop is None and isinstance(batches, EvaluationBatches):
+        stop = len(batches)
 
     def make() -> Iterator[tuple[Any, Any]]:
         for n in count(start) if stop is None else range(start, stop):

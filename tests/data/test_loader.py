@@ -162,6 +162,24 @@ def test_ranks_that_do_not_divide_a_batch_are_refused(corpus: Corpus):
         Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0).batch(0, 0, 3)
 
 
+def test_what_is_outside_is_refused(corpus: Corpus):
+    batches, evaluation = (
+        Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0),
+        EvaluationBatches(corpus.val, SEQ_LEN, PER_BATCH),
+    )
+    for rank, world_size in ((2, 2), (-1, 2), (0, 0)):
+        for each in (batches, evaluation):
+            with pytest.raises(DataError, match=f"^rank={rank} of world_size={world_size}: a rank is"):
+                each.batch(0, rank, world_size)
+    last = len(evaluation) - 1
+    for n in (-1, last + 1):
+        with pytest.raises(DataError, match=f"^evaluation batch {n}: this split has 0 to {last}$"):
+            evaluation.batch(n)
+    for depth in (0, -1):
+        with pytest.raises(DataError, match=f"^depth={depth}: at least one batch"):
+            prefetch(batches, depth=depth)
+
+
 @pytest.mark.parametrize(("seq_len", "sequences"), [(0, 4), (8, 0), (-1, 4)])
 def test_batches_of_nothing_are_refused(corpus: Corpus, seq_len: int, sequences: int):
     for make in (
@@ -208,7 +226,8 @@ def test_prefetch_gives_the_same_batches_as_tensors_and_ends_its_thread(corpus: 
             assert np.array_equal(targets.numpy(), expected[1])
     assert threading.active_count() == threads
     evaluation = EvaluationBatches(corpus.val, SEQ_LEN, PER_BATCH)
-    assert len(list(prefetch(evaluation, stop=len(evaluation)))) == len(evaluation)
+    for stop in (None, len(evaluation)):
+        assert len(list(prefetch(evaluation, stop=stop))) == len(evaluation)
 
 
 def test_prefetch_passes_errors_on(corpus: Corpus):
