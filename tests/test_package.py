@@ -20,10 +20,12 @@ def test_the_wheel_has_every_package_of_the_leaves():
     names = {".".join(("tilegpt", *folder.relative_to(ROOT).parts)) for folder in folders}
     assert set(setuptools["packages"]) == names
     assert setuptools["package-dir"] == {f"tilegpt.{leaf}": leaf for leaf in LEAVES}
+    # Else a type checker takes everything of theirs for Any. setuptools puts these markers into a wheel unasked.
+    assert all((ROOT / leaf / "py.typed").is_file() for leaf in LEAVES)
 
 
 def test_names_that_are_loaded_late_are_listed():
-    assert set(model.__all__) <= set(dir(model))
+    assert set(model.__all__) == {"GPTConfig", *model._HOME} <= set(dir(model))
 
 
 def test_the_readmes_examples_run_as_printed(command_line, tiny, tmp_path, user_environment):
