@@ -279,7 +279,11 @@ class GPT(nn.Module):
     def hidden(
         self, tokens: Tensor, *, dropout_seed: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """Final hidden states (B, T, C). With a cache, tokens continue those it holds and are added to it."""
+        """Final hidden states (B, T, C). With a cache, tokens continue those it holds and are added to it.
+
+        A config.document_end has no effect on a call with a cache: who reads packed documents so gives one document a
+        call, and sets cache.first = cache.length behind its end, as `generate` does.
+        """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (batch, length), got shape {tuple(tokens.shape)}")
         start = 0 if cache is None else cache.length
@@ -304,7 +308,7 @@ class GPT(nn.Module):
         else:
             x = self.fused.dropout(x, self.config.dropout, first)
         cu_seqlens = None
-        if self.config.document_end is not None and cache is None:  # a cache hides other documents itself
+        if self.config.document_end is not None and cache is None:  # else its `first` hides other documents
             cu_seqlens = document_offsets(tokens, self.config.document_end)
         if self.fused is None:
             for block, own in zip(self.h, seeds, strict=True):
