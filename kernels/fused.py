@@ -1,4 +1,7 @@
-"""What `linear_cross_entropy`, `linear_add_norm`, `linear_gelu`, `embedding` and `dropout` have in common."""
+"""What `linear_cross_entropy`, `linear_add_norm`, `linear_gelu`, `embedding` and `dropout` have in common.
+
+Their gradients are those of backward() and torch.autograd.grad; torch.func's grad and jvp end in an error.
+"""
 
 import functools
 import importlib
