@@ -50,7 +50,9 @@ _ROWS_PER_GROUP = 1000  # as in OpenWebText's files
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.benchmark", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.benchmark", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--tokenizer", default="gpt2")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT; without it, it is not measured")
     parser.add_argument("--parquet", type=Path, help="folder of parquet files with a column `text`")

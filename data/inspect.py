@@ -26,7 +26,9 @@ _SHOWN_CHARACTERS = 300
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.inspect", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.inspect", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("path", type=Path, help="a corpus folder, or a run directory")
     parser.add_argument("--documents", type=int, default=3, help="decoded documents to show (default 3)")
     parser.add_argument(

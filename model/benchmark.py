@@ -169,7 +169,9 @@ def environment() -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m model.benchmark", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.benchmark", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--nanogpt", type=Path, required=True, help="path of nanoGPT's model.py")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=90, help="time spent on each shape")
