@@ -76,7 +76,8 @@ def to_huggingface(model: GPT) -> "GPT2LMHeadModel":
     """A GPT2LMHeadModel, float32 on the CPU, that computes what model does, dropout included if it is in training
     mode; its save_pretrained writes it out. Only a config.document_end has no like there: it sees across documents.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    for wrapped in ("module", "_orig_mod"):  # by DistributedDataParallel, by torch.compile
+        model = getattr(model, wrapped, model)
     config = model.config
     with _transformers_imports():
         from transformers import GPT2Config, GPT2LMHeadModel

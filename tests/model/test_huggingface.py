@@ -4,7 +4,9 @@ import sys
 
 import pytest
 import torch
+from torch import distributed
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -108,10 +110,17 @@ def test_what_is_no_gpt2_with_one_table_for_both_ends_is_refused():
         from_huggingface(theirs, plain_attention)
 
 
-def test_a_compiled_model_goes_there_too():
+def test_a_compiled_model_and_one_that_is_trained_by_ranks_go_there_too():
     ours = GPT(GPTConfig(101, 24, n_layer=1, n_head=2, n_embd=32), plain_attention)
-    there = to_huggingface(torch.compile(ours)).state_dict()
-    assert torch.equal(there["transformer.wpe.weight"], ours.wpe.weight)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        by_ranks = DistributedDataParallel(ours)
+        both = DistributedDataParallel(torch.compile(ours)), torch.compile(by_ranks)
+        for wrapped in (torch.compile(ours), by_ranks, *both):
+            there = to_huggingface(wrapped).state_dict()
+            assert torch.equal(there["transformer.wpe.weight"], ours.wpe.weight)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
