@@ -8,13 +8,14 @@ SDPA's `is_causal` is aligned top-left, ours bottom-right: at unequal lengths a 
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .arguments import check_dropout, check_inputs, check_scale, in_autocast_dtype, refuse_features
-from .registry import AttentionError, AttentionFn, AttentionRequest, register_attention
+from .registry import AttentionError, AttentionRequest, register_attention
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -155,20 +156,21 @@ def _refuses_flex(request: AttentionRequest) -> str | None:
     return needs_cuda(request) or request.unsupported({"window", "softcap", "alibi_slopes", "return_lse"})
 
 
-@register_attention("flex", refuses=_refuses_flex, lazy=True)
-def load_flex() -> AttentionFn:
-    """FlexAttention compiled: uncompiled it would materialise the scores."""
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """FlexAttention compiled: uncompiled it would materialise the scores. `flex` asks for it, and does not hold it,
+    since a compiled function cannot be pickled."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return functools.partial(flex, flex_attention=torch.compile(flex_attention, dynamic=False))
+    return torch.compile(flex_attention, dynamic=False)
 
 
+@register_attention("flex", refuses=_refuses_flex)
 def flex(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    flex_attention: Callable[..., torch.Tensor],
     causal: bool = True,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
@@ -182,7 +184,7 @@ def flex(
     refuse_features("flex", features)
     q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
-    from torch.nn.attention.flex_attention import AuxRequest
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     q_len, kv_len = q.shape[2], k.shape[2]
     offset = kv_len - q_len
@@ -196,7 +198,8 @@ def flex(
 
     left, right = window or (-1, -1)
     mask = _flex_mask(q_len, kv_len, causal, left, right, q.device) if causal or window else None
-    out = flex_attention(
+    attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    out = attend(
         q,
         k,
         v,

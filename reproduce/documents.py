@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
+from kernels.library import compiled_flex_attention
 
 from . import plots, timing
 from .attention import gradients, race, relative_error
@@ -162,7 +163,7 @@ def _flex(inputs: Inputs, number: int) -> Tensor:
         return _registered(FLEX)(inputs, number)
     from torch.nn.attention.flex_attention import create_block_mask
 
-    attention = get_attention(FLEX).keywords["flex_attention"]  # compiled
+    attention = compiled_flex_attention()
     if inputs.block_mask is None:
         workload = inputs.workload
         tokens = torch.arange(workload.batch * workload.length, device=inputs.offsets.device)

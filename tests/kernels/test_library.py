@@ -85,10 +85,12 @@ def test_what_sdpa_cannot_do_is_refused(feature: dict[str, object]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_masks_and_modifies_scores_as_naive_does() -> None:
+def test_flex_masks_and_modifies_scores_as_naive_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled on a CPU, where the registry refuses it: what is checked is our masks and score changes."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    monkeypatch.setattr(kernels.library, "compiled_flex_attention", lambda: flex_attention)
+    flex = get_attention("flex")
     tensors = [x.detach() for x in inputs(40, 50, 16, torch.float32, heads=4, kv_heads=2)[:3]]
     for options in (
         {},
@@ -96,10 +98,17 @@ def test_flex_masks_and_modifies_scores_as_naive_does() -> None:
         {"window": (7, 3), "causal": False},
         {"window": (5, 0), "softcap": 2.0, "alibi_slopes": torch.rand(4)},
     ):
-        got = kernels.library.flex(*tensors, flex_attention=flex_attention, return_lse=True, **options)
+        got = flex(*tensors, return_lse=True, **options)
         want = kernels.naive.naive_attention(*tensors, return_lse=True, **options)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     q, k, v = tensors
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = kernels.library.flex(q.bfloat16(), k, v, flex_attention=flex_attention)
+        mixed = flex(q.bfloat16(), k, v)
     assert mixed.dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_flex_in_a_compiled_model_is_whole() -> None:
+    q, k, v, _ = (x.detach() for x in inputs(40, 40, 16, torch.float32))
+    compiled = torch.compile(get_attention("flex"), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), get_attention("naive")(q, k, v))

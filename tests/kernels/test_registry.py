@@ -154,6 +154,11 @@ def test_what_every_attention_takes_may_be_asked_for_too() -> None:
     assert attention(q, q, q, **options).shape == q.shape
 
 
+def test_flex_can_be_pickled_though_it_runs_compiled() -> None:
+    attention = kernels.get_attention("flex")
+    assert pickle.loads(pickle.dumps(attention)) is attention
+
+
 @pytest.mark.parametrize("name", ["naive", "sdpa", "sdpa_math"])
 def test_an_attention_can_be_pickled_with_its_model(name: str) -> None:
     q = torch.randn(1, 2, 20, 64)

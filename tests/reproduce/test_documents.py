@@ -1,6 +1,5 @@
 """The experiment of documents and windows: what is seen, by whom, and what is concluded. 5 s."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -56,9 +55,7 @@ def test_the_share_is_of_the_pairs_that_are_seen(bound, size):
 @pytest.mark.parametrize("size", [20, 500])
 def test_flex_attention_gets_the_same_documents(size, monkeypatch):
     """FlexAttention as it is, not compiled."""
-    monkeypatch.setattr(
-        documents, "get_attention", lambda name: functools.partial(len, flex_attention=flex_attention)
-    )
+    monkeypatch.setattr(documents, "compiled_flex_attention", lambda: flex_attention)
     inputs = Inputs(Workload(DOCUMENTS, size, 2, 2, 100, 16), torch.float32, CPU)
     inputs.qkv = [x.detach() for x in inputs.qkv]
     q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
