@@ -120,7 +120,7 @@ class Inputs:
         return seen / (workload.batch * workload.length * (workload.length + 1) / 2)
 
 
-# (inputs, number of the round, which none of them needs) -> out, like q
+# (inputs, number of the turn, which none of them needs) -> out, like q
 Attend = Callable[[Inputs, int], Tensor]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-# A phase generator: gets the number of the round, which picks one of the rotating inputs.
+# A phase generator: gets the number of the turn, which picks one of the rotating inputs and seeds dropout.
 Call = Callable[[int], Iterator[None]]
 # Clock cycles the device sleeps before a call: about 2 ms, more than Python should take to queue one; not measured.
 HEAD_START = 4_000_000
@@ -34,7 +34,8 @@ def time_alternating(
 ) -> dict[str, list[list[float]]]:
     """Milliseconds of every phase of every round of each call: name -> phases -> rounds.
 
-    The calls take turns within a round, so that a change of clocks meets all of them alike.
+    The calls take turns within a round, so that a change of clocks meets all of them alike. No two turns have the
+    same number, so that whoever comes second in a round does not find in the cache what the first has read.
 
     Args:
         calls: what to time.
@@ -42,18 +43,19 @@ def time_alternating(
         warmup: rounds before the clock starts; a call that takes longer than `seconds` has one.
     """
     samples: dict[str, list[list[float]]] = {}
+    turns = itertools.count()
     began = time.perf_counter()
-    for number in range(warmup):
+    for _ in range(warmup):
         for call in calls.values():
-            _phases(call, number, device)
+            _phases(call, next(turns), device)
         if time.perf_counter() - began > seconds * len(calls):
             break
     began = time.perf_counter()
-    for number in range(rounds[1]):
-        if number >= rounds[0] and time.perf_counter() - began > seconds * len(calls):
+    for done in range(rounds[1]):
+        if done >= rounds[0] and time.perf_counter() - began > seconds * len(calls):
             break
         for name, call in calls.items():
-            phases = _phases(call, number, device)
+            phases = _phases(call, next(turns), device)
             kept = samples.setdefault(name, [[] for _ in phases])
             for values, milliseconds in zip(kept, phases, strict=True):
                 values.append(milliseconds)
