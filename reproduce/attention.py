@@ -270,7 +270,9 @@ def _time(backends: list[str], workload: Workload, options: Options, dtype: torc
 def race(
     attends: Mapping[str, Callable[[Any, int], torch.Tensor]], sets: list[Any], options: Options
 ) -> Sample:
-    """{"ms": {name: {"forward": [...], "backward": [...]}}, "clocks"}: each on one of `sets` after another, in turns.
+    """{"ms": {name: {"forward": [...], "backward": [...]}}, "late", "clocks"}: each on one of `sets` after another.
+
+    They take turns; "late" is `timing.Timed`'s.
 
     sets: of inputs as the functions take them, with their leaves in `qkv` and the output's gradient in `d_out`.
     """
@@ -286,7 +288,7 @@ def race(
         return call
 
     before = timing.clocks(options.device)
-    samples = timing.time_alternating(
+    timed = timing.time_alternating(
         {name: call_of(attend) for name, attend in attends.items()},
         options.device,
         seconds=options.settings.seconds,
@@ -295,9 +297,9 @@ def race(
     )
     milliseconds = {
         name: {"forward": _digits(forward), "backward": _digits(backward)}
-        for name, (forward, backward) in samples.items()
+        for name, (forward, backward) in timed.ms.items()
     }
-    return {"ms": milliseconds, "clocks": [before, timing.clocks(options.device)]}
+    return {"ms": milliseconds, "late": timed.late, "clocks": [before, timing.clocks(options.device)]}
 
 
 def _digits(samples: list[float]) -> list[float]:

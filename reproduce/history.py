@@ -191,14 +191,14 @@ def _time(options: Options) -> None:
                 )  # fmt: skip
 
 
-def _timed(
-    calls: dict[str, Callable[[int], Iterator[None]]], options: Options
-) -> dict[str, list[list[float]]]:
+def _timed(calls: dict[str, timing.Call], options: Options) -> Sample:
+    """{"ms": {name: [...]}, "late"} of calls that have one phase."""
     rounds = (1, 1) if options.tiny else (3, 100)
     warmup = 0 if options.tiny else 3
-    return timing.time_alternating(
+    timed = timing.time_alternating(
         calls, options.device, seconds=options.settings.seconds, warmup=warmup, rounds=rounds
     )
+    return {"ms": {name: phases[0] for name, phases in timed.ms.items()}, "late": timed.late}
 
 
 def time_order(workload: Workload, options: Options) -> Sample:
@@ -217,7 +217,7 @@ def time_order(workload: Workload, options: Options) -> Sample:
 
 
 def time_tiles(workload: Workload, options: Options) -> Sample:
-    """{"ms": {keys of a tile: [...]}} of FlashAttention's forward."""
+    """{"ms": {keys of a tile: [...]}, "late"} of FlashAttention's forward."""
     sets = [
         Inputs(workload, torch.float16, options.device)
         for _ in range(timing.input_sets(workload.bytes, options.device))
@@ -230,12 +230,11 @@ def time_tiles(workload: Workload, options: Options) -> Sample:
 
         return call
 
-    samples = _timed({str(keys): call_of(tile_of(keys)) for keys in options.settings.tile_keys}, options)
-    return {"ms": {name: phases[0] for name, phases in samples.items()}}
+    return _timed({str(keys): call_of(tile_of(keys)) for keys in options.settings.tile_keys}, options)
 
 
 def time_programs(workload: Workload, options: Options) -> Sample:
-    """{"ms": {"one", "many"}, "processors"}: the two-pass forward with one program a head, and with one a tile."""
+    """{"ms": {"one", "many"}, "late", "processors"}: the two-pass forward, one program a head and one a tile."""
     from kernels.history.two_pass import forward_in
 
     inputs = Inputs(workload, torch.float16, options.device)
@@ -248,13 +247,12 @@ def time_programs(workload: Workload, options: Options) -> Sample:
 
         return call
 
-    samples = _timed({"one": call_of(1), "many": call_of(None)}, options)
-    milliseconds = {name: phases[0] for name, phases in samples.items()}
-    return {"ms": milliseconds, "processors": processors(options.device)}
+    timed = _timed({"one": call_of(1), "many": call_of(None)}, options)
+    return {**timed, "processors": processors(options.device)}
 
 
 def time_softmax(rows: int, length: int, k: int, options: Options) -> Sample:
-    """{"ms": {softmax: [...]}} of float32 rows."""
+    """{"ms": {softmax: [...]}, "late"} of float32 rows."""
     device = options.device
     sets = [
         torch.randn(rows, length, device=device) for _ in range(timing.input_sets(8 * rows * length, device))
@@ -267,5 +265,4 @@ def time_softmax(rows: int, length: int, k: int, options: Options) -> Sample:
 
         return call
 
-    samples = _timed({name: call_of(softmax) for name, softmax in softmaxes(k).items()}, options)
-    return {"ms": {name: phases[0] for name, phases in samples.items()}}
+    return _timed({name: call_of(softmax) for name, softmax in softmaxes(k).items()}, options)

@@ -172,7 +172,7 @@ def memory(loss: LossFn, rows: int, options: Options) -> Sample:
 
 
 def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
-    """Milliseconds of forward and backward of every round: {"ms": {contender: {phase: [...]}}}."""
+    """Milliseconds of forward and backward of every round: {"ms": {contender: {phase: [...]}}, "late"}."""
     settings, device = options.settings, options.device
     count = timing.input_sets(rows * settings.width * 2, device)
     sets = [make_inputs(rows, options) for _ in range(count)]
@@ -188,7 +188,7 @@ def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
         return call
 
     before = timing.clocks(device)
-    samples = timing.time_alternating(
+    timed = timing.time_alternating(
         {name: call_of(loss) for name, loss in losses.items()},
         device,
         seconds=settings.seconds,
@@ -197,6 +197,6 @@ def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
     )
     milliseconds = {
         name: dict(zip(PHASES, ([float(f"{ms:.5g}") for ms in each] for each in phases), strict=True))
-        for name, phases in samples.items()
+        for name, phases in timed.ms.items()
     }
-    return {"ms": milliseconds, "clocks": [before, timing.clocks(device)]}
+    return {"ms": milliseconds, "late": timed.late, "clocks": [before, timing.clocks(device)]}

@@ -89,7 +89,7 @@ def build(directory: Path) -> Page:
             page.on_gpu |= {(experiment.name, verdict.claim) for verdict in verdicts}
         page.documents.append(document)
         page.pictures += [(f"{experiment.title} ({document['device']})", picture)] if picture else []
-    page.notes += _older(page.documents)
+    page.notes += [*_older(page.documents), *_late(page.documents)]
     page.pictures[:0] = _headlines(page, directory)
     for name, claim in CLAIMS.items():
         page.verdicts[name] += _missing(claim, page)
@@ -116,6 +116,18 @@ def _older(documents: list[Results]) -> Iterator[str]:
     if names:
         listed = "; ".join(f"{', '.join(experiments)} on {device}" for device, experiments in names.items())
         yield f"code has changed since these were run, which files is under Runs: {listed}"
+
+
+def _late(documents: list[Results]) -> Iterator[str]:
+    """A note of each run in which the device waited for the host, whatever was done: so long that was timed too."""
+    for document in documents:
+        rounds: Counter[str] = Counter()
+        for sample in document["samples"]:
+            rounds.update(sample.get("late", {}))
+        if rounds:
+            listed = ", ".join(f"{name} in {times}" for name, times in rounds.most_common())
+            where = f"{document['experiment']} on {document['device']}"
+            yield f"rounds of {where} in which the device waited for the host, and the host was timed: {listed}"
 
 
 def _draw(module: object, document: Results, directory: Path) -> Path | None:

@@ -153,22 +153,20 @@ def _share(mask: torch.Tensor) -> float:
 
 
 def time_shares(backend: str, options: Options) -> Sample:
-    """Milliseconds, forward and backward, of every share and of no mask at all: {"ms": {share: [...]}}."""
+    """Milliseconds, forward and backward, of every share and of no mask at all: {"ms": {share: [...]}, "late"}."""
     settings = options.settings
     masks = [random_mask(settings.length, percent) for percent in settings.percents]
     named = {_share(mask): mask for mask in masks}
-    return {"ms": _time(backend, settings.length, {"dense": None, **named}, options)}
+    return _time(backend, settings.length, {"dense": None, **named}, options)
 
 
 def time_butterfly(backend: str, length: int, options: Options) -> Sample:
-    """Milliseconds of the butterfly mask and of no mask: {"ms": {"butterfly": [...], "dense": [...]}, "share"}."""
+    """The same of the butterfly mask, "butterfly", and of no mask, "dense", and the mask's "share"."""
     mask = butterfly_mask(length)
-    return {"ms": _time(backend, length, {"butterfly": mask, "dense": None}, options), "share": _share(mask)}
+    return {**_time(backend, length, {"butterfly": mask, "dense": None}, options), "share": _share(mask)}
 
 
-def _time(
-    backend: str, length: int, masks: dict[object, torch.Tensor | None], options: Options
-) -> dict[str, list[float]]:
+def _time(backend: str, length: int, masks: dict[object, torch.Tensor | None], options: Options) -> Sample:
     settings, device = options.settings, options.device
     shape = (settings.batch, settings.heads, length, settings.head_dim)
     sets = timing.input_sets(8 * math.prod(shape), device)
@@ -184,10 +182,11 @@ def _time(
 
     calls = {str(name): call_of(mask) for name, mask in masks.items()}
     rounds = (1, 1) if options.tiny else (5, 100)
-    samples = timing.time_alternating(
+    timed = timing.time_alternating(
         calls, device, seconds=settings.seconds, warmup=0 if options.tiny else 3, rounds=rounds
     )
-    return {name: [float(f"{ms:.5g}") for ms in phases[0]] for name, phases in samples.items()}
+    milliseconds = {name: [float(f"{ms:.5g}") for ms in phases[0]] for name, phases in timed.ms.items()}
+    return {"ms": milliseconds, "late": timed.late}
 
 
 def table(results: Results) -> str:

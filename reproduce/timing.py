@@ -3,7 +3,8 @@
 A measured call is a generator: what runs up to its first `yield` is the first phase, and so on, so that one loop
 gives forward, backward and their sum. On CUDA the phases are separated by events on the stream, and the device is
 kept asleep until the host has queued them all: kernels are timed, not the Python that launches them, as in the
-papers' benchmarks, which queue call after call.
+papers' benchmarks, which queue call after call. Where the device woke before that, the round is the host's: it is
+measured again after a longer sleep, and counted as late if the longest is too short.
 """
 
 from __future__ import annotations
@@ -13,15 +14,30 @@ import itertools
 import statistics
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
 # A phase generator: gets the number of the turn, which picks one of the rotating inputs and seeds dropout.
 Call = Callable[[int], Iterator[None]]
-# Clock cycles the device sleeps before a call: about 2 ms, more than Python should take to queue one; not measured.
+# Clock cycles the device sleeps before a call: about 2 ms, in which Python queues most. FlexAttention's forward and
+# backward at 4096 tokens took it some 4 ms.
 HEAD_START = 4_000_000
 CLOCK_QUERY = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+
+
+class Timed(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        ms: milliseconds of every phase of every round of each call: name -> phases -> rounds.
+        late: of the calls that the host queued too slowly, in how many of their rounds: those are the host's.
+    """
+
+    ms: dict[str, list[list[float]]]
+    late: dict[str, int]
 
 
 def time_alternating(
@@ -31,8 +47,9 @@ def time_alternating(
     seconds: float,
     warmup: int = 3,
     rounds: tuple[int, int] = (5, 100),
-) -> dict[str, list[list[float]]]:
-    """Milliseconds of every phase of every round of each call: name -> phases -> rounds.
+    patience: int = 8,
+) -> Timed:
+    """Time every phase of each call.
 
     The calls take turns within a round, so that a change of clocks meets all of them alike. No two turns have the
     same number, so that whoever comes second in a round does not find in the cache what the first has read.
@@ -41,13 +58,18 @@ def time_alternating(
         calls: what to time.
         seconds: after so much per call it stops, once it has rounds[0] of them; rounds[1] at most.
         warmup: rounds before the clock starts; a call that takes longer than `seconds` has one.
+        patience: so many times HEAD_START a call's sleep may become, by doubling whenever the host was late. At 1 no
+            round is repeated: for whole training steps, of which a slow host is part.
     """
     samples: dict[str, list[list[float]]] = {}
+    late: Counter[str] = Counter()
+    # One that was late once is so again: its next round begins with the sleep that this one needed.
+    sleeps = dict.fromkeys(calls, HEAD_START)
     turns = itertools.count()
     began = time.perf_counter()
     for _ in range(warmup):
         for call in calls.values():
-            _phases(call, next(turns), device)
+            _phases(call, next(turns), device, HEAD_START)
         if time.perf_counter() - began > seconds * len(calls):
             break
     began = time.perf_counter()
@@ -55,28 +77,33 @@ def time_alternating(
         if done >= rounds[0] and time.perf_counter() - began > seconds * len(calls):
             break
         for name, call in calls.items():
-            phases = _phases(call, next(turns), device)
+            phases, was_late = _phases(call, next(turns), device, sleeps[name])
+            while was_late and sleeps[name] < patience * HEAD_START:
+                sleeps[name] *= 2
+                phases, was_late = _phases(call, next(turns), device, sleeps[name])
+            late[name] += was_late
             kept = samples.setdefault(name, [[] for _ in phases])
             for values, milliseconds in zip(kept, phases, strict=True):
                 values.append(milliseconds)
-    return samples
+    return Timed(samples, {name: times for name, times in late.items() if times})
 
 
-def _phases(call: Call, number: int, device: torch.device) -> list[float]:
-    """Milliseconds of each phase of one call."""
+def _phases(call: Call, number: int, device: torch.device, sleep: int) -> tuple[list[float], bool]:
+    """Milliseconds of each phase of one call, and whether the device woke from `sleep` before all was queued."""
     if device.type != "cuda":
         stamps = [time.perf_counter()]
         for _ in call(number):
             stamps.append(time.perf_counter())
-        return [1e3 * (b - a) for a, b in itertools.pairwise(stamps)]
-    torch.cuda._sleep(HEAD_START)
+        return [1e3 * (b - a) for a, b in itertools.pairwise(stamps)], False
+    torch.cuda._sleep(sleep)
     events = [torch.cuda.Event(enable_timing=True)]
     events[0].record()
     for _ in call(number):
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()
+    late = events[0].query()
     events[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)], late
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
@@ -101,7 +128,7 @@ def matrix_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
         a @ b
         yield
 
-    milliseconds = time_alternating({"matmul": call}, device, seconds=1.0)["matmul"][0]
+    milliseconds = time_alternating({"matmul": call}, device, seconds=1.0).ms["matmul"][0]
     return 2 * size**3 / (1e-3 * statistics.median(milliseconds))
 
 
@@ -114,7 +141,7 @@ def copy_rate(device: torch.device, size: int) -> float:
         target.copy_(source)
         yield
 
-    milliseconds = time_alternating({"copy": call}, device, seconds=0.5)["copy"][0]
+    milliseconds = time_alternating({"copy": call}, device, seconds=0.5).ms["copy"][0]
     return 2 * size / (1e-3 * statistics.median(milliseconds))
 
 

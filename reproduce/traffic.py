@@ -183,12 +183,13 @@ def time_passes(workload: Workload, options: Options) -> Sample:
         yield
 
     rounds = (1, 1) if options.tiny else (10, 100)
-    samples = timing.time_alternating(
+    timed = timing.time_alternating(
         {BASELINE: standard, OURS: flash}, device, seconds=options.settings.seconds, rounds=rounds
     )
     return {
-        "passes": dict(zip(PASSES, samples[BASELINE], strict=True)),
-        OURS: samples[OURS][0],
+        "passes": dict(zip(PASSES, timed.ms[BASELINE], strict=True)),
+        OURS: timed.ms[OURS][0],
+        "late": timed.late,
         "flash_mask": ours.mask,
     }
 
@@ -215,10 +216,10 @@ def time_tile(tile: tuple[int, int], workload: Workload, options: Options) -> Sa
 
     rounds = (1, 1) if options.tiny else (10, 100)
     with forced(forward=replace(forward, block_m=tile[0], block_n=tile[1])):
-        samples = timing.time_alternating(
+        timed = timing.time_alternating(
             {OURS: call}, options.device, seconds=options.settings.seconds, rounds=rounds
         )
-    return {"ms": samples[OURS][0]}
+    return {"ms": timed.ms[OURS][0], "late": timed.late}
 
 
 def _architecture(device: torch.device) -> int:

@@ -265,15 +265,16 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
         if name not in built:
             built[name] = _build(options, group, name)
     calls, settings = {name: built[name].step for name in names}, options.settings
-    samples = timing.time_alternating(
+    timed = timing.time_alternating(
         calls,
         options.device,
         seconds=settings.seconds,
         warmup=0 if options.tiny else 2,  # the second records CUDA graphs
         rounds=(settings.steps, 30),
+        patience=1,  # a step that waits for the host is what one gets
     )
     tokens = group.micro_batch * group.accumulation * group.context
-    milliseconds = {name: contenders.split_phases(phases) for name, phases in samples.items()}
+    milliseconds = {name: contenders.split_phases(phases) for name, phases in timed.ms.items()}
     flops = _flops_per_token(group.config)
     rates = {name: 1e3 * tokens / step_ms(parts) for name, parts in milliseconds.items()}
     peak = peak_flops(options.device)

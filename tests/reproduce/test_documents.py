@@ -86,7 +86,7 @@ def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
     assert "left out: blind, window: wrong, so not timed: errors" in capsys.readouterr().out
 
 
-def results_of(ours: float, share: float) -> dict:
+def results_of(ours: float, share: float, **sample: object) -> dict:
     """Of 4 ms for the other and 6 without a bound."""
 
     def phases(ms: float) -> dict:
@@ -96,7 +96,7 @@ def results_of(ours: float, share: float) -> dict:
     shape = {"bound": WINDOW, "size": 256, "batch": 4, "heads": 16, "length": 4096, "head_dim": 128}
     return {
         "device": "NVIDIA H200",
-        "samples": [{"kind": "time", **shape, "ms": milliseconds, "share": share}],
+        "samples": [{"kind": "time", **shape, "ms": milliseconds, "share": share, **sample}],
     }
 
 
@@ -110,3 +110,22 @@ def test_what_is_concluded():
     assert saved.status == fastest.status == NOT_REPRODUCED
     (fastest,) = documents.judge(results_of(ours=3.0, share=0.9))
     assert "fastest other" in fastest.what
+
+
+def test_who_waited_for_the_host_is_not_compared(tmp_path):
+    """As the run counted it, or, in a file from before it did, as the rounds differ."""
+    results = results_of(ours=3.0, share=0.12, late={FLEX: 1})
+    assert len(documents.judge(results)) == 1
+    assert f"waited for the host, so not compared: {FLEX}, 4 x 16 x 4096 x 128" in documents.table(results)
+    documents.draw(results, tmp_path / "documents.svg")
+    assert f"not shown where it waited for the host: {FLEX})" in (tmp_path / "documents.svg").read_text()
+    assert len(documents.judge(results_of(ours=3.0, share=0.12, late={}))) == 2
+
+    older = results_of(ours=3.0, share=0.12)
+    (sample,) = older["samples"]
+    assert not documents.waited(sample, FLEX)
+    sample["ms"]["varlen"] = {"forward": [1.5] * 4, "backward": [3.0, 3.0, 3.1, 3.1]}
+    sample["ms"][FLEX] = {"forward": [0.2, 1.2, 1.3, 1.4], "backward": [0.8, 0.9, 1.0, 1.1]}
+    _, fastest = documents.judge(older)
+    assert fastest.ours == "0.66x"
+    assert "the fastest other is varlen, without flex, which waited for the host" in fastest.why

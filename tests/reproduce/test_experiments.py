@@ -351,10 +351,55 @@ def test_calls_take_turns_and_phases_are_apart():
         return call
 
     calls = {"a": call_of("a"), "b": call_of("b")}
-    samples = timing.time_alternating(calls, torch.device("cpu"), seconds=0, warmup=1, rounds=(3, 9))
+    timed = timing.time_alternating(calls, torch.device("cpu"), seconds=0, warmup=1, rounds=(3, 9))
     # No two of them get the same of the rotating inputs, nor does the first round get those of the warm-up.
     assert order == [(name, 2 * round_ + place) for round_ in range(4) for place, name in enumerate("ab")]
-    assert [len(phase) for phase in samples["b"]] == [3, 3]
+    assert [len(phase) for phase in timed.ms["b"]] == [3, 3]
+    assert timed.late == {}  # no device to wait for
+
+
+@pytest.mark.parametrize(
+    ("patience", "sleeps", "late"),
+    [
+        (8, {"quick": [1, 1, 1], "slow": [1, 1, 2, 4, 4], "endless": [1, 1, 2, 4, 8, 8]}, {"endless": 2}),
+        (1, {"quick": [1, 1, 1], "slow": [1, 1, 1], "endless": [1, 1, 1]}, {"slow": 2, "endless": 2}),
+    ],
+)
+def test_a_round_for_which_the_device_woke_too_early_is_repeated(patience, sleeps, late, monkeypatch):
+    """On a device that does nothing but sleep; the warm-up, which compiles, is not repeated."""
+    head_starts, slept = {"quick": 0.5, "slow": 3, "endless": 1e9}, {name: [] for name in sleeps}
+    asleep, queued = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def query(self):
+            return asleep[-1] < head_starts[queued[-1]]
+
+        def synchronize(self):
+            slept[queued[-1]].append(asleep[-1])
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    def call_of(name):
+        def call(number):
+            queued.append(name)
+            yield
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: asleep.append(cycles / timing.HEAD_START))
+    calls, device = {name: call_of(name) for name in sleeps}, torch.device("cuda")
+    timed = timing.time_alternating(calls, device, seconds=0, warmup=1, rounds=(2, 2), patience=patience)
+    assert slept == sleeps
+    assert timed.late == late
+    assert all(phases == [[1.0, 1.0]] for phases in timed.ms.values())
 
 
 def test_peak_memory_is_what_was_held_at_one_time():

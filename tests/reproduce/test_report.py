@@ -204,6 +204,16 @@ def test_counters_that_could_not_be_read_are_said(tmp_path):
     assert (verdict.status, verdict.why) == ("not measured", "ncu is not installed")
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_rounds_that_were_the_hosts_are_said(tmp_path, capsys):
+    samples = papers_own_attention()
+    for sample, late in zip(samples, ({"standard": 2}, {"standard": 1, "flash": 2}, {}), strict=False):
+        sample["late"] = late
+    write(tmp_path, "attention", samples)
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert "waited for the host, and the host was timed: standard in 3, flash in 2" in capsys.readouterr().out
+
+
 def test_a_bar_in_a_cell_ends_no_column():
     assert _markdown_table(("what",), [["mean |x|"]])[-2] == r"| mean \|x\| |"
 
