@@ -30,7 +30,10 @@ Sample = dict[str, Any]
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
-STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
+# Of what no paper has a figure for: held to what this project set itself.
+AIM_MET, AIM_MISSED = "own aim met", "own aim missed"
+STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED, AIM_MET, AIM_MISSED)
+NOT_STATED = "not stated"
 
 
 class ReproduceError(ValueError):
@@ -43,12 +46,12 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One claim of a paper held against our results.
+    """One figure of ours held against a paper's claim, or beside it against this project's own aim.
 
     Attributes:
         claim: "C1" to "C33".
         what: the quantity, in a few words.
-        paper: the paper's figure, with its unit.
+        paper: the paper's figure, with its unit; NOT_STATED where it has none.
         ours: our figure, with its unit; empty when there is none.
         ratio: ours over the paper's, where both are numbers.
         status: one of STATUSES.
@@ -304,6 +307,12 @@ def judged(
     """The verdict on a figure that was measured."""
     status = REPRODUCED if passed else NOT_REPRODUCED
     return Verdict(claim, what, paper, ours, ratio, status, why, basis)
+
+
+def own_aim(claim: str, what: str, ours: str, aim: str, met: bool, basis: str, why: str = "") -> Verdict:
+    """The verdict on a figure that no paper has, near a claim that has; `aim` is what it had to reach."""
+    why = f"this project's own aim is {aim}" + (f"; {why}" if why else "")
+    return Verdict(claim, what, NOT_STATED, ours, None, AIM_MET if met else AIM_MISSED, why, basis)
 
 
 def pick(results: Results, **where: Any) -> list[Sample]:

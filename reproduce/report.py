@@ -18,6 +18,8 @@ from pathlib import Path
 from . import headline
 from .claims import CLAIMS, Claim
 from .experiment import (
+    AIM_MET,
+    AIM_MISSED,
     EXPERIMENTS,
     NOT_COMPARABLE,
     NOT_MEASURED,
@@ -32,8 +34,11 @@ from .plots import can_draw
 from .results import changed_since, read_all, slug, writing
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
-# The style of each status, the worst first: a claim is shown as its worst figure is.
-MARKS = {NOT_REPRODUCED: "bad", REPRODUCED: "good", NOT_COMPARABLE: "grey", NOT_MEASURED: "none"}
+# The style of each status, the worst first: a claim is shown as its worst figure is. This project's own aims are no
+# claim of a paper's, so that they colour none that has a paper's figure beside ours.
+MARKS = {NOT_REPRODUCED: "bad", REPRODUCED: "good", NOT_COMPARABLE: "grey"}
+MARKS |= {AIM_MISSED: "missed", AIM_MET: "met", NOT_MEASURED: "none"}
+OWN_AIMS = (AIM_MET, AIM_MISSED)
 
 
 @dataclass
@@ -156,12 +161,18 @@ def _ran_on_gpu(document: Results) -> bool:
 
 
 def summary(page: Page) -> str:
-    """One line: figures by status, and claims that have one."""
-    rows = [verdict for verdicts in page.verdicts.values() for verdict in verdicts]
-    counts = Counter(verdict.status for verdict in rows)
-    figures = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
-    measured = sum(any(v.status != NOT_MEASURED for v in verdicts) for verdicts in page.verdicts.values())
-    return f"{measured} of {len(CLAIMS)} claims have a measured figure. Of {len(rows)} figures: {figures}."
+    """One line: claims that have a figure, the papers' figures by status, and apart from them our own aims."""
+    counts = Counter(verdict.status for verdicts in page.verdicts.values() for verdict in verdicts)
+    aims = sum(counts[status] for status in OWN_AIMS)
+    without = (NOT_MEASURED, *OWN_AIMS)
+    measured = sum(any(v.status not in without for v in verdicts) for verdicts in page.verdicts.values())
+    figures = ", ".join(
+        f"{counts[each]} {each}" for each in STATUSES if counts[each] and each not in OWN_AIMS
+    )
+    line = f"{measured} of {len(CLAIMS)} claims have a measured figure. "
+    line += f"Of {counts.total() - aims} figures of the papers: {figures}."
+    own = ", ".join(f"{counts[status]} {status}" for status in OWN_AIMS if counts[status])
+    return line + (f" Of {aims} that no paper states: {own}." if aims else "")
 
 
 def _cells(verdict: Verdict) -> list[str]:
@@ -199,7 +210,8 @@ RUN_COLUMNS = (
 )
 INTRODUCTION = (
     "The papers' figures beside ours. A figure is ours only if a file in results/ holds it; everything else is not "
-    "measured. Ratios are ours over the paper's; what a figure had to reach is under why. "
+    "measured. Ratios are ours over the paper's; what a figure had to reach is under why. Where no paper states a "
+    "figure, ours is held to an aim of this project's own, which has statuses of its own. "
     "Milliseconds, days and out-of-memory points of another GPU are not "
     "compared; a count made on a CPU says so in the last column."
 )
@@ -246,6 +258,8 @@ tr.claim b { color: #888; margin-right: .3rem; } tr.claim small { margin-left: .
 tr.claim p { margin: .1rem 0 0; } span.none { white-space: nowrap; }
 .chip { display: inline-block; border-radius: 4px; padding: 0 .45em; white-space: nowrap; font-size: .8rem; }
 .good { background: #d9f2e3; color: #0b5c34; } .bad { background: #fbdfd8; color: #8c2210; }
+.met { box-shadow: inset 0 0 0 1px #7fbf9b; color: #0b5c34; }
+.missed { box-shadow: inset 0 0 0 1px #dc9a8b; color: #8c2210; }
 .grey { background: #e6e8ee; color: #3d4663; } .chip.none { background: #f3f3f3; } .none { color: #888; }
 .map { display: flex; flex-wrap: wrap; gap: .3rem; margin: 1rem 0 .6rem; }
 ul.notes { color: #8c5a10; } figure { margin: 1.2rem 0 2rem; } figure svg { max-width: 100%; height: auto; }

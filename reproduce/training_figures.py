@@ -10,7 +10,17 @@ from typing import NamedTuple
 
 from . import plots
 from .contenders import FUSED, HF_EAGER, NANOGPT, NANOGPT_BIASES
-from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
+from .experiment import (
+    NOT_COMPARABLE,
+    NOT_STATED,
+    Results,
+    Sample,
+    Verdict,
+    judged,
+    own_aim,
+    pick,
+    text_table,
+)
 
 # FlashAttention, arXiv v2. Table 2: days to 400k steps on 8 A100, HuggingFace and FlashAttention.
 TABLE_2_SPEEDUP = {"gpt2_small": 9.5 / 2.7, "gpt2_medium": 21.0 / 6.9}
@@ -164,7 +174,7 @@ def _judge_table_2(results: Results) -> list[Verdict]:
     for model, mode in (("gpt2_small", "eager"), ("gpt2_small", "compiled"), ("gpt2_medium", "eager")):
         found += _judge_stack(results, model, mode)
     for mode, part, paper in (
-        ("eager", "small", "not stated"),
+        ("eager", "small", NOT_STATED),
         ("compiled", "compiled", "1.7x over Megatron-LM, whole stack"),
     ):
         sample = find(results, part)
@@ -238,13 +248,10 @@ def _judge_nanogpt(results: Results, device: str) -> list[Verdict]:
         ):
             if ratio := _ratio(rate(sample, best), rate(sample, name)):
                 what = f"{where}: ours with flash over nanoGPT's model {model}, both compiled, tokens/s"
-                why = "this project's own aim is 1.1x"
-                found.append(
-                    judged("C11", what, "not stated", f"{ratio:.2f}x", None, ratio >= 1.1, why, device)
-                )
+                found.append(own_aim("C11", what, f"{ratio:.2f}x", "1.1x", ratio >= 1.1, device))
         if mfu := sample["mfu"].get(best):
-            what, why = f"{where}: MFU of ours, compiled", "this project's own aim is 50 %"
-            found.append(judged("C11", what, "not stated", f"{mfu:.1%}", None, mfu >= 0.5, why, device))
+            what = f"{where}: MFU of ours, compiled"
+            found.append(own_aim("C11", what, f"{mfu:.1%}", "50 %", mfu >= 0.5, device))
     return found
 
 

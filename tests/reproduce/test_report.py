@@ -9,8 +9,8 @@ import pytest
 from reproduce import attention_figures, paper, traffic
 from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
-from reproduce.experiment import EXPERIMENTS
-from reproduce.report import _markdown_table
+from reproduce.experiment import EXPERIMENTS, STATUSES, judged, own_aim
+from reproduce.report import MARKS, Page, _html_map, _markdown_table, summary
 from reproduce.results import VERSION
 
 GPU = "NVIDIA Test 3000"
@@ -202,6 +202,28 @@ def test_counters_that_could_not_be_read_are_said(tmp_path):
     ]
     (verdict,) = traffic.judge({"device": GPU, "samples": samples})
     assert (verdict.status, verdict.why) == ("not measured", "ncu is not installed")
+
+
+def test_what_no_paper_states_is_counted_apart_and_colours_no_claim():
+    page = Page()
+    page.verdicts["C1"] = [
+        judged("C1", "time", "1x", "1x", 1.0, True, "", GPU),
+        own_aim("C1", "peers", "2x", "1x at most", False, GPU, "the fastest is theirs"),
+    ]
+    page.verdicts["C2"] = [own_aim("C2", "memory", "1x", "3x", True, GPU)]
+    assert summary(page) == (
+        "1 of 33 claims have a measured figure. Of 1 figures of the papers: 1 reproduced. "
+        "Of 2 that no paper states: 1 own aim met, 1 own aim missed."
+    )
+    missed = page.verdicts["C1"][1]
+    assert (missed.paper, missed.why) == (
+        "not stated",
+        "this project's own aim is 1x at most; the fastest is theirs",
+    )
+    page.verdicts = {name: verdicts for name, verdicts in page.verdicts.items() if verdicts}
+    chips = re.findall(r'href="#(C\d+)" class="chip (\w+)"', _html_map(page))
+    assert chips == [("C1", "good"), ("C2", "met")]
+    assert set(MARKS) == set(STATUSES)
 
 
 @pytest.mark.usefixtures("undrawn")
