@@ -206,7 +206,7 @@ def _judge_table_2(results: Results) -> list[Verdict]:
 
 
 def _judge_stack(results: Results, model: str, mode: str) -> list[Verdict]:
-    """Ours with flash over Hugging Face eager: with the paper's dropout where flash was timed with it."""
+    """Ours with flash over Hugging Face's eager attention: with the paper's dropout where flash was timed with it."""
     part = "small" if model == "gpt2_small" else "medium"
     theirs = find(results, "dropout", model=model, mode="eager")
     ours = find(results, "dropout", model=model, mode=mode)
@@ -219,7 +219,8 @@ def _judge_stack(results: Results, model: str, mode: str) -> list[Verdict]:
     ):
         if not (ratio := _ratio(rate(ours, name), rate(theirs, HF_EAGER))):
             continue
-        what = f"{model}, whole stack: ours with flash, {layers} ({mode}) over Hugging Face eager, tokens/s"
+        stack = f"{model}, whole stack: ours with flash, {layers} ({mode})"
+        what = f"{stack} over Hugging Face, eager attention, tokens/s"
         why = (
             f"at least the paper's {paper:.1f}x, which is of the whole stack too; both with dropout "
             f"{ours['dropout']:g} (the paper's: 0.1), ours in {ours['dtype']}, theirs in {theirs['dtype']}"

@@ -32,7 +32,8 @@ CONTENDERS = {
     "ours, torch's attention and layers": ("sdpa",),
     "ours, naive, torch's other layers": ("naive",),
     "nanoGPT's model, with GPT-2's biases / without": ("nanogpt_biases", "nanogpt"),
-    "Hugging Face's": ("hf_eager",),
+    "Hugging Face's, its eager attention": ("hf_eager",),
+    "Hugging Face's, PyTorch's SDPA (transformers' default)": ("hf_sdpa",),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from kernels import ATTENTION, get_attention, register_attention
 from reproduce import training
 from reproduce.__main__ import main
-from reproduce.contenders import FUSED, HF_EAGER, NANOGPT, NANOGPT_BIASES
+from reproduce.contenders import FUSED, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES
 from reproduce.experiment import AIM_MET, AIM_MISSED, NOT_COMPARABLE, NOT_REPRODUCED, REPRODUCED
 
 # With a GPU, Triton is there to compile and not to interpret what the fused loss needs on a CPU.
@@ -66,7 +66,10 @@ def test_every_part_is_measured(tiny):
 
 def test_hugging_face_and_every_backend_take_part(tiny):
     (small,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == "small")
-    assert set(small["tokens_per_second"]) == {HF_EAGER, "hf_sdpa", "naive", "sdpa", "naive" + FUSED}
+    assert set(small["tokens_per_second"]) == {HF_EAGER, HF_SDPA, "naive", "sdpa", "naive" + FUSED}
+    for part in ("small", "dropout", "medium", "largest"):
+        tried = [s for s in tiny["samples"] if s["kind"] == "memory" and s["part"] == part]
+        assert {HF_EAGER, HF_SDPA} <= {s["contender"] for s in tried if s["mode"] == "eager"}, part
     (compiled,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == "compiled")
     assert "naive" + FUSED in compiled["tokens_per_second"]
 
@@ -93,7 +96,7 @@ def test_wrong_attention_is_not_timed(tmp_path, capsys, monkeypatch):
 
     results = run(tmp_path, "parts=small", "backends=naive,wrong")
     timed = [s for s in results["samples"] if s["kind"] == "speed"]
-    assert set(timed[0]["tokens_per_second"]) == {HF_EAGER, "hf_sdpa", "naive", "naive" + FUSED}
+    assert set(timed[0]["tokens_per_second"]) == {HF_EAGER, HF_SDPA, "naive", "naive" + FUSED}
     assert "wrong, context 4: its logits are off by" in capsys.readouterr().out
 
 
@@ -161,7 +164,9 @@ def test_table_2_is_held_against_the_whole_stack_and_attention_alone_is_apart():
     )
     by_what = {what: verdict for (_, what), verdict in found.items()}
     eager, fused, compiled = (
-        by_what[f"gpt2_small, whole stack: ours with flash, {how} over Hugging Face eager, tokens/s"]
+        by_what[
+            f"gpt2_small, whole stack: ours with flash, {how} over Hugging Face, eager attention, tokens/s"
+        ]
         for how in (
             "torch's other layers (eager)",
             "our kernels for the other layers (eager)",
