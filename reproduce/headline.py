@@ -23,7 +23,7 @@ STEPS = {
     "flash": "with torch's layers",
     NANOGPT: "nanoGPT, no biases",
     NANOGPT_BIASES: "nanoGPT",
-    "naive": "standard attention",
+    "naive": "naive attention",
 }
 OTHERS = "#9aa3ad"
 

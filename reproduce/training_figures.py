@@ -33,7 +33,6 @@ STEADY = 1.1
 TABLE_4_BOUNDS = {2048: 0.85, 4096: 0.70}
 # FlashAttention-2, Table 1, GPT3-1.3B: TFLOP/s per A100 without flash attention and with FlashAttention-2.
 FA2_TABLE_1 = {2048: (142, 196), 8192: (72, 220)}
-FA2_BOUNDS = {2048: 1.3, 8192: 2.5}
 PAPER_TOKENS = 400_000 * 512 * 1024
 
 
@@ -275,7 +274,7 @@ def _judge_table_4(results: Results) -> list[Verdict]:
             )
     if ratio := _ratio(rates.get(4096, {}).get("flash"), base.get("naive")):
         paper = TABLE_4_MEGATRON_DAYS / TABLE_4_DAYS[4096]
-        what = "flash at context 4096 over standard attention at 1024, tokens/s"
+        what = "flash at context 4096 over naive attention at 1024, tokens/s"
         why = "the paper's is of the whole stack, over Megatron-LM's fused softmax; ours is over naive in our model"
         found.append(
             Verdict("C13", what, f"{paper:.1f}x", f"{ratio:.2f}x", ratio / paper, NOT_COMPARABLE, why, device)
@@ -287,22 +286,20 @@ def _judge_fa2(results: Results) -> list[Verdict]:
     device, found = results["device"], []
     for context, (without, with_flash) in FA2_TABLE_1.items():
         sample = find(results, "gpt3", context=context)
-        what = f"GPT3-1.3B, context {context}: flash over standard attention"
+        what = f"GPT3-1.3B, context {context}: flash over naive attention"
         paper = f"{with_flash / without:.2f}x ({with_flash} over {without} TFLOP/s)"
         ours = rate(sample, "flash")
         if ours is None:
             continue
         tflops = f"{ours * sample['flops_per_token'] / 1e12:.0f} TFLOP/s"
         ratio = _ratio(ours, rate(sample, "naive"))
+        why = "the paper's is over another stack's attention; ours is over naive in our model, every pass explicit, "
+        why += "on one GPU without communication"
         if ratio is None:
-            why = "standard attention did not run here (out of memory: it keeps every layer's matrices)"
-            found.append(Verdict("C23", what, paper, tflops, None, NOT_COMPARABLE, why, device))
-            continue
-        bound = FA2_BOUNDS[context]
-        why = f"at least {bound}x; one GPU, no communication"
-        shown = f"{ratio:.2f}x ({tflops})"
-        expected = with_flash / without
-        found.append(judged("C23", what, paper, shown, ratio / expected, ratio >= bound, why, device))
+            why = "naive attention did not run here (out of memory: it keeps every layer's matrices)"
+        shown = f"{ratio:.2f}x ({tflops})" if ratio else tflops
+        against = ratio and ratio / (with_flash / without)
+        found.append(Verdict("C23", what, paper, shown, against, NOT_COMPARABLE, why, device))
     return found
 
 

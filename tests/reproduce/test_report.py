@@ -136,7 +136,7 @@ def test_a_gpus_attention_and_training_together_make_the_picture_at_a_glance(tmp
     write(tmp_path, "training", [group], settings=settings)
     assert main(["report", "--results", str(tmp_path)]) == 0
     picture = (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
-    assert all(text in picture for text in ("562", "362", "standard attention"))
+    assert all(text in picture for text in ("562", "362", "naive attention"))
     assert "nanoGPT" not in picture
     assert (tmp_path / "report.html").read_text().count("<svg") == 3
 

@@ -213,8 +213,12 @@ def test_contexts_and_gpt3_are_judged_by_their_ratios():
     )
     statuses = [status for (claim, _), (status, _) in found.items() if claim == "C13"]
     assert statuses == [REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE]
-    statuses = [status for (claim, _), (status, _) in found.items() if claim == "C23"]
-    assert statuses == [REPRODUCED, NOT_COMPARABLE]
+    # Over naive attention, which is nobody's in the papers.
+    gpt3 = {what: verdict for (claim, what), verdict in found.items() if claim == "C23"}
+    assert gpt3 == {
+        "GPT3-1.3B, context 2048: flash over naive attention": (NOT_COMPARABLE, "1.50x (15 TFLOP/s)"),
+        "GPT3-1.3B, context 8192: flash over naive attention": (NOT_COMPARABLE, "12 TFLOP/s"),
+    }
 
 
 def test_without_figures_nothing_is_claimed():
