@@ -83,7 +83,27 @@ def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
     asked = {OURS: documents._registered(OURS), "blind": documents._unbounded("naive")}
     monkeypatch.setattr(documents, "contenders", lambda: asked)
     assert all(set(sample["ms"]) == {OURS} for sample in pick(run(tmp_path), kind="time"))
-    assert "left out: blind, window: wrong, so not timed: errors" in capsys.readouterr().out
+    assert "left out: blind, window of 20: wrong, so not timed: errors" in capsys.readouterr().out
+
+
+@interpreted
+def test_every_size_is_checked_at_its_size(tmp_path, monkeypatch):
+    """Attention that takes no window above 20."""
+    naive = documents.get_attention("naive")
+
+    def narrow(inputs, number):
+        left = min(inputs.workload.size, 20)
+        return naive(*documents._by_head(inputs), window=(left, 0)).transpose(1, 2)
+
+    monkeypatch.setattr(
+        documents, "contenders", lambda: {OURS: documents._registered(OURS), "narrow": narrow}
+    )
+    settings = ["documents=", "windows=20,30", "check_length=64"]
+    command = ["documents", "--tiny", "--device", "cpu", "--results", str(tmp_path), *settings]
+    assert main(command) == 0
+    results = json.loads((tmp_path / "cpu" / "documents.json").read_text())
+    timed = {sample["size"]: set(sample["ms"]) for sample in pick(results, kind="time")}
+    assert timed == {20: {OURS, "narrow"}, 30: {OURS}}
 
 
 def results_of(ours: float, share: float, **sample: object) -> dict:

@@ -132,6 +132,24 @@ def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
     assert "wrong" in capsys.readouterr().out
 
 
+def test_a_gradient_that_is_wrong_at_the_full_length_alone_is_not_timed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "steep", None)  # gone after the test
+    naive = get_attention("naive")
+
+    @register_attention("steep", refuses=lambda request: None)
+    def steep(q, k, v, **options):
+        return naive(q if q.shape[2] <= 64 else q + 0.1 * (q - q.detach()), k, v, **options)
+
+    checked = attention.check
+    monkeypatch.setattr(
+        attention, "check", lambda name, workload, *rest: checked(name, replace(workload, length=64), *rest)
+    )
+    run(tmp_path, "attention", "backends=naive,steep", "figures=gpt2", "lengths=128")
+    (sample,) = pick(document(tmp_path, "attention"), kind="time")
+    assert set(sample["ms"]) == {"naive"}
+    assert "at full length" in capsys.readouterr().out
+
+
 def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):
     assert run(tmp_path, "numerics", "backends=naive", "--budget", "0.0001s") == 75
     assert not (tmp_path / FOLDER / "numerics.json").exists()
