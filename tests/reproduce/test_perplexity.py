@@ -129,6 +129,17 @@ def test_curves_coincide_if_they_are_closer_than_two_seeds():
     assert statuses == [REPRODUCED, NOT_REPRODUCED, NOT_MEASURED]  # last: the paper's 18.2 takes a long run
 
 
+def test_seeds_that_differ_at_first_alone_do_not_make_a_curve_close():
+    """By the mean of all steps 0.3 beside 0.5; from a quarter of them on 0.3 beside nothing."""
+    base, seed, far = curve("naive", 0.0), curve("naive", 0.0, seed=2), curve("flash", 0.3)
+    for run, losses in ((base, [5, 4, 3, 2]), (seed, [7, 4, 3, 2]), (far, [5.3, 4.3, 3.3, 2.3])):
+        run |= {"losses": losses, "validation": [[4, 2.0, 1.0]], "steps": 4}
+    results = {"device": "GPU", "settings": {"seeds": [1, 2]}, "samples": [base, seed, far]}
+    verdict, *_ = perplexity.judge(results)
+    assert verdict.status == NOT_REPRODUCED
+    assert "from step 1 on, past what their initial weights make of it, 3.0e-01 beside 0.0e+00" in verdict.why
+
+
 def test_without_a_second_seed_nothing_is_claimed():
     assert {status for _, status in judged(curve("naive", 0.0), curve("flash", 0.0))} == {NOT_MEASURED}
 
