@@ -199,10 +199,11 @@ def _run_all(arguments: argparse.Namespace) -> int:
             if statuses[each.name] != OUT_OF_TIME:
                 continue
             if left is not None and left < 5:
-                print(f"{each.name}: the budget is spent; the same command goes on")
                 continue
             seconds = min(left, 60 * each.minutes) if left and shares else left
             statuses[each.name] = _start(each.name, arguments, seconds, again=arguments.again and shares)
+    if unfinished := ", ".join(name for name, status in statuses.items() if status == OUT_OF_TIME):
+        print(f"the budget is spent; the same command goes on with {unfinished}")
     return int(any(status not in (0, OUT_OF_TIME) for status in statuses.values()))
 
 
