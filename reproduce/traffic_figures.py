@@ -162,8 +162,9 @@ def _judge_counts(results: Results) -> list[Verdict]:
         ),
         judged(
             "C3", "FLOPs flash/standard", f"{expected:.2f}x", f"{work:.2f}x", work / expected, work <= 1.25,
-            "1.25x at most; more arithmetic for fewer bytes, as claimed; but 9 matrix products, the paper 7: "
-            "our backward recomputes the scores for dq and again for dk, dv", basis,
+            "1.25x at most; more arithmetic for fewer bytes, as claimed; but 9 matrix products, the paper 7: these "
+            "are the portable kernels, which padding runs on, and their backward recomputes the scores for dq and "
+            "again for dk, dv; a Hopper GPU's own do 7 without padding, 1.17x by arithmetic", basis,
         ),
     ]  # fmt: skip
 
@@ -255,11 +256,12 @@ def _judge_counters(results: Results) -> list[Verdict]:
     ratio, excess = moved[BASELINE] / moved[OURS], moved[OURS] / floor
     why = f"hardware counters: {moved[BASELINE] / 1e9:.1f} and {moved[OURS] / 1e9:.2f} GB; 8x at least"
     about_one = "about 1 when K and V fit the L2 cache"
+    near = "1.5x at most: the paper gives no number for how near to 1, and this bar of our own is wide"
     what = f"DRAM bytes over compulsory, {ours['length']} tokens"
     return [
         judged(
             "C3", f"DRAM bytes standard/flash, {ours['mask']}", paper_ratio, f"{ratio:.1f}x", ratio / 9.2, ratio >= 8,
             why, on,
         ),
-        judged("C29", what, about_one, f"{excess:.2f}x", excess, excess <= 1.5, "1.5x at most", on),
+        judged("C29", what, about_one, f"{excess:.2f}x", excess, excess <= 1.5, near, on),
     ]  # fmt: skip

@@ -559,3 +559,22 @@ def test_one_that_needs_too_much_memory_does_not_cost_the_others_their_time(monk
     assert timed == [["naive", "flash", "sdpa_math"], ["naive", "flash"], ["flash"]]
     with pytest.raises(torch.OutOfMemoryError):
         attention.time_all(["naive"], workload, None, torch.float16)
+
+
+@pytest.mark.parametrize(("growth", "status"), [(2.4, "reproduced"), (2.6, "not reproduced")])
+def test_block_sparse_time_may_grow_by_a_tenth_more_than_its_blocks(growth, status):
+    """Which at 4096 to 32,768 tokens become 2.29 times as many at a doubling."""
+    samples = [
+        {
+            "kind": "butterfly",
+            "backend": "flash",
+            "length": 4096 * 2**i,
+            "ms": {"butterfly": [growth**i], "dense": [4.0**i]},
+            "share": float(sparse.butterfly_mask(4096 * 2**i).float().mean()),
+        }
+        for i in range(4)
+    ]
+    results = {"device": "GPU", "settings": {"length": 4096}, "samples": samples}
+    (verdict,) = sparse.judge(results)
+    assert (verdict.claim, verdict.status) == ("C10", status)
+    assert verdict.why.startswith("2.52x at most")
