@@ -36,17 +36,13 @@ def draw(attention: Results, training: Results, path: Path) -> None:
         _draw_steps(steps, training)
 
 
-def _colour(attention: str) -> str:
-    return plots.colour(attention, tuple(ATTENTIONS))
-
-
 def _draw_rates(axis: plots.Axes, results: Results) -> None:
     timed = pick(results, kind="time", figure="fa2", head_dim=64, causal=True)
     timed.sort(key=lambda sample: sample["length"])
     for name, label in ATTENTIONS.items():
         points = [(s["length"], tflops(s, name, "both")) for s in timed if name in s["ms"]]
         if points:
-            axis.plot(*zip(*points, strict=True), "o-", color=_colour(name), label=label)
+            axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name), label=label)
     plots.length_axis(axis, [sample["length"] for sample in timed])
     axis.set_ylim(0, axis.get_ylim()[1] * 1.15)
     axis.set_ylabel("TFLOP/s, forward and backward")
@@ -59,7 +55,7 @@ def _draw_memory(axis: plots.Axes, results: Results) -> None:
         measured = pick(results, kind="memory", figure="fa1", mask="plain", backend=name)
         points = sorted((sample["length"], sample["peak_bytes"] / 2**30) for sample in measured)
         if points:
-            axis.plot(*zip(*points, strict=True), "o-", color=_colour(name), label=ATTENTIONS[name])
+            axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name), label=ATTENTIONS[name])
             plots.length_axis(axis, [length for length, _ in points])
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}" if gib >= 1 else f"1/{1 / gib:g}")

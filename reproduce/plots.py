@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart by most eyes, and more of Tol's; a brown for his teal, too near their green.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-COLOURS += ("#882255", "#999933", "#332288", "#5B3A29", "#AA4499", "#DDCC77")
+COLOURS += ("#882255", "#999933", "#332288", "#5B3A29", "#AA4499", "#DDCC77", "#CC6677", "#9A8CFF", "#661100")
 FIXED = {"flash": "#0072B2", "standard": "#D55E00", "naive": "#E69F00", "sdpa": "#009E73", "paper": "#000000"}
 FIXED |= {"flash1": "#882255", "two_pass": "#999933"}
+FIXED |= {"fa4": "#CC79A7", "sdpa_cudnn": "#56B4E9", "sdpa_flash": "#7F7F7F", "flex": "#5B3A29"}
+FIXED |= {"chunked": "#332288", "sdpa_efficient": "#AA4499", "sdpa_math": "#DDCC77"}
 STYLE = {
     "font.size": 10,
     "font.family": "sans-serif",

@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from reproduce import attention_figures, paper, traffic
+from kernels import ATTENTION
+from reproduce import attention_figures, headline, paper, plots, traffic
 from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.experiment import EXPERIMENTS, STATUSES, judged, own_aim
@@ -234,6 +235,15 @@ def test_rounds_that_were_the_hosts_are_said(tmp_path, capsys):
     write(tmp_path, "attention", samples)
     assert main(["report", "--results", str(tmp_path)]) == 0
     assert "waited for the host, and the host was timed: standard in 3, flash in 2" in capsys.readouterr().out
+
+
+def test_a_backend_has_one_colour_in_every_picture():
+    shown = tuple({*headline.ATTENTIONS, *ATTENTION})
+    assert [plots.colour(name) for name in shown] == [
+        plots.colour(name, (*shown, "another")) for name in shown
+    ]
+    others = ("flash, portable", "varlen", "another")  # in one picture, or not ours
+    assert len({plots.colour(name, others) for name in (*shown, *others)}) == len(shown) + len(others)
 
 
 def test_a_bar_in_a_cell_ends_no_column():
