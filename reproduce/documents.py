@@ -300,7 +300,7 @@ def draw(results: Results, path: Path) -> None:
     names = list(dict.fromkeys(name for sample, name in pairs if not waited(sample, name)))
     hidden = ", ".join(dict.fromkeys(name for sample, name in pairs if waited(sample, name)))
     title = f"Documents and windows over causal attention without them, {results['device']}"
-    title += f" (not shown where it waited for the host: {hidden})" if hidden else ""
+    title += f"\nnot shown where it waited for the host: {hidden}" if hidden else ""
     with plots.picture(path, max(1, len(shapes)), columns=2, title=title) as axes:
         for axis, (length, head_dim) in zip(axes, shapes, strict=False):
             samples = [s for s in timed if (s["length"], s["head_dim"]) == (length, head_dim)]
