@@ -174,6 +174,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cuda",
             minutes=1.0,
             code=(
+                "kernels/arguments.py",
                 "kernels/fused.py",
                 "kernels/linear_cross_entropy.py",
                 "kernels/operators.py",
