@@ -71,7 +71,10 @@ def dq_kernel(
     d_out = load_rows(DOut, first_row, q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
     delta = tl.sum(out * d_out.to(tl.float32), 1)
     if DLse is not None:  # d lse / d S = P, so a gradient of lse joins dS = P * (dP - delta) through delta
-        delta -= load_vector(DLse + statistics, first_row, q_len, SPEC.BLOCK_M)
+        # But not in a row that sees nothing. Its lse is a constant, for which NaN may come (logaddexp of -inf and
+        # -inf sends it), and P = 0 times NaN is NaN in the gradients of all keys.
+        blind = load_vector(Lse + statistics, first_row, q_len, SPEC.BLOCK_M) == float("-inf")
+        delta -= tl.where(blind, 0.0, load_vector(DLse + statistics, first_row, q_len, SPEC.BLOCK_M))
     rows = first_row + tl.arange(0, SPEC.BLOCK_M)
     tl.store(Delta + statistics + rows, delta, mask=rows < q_len)
     if SPEC.DROPOUT_P > 0:

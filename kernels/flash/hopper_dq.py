@@ -108,12 +108,12 @@ def by_thread(dq):
 
 @triton.jit(do_not_specialize=["q_len", "left"])
 def delta_kernel(
-    Out, DOut, DLse, Delta, Turns, DocumentStart,
+    Out, DOut, Lse, DLse, Delta, Turns, DocumentStart,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len, left,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O), less the gradient of lse (see backward.py); the count of works to 0, and each turn to
-    the first block of KEYS keys that its queries see.
+    """delta = rowsum(dO * O), less the gradient of lse (see backward.py), with which Lse comes too; the count of
+    works to 0, and each turn to the first block of KEYS keys that its queries see.
 
     DocumentStart, left: see hopper_bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch).
     """
@@ -128,7 +128,9 @@ def delta_kernel(
     d_out = tl.load(DOut + rows[:, None].to(tl.int64) * stride_dom + dims, mask=inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if DLse is not None:
-        delta -= tl.load(DLse + sequence * q_len + rows, mask=rows < q_len, other=0.0)
+        lse = tl.load(Lse + sequence * q_len + rows, mask=rows < q_len, other=float("-inf"))
+        # Where lse is -inf a row sees nothing, and what comes for it may be NaN.
+        delta -= tl.load(DLse + sequence * q_len + rows, mask=lse != float("-inf"), other=0.0)
     tl.store(Delta + sequence * q_len + rows, delta, mask=rows < q_len)
     first = tl.maximum(block * BLOCK_M - left, 0)
     if DocumentStart is not None:

@@ -192,7 +192,7 @@ def backward(
         return round_kernel, grid, (*dq.stride()[:3], q_len, blind, whole, *tile), {}
 
     key = (q.shape, kv_heads, kv_len, causal, scale, left, dropout_p)
-    pointers = (out, d_out, d_lse, delta, turns, document_starts)
+    pointers = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, document_starts)
     launch(pointers, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     of_heads = (dk, dv)
     if heads != kv_heads:

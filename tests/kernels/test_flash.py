@@ -78,6 +78,21 @@ def test_a_gradient_through_lse() -> None:
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
+def test_a_nan_for_the_lse_of_a_query_that_sees_nothing_goes_nowhere() -> None:
+    """What it gets of a merge of parts none of which it sees: the gradient of logaddexp(-inf, -inf) is NaN."""
+    *tensors, d_out = inputs(150, 40, 16, torch.float32)  # 110 queries, a tile of dQ's and most of the next
+    d_lse = torch.randn(1, 1, 150)
+    d_lse[:, :, :110] = 0
+    results = []
+    for attention in (flash, naive):
+        out, lse = attention(*tensors, return_lse=True)
+        merged = torch.logaddexp(lse, torch.full_like(lse, -torch.inf))
+        *gradients, of_lse = torch.autograd.grad((out, merged), (*tensors, lse), (d_out, d_lse))
+        assert of_lse[:, :, :110].isnan().all()
+        results.append(gradients)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
 def test_two_halves_of_the_keys_merge_into_the_whole() -> None:
     """What ring attention does with lse, gradients included."""
     *tensors, d_out = inputs(40, 96, 16, torch.float32)

@@ -55,6 +55,24 @@ def test_packed_views_and_grouped_heads(flash, head_dim: int) -> None:
     assert_as_accurate(run(flash, tensors, d_out), tensors, d_out)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_nan_for_the_lse_of_a_query_that_sees_nothing_goes_nowhere(flash, head_dim: int) -> None:
+    *tensors, d_out = inputs(700, 300, head_dim, torch.bfloat16, batch=2, heads=4, kv_heads=2, device="cuda")
+    d_lse = torch.randn(2, 4, 700, device="cuda")
+
+    def gradients(attention, for_blind: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, lse = attention(*tensors, return_lse=True)
+        d_lse[:, :, :400] = for_blind
+        return torch.autograd.grad((out, lse), tensors, (d_out.to(out.dtype), d_lse.to(lse.dtype)))
+
+    got = gradients(flash, float("nan"), *tensors)
+    assert all(map(torch.equal, got, gradients(flash, 0.0, *tensors)))
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    want = gradients(kernels.get_attention("naive"), float("nan"), *exact)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=3e-2, rtol=3e-2)
+
+
 def features() -> dict[str, dict[str, object]]:
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device="cuda")

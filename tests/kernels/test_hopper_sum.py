@@ -1,5 +1,5 @@
-"""The Hopper backward's sum of dQ, beside its kernel: in which turn a block of queries begins, and that the order its
-threads leave it in is undone. On any machine, 2 s."""
+"""The Hopper backward's sum of dQ, beside its kernel: in which turn a block of queries begins, that the order its
+threads leave it in is undone, and delta. On any machine, 2 s."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_turn_begins_with_the_first_block_that_adds(
     delta = torch.full((batch, heads, length), float("nan"), device=DEVICE)
     turns = torch.full((batch * heads * blocks + 1,), -7, dtype=torch.int32, device=DEVICE)
     delta_kernel[(heads, blocks, batch)](
-        out, d_out, None, delta, turns, starts if packed else None,
+        out, d_out, None, None, delta, turns, starts if packed else None,
         *out.stride()[:3], *d_out.stride()[:3], length, left, BLOCK_M=block_m, HEAD_DIM=head_dim, KEYS=keys,
     )  # fmt: skip
     torch.testing.assert_close(delta, (out * d_out).sum(-1))
@@ -77,3 +77,17 @@ def test_a_turn_begins_with_the_first_block_that_adds(
             assert visited.unique().tolist() == list(range(first, last + 1))
             of_heads = turns[:-1].view(batch, heads, blocks)[b, :, block]
             assert of_heads.tolist() == [first] * heads
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), BLOCK_M.items())
+def test_delta_takes_no_gradient_of_lse_from_a_row_that_sees_nothing(head_dim: int, block_m: int) -> None:
+    batch, heads, length = 2, 3, 200
+    out, d_out = torch.randn(2, batch, heads, length, head_dim, device=DEVICE)
+    lse, d_lse, delta = torch.randn(3, batch, heads, length, device=DEVICE)
+    lse[:, :, :150], d_lse[:, :, :150], out[:, :, :150] = -torch.inf, torch.nan, 0
+    turns = torch.empty(batch * heads * 4 + 1, dtype=torch.int32, device=DEVICE)
+    delta_kernel[(heads, -(-length // block_m), batch)](
+        out, d_out, lse, d_lse, delta, turns, None,
+        *out.stride()[:3], *d_out.stride()[:3], length, ANY, BLOCK_M=block_m, HEAD_DIM=head_dim, KEYS=KEYS.value,
+    )  # fmt: skip
+    torch.testing.assert_close(delta, (out * d_out).sum(-1) - d_lse.where(lse > -torch.inf, 0.0))
