@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch as launch_kernel
+
 # A row of 50,304 16-bit logits is 98 KiB and read twice. With this many warps few enough rows are under way for the
 # second reading to come from the L2 cache: 5,120 rows in 321 us on an H200, where 4 warps a row took 385.
 WARPS = 16
@@ -26,10 +28,13 @@ def launch(
     logits: (rows, padded vocabulary), contiguous. targets: int64 (rows,), contiguous; negative for rows that do not
     count, and of one that is vocab_size or more the loss is NaN.
     """
-    softmax_gradient_kernel[(logits.shape[0],)](
-        logits, targets, losses, logits.stride(0), vocab_size, logits.shape[1],
-        with_gradient, DEPTH, LANES, num_warps=WARPS,
-    )  # fmt: skip
+    grid = (logits.shape[0], 1, 1)
+    numbers = (logits.stride(0), vocab_size, logits.shape[1], with_gradient, DEPTH, LANES)
+
+    def prepare():
+        return softmax_gradient_kernel, grid, numbers, {"num_warps": WARPS}
+
+    launch_kernel((logits, targets, losses), ("softmax_gradient", grid, numbers), prepare)
 
 
 @triton.jit

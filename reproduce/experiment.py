@@ -176,6 +176,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             code=(
                 "kernels/arguments.py",
                 "kernels/fused.py",
+                "kernels/launch.py",
                 "kernels/linear_cross_entropy.py",
                 "kernels/operators.py",
                 "kernels/registry.py",

@@ -165,6 +165,22 @@ torch.cuda.current_device, torch.cuda.device = lambda: current[-1], Device
 for device in (0, 1, 1, 0):
     launch.launch((Pointer(device),), ("test",), lambda: (Kernel(), (1, 1, 1), (), {}))
 assert ran == [(0, "first"), (1, "first"), (1, "again", 1), (0, "again", 0)] and current == [0]
+
+# The loss's kernel too, which Triton compiles and launches on the device that it asks the driver for.
+class Noted:
+    def __init__(self, src, metadata): pass
+    def __call__(self, x, y, z, stream, *rest): noted.append((current[-1], stream))
+
+class Second(torch.Tensor):
+    def get_device(self): return 1
+
+def second(*shape, dtype=torch.float32): return torch.zeros(shape, dtype=dtype).as_subclass(Second)
+
+from kernels import softmax_gradient
+noted, Driver.launcher_cls, Driver.get_current_device = [], Noted, lambda self: current[-1]
+for _ in range(2):
+    softmax_gradient.launch(second(4, 64), second(4, dtype=torch.int64), second(4), 64, True)
+assert noted == [(1, 1), (1, 1)] and current == [0]
 print("done")
 """
 
