@@ -15,9 +15,8 @@ def load_rows(
     MASKED: tl.constexpr,
 ):
     """Rows [first, first + ROWS) of a (length, HEAD_DIM) matrix; zeros beyond `length` if MASKED."""
-    # The tile's start in 64 bits, once; offsets inside a tile fit 32.
     rows, dims = tl.arange(0, ROWS), tl.arange(0, SPEC.BLOCK_D)
-    pointers = base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    pointers = tile_of(base, first, rows, dims, stride)
     if MASKED and SPEC.HEAD_DIM != SPEC.BLOCK_D:
         return tl.load(
             pointers, mask=(first + rows < length)[:, None] & (dims < SPEC.HEAD_DIM)[None, :], other=0.0
@@ -33,11 +32,21 @@ def load_rows(
 def store_rows(base, values, first, length, stride, SPEC: tl.constexpr, ROWS: tl.constexpr):
     """Write (ROWS, BLOCK_D) values to rows [first, first + ROWS) below `length`, in the type of `base`."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, SPEC.BLOCK_D)
-    pointers = base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    pointers = tile_of(base, first, rows, dims, stride)
     mask = (first + rows < length)[:, None]
     if SPEC.HEAD_DIM != SPEC.BLOCK_D:
         mask = mask & (dims < SPEC.HEAD_DIM)[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tile_of(base, first, rows, dims, stride):
+    """Pointers to the elements of a tile, of which rows and dims are the indices."""
+    # The tile's start in 64 bits, once. Offsets inside a tile, of 128 rows at most, fit 32 until tokens lie some 2^24
+    # elements apart. Strides are known at compile time, but for those of kernels/history.
+    if not isinstance(stride, tl.tensor) and stride >= 2**24:
+        rows = rows.to(tl.int64)
+    return base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
 
 
 @triton.jit
