@@ -135,17 +135,17 @@ def block_lists_kernel(
     CHUNK: tl.constexpr,
 ):
     """Grid (q_blocks + k_blocks, heads, batch): a list a program. offset: kv_len - q_len."""
-    index, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    index, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     Mask += batch * stride_b + head * stride_h
     pair = batch * tl.num_programs(1) + head
     if index < q_blocks:
         List = OfQueries + (pair * q_blocks + index) * (1 + k_blocks)
-        Mask += index * stride_q
+        Mask += index.to(tl.int64) * stride_q
         write_list(Mask, List, stride_k, k_blocks, index * BLOCK_MASK_SIZE + offset, left, right, CHUNK)
     else:
         index -= q_blocks
         List = OfKeys + (pair * k_blocks + index) * (1 + q_blocks)
-        Mask += index * stride_k
+        Mask += index.to(tl.int64) * stride_k
         write_list(Mask, List, stride_q, q_blocks, index * BLOCK_MASK_SIZE - offset, right, left, CHUNK)
 
 
@@ -159,7 +159,7 @@ def write_list(Mask, List, stride, blocks, position, before, after, CHUNK: tl.co
     count = 0
     for begin in range(0, blocks, CHUNK):
         block = begin + tl.arange(0, CHUNK)
-        visited = tl.load(Mask + block * stride, mask=block < blocks, other=0).to(tl.int32)
+        visited = tl.load(Mask + block.to(tl.int64) * stride, mask=block < blocks, other=0).to(tl.int32)
         first = block * BLOCK_MASK_SIZE
         visited = tl.where(first < position + BLOCK_MASK_SIZE + after, visited, 0)
         visited = tl.where(first + BLOCK_MASK_SIZE > position - before, visited, 0)

@@ -140,7 +140,8 @@ def parts(first_0, last_0, first_1, last_1, length, BLOCK: tl.constexpr):
 def block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first, others):
     """The list of the block that begins at or before `first`; `others` is the length of the other axis."""
     width = 1 + tl.cdiv(others, BLOCK_MASK_SIZE)
-    return Blocks + batch * stride_blocks_b + head * stride_blocks_h + first // BLOCK_MASK_SIZE * width
+    Blocks += batch.to(tl.int64) * stride_blocks_b + head.to(tl.int64) * stride_blocks_h
+    return Blocks + first // BLOCK_MASK_SIZE * width
 
 
 @triton.jit

@@ -42,6 +42,36 @@ assert all(map(torch.equal, got, want))
 print("done")
 """
 
+BLOCKS = """
+from kernels.flash import masks
+from kernels.flash.rules import BLOCK_MASK_SIZE
+
+def same(got, want): return all(map(torch.equal, got, want))
+
+# A mask whose heads, blocks of queries or blocks of keys lie far apart.
+mask = torch.rand(1, 3, 3, 3) > 0.5
+lists = masks.block_lists(mask, 384, 384, False, -1, -1)
+for strides in ((1, 1_200_000_000, 3, 1), (1, 3, 1_200_000_000, 1), (1, 3, 1, 1_200_000_000)):
+    assert same(masks.block_lists(far_like(mask, *strides), 384, 384, False, -1, -1), lists)
+
+# The lists of the third head begin behind 2^31 numbers: as its kernel writes them, here of the first queries of many,
+blocks = 2**28
+of_queries = far((3, 1 + 4), (blocks * (1 + 4), 1), torch.int32)
+row = torch.tensor([True, False, False, True]).view(torch.uint8)
+numbers = (0, 0, 0, 1, blocks, 4, 0, masks.ANY, masks.ANY, masks.CHUNK)
+masks.block_lists_kernel[1, 3, 1](row, of_queries, of_queries, *numbers)
+assert of_queries[:, :3].tolist() == [[2, 0, 3]] * 3
+
+# and as attention reads them.
+q, k, v = torch.randn(3, 1, 3, 300, 16).unbind()
+def results(lists):
+    out, lse, low = api.flash_forward(q, k, v, *[None] * 6, *lists, *rules, False)
+    return out, lse, *api.flash_backward(v, None, out, lse, None, q, k, v, *[None] * 5, *lists, *rules)
+rules = (True, 0.25, 0.0, -1, -1, 0.0, "auto")
+assert same(results([far_like(x, 1, 1_200_000_000, 4, 1) for x in lists]), results(lists))
+print("done")
+"""
+
 
 def said(program: str) -> str:
     """What the program prints when none of its assertions has failed."""
@@ -57,3 +87,7 @@ def said(program: str) -> str:
 
 def test_tokens_may_lie_far_apart() -> None:
     assert said(TOKENS) == "done"
+
+
+def test_a_block_mask_and_its_lists_may_be_large() -> None:
+    assert said(BLOCKS) == "done"
