@@ -124,6 +124,16 @@ def test_softcap(dtype: torch.dtype) -> None:
     assert_as_accurate(run(flash, tensors, d_out, softcap=4.0), tensors, d_out, softcap=4.0)
 
 
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("cap", [100.0, 1e3, 1e6])
+def test_a_large_softcap_costs_no_digits(cap: float, size: int) -> None:
+    """Scores come to 6, and to 28 with q 5 times as large: past where a cap of 100 takes the series."""
+    *tensors, d_out = inputs(130, 200, 16, torch.float32)
+    with torch.no_grad():
+        tensors[0].mul_(size)
+    assert_as_accurate(run(flash, tensors, d_out, softcap=cap), tensors, d_out, softcap=cap)
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_alibi(causal: bool) -> None:
     check({"causal": causal, "alibi_slopes": torch.tensor([0.5, 0.03])}, 130, 200, heads=2, kv_heads=2)
