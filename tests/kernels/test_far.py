@@ -1,4 +1,4 @@
-"""Kernels on what lies so far apart that 32 bits do not count it, in the interpreter. About 10 s.
+"""Kernels on what lies so far apart that 32 bits do not count it, in the interpreter. About 6 s.
 
 In processes of their own, which a wrong address would end.
 """
