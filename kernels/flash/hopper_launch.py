@@ -34,8 +34,10 @@ def fits_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _fits_forward(
     q_shape: Shape, kv_shape: Shape, q_strides: Shape, k_strides: Shape, v_strides: Shape
 ) -> bool:
+    batch, heads, _, head_dim = q_shape
     fit = fits_tma(q_shape, q_strides) and fits_tma(kv_shape, k_strides) and fits_tma(kv_shape, v_strides)
-    return fit and q_shape[3] in HEAD_DIMS
+    # With tokens outermost, as q may have them, a token of out is so far from the next, and 64 of them fit 32 bits.
+    return fit and head_dim in HEAD_DIMS and batch * heads * head_dim < 2**25
 
 
 def forward(

@@ -178,3 +178,8 @@ def test_refuses_what_tma_does_not_take() -> None:
     assert not fits_forward(odd, odd, odd)
     shifted = torch.randn(2 * 4 * 64 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 4, 64, 64)
     assert not fits_forward(shifted, shifted, shifted)
+    many = torch.empty(
+        1024, 512, 128, 64, device="meta", dtype=torch.bfloat16
+    )  # tokens of out 2^25 elements apart
+    assert not fits_forward(many, many, many)
+    assert fits_forward(many[:, 1:], many[:, 1:], many[:, 1:])
