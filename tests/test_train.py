@@ -424,7 +424,8 @@ def test_a_run_whose_terminal_closes_saves_too(user_environment, tiny, tmp_path)
 def test_a_pipe_that_closes_ends_the_run_in_a_line(user_environment, tiny, tmp_path):
     """As `train.py ... | head` does."""
     process = subprocess.Popen(
-        [sys.executable, ROOT / "train.py", *tiny, "trainer.steps=100000", "hydra.run.dir=run"],
+        # which prints after every step
+        [sys.executable, ROOT / "train.py", *tiny, "trainer.steps=100000", "trainer.eval_every=1"],
         cwd=tmp_path,
         env=user_environment,
         stdout=subprocess.PIPE,
