@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import DataError
+from . import DataError, hub
 from .corpora import make_corpus
 from .files import make_folder
 from .loader import Corpus
@@ -26,8 +26,8 @@ def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str 
     if shard is None:
         raise DataError(f"{corpus.directory} has no shard {file!r}: they are {_names(manifest.shards)}")
     arguments = dict(manifest.source)
-    if arguments["source"] == "hub":
-        arguments["revision"] = manifest.state  # the commit, also where `main` was asked for
+    if arguments["source"] == "hub" and hub.COMMIT.fullmatch(manifest.state):  # not a folder, which has none
+        arguments["revision"] = manifest.state  # also where `main` was asked for
     source = make_corpus(**arguments)
     changed = DataError(
         f"the source of {corpus.directory} has changed since, so {file} cannot be made again: prepare a new corpus"

@@ -404,6 +404,19 @@ def test_a_folder_is_read_through_datasets_without_a_hub(hub: HubStub, tmp_path:
     assert "check the network" not in broken["refused"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_shard_of_a_folder_is_made_again(hub: HubStub, tmp_path: Path, streaming: bool):
+    hub.down = True
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "rows.parquet").write_bytes(parquet(0))
+    prepared(hub, tmp_path, source="hub", repo=str(tmp_path / "rows"), streaming=streaming)
+    (shard,) = tmp_path.glob("corpora/*/train-00000.bin")
+    whole = shard.read_bytes()
+    shard.write_bytes(bytes(len(whole)))
+    python(hub, tmp_path, "-m", "data.inspect", shard.parent, "--repair")
+    assert shard.read_bytes() == whole
+
+
 def test_a_folder_of_txt_files_is_refused_before_its_line_ends_are_lost(hub: HubStub, tmp_path: Path):
     hub.down = True
     (tmp_path / "texts").mkdir()
