@@ -49,10 +49,20 @@ class HubDataset:
         """Nothing is published of it."""
 
     def state(self) -> str:
-        """The commit that the revision names now; of a folder a hash of its files' names, sizes and times."""
-        if self._folder:
-            return state_of(sorted(path for path in self._folder.rglob("*") if path.is_file()))
-        return self._commit
+        """The commit that the revision names now; of a folder a hash of its files' names, sizes and times.
+
+        Hidden files count where `files` names one: `datasets` reads no other, and git, a file manager or a download
+        of the Hub write theirs anew.
+        """
+        if not self._folder:
+            return self._commit
+        hidden = any(map(_is_hidden, map(Path, self.files)))
+        paths = (
+            path
+            for path in self._folder.rglob("*")
+            if path.is_file() and (hidden or not _is_hidden(path.relative_to(self._folder)))
+        )
+        return state_of(sorted(paths))
 
     @cached_property
     def _folder(self) -> Path | None:
@@ -160,6 +170,10 @@ class HubDataset:
         edges = [len(dataset) * index // count for index in range(count + 1)]
         rows = (dataset.select(range(start, stop)) for start, stop in pairwise(edges))
         return [HubPart(self.repo, self.column, part, dataset.data.nbytes // count) for part in rows]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 @dataclass(frozen=True)

@@ -417,6 +417,25 @@ def test_a_shard_of_a_folder_is_made_again(hub: HubStub, tmp_path: Path, streami
     assert shard.read_bytes() == whole
 
 
+def test_hidden_files_beside_a_dataset_make_no_other_corpus(hub: HubStub, tmp_path: Path):
+    """Git's, say; but those that are asked for do."""
+    hub.down = True
+    folder = tmp_path / "rows"
+    for name in (".git/index", ".held/rows.parquet"):
+        (folder / name).parent.mkdir(parents=True)
+    (folder / ".held" / "rows.parquet").write_bytes(parquet(1))
+    (folder / "rows.parquet").write_bytes(parquet(0))
+    corpus = {"source": "hub", "repo": str(folder), "streaming": True}
+    hidden = {**corpus, "files": [".held/*"]}
+    before, _ = attempt(hub, tmp_path, corpus, hidden)
+    assert [end["documents"] for end in before] == [documents(range(1)), documents(range(1, 2))]
+    (folder / ".git" / "index").write_text("as `git status` writes it")
+    (folder / ".held" / "rows.parquet").write_bytes(parquet(2))
+    after, _ = attempt(hub, tmp_path, corpus, hidden)
+    assert after[0] == before[0]
+    assert after[1]["documents"] == documents(range(2, 3))
+
+
 def test_a_folder_of_txt_files_is_refused_before_its_line_ends_are_lost(hub: HubStub, tmp_path: Path):
     hub.down = True
     (tmp_path / "texts").mkdir()
