@@ -102,6 +102,7 @@ def prepare(
     with lock(directory, progress):
         if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
             make_folder(workshop.partial)
+            workshop.remove_half_written()  # by processes that were killed: gigabytes, of large units
             try:
                 facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
             except DataError as error:
@@ -109,6 +110,8 @@ def prepare(
                 if isinstance(error, Unfit) or not finished:  # there is nothing to go on from
                     shutil.rmtree(directory, ignore_errors=True)
                 raise
+            finally:
+                workshop.remove_half_written()
             manifest = Manifest(
                 name=source.name,
                 tokenizer={

@@ -58,6 +58,11 @@ class Workshop:
     def shard(self, split: str, unit: int) -> Path:
         return self.directory / f"{split}-{unit:05d}.bin"
 
+    def remove_half_written(self) -> None:
+        """Remove what written_whole() had begun; for who holds the lock and has no process at work."""
+        for path in self.partial.glob("*.tmp"):
+            path.unlink()
+
 
 def dtype_for(encoding: tiktoken.Encoding) -> str:
     """uint16 while every token id fits, uint32 beyond; little-endian on any machine."""

@@ -23,27 +23,32 @@ def cpu_count() -> int:
 class Workers:
     """`count` processes for the time of a `with` block; 1 is the calling process itself.
 
-    They start at once, each with a call of `first`, while the caller goes on.
+    They start at once, each with a call of `first`, while the caller goes on. When an error or Ctrl-C ends the block
+    they end at once too, in the middle of a job: it may be gigabytes of a compressed file.
     """
 
     def __init__(self, count: int, first: Callable[[], Any]):
         self.count, self._first = count, first
         self._pool: ProcessPoolExecutor | None = None
+        self._end: multiprocessing.connection.Connection | None = None  # what is sent here ends the processes
 
     def __enter__(self) -> "Workers":
         if self.count > 1:
             # spawn: the caller may hold CUDA or threads, neither of which survives a fork
             context = multiprocessing.get_context("spawn")
+            ended, self._end = context.Pipe(duplex=False)
             self._pool = ProcessPoolExecutor(
-                self.count, mp_context=context, initializer=_begin, initargs=(self._first,)
+                self.count, mp_context=context, initializer=_begin, initargs=(self._first, ended)
             )
             with suppress(BrokenProcessPool):  # which run() tells of
                 for _ in range(self.count):
                     self._pool.submit(os.getpid)  # a job that finds no process free starts one
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._pool:
+            if error:
+                self._end.send(None)  # nobody takes it, so that all of them see it
             self._pool.shutdown(cancel_futures=True)
 
     def run(self, function: Callable[..., Any], jobs: Iterable[tuple]) -> Iterator[Any]:
@@ -70,18 +75,18 @@ class Workers:
                 future.cancel()
 
 
-def _begin(first: Callable[[], Any]) -> None:
-    _end_with_parent()
+def _begin(first: Callable[[], Any], ended: multiprocessing.connection.Connection) -> None:
+    _end_with_parent(ended)
     first()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(ended: multiprocessing.connection.Connection) -> None:
     """A killed parent cannot tell its workers to stop: each watches for it. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sentinel = multiprocessing.parent_process().sentinel
 
     def watch() -> None:
-        multiprocessing.connection.wait([sentinel])
+        multiprocessing.connection.wait([sentinel, ended])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

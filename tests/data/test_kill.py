@@ -1,6 +1,7 @@
 """Preparation killed with SIGKILL, run twice at once, out of room: the result is whole or not trusted (15 s)."""
 
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from data import DataError
 from data.corpora import make_corpus
 
 settings = json.loads(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever runs the tests ignores it
 data.prepare.SHARD_BYTES = data.prepare.WORTH_A_PROCESS = 1 << 14
 
 class Progress:
@@ -158,6 +160,41 @@ def test_workers_end_with_a_killed_parent(parquet: Path, tmp_path: Path):
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture
+def large_units(tmp_path: Path) -> Path:
+    """Three compressed files, each of which is one unit and seconds of work."""
+    line = json.dumps({"text": "a document of some length " * 100}).encode() + b"\n"
+    (tmp_path / "large").mkdir()
+    for name in "abc":
+        (tmp_path / "large" / f"{name}.jsonl.gz").write_bytes(gzip.compress(line * 10_000, 1))
+    return tmp_path / "large"
+
+
+def wait_for_half_written(cache: Path, count: int) -> None:
+    while len(list(cache.glob("*/partial/*.tokens.*.tmp"))) < count:
+        time.sleep(0.01)
+
+
+def test_what_was_half_written_at_a_kill_is_gone_when_it_goes_on(large_units: Path, tmp_path: Path):
+    process = start(large_units, tmp_path / "cache")
+    wait_for_half_written(tmp_path / "cache", 1)
+    process.kill()
+    process.communicate()
+    assert list(tmp_path.rglob("*.tmp"))
+    run(large_units, tmp_path / "cache", kill=["tokenising", 1])
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_ctrl_c_ends_workers_in_the_middle_of_a_unit(large_units: Path, tmp_path: Path):
+    process = start(large_units, tmp_path / "cache", workers=2)
+    wait_for_half_written(tmp_path / "cache", 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1, err  # of the script itself
+    assert not list(tmp_path.rglob("*.tokens*"))
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang(
