@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from typing import Any
 
 from . import DataError
@@ -40,9 +39,15 @@ class Workers:
             self._pool = ProcessPoolExecutor(
                 self.count, mp_context=context, initializer=_begin, initargs=(self._first, ended)
             )
-            with suppress(BrokenProcessPool):  # which run() tells of
+            # Ctrl-C in a terminal reaches them too; until _begin() each would print where it stood
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
                 for _ in range(self.count):
                     self._pool.submit(os.getpid)  # a job that finds no process free starts one
+            except BrokenProcessPool:
+                pass  # run() tells of it
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

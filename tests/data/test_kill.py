@@ -197,6 +197,18 @@ def test_ctrl_c_ends_workers_in_the_middle_of_a_unit(large_units: Path, tmp_path
     assert not list(tmp_path.rglob("*.tokens*"))
 
 
+def test_ctrl_c_while_workers_start_is_told_by_none_of_them(large_units: Path, tmp_path: Path):
+    """A terminal sends it to all of them."""
+    process = start(large_units, tmp_path / "cache", workers=4)
+    while len(children(process)) < 4:
+        time.sleep(0.01)
+    time.sleep(0.15)  # they import what they need
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1, err  # of the script itself
+
+
 def test_a_killed_worker_is_an_error_and_not_a_hang(
     parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ):
