@@ -22,9 +22,11 @@ Where that does not matter, and for other formats, data=hub data.repo=FOLDER goe
 import codecs
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -169,7 +171,9 @@ class ParquetPart:
         row = 0
         try:
             # a buffered stream: otherwise the whole column chunk, a gigabyte in some files, is read first
-            file = pyarrow.parquet.ParquetFile(self.path, buffer_size=1 << 20, pre_buffer=False)
+            file = pyarrow.parquet.ParquetFile(
+                self.path, metadata=_parquet_metadata(self.path), buffer_size=1 << 20, pre_buffer=False
+            )
             row_bytes = 1 + self.text_bytes // max(1, self.last - self.first)
             for batch in file.iter_batches(
                 max(1, min(64, _BATCH_BYTES // row_bytes)),
@@ -228,7 +232,7 @@ def parquet_parts(path: Path, step: int, column: str) -> list[ParquetPart]:
     import pyarrow.parquet
 
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
+        metadata = _parquet_metadata(str(path))
         schema = metadata.schema.to_arrow_schema()
     except (pyarrow.ArrowException, OSError) as error:
         raise damaged_parquet(str(path), error) from None
@@ -255,6 +259,19 @@ def parquet_parts(path: Path, step: int, column: str) -> list[ParquetPart]:
             for first, last in pairwise(edges)
         ]
     return parts
+
+
+def _parquet_metadata(path: str) -> "pyarrow.parquet.FileMetaData":
+    stat = os.stat(path)
+    return _metadata_of(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(1)
+def _metadata_of(path: str, _size: int, _mtime_ns: int) -> "pyarrow.parquet.FileMetaData":
+    """Kept for the parts of the file: with 8,000 row groups it takes 20 ms, 200 times as long as one of ten rows."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(path)
 
 
 def _in_pieces(value: "pyarrow.Scalar") -> Iterator[tuple[str, bool]]:

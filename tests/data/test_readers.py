@@ -3,14 +3,17 @@
 import base64
 import json
 import random
+import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data import DataError
 from data.corpora import make_corpus
-from data.readers import text_parts
+from data.readers import parquet_parts, text_parts
 from data.shards import Workshop, encode
 from data.tokenizer import load_tokenizer
 
@@ -20,9 +23,6 @@ def test_a_long_row_comes_in_pieces_of_the_same_tokens(
     kind: str, tmp_path: Path, rank_file: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of a parquet file; as one str an emoji would make it four times as long in memory."""
-    import pyarrow
-    import pyarrow.parquet
-
     monkeypatch.setattr("data.readers._BATCH_BYTES", 1000)
     monkeypatch.setattr("data.readers._PIECE_BYTES", 1000)
     texts = [
@@ -123,3 +123,14 @@ def test_no_cut_is_beside_a_space_of_another_script(tmp_path: Path):
         pieces = [piece for part in parts for piece, _ in part.pieces()]
         tokens = [token for piece in pieces for token in encoding.encode_ordinary(piece)]
         assert tokens == encoding.encode_ordinary(text)
+
+
+def test_a_row_group_is_read_as_fast_beside_thousands_of_others(tmp_path: Path):
+    """Each time the description of all of them was parsed anew: 8 s for these 2,000, 180 s for 8,000."""
+    texts = [f"row {row}" for row in range(4000)]
+    table = pyarrow.table({"text": texts, "id": texts, "url": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=2)
+    start = time.process_time()
+    parts = parquet_parts(tmp_path / "rows.parquet", 8 << 20, "text")
+    assert [piece for part in parts for piece in part.pieces()] == [(text, True) for text in texts]
+    assert time.process_time() - start < 3
