@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from . import DataError
-from .files import NO_ROOM, sha256_of, unwritable
+from .files import NO_ROOM, sha256_of, unwritable, written_whole
 
 COMMIT = re.compile("[0-9a-f]{40}")
 SECONDS = 5
@@ -74,6 +74,16 @@ def offline(what: str) -> DataError:
     )
 
 
+def another_commit(repo: str, commit: str, kept: str) -> DataError:
+    from huggingface_hub import constants
+
+    remedy = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "try again"
+    return DataError(
+        f"{repo} at {commit} cannot be had: the Hub did not give it, and `datasets` has a copy of {kept} instead: "
+        f"{remedy}, or take that one with data.revision={kept}"
+    )
+
+
 def arrived_damaged(what: str) -> DataError:
     return DataError(
         f"{what} arrived damaged (its sha256 is not the one the Hub states) and has been removed: "
@@ -131,6 +141,8 @@ def failed(what: str, error: BaseException, remedy: str = "") -> DataError:
             require(what, remedy)
     except DataError as unreachable:
         return unreachable
+    if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):  # as `datasets` says that it has none
+        return offline(what)
     return refused(what, error, remedy)
 
 
@@ -142,3 +154,30 @@ def cache() -> Path:
 
 def repo_cache(repo: str) -> Path:
     return cache() / f"datasets--{repo.replace('/', '--')}"
+
+
+def remember_commit(repo: str, revision: str | None, commit: str) -> None:
+    """Note what a branch or tag (None: main) names, for when the Hub is out of reach, where huggingface_hub does."""
+    from huggingface_hub import constants
+
+    noted = repo_cache(repo) / "refs" / (revision or "main")
+    if revision == commit or constants.HF_HUB_OFFLINE:
+        return
+    with suppress(OSError, DataError):  # the cache may be another user's
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(noted, noted.parent) as file:
+            file.write(commit.encode())
+
+
+def remembered_commit(repo: str, revision: str | None) -> str:
+    """Return the commit noted for a branch or tag; of main, where there is no note, the newest in the cache.
+
+    Raises DataError when there is none.
+    """
+    noted = repo_cache(repo) / "refs" / (revision or "main")
+    if noted.is_file():
+        return noted.read_text()
+    snapshots = sorted(repo_cache(repo).glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
+    if revision or not snapshots:
+        raise offline(f"{repo} at {revision or 'any commit'}")
+    return snapshots[-1].name

@@ -75,12 +75,7 @@ class HubDataset:
         if self.revision and hub.COMMIT.fullmatch(self.revision):
             return self.revision
         if constants.HF_HUB_OFFLINE:
-            snapshots = sorted(
-                hub.repo_cache(self.repo).glob("snapshots/*"), key=lambda path: path.stat().st_mtime
-            )
-            if not snapshots or self.revision:
-                raise hub.offline(f"{self.repo} at {self.revision or 'any commit'}")
-            return snapshots[-1].name
+            return hub.remembered_commit(self.repo, self.revision)
         hub.require(self.repo)
         try:
             return HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.SECONDS).sha
@@ -105,11 +100,13 @@ class HubDataset:
         finally:
             if bars:
                 datasets.enable_progress_bars()
+        if not self._folder:
+            hub.remember_commit(self.repo, self.revision, self._commit)
 
     @cached_property
     def _dataset(self):
         """The `datasets` object, checked to have the column."""
-        from datasets import load_dataset, load_dataset_builder
+        from datasets import load_dataset_builder
         from huggingface_hub import constants
 
         hub.limit_retries()
@@ -117,20 +114,26 @@ class HubDataset:
             hub.require(self.repo)
             hub.remove_unfinished(self.repo)
         files = list(self.files) or None
+        if self._folder and not files and (self._folder / "state.json").exists():
+            raise DataError(
+                f"{self.repo} was written by save_to_disk: name its Arrow files, data.files='*.arrow'"
+            )
         try:
-            if self._folder and load_dataset_builder(self.repo, self.config, data_files=files).name == "text":
+            revision = None if self._folder else self._commit
+            builder = load_dataset_builder(self.repo, self.config, revision=revision, data_files=files)
+            if self._folder and builder.name == "text":
                 raise DataError(
                     f"{self.repo} holds .txt files, and `datasets` makes a document of each of their lines, without "
                     f"its line end: use data=text_files {shlex.quote(f'data.files={self._folder}')}"
                 )
-            dataset = load_dataset(
-                self.repo,
-                self.config,
-                split=self.split,
-                revision=None if self._folder else self._commit,
-                data_files=files,
-                streaming=self.streaming,
-            )
+            # Whatever the Hub refuses or drops, `datasets` turns to the newest copy it has, be it of another commit.
+            if not self._folder and builder.hash != self._commit:
+                raise hub.another_commit(self.repo, self._commit, builder.hash)
+            if self.streaming:
+                dataset = builder.as_streaming_dataset(split=self.split)
+            else:
+                builder.download_and_prepare()
+                dataset = builder.as_dataset(split=self.split)
             names = dataset.column_names or list(next(iter(dataset)))
         except DataError:
             raise

@@ -243,6 +243,49 @@ def test_offline_with_and_without_a_cache(hub: HubStub, tmp_path: Path):
     assert not [path for _, path, _ in hub.log if path.startswith(("/datasets", "/api/datasets"))]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_offline_main_is_what_it_was_and_not_what_was_downloaded_last(
+    hub: HubStub, tmp_path: Path, streaming: bool
+):
+    """Of a stream nothing is in the Hub cache, and a corpus made of it ahead of time is found none the less."""
+    dataset = {"source": "hub", "repo": "owner/name", "streaming": streaming}
+    older = {**dataset, "revision": next(iter(hub.repos["owner/name"]))}
+    online, _ = attempt(hub, tmp_path, dataset, older)
+    hub.down = True
+    offline, _ = attempt(hub, tmp_path, dataset, HF_HUB_OFFLINE="1")
+    assert offline == online[:1]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_copy_of_another_commit_is_not_taken_for_the_one_that_is_asked_for(
+    hub: HubStub, tmp_path: Path, streaming: bool
+):
+    """`datasets` takes it when anything goes wrong, whatever the revision."""
+    older, newer = ({"source": "hub", "repo": "owner/name", "revision": c} for c in hub.repos["owner/name"])
+    prepared(hub, tmp_path, **older)
+    newer["streaming"] = streaming
+    hub.dead.add("README.md")
+    (online,), _ = attempt(hub, tmp_path, newer, HURRY="1")
+    (offline, kept), _ = attempt(hub, tmp_path, newer, {**older, "limit_documents": 4}, HF_HUB_OFFLINE="1")
+    for end, remedy in ((online, "try again"), (offline, "unset HF_HUB_OFFLINE")):
+        assert f"owner/name at {newer['revision']} cannot be had" in end["refused"]
+        assert f"{remedy}, or take that one with data.revision={older['revision']}" in end["refused"]
+    assert kept["documents"] == documents(range(1))[:4]
+    hub.dead.clear()
+    assert prepared(hub, tmp_path, **newer)["documents"] == documents(range(3))
+
+
+def test_what_datasets_saved_to_disk_is_read(hub: HubStub, tmp_path: Path):
+    import datasets
+
+    hub.down = True
+    folder = str(tmp_path / "saved")
+    datasets.Dataset.from_dict({"text": documents(range(2))}).save_to_disk(folder)
+    assert "data.files='*.arrow'" in refused(hub, tmp_path, source="hub", repo=folder)
+    result = prepared(hub, tmp_path, source="hub", repo=folder, files="*.arrow")
+    assert result["documents"] == documents(range(2))
+
+
 @pytest.mark.parametrize("arguments", [{"source": "hub", "repo": "owner/name"}, {"source": "openwebtext"}])
 def test_a_dead_network_fails_in_seconds_with_the_remedy(hub: HubStub, tmp_path: Path, arguments: dict):
     hub.down = True
