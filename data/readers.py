@@ -389,10 +389,17 @@ def _after(mark: bytes) -> Callable[[BinaryIO, int], int]:
 
 
 def _at_space(file: BinaryIO, start: int) -> int:
-    """A cut before the next space after a visible character; between any two characters where none is near."""
+    """A cut before the next space after a visible character, or as CUT has it; else the end of the file.
+
+    Between any two characters where none of these is near.
+    """
     file.seek(start)
     window = file.read(_SEARCH_BYTES)
     # visible in ASCII: the last byte of another character does not say whether it is one of Unicode's spaces
     if match := re.search(rb"(?<=[!-~]) ", window):
         return start + match.start()
-    return start + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), 0)
+    begun = re.match(rb"[\x80-\xbf]*", window).end()  # of a character
+    text = window[begun:].decode(errors="ignore")  # the last one may end beyond
+    if match := CUT.search(text):
+        return start + begun + len(text[: match.start()].encode())
+    return start + (begun if len(window) == _SEARCH_BYTES else len(window))

@@ -108,6 +108,23 @@ def test_no_cut_changes_the_documents(separator: str, letters: str, tmp_path: Pa
             assert documents == [document for document in text.split(separator) if document], repr(text)
 
 
+def test_chinese_is_cut_at_its_own_stops_and_never_within_a_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("data.readers._SEARCH_BYTES", 40)
+    path = tmp_path / "a.txt"
+    path.write_text("東京は大きい。京都は古い、" * 20, encoding="utf-8")
+    for step in range(10, 60):
+        first, *others = ([text for text, _ in part.pieces()] for part in text_parts(path, step))
+        assert len(others) > 5
+        assert not first[0].startswith(("。", "、"))
+        assert all(text.startswith(("。", "、")) for (text,) in others)
+    path.write_text("東京", encoding="utf-8")
+    for step in range(1, 7):  # also where the last part would begin within the last character
+        pieces = [text for part in text_parts(path, step) for text, _ in part.pieces()]
+        assert "".join(pieces) == "東京"
+
+
 def test_no_cut_is_beside_a_space_of_another_script(tmp_path: Path):
     """U+3000 and a space are one piece of white space, and can be one token."""
     tokens = [bytes([value]) for value in range(256)]
