@@ -222,6 +222,8 @@ class TextFiles(LocalFiles):
                 raise DataError(
                     f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHERS}"
                 )
+            if not path.name.endswith((".txt", ".jsonl")) and not _is_utf8(str(path)):
+                raise DataError(f"the name of {path} is not UTF-8, and such a file cannot be read: rename it")
         with_text = [path for path in found if path.stat().st_size]
         if not with_text:
             raise DataError(f"the files that match data.files={','.join(self.files)} are all empty")
@@ -261,17 +263,31 @@ def limited(name: str, limit_documents: int | None) -> str:
     return name if limit_documents is None else f"{name}-first-{limit_documents}"
 
 
+def _is_utf8(name: str) -> bool:
+    """As the names are that pyarrow opens; a file system takes any bytes."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 def _walk(root: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files below `root` that have one of the suffixes and are not empty, in path order."""
+    """Return the files below `root` that have one of the suffixes and are not empty, in path order.
+
+    Links to folders are followed, as a glob's ** follows them.
+    """
     if not os.path.isdir(root):
         raise DataError(f"{root} is not a folder that can be read")
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot read the folder {error.filename}: {error.strerror}")
 
-    found = []
-    for folder, folders, names in os.walk(root, onerror=refuse):
+    found, seen = [], set()
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
+        if (
+            real := os.path.realpath(folder)
+        ) in seen:  # a link to a folder that holds it, or a second one to it
+            folders.clear()
+            continue
+        seen.add(real)
         # what is installed beside the standard library is not part of it
-        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+        folders[:] = sorted(name for name in folders if name not in ("site-packages", "dist-packages"))
         found += [Path(folder, name) for name in names if name.endswith(suffixes)]
     return sorted(path.absolute() for path in found if path.is_file() and path.stat().st_size)

@@ -238,6 +238,8 @@ def parquet_parts(path: Path, step: int, column: str) -> list[ParquetPart]:
         raise damaged_parquet(str(path), error) from None
     if column not in schema.names:
         raise missing_column(column, schema.names, str(path))
+    if schema.names.count(column) > 1:
+        raise DataError(f"{path} has {schema.names.count(column)} columns {column!r}: rename all but one")
     kind = schema.field(column).type
     values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a category of pandas or polars
     if not any(

@@ -335,6 +335,17 @@ def test_a_name_with_brackets_is_a_name(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "two"]
 
 
+def test_a_link_to_a_folder_is_followed_once(tmp_path: Path):
+    """As globs do; one to a folder around it holds nothing new."""
+    for name in ("texts/a.txt", "elsewhere/b.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    for link, target in {"one": "elsewhere", "two": "elsewhere", "around": "texts"}.items():
+        (tmp_path / "texts" / link).symlink_to(tmp_path / target)
+    found = make_corpus("text_files", files=str(tmp_path / "texts")).paths()
+    assert found == [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "one" / "b.txt"]
+
+
 def test_a_tilde_is_the_home_folder(
     parquet: Path, rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data import DataError
@@ -71,6 +73,18 @@ def test_bad_parquet_columns_are_refused(parquet: Path, tmp_path: Path):
     files = {"source": "text_files", "files": str(parquet)}
     assert "has no column 'content'; it has text, id" in refused({**files, "column": "content"}, tmp_path)
     assert "column 'id' holds int64, not text" in refused({**files, "column": "id"}, tmp_path)
+    twice = pyarrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    files = {"source": "text_files", "files": str(tmp_path / "twice.parquet")}
+    assert "twice.parquet has 2 columns 'text'" in refused(files, tmp_path)
+
+
+def test_a_name_that_pyarrow_cannot_open_is_refused(parquet: Path, tmp_path: Path):
+    try:
+        shutil.copy(parquet / "part-0.parquet", os.fsencode(tmp_path) + b"/caf\xe9.parquet")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    assert "is not UTF-8" in refused({"source": "text_files", "files": str(tmp_path)}, tmp_path)
 
 
 def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
