@@ -8,6 +8,7 @@ Then the validation documents of all units are put in the order of the split.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from . import DataError
 from .ahead import ahead
 from .files import written_whole
 from .readers import CUT, Part
-from .tokenizer import load_encoder, load_tokenizer
+from .tokenizer import FAST_GPT2_PATTERN, load_encoder, load_tokenizer
 
 _BLOCK_CHARACTERS = 1 << 20
+# All but the last blank of many before a visible character; \x1c to \x1f are blanks in Python and not in tiktoken.
+_BLANKS = re.compile(r"[^\S\x1c-\x1f]{500000,}(?=[^\S\x1c-\x1f][\S\x1c-\x1f])")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,10 @@ def _encode_text(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can escape and UTF-8 cannot hold
         return _encode_text(encoding, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except ValueError as error:  # a million blanks in a row are too many for tiktoken's regex engine
+        if encoding._pat_str == FAST_GPT2_PATTERN and (blanks := _BLANKS.search(text)):
+            # where GPT-2's pattern ends a piece; and before the end of a text the engine need not go back
+            halves = text[: blanks.end()], text[blanks.end() :]
+            return np.concatenate([_encode_text(encoding, half) for half in halves])
         raise DataError(f"a text of {len(text):,} characters beginning {text[:40]!r}: {error}") from None
 
 

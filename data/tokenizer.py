@@ -19,7 +19,7 @@ _GPT2_FILES = (f"{_HOST}/gpt-2/encodings/main/vocab.bpe", f"{_HOST}/gpt-2/encodi
 # The rank file of an encoding is named after it, but for these.
 _SAME_RANKS = {"gpt2": "r50k_base", "p50k_edit": "p50k_base", "o200k_harmony": "o200k_base"}
 _ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
-_FAST_GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)" + r"|\s++$|\s+(?!\S)|\s"
+FAST_GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)" + r"|\s++$|\s+(?!\S)|\s"
 _SECONDS = 5
 _BY_PATH = "with data.tokenizer=PATH (or --tokenizer PATH, where a command has that)"
 
@@ -79,7 +79,7 @@ def load_encoder(name: str) -> tiktoken.Encoding:
         return encoding
     return tiktoken.Encoding(
         encoding.name,
-        pat_str=_FAST_GPT2_PATTERN,
+        pat_str=FAST_GPT2_PATTERN,
         mergeable_ranks=encoding._mergeable_ranks,
         special_tokens=encoding._special_tokens,
     )

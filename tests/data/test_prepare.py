@@ -191,6 +191,21 @@ def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Pat
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what the most memory was")
+@pytest.mark.parametrize("blank", [" ", "\n"])
+def test_more_blanks_than_tiktoken_can_go_back_over(blank: str, rank_file: str, tmp_path: Path):
+    """It refuses the document; its pattern would take all but the last blank, which goes with the next word."""
+    (tmp_path / "a.txt").write_text("The end." + blank * 1_200_000 + "the next")
+    (tmp_path / "b.txt").write_text("short")
+    corpus = prepare(make_corpus("text_files", files=str(tmp_path / "*.txt")), rank_file, tmp_path, workers=1)
+    encoding = corpus.tokenizer()
+    with pytest.raises(ValueError, match="stack size"):
+        encoding.encode_to_numpy("The end." + blank * 1_200_000 + "the next")
+    parts = ("The end." + blank * 1_199_999, blank + "the next")
+    wanted = [token for part in parts for token in encoding.encode_ordinary(part)]
+    longest = max((corpus.train, corpus.val), key=lambda split: split.tokens)
+    assert longest.read(0, longest.tokens).tolist() == [*wanted, encoding.eot_token]
+
+
 def test_memory_does_not_grow_with_a_file_and_little_with_a_line(tmp_path: Path):
     """Three lines of 20 MB in one file: 135 MB; 197 with the tokens mapped, 330 with every copy of a line."""
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
