@@ -105,6 +105,11 @@ def prepare(
             workshop.remove_half_written()  # by processes that were killed: gigabytes, of large units
             try:
                 facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
+                if source.state() != state:
+                    raise Unfit(
+                        f"the files of {source.name} changed while they were read: prepare them again when nothing "
+                        "writes there (nor does data.cache_dir, if it lies outside data.repo)"
+                    )
             except DataError as error:
                 finished = any(workshop.partial.glob("*.json"))
                 if isinstance(error, Unfit) or not finished:  # there is nothing to go on from

@@ -17,6 +17,7 @@ import pytest
 from data import DataError
 from data.corpora import make_corpus
 from data.prepare import prepare
+from data.progress import Silence
 from data.shards import split_order
 
 
@@ -85,6 +86,18 @@ def test_a_name_that_pyarrow_cannot_open_is_refused(parquet: Path, tmp_path: Pat
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     assert "is not UTF-8" in refused({"source": "text_files", "files": str(tmp_path)}, tmp_path)
+
+
+def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path):
+    class Writer(Silence):
+        def say(self, text: str) -> None:  # the room that it takes, after the files were looked at
+            (tmp_path / "a.txt").write_text("one, two, three and more")
+
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    arguments = {"source": "text_files", "files": str(tmp_path)}
+    assert "changed while they were read" in refused(arguments, tmp_path / "cache", progress=Writer())
+    assert prepare(make_corpus(**arguments), "bytes", tmp_path / "cache", workers=1)
 
 
 def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
