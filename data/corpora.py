@@ -281,9 +281,8 @@ def _walk(root: str, suffixes: tuple[str, ...]) -> list[Path]:
 
     found, seen = [], set()
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        if (
-            real := os.path.realpath(folder)
-        ) in seen:  # a link to a folder that holds it, or a second one to it
+        real = os.path.realpath(folder)
+        if real in seen:  # by another link, or this one leads to a folder that holds it
             folders.clear()
             continue
         seen.add(real)
