@@ -143,6 +143,14 @@ def test_training_outlives_wandbs_own_process(start, tmp_path):
     assert len(measured(tmp_path / "run", "train/loss")) == 400
 
 
+def test_a_run_begins_offline_if_wandbs_own_process_ends_first(start, server, tmp_path):
+    server.silent = True
+    process = start()
+    until(lambda: server.waiting > 0)
+    assert kill_service(tmp_path)
+    assert "offline, since wandb stopped (HandleAbandonedError); look: wandb leet" in ended(process)
+
+
 def kill_service(folder: Path) -> int:
     """SIGKILL the process that wandb started in a folder; how many were there."""
     killed = 0

@@ -4,7 +4,8 @@
         ... a subprocess with server.variables in its environment ...
         server.runs["8f3a12c4"].history
 
-It knows one user, `someone`. `stranger` has it know no key, `leaves` has it go once a run has begun.
+It knows one user, `someone`. `stranger` has it know no key, `leaves` has it go once a run has begun, and `silent`
+leaves those who ask it `waiting`.
 """
 
 import json
@@ -42,7 +43,8 @@ class WandbStub:
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
         self.views: list[dict[str, Any]] = []
-        self.stranger = self.leaves = False
+        self.stranger = self.leaves = self.silent = False
+        self.waiting = 0
         handler = type("Handler", (_Handler,), {"stub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -134,6 +136,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self._body()
         if self.path == "/graphql":
+            if self.stub.silent:
+                self.stub.waiting += 1
+                threading.Event().wait(60)
+                self.close_connection = True
+                return None
             if self.stub.stranger:
                 return self._send({"errors": [{"message": "user is not logged in"}]}, 401)
             asked = json.loads(body)

@@ -138,15 +138,20 @@ class WandbLogger:
         self._why, self._gone = "offline", False
         try:
             self._run = wandb.init(mode=self.mode, **options)
-        except wandb.errors.CommError as error:
-            answered = re.search(r"returned error \d+", str(error))
-            reason = f"the server {answered[0] if answered else 'did not answer'}"
+        except wandb.errors.UsageError:
+            raise
+        except Exception as error:
+            reason = f"wandb stopped ({type(error).__name__})"
+            if isinstance(error, wandb.errors.CommError):
+                answered = re.search(r"returned error \d+", str(error))
+                reason = f"the server {answered[0] if answered else 'did not answer'}"
             if config.logger.mode is WandbMode.online:
                 raise ConfigError(
                     f"logger.mode=online: {reason}; use logger.mode=offline, or auto."
                 ) from None
             self.mode, self._why = "offline", f"offline, since {reason}"
-            wandb.teardown()  # its process takes the id to be in use
+            with suppress(Exception):  # where there is no process any more
+                wandb.teardown()  # its process takes the id to be in use
             self._run = wandb.init(mode="offline", **options)
         self._run.define_metric("tokens")
         for namespace in ("train/*", "val/*", "perf/*"):
