@@ -59,7 +59,8 @@ def typed(setting: str) -> str:
 def in_quotes(setting: str) -> str:
     """key=value as one types it where the value is to be one text to Hydra, whatever is in it."""
     key, _, value = setting.partition("=")
-    escaped = value.replace("'", r"\'")
+    # Within its quotes Hydra reads a backslash as one unless a quote follows, that of the end included.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
     quoted = f"{key}='{escaped}'"
     return shlex.quote(quoted) if re.search(r'["$`]|\\{2}', quoted) else f'"{quoted}"'
 

@@ -182,7 +182,7 @@ def test_sample_and_reproduce_catch_no_bug_either(monkeypatch):
 
 @pytest.mark.parametrize(
     "value",
-    ["runs/a", "a b", "lr=3", "p (1), x", "it's", 'a "b"', "$HOME/`x`", "a\\\\b", "ünï~x", "{a}", "[1,2]"],
+    ["runs/a", "a b", "lr=3", "p (1),x", "it's", 'a "b"', "$HOME/`x`", "a\\\\b\\' \\", "ü~", "{a}", "[1,2]"],
 )
 def test_what_is_said_to_be_typed_is_read_as_it_was_meant(value):
     for write in (typed, in_quotes):
