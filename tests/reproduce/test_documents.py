@@ -140,6 +140,9 @@ def test_who_waited_for_the_host_is_not_compared(tmp_path):
     documents.draw(results, tmp_path / "documents.svg")
     assert f"not shown where it waited for the host: {FLEX}<" in (tmp_path / "documents.svg").read_text()
     assert len(documents.judge(results_of(ours=3.0, share=0.12, late={}))) == 2
+    assert documents.judge(results_of(ours=3.0, share=0.12, late={OURS: 1})) == []
+    (beside_peers,) = documents.judge(results_of(ours=3.0, share=0.12, late={WHOLE: 1}))
+    assert "fastest other" in beside_peers.what
 
     older = results_of(ours=3.0, share=0.12)
     (sample,) = older["samples"]
