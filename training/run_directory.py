@@ -74,7 +74,7 @@ def open_run(run: Trainer) -> list[Logger]:
         rows += wandb_logger.where()
     # After wandb, which may refuse: by its metrics.csv a directory holds a run.
     metrics = CsvLogger(run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))
-    loggers.append(metrics)
+    loggers.insert(0, metrics)  # whose row is on the disk before wandb gets it
     run.resumed = run.resumed._replace(seconds=max(run.resumed.seconds, metrics.seconds))
     print(table("tilegpt", [*rows, ("run", str(run_dir))]), flush=True)
     return loggers
