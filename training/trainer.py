@@ -194,6 +194,9 @@ class Trainer:
                 summary = self._summary(evaluation)
             if self.world.is_main:
                 close_run(self, summary, done)
+        except BaseException:
+            summary = {}  # which tells the loggers that it did not end well
+            raise
         finally:
             # Last: online, wandb may take long to close, and the run's own files are whole by then.
             for logger in loggers:

@@ -34,6 +34,7 @@ from training.config import (
     TrainerConfig,
 )
 from training.distributed import World
+from training.loggers import CsvLogger
 from training.restore import load_run
 from training.trainer import Trainer, train
 
@@ -470,6 +471,15 @@ def test_an_evaluation_that_is_not_made_again_keeps_its_time(config, tmp_path, m
     seconds = [float(row["seconds"]) for row in rows(tmp_path)]
     assert seconds == sorted(seconds)
     assert seconds[-1] > 2 * slept
+
+
+def test_a_run_whose_last_files_cannot_be_written_did_not_end_well(config, tmp_path, monkeypatch):
+    ended = []
+    monkeypatch.setattr(CsvLogger, "finish", lambda _logger, summary: ended.append(summary))
+    (tmp_path / "summary.json.partial").mkdir()
+    with pytest.raises(ConfigError, match=r"summary\.json cannot be written"):
+        train(config, tmp_path)
+    assert ended == [{}]
 
 
 def test_a_run_directory_that_may_not_be_changed_is_one_line(config, tmp_path):
