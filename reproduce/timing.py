@@ -33,7 +33,8 @@ class Timed(NamedTuple):
 
     Attributes:
         ms: milliseconds of every phase of every round of each call: name -> phases -> rounds.
-        late: of the calls that the host queued too slowly, in how many of their rounds: those are the host's.
+        late: of the calls that the host queued too slowly, in how many of their rounds: those may be the host's. A
+            call of more kernels than CUDA's queue holds, about a thousand, counts too.
     """
 
     ms: dict[str, list[list[float]]]

@@ -42,8 +42,9 @@ COLUMNS = [
 ]
 
 
-# How long a run waits for a server of wandb's: when it begins, and for the last of its rows when it ends.
-BEGIN_SECONDS, END_SECONDS = 20, 60
+# How long a run waits for a server of wandb's: when it begins, and for the last of its rows when it ends. torchrun
+# kills a rank 30 s after it was told to stop.
+BEGIN_SECONDS, END_SECONDS = 20, 20
 # What WANDB_MODE may be; dryrun is wandb's old word for offline.
 _WANDB_MODES = ("online", "offline", "dryrun", "disabled")
 
