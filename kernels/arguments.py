@@ -58,8 +58,11 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors as autocast, where it is on, hands them to torch's own attention: in its dtype, but for float64."""
     device = tensors[0].device.type
-    # Of a device that has no autocast, as meta, torch does not say whether it is on.
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Of a device that has no autocast, as meta, torch does not say whether it is on. Asking for that cannot be traced
+    # by torch.compile of torch 2.11, which ended there.
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device):
+        return tensors
+    if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
