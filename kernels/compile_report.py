@@ -202,18 +202,21 @@ def _constants(job: Job) -> dict[str, object]:
 
 def _hopper_constants(job: Job) -> dict[str, object]:
     ragged, bounded = job.feature.endswith(RAGGED), job.feature in ("documents", "window")
+    listed = job.feature.startswith("blocks")
     absent = {} if job.feature == "documents" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
+    if not listed:
+        absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
     if job.kernel == "hopper_forward":
         lengths = job.length, job.length + ragged
-        spec = hopper_tiles.specify(job.head_dim, job.causal, *lengths, bounded=bounded)
+        spec = hopper_tiles.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
         return {"SPEC": spec, **absent} | ({} if spec.CLAIMED.value else {"Counter": None})
     row_blocks = job.length // hopper_work.BLOCK_M[job.head_dim]
-    late = 0 if bounded else hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
+    late = 0 if bounded or listed else hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
     drop = drop_of(0.1 if job.feature.startswith("dropout") else 0.0)
     if drop is None:
         absent["Seed"] = None
-    return {**rules, "LATE": late, "BOUNDED": bounded, "DROP": drop, **absent}
+    return {**rules, "LATE": late, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, **absent}
 
 
 def _descriptor(name: str, job: Job) -> str:
@@ -233,7 +236,7 @@ def _type(name: str, job: Job) -> str:
         return OPTIONAL_POINTERS[name]
     if name in (HISTORY[job.kernel][2] if job.kernel in HISTORY else {"Lse", "Delta"}):
         return "*fp32"
-    if name in ("Turns", "Counter"):
+    if name in ("Turns", "Counter", "KeyBlocks", "QueryBlocks"):
         return "*i32"
     if name[0].isupper():
         return f"*{TYPE_NAMES[job.dtype]}"
@@ -314,6 +317,10 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                         jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
                 for name, feature in itertools.product(HOPPER, ("documents", "window")):
                     jobs.append(Job(90, name, head_dim, True, None, feature=feature))
+                for name, causal in itertools.product(HOPPER, (True, False)):
+                    jobs.append(Job(90, name, head_dim, causal, None, feature="blocks"))
+                # The forward's last block is masked anyway, the backward's only for the diagonal's sake or so.
+                jobs.append(Job(90, "hopper_backward", head_dim, False, None, feature=f"blocks {RAGGED}"))
                 drops = ("dropout", f"dropout {RAGGED}")
                 for causal, length, feature in itertools.product((True, False), (512, 16384), drops):
                     job = Job(90, "hopper_backward", head_dim, causal, None, feature=feature, length=length)

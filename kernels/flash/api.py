@@ -2,7 +2,15 @@
 
 import torch
 
-from ..arguments import check_dropout, check_features, check_inputs, check_scale, in_autocast_dtype, seed_on
+from ..arguments import (
+    BLOCK_MASK_SIZE,
+    check_dropout,
+    check_features,
+    check_inputs,
+    check_scale,
+    in_autocast_dtype,
+    seed_on,
+)
 from ..launch import INTERPRETED
 from ..operators import below_autograd, operator
 from ..registry import AttentionError, with_packed
@@ -40,8 +48,8 @@ def flash_attention(
 
     q, k and v may have any strides whose last is 1: views of a packed qkv go in without a copy. Autocast gives them
     its dtype, as it does for torch's own attention. Beyond inputs and outputs it keeps 4 bytes a query for the
-    log-sum-exp, and 4 more during the backward; with documents 8 bytes a token, with a block mask two int32 lists of
-    its tiles. Gradients are bit for bit repeatable. float32 is computed
+    log-sum-exp, and 4 more during the backward; with documents 8 bytes a token, with a block mask 12 bytes for each
+    of its tiles. Gradients are bit for bit repeatable. float32 is computed
     in full precision, without tensor cores. The kernels visit no tile that a mask hides. A CUDA graph needs
     dropout_seed as a tensor on the device: a number, or a tensor on the CPU, is captured as a constant.
     precise_delta also keeps what rounding took from the output, as large as the output, so that delta =
@@ -141,10 +149,10 @@ def flash_forward(
         q, k, v = _parts(q)
     left, right = _sides(left, right, q, k)
     masks = (seed, alibi_slopes, sinks, document_starts, document_ends, kv_lengths, key_blocks)
-    others = (seed, alibi_slopes, sinks, kv_lengths, key_blocks)
-    has = _hopper_has(q, k, causal, left, right, softcap, document_starts, others) and not precise_delta
-    if takes_hopper(tier, q, has, lambda: hopper().fits_forward(q, k, v)):
-        bounds = {"left": left, "document_starts": document_starts}
+    others = (seed, alibi_slopes, sinks, kv_lengths)
+    has = _hopper_has(q, k, causal, left, right, softcap, document_starts, key_blocks, others)
+    if takes_hopper(tier, q, has and not precise_delta, lambda: hopper().fits_forward(q, k, v)):
+        bounds = {"left": left, "document_starts": document_starts, "key_blocks": key_blocks}
         hopper().forward(q, k, v, out, lse, causal=causal, scale=scale, **bounds)
     elif out.numel():
         pointers = (q, k, v, out, out_low if precise_delta else None, lse, *masks)
@@ -192,12 +200,13 @@ def flash_backward(
     if d_lse is not None:
         d_lse = d_lse.contiguous()
     masks = (seed, alibi_slopes, document_starts, document_ends, kv_lengths)
-    others = (alibi_slopes, kv_lengths, key_blocks, out_low)
-    has = _hopper_has(q, k, causal, left, right, softcap, document_starts, others)
-    has = has and (seed is None or (left < 0 and document_starts is None))
+    others = (alibi_slopes, kv_lengths, out_low)
+    has = _hopper_has(q, k, causal, left, right, softcap, document_starts, key_blocks, others)
+    has = has and (seed is None or (left < 0 and document_starts is None and key_blocks is None))
     if takes_hopper(tier, q, has, lambda: hopper().fits_backward(q, k, v, out, d_out)):
         tensors = (d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta)
         options = {"left": left, "document_starts": document_starts, "document_ends": document_ends}
+        options |= {"key_blocks": key_blocks, "query_blocks": query_blocks}
         options |= {"seed": seed, "dropout_p": dropout_p}
         hopper().backward(*tensors, causal=causal, scale=scale, **options)
         return results
@@ -226,13 +235,16 @@ def _hopper_has(
     right: int,
     softcap: float,
     documents: Tensor | None,
+    blocks: Tensor | None,
     others: tuple[Tensor | None, ...],
 ) -> bool:
     """Whether the Hopper kernels have all that is asked. others: what brings features that they have not."""
     if softcap or are_forced() or any(tensor is not None for tensor in others):
         return False
     if left >= 0 or documents is not None:
-        return causal and q.shape[2] == k.shape[2]
+        return causal and q.shape[2] == k.shape[2] and blocks is None
+    if blocks is not None and causal:  # the diagonal is to begin where a block does
+        return (k.shape[2] - q.shape[2]) % BLOCK_MASK_SIZE == 0
     return causal or right < 0
 
 

@@ -89,7 +89,7 @@ def dq_kernel(
     begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
     BlockList = None
     if Blocks is not None:
-        BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len)
+        BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len, 1)
         tail = 0
         end = tl.load(BlockList) * BLOCK_MASK_SIZE
     dq = add_dq(
@@ -195,7 +195,7 @@ def dkdv_kernel(
         BlockList = None
         if Blocks is not None:
             BlockList = block_list(
-                Blocks, stride_blocks_b, stride_blocks_h, batch, head + member, first_key, q_len
+                Blocks, stride_blocks_b, stride_blocks_h, batch, head + member, first_key, q_len, 2
             )
             begin = 0
             full = tl.load(BlockList) * BLOCK_MASK_SIZE

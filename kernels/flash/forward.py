@@ -75,7 +75,7 @@ def forward_kernel(
     begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
     BlockList = None
     if Blocks is not None:  # the list says where to go, so everything is masked
-        BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len)
+        BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len, 1)
         tail = 0
         end = tl.load(BlockList) * BLOCK_MASK_SIZE
     acc, row_max, row_sum = attend(

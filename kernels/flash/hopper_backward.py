@@ -9,9 +9,9 @@ up (hopper_dq.py).
 dQ needs dS of both warpgroups, which would meet in each step. In long loops a warpgroup multiplies dQ of the step
 before instead, whose dS the other has laid down long ago.
 
-Plain attention, with dropout (hopper_dropout.py), or windows and documents under the causal mask (hopper_bounds.py);
-the rest is the portable kernels' (backward.py). Heads that share keys have works of their own each, and dK and dV of
-their own.
+Plain attention, with dropout (hopper_dropout.py), windows and documents under the causal mask (hopper_bounds.py), or
+a block mask (hopper_blocks.py); the rest is the portable kernels' (backward.py). Heads that share keys have works of
+their own each, and dK and dV of their own.
 """
 
 from typing import NamedTuple
@@ -27,12 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
+from .hopper_blocks import LISTS, Blocks
 from .hopper_bounds import Bounds, end_rows
 from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
 from .hopper_dq import SUM_BLOCK, add_dq, by_thread
 from .hopper_dropout import Draw, negate, pack_positive
 from .hopper_softmax import unpack
-from .hopper_work import KEYS, Sizes, plan
+from .hopper_work import KEYS, Sizes, block_at, plan
 
 HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
 NEVER = gl.constexpr(1 << 24)  # more rows than a work has
@@ -90,7 +91,7 @@ def load_tiles(
             for step in range(work.steps):
                 stage = (count + step) % STAGES
                 phase = (count + step) // STAGES & 1
-                spot = [work.batch, work.head, (work.last - step) * BLOCK_M, 0]
+                spot = [work.batch, work.head, block_at(work, step, sizes, BLOCK_M) * BLOCK_M, 0]
                 fetch(q_desc, spot, shared.queries, stage, phase)
                 if step == 0:  # behind Q, whose stage is free before the last step of the work before
                     mbarrier.wait(shared.kv_empty, (place & 1) ^ 1)
@@ -118,6 +119,8 @@ def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexp
         block = work.last
         for step in range(work.steps):
             stage = (count + step) % STAGES
+            if sizes.blocks is not None:
+                block = block_at(work, step, sizes, BLOCK_M)
             rows = block * BLOCK_M + offsets
             lse = gl.load(Lse + (first + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
             delta = gl.load(Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
@@ -381,19 +384,22 @@ def mask_ends(bias, seen_until, passed):
     return gl.where(rows - own < (seen_until + passed)[:, None] - own, bias, float("-inf"))
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields, "left"])
+@gluon.jit(do_not_specialize=[*Sizes._fields, "left", *LISTS])
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd, Seed,
-    heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, left, scale,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
+    QueryBlocks, Seed,
+    heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, left, stride_lb, stride_lh,
+    width, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, BOUNDED: gl.constexpr,
-    DROP: gl.constexpr,
+    LISTED: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the float32 sum of dQ / scale. Grid (as many programs as run at a time, or fewer,).
 
     dK and dV are of all heads, K and V of one in GROUP. The sum has two SUM_BLOCKs a block of queries, each in the
     order of `by_thread`; blocks that see no key are not written. Lse, Delta: float32 (batch, heads, q_len),
     contiguous. Turns: int32, one a block of queries, and one more that counts claims, as `delta_kernel` leaves them.
-    DocumentStart, DocumentEnd, left: see hopper_bounds.py, if BOUNDED. Seed: dropout's, int64, if DROP.
+    DocumentStart, DocumentEnd, left: see hopper_bounds.py, if BOUNDED. QueryBlocks: lists of blocks of queries, with
+    these strides, if LISTED (hopper_blocks.py). Seed: dropout's, int64, if DROP.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -401,9 +407,12 @@ def hopper_backward_kernel(
     bounds: gl.constexpr = None
     if BOUNDED:
         bounds = Bounds(DocumentStart, DocumentEnd, left, q_len)
+    blocks: gl.constexpr = None
+    if LISTED:
+        blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)
     sizes = Sizes(
-        heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, bounds, Seed
-    )
+        heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, bounds, blocks, Seed
+    )  # fmt: skip
     Counter = Turns + row_blocks * sequences
 
     k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005

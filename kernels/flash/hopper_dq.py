@@ -16,9 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .hopper_blocks import LISTS, list_of
 from .hopper_bounds import first_keys
 from .hopper_claims import CLAIMS, claimed
-from .hopper_work import KEYS, plan
+from .hopper_work import KEYS, block_at, plan
 
 # Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
@@ -73,25 +74,44 @@ def add_dq(
         mbarrier.arrive(claims.empty.index(place % CLAIMS))
         work = plan(index, sizes, BLOCK_M, CAUSAL)
         for step in range((count + WHICH) & 1, work.steps, 2):
-            block = work.sequence * sizes.row_blocks + work.last - step
-            first = 0  # block of keys that these queries see
-            if sizes.bounds is not None:
-                first = first_keys((work.last - step) * BLOCK_M, work.batch, sizes.bounds) // KEYS
-            take(WAIT_TURN, Turns + block, work.key_block)
+            own = block_at(work, step, sizes, BLOCK_M)
+            first, turn = turns(work, own, sizes, BLOCK_M)
+            block = work.sequence * sizes.row_blocks + own
+            # A block beyond the end, as a list may have one, has no sum. Others are all here.
+            here = True if sizes.blocks is None else own < sizes.row_blocks
+            if here:
+                take(WAIT_TURN, Turns + block, turn)
             for half in gl.static_range(2):
                 tile = 2 * WHICH + half
                 mbarrier.wait(sums.full.index(tile), (count + step) >> 1 & 1)
                 spot = [(2 * block + half) * SUM_BLOCK[0], 0]
-                if work.key_block == first:
-                    tma.async_copy_shared_to_global(sum_desc, spot, sums.tiles.index(tile))
-                else:
-                    tma_add(sum_desc, spot, sums.tiles.index(tile))
+                if here:
+                    if turn == first:
+                        tma.async_copy_shared_to_global(sum_desc, spot, sums.tiles.index(tile))
+                    else:
+                        tma_add(sum_desc, spot, sums.tiles.index(tile))
             tma.store_wait(0)
             mbarrier.arrive(sums.empty.index(WHICH))
-            take(PASS_TURN, Turns + block, work.key_block + 1)
+            if here:
+                take(PASS_TURN, Turns + block, turn + 1)
         count += work.steps
         place += 1
         index = claimed(claims, place)
+
+
+@gluon.jit
+def turns(work, block, sizes, BLOCK_M: gl.constexpr):
+    """The first turn of a block of queries, and this work's: its block of keys, or where that is in their list."""
+    first = 0
+    turn = work.key_block
+    if sizes.bounds is not None:
+        first = first_keys(block * BLOCK_M, work.batch, sizes.bounds) // KEYS
+    if sizes.blocks is not None:
+        # Behind the list of this block of keys is where it stands in the lists of the queries (`masks.block_lists`).
+        List = list_of(work.key_block, work.head, work.batch, sizes.blocks)
+        behind = 1 + sizes.blocks.width // 2
+        turn = gl.load(List + behind + block // (KEYS // BLOCK_M), mask=block < sizes.row_blocks, other=0)
+    return first, turn
 
 
 @gluon.jit
@@ -140,12 +160,13 @@ def delta_kernel(
         tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 
 
-@triton.jit(do_not_specialize=["q_len", "blind"])
+@triton.jit(do_not_specialize=["q_len", "blind", *LISTS])
 def round_kernel(
-    Sum, DQ, stride_qb, stride_qh, stride_qm, q_len, blind, scale,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    Sum, DQ, KeyBlocks, stride_qb, stride_qh, stride_qm, q_len, blind, stride_lb, stride_lh, width, scale,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dQ in rows = scale * its float32 sum, which the `blind` first queries have none of. Grid as delta_kernel's."""
+    """dQ in rows = scale * its float32 sum, which the `blind` first queries have none of, and with lists of blocks of
+    keys those of an empty one. Grid as delta_kernel's."""
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -155,6 +176,9 @@ def round_kernel(
     # Two halves, of the queries or of the dimensions, each as `by_thread` has it.
     dq = dq.reshape(2, 8, 4, 8, 4, 2, 2)
     dq = dq.permute(0, 2, 5, 3, 1, 4, 6) if BLOCK_M > HEAD_DIM else dq.permute(2, 5, 3, 0, 1, 4, 6)
+    if KeyBlocks is not None:
+        List = KeyBlocks + batch * stride_lb + head * stride_lh + block * BLOCK_M // KEYS * width
+        blind = tl.where(tl.load(List) > 0, blind, q_len)
     dq = tl.where(rows >= blind, dq.reshape(BLOCK_M, HEAD_DIM), 0.0)
     DQ += batch * stride_qb + head * stride_qh
     tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq, mask=rows < q_len)

@@ -5,8 +5,9 @@ own 64 queries each, issues the products of its next tile of keys asynchronously
 before meanwhile (hopper_softmax.py). A program takes one tile of queries after another (hopper_tiles.py): while the
 consumers finish their rows, the next tiles arrive.
 
-Plain attention, and windows and documents under the causal mask (hopper_bounds.py), of which it visits the blocks of
-keys that a row sees. The rest is the portable kernel's (forward.py), whose conventions this one keeps.
+Plain attention, windows and documents under the causal mask (hopper_bounds.py), and block masks (hopper_blocks.py):
+it visits the blocks of keys that a row sees. The rest is the portable kernel's (forward.py), whose conventions this
+one keeps.
 """
 
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import LOG2_E, Ring, arrive, fetch, make_ring
+from .hopper_blocks import LISTS, Blocks, count_visited, list_of
 from .hopper_bounds import Bounds, first_keys
 from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
 from .hopper_softmax import first_softmax, hide, hide_before, pack, softmax, unpack, widen
@@ -63,10 +65,16 @@ def fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes,
         slot = place % Q_STAGES * SPEC.CONSUMERS + which
         row = first_row + which * ROWS
         fetch(q_desc, [batch, head, row, 0], rings.q, slot, place // Q_STAGES & 1)
-    blocks = key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
+    if SPEC.LISTED:
+        List = list_of(first_row // BLOCK_N, head, batch, sizes.blocks)
+        blocks = count_visited(List)
+    else:
+        blocks = key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
     kv_head = head // SPEC.GROUP
     for passed in range(blocks - first_block(first_row, batch, sizes, SPEC)):
         first_key = (blocks - 1 - passed) * BLOCK_N
+        if SPEC.LISTED:
+            first_key = gl.load(List + blocks - passed) * BLOCK_N
         fetch(k_desc, [batch, kv_head, first_key, 0], rings.k, stage, phase)
         fetch(v_desc, [batch, kv_head, first_key, 0], rings.v, stage, phase)
         stage, phase = following(stage, phase, SPEC.STAGES)
@@ -191,19 +199,25 @@ def attend(
     SEEN: gl.constexpr = BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else BLOCK_N
     tile_row, head, batch = tile_at(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
-    blocks = key_blocks(first_row + ROWS, sizes, SPEC)
-    skipped = key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
-    stage, phase = skip(skipped, rings, stage, phase, SPEC)
+    if SPEC.LISTED:
+        List = list_of(tile_row // BLOCK_N, head, batch, sizes.blocks)
+        blocks = count_visited(List)
+        last_key = gl.load(List + blocks) * BLOCK_N
+    else:
+        blocks = key_blocks(first_row + ROWS, sizes, SPEC)
+        skipped = key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
+        stage, phase = skip(skipped, rings, stage, phase, SPEC)
+        last_key = (blocks - 1) * BLOCK_N  # the first of the last block
     slot = place % Q_STAGES * SPEC.CONSUMERS + WHICH
     mbarrier.wait(rings.q.full.index(slot), place // Q_STAGES & 1)
 
     scores = warpgroup_mma_wait(0, [start_scores(rings, slot, stage, phase, SEEN)])
     mbarrier.arrive(rings.k.empty.index(stage))
-    scores = hide(scores, first_row, (blocks - 1) * BLOCK_N, sizes, SPEC)
+    scores = hide(scores, first_row, last_key, sizes, SPEC)
     if SPEC.BOUNDED:
         rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores.type.layout))
         first_seen = first_keys(rows, batch, sizes.bounds)
-        scores = hide_before(scores, first_seen, (blocks - 1) * BLOCK_N)
+        scores = hide_before(scores, first_seen, last_key)
     p, row_max, row_sum = first_softmax(scores, unit, dtype)
     if SEEN < BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
@@ -258,15 +272,17 @@ def consume(rings, claims, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.co
             stage, phase = attend(index, place, rings, stage, phase, output, sizes, unit, WHICH, SPEC)
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "together", "tiles", "left"])
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "together", "tiles", "left", *LISTS])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, Out, Lse, Counter, DocumentStart, stride_ob, stride_oh, stride_om,
-    q_len, kv_len, heads, batches, together, tiles, left, scale, SPEC: gl.constexpr,
+    q_desc, k_desc, v_desc, Out, Lse, Counter, DocumentStart, KeyBlocks, stride_ob, stride_oh, stride_om,
+    q_len, kv_len, heads, batches, together, tiles, left, stride_lb, stride_lh, width,
+    scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Grid (at most as many programs as tiles,).
 
     Lse: float32 (batch, heads, q_len), contiguous. Counter: int32 0, where programs claim (hopper_claims.py).
-    DocumentStart, left: see hopper_bounds.py.
+    DocumentStart, left: see hopper_bounds.py, if SPEC.BOUNDED. KeyBlocks: lists of blocks of keys, with these
+    strides, if SPEC.LISTED (hopper_blocks.py).
     """
     q = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
     k = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
@@ -275,7 +291,10 @@ def hopper_forward_kernel(
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:
         bounds = Bounds(DocumentStart, None, left, q_len)
-    sizes = Sizes(q_len, kv_len, heads, batches, together, tiles, bounds)
+    blocks: gl.constexpr = None
+    if SPEC.LISTED:
+        blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)
+    sizes = Sizes(q_len, kv_len, heads, batches, together, tiles, bounds, blocks)
     output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
     # No barrier may be made that is not used: Triton gives its memory to others (compile_report looks for it).
     claims: gl.constexpr = None

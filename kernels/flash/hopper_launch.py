@@ -13,7 +13,7 @@ from .hopper_dropout import drop_of
 from .hopper_forward import hopper_forward_kernel
 from .hopper_tiles import BLOCK_N, ROWS, claims, specify
 from .hopper_work import BLOCK_M, KEYS
-from .masks import ANY
+from .masks import ANY, list_strides
 from .tiers import DTYPES, HEAD_DIMS
 
 Tensor = torch.Tensor
@@ -51,6 +51,7 @@ def forward(
     scale: float,
     left: int = -1,
     document_starts: Tensor | None = None,
+    key_blocks: Tensor | None = None,
 ) -> None:
     """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
 
@@ -62,23 +63,27 @@ def forward(
         causal: bottom-right aligned where the lengths differ; a row that sees nothing gets out 0 and lse -inf.
         left, document_starts: a window's left side, or -1, and what `document_bounds` gives; either only if causal,
             and with q_len == kv_len.
+        key_blocks: what `block_lists` gives, without either of those; if causal, kv_len - q_len must be a multiple
+            of its blocks.
     """
-    bounded = left >= 0 or document_starts is not None
+    bounded, listed = left >= 0 or document_starts is not None, key_blocks is not None
 
     def prepare() -> Launch:
         (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded)
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, listed)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         together = _forward_together(k, heads // kv_heads, spec.CLAIMED.value) if causal else 1
-        sizes = (q_len, kv_len, heads, batch, together, tiles, _left(left))
+        sizes = (q_len, kv_len, heads, batch, together, tiles, _left(left), *list_strides(key_blocks))
         numbers = (*out.stride()[:3], *sizes, scale, spec)
         return hopper_forward_kernel, (min(tiles, processors(q.device)), 1, 1), numbers, {}
 
-    key = ("hopper forward", q.shape, k.shape, out.stride(), causal, scale, left)
+    strides = out.stride(), list_strides(key_blocks)
+    key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left)
     # New each time: one that is kept would lie in the pool of the CUDA graph that was warmed up when it was made, and
     # torch.compile's mode "reduce-overhead" stops at what is left there.
-    counter = q.new_zeros(1, dtype=torch.int32) if claims(q.shape[2], bounded) else None
-    launch((out, lse, counter, document_starts), key, prepare, (q, k, v), _describe_forward)
+    counter = q.new_zeros(1, dtype=torch.int32) if claims(q.shape[2], bounded or listed) else None
+    pointers = (out, lse, counter, document_starts, key_blocks)
+    launch(pointers, key, prepare, (q, k, v), _describe_forward)
 
 
 def _forward_together(k: Tensor, group: int, claimed: bool) -> int:
@@ -143,6 +148,8 @@ def backward(
     left: int = -1,
     document_starts: Tensor | None = None,
     document_ends: Tensor | None = None,
+    key_blocks: Tensor | None = None,
+    query_blocks: Tensor | None = None,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> None:
@@ -156,8 +163,8 @@ def backward(
         d_lse: as lse, or None.
         lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
         dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
-        left, document_starts, document_ends: as for `forward`.
-        seed: 0-d int64, of dropout with dropout_p, which goes with neither of those; or None.
+        left, document_starts, document_ends, key_blocks, query_blocks: as for `forward`.
+        seed: 0-d int64, of dropout with dropout_p, which goes with none of those; or None.
     """
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     block_m = BLOCK_M[head_dim]
@@ -167,7 +174,7 @@ def backward(
     dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves a block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
-    bounded = left >= 0 or document_starts is not None
+    bounded, listed = left >= 0 or document_starts is not None, key_blocks is not None
     drop = drop_of(dropout_p)
 
     def prepare_delta() -> Launch:
@@ -175,34 +182,36 @@ def backward(
         return delta_kernel, grid, (*strides, q_len, _left(left), *tile, KEYS.value), {}
 
     def prepare_main() -> Launch:
-        sequences, key_blocks = batch * heads, triton.cdiv(kv_len, KEYS.value)
+        sequences, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
         together = _backward_together(causal, row_blocks, q.device)
         sizes = (
-            *(heads, sequences, together, together * key_blocks),
-            *(q_len, kv_len, kv_len - q_len, row_blocks, key_blocks, _left(left)),
+            *(heads, sequences, together, together * columns),
+            *(q_len, kv_len, kv_len - q_len, row_blocks, columns, _left(left), *list_strides(query_blocks)),
         )
         masked = causal or kv_len % KEYS.value != 0
-        # Of a work whose queries a window or documents bound there are few steps.
-        late = 0 if bounded else steps_late(head_dim, causal, row_blocks)
-        spec = (heads // kv_heads, causal, masked, late, bounded, drop)
-        programs = min(sequences * key_blocks, processors(q.device))
+        # Of a work whose queries a window, documents or a block mask bound there are few steps.
+        late = 0 if bounded or listed else steps_late(head_dim, causal, row_blocks)
+        spec = (heads // kv_heads, causal, masked, late, bounded, listed, drop)
+        programs = min(sequences * columns, processors(q.device))
         return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), {}
 
     def prepare_round() -> Launch:
         blind = max(q_len - kv_len, 0) if causal else 0
         whole = scale * (drop.SCALE.value if drop else 1.0)
-        return round_kernel, grid, (*dq.stride()[:3], q_len, blind, whole, *tile), {}
+        numbers = (*dq.stride()[:3], q_len, blind, *list_strides(key_blocks), whole)
+        return round_kernel, grid, (*numbers, *tile, KEYS.value), {}
 
-    key = (q.shape, kv_heads, kv_len, causal, scale, left, dropout_p)
+    lists = list_strides(key_blocks), list_strides(query_blocks)
+    key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, dropout_p)
     pointers = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, document_starts)
     launch(pointers, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     of_heads = (dk, dv)
     if heads != kv_heads:
         of_heads = tuple(q.new_empty(batch, heads, kv_len, head_dim) for _ in range(2))
     moved = (q, k, v, d_out, *of_heads, dq_sum)
-    pointers = (lse, delta, turns, document_starts, document_ends, seed)
+    pointers = (lse, delta, turns, document_starts, document_ends, query_blocks, seed)
     launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
-    launch((dq_sum, dq), ("round", *key, dq.stride()), prepare_round)
+    launch((dq_sum, dq, key_blocks), ("round", *key, dq.stride()), prepare_round)
     if heads != kv_heads:
         for total, each in zip((dk, dv), of_heads, strict=True):
             torch.sum(each.view(batch, kv_heads, -1, kv_len, head_dim), 2, out=total)

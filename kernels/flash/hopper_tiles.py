@@ -11,6 +11,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .hopper_blocks import Blocks
 from .hopper_bounds import Bounds, first_keys
 
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
@@ -28,6 +29,7 @@ class Spec:
     # Of that block the first of two consumers sees no more than half, and computes no more: 0.93 of the time at 1024.
     HALVED: gl.constexpr
     BOUNDED: gl.constexpr  # by a window or documents (hopper_bounds.py)
+    LISTED: gl.constexpr  # by a block mask (hopper_blocks.py)
     CLAIMED: gl.constexpr  # programs claim their tiles (hopper_claims.py); else they are dealt beforehand
     EARLY: gl.constexpr  # a tile's exponentials come before the wait for P V, not after it (`advance`)
     CONSUMERS: gl.constexpr
@@ -35,33 +37,43 @@ class Spec:
     REGISTERS: gl.constexpr  # of a consumer's thread
 
 
-def claims(q_len: int, bounded: bool) -> bool:
-    """Whether programs claim their tiles. Those of bounded rows differ by what only the device knows."""
-    return q_len >= CLAIMED_FROM or bounded
+def claims(q_len: int, uneven: bool) -> bool:
+    """Whether programs claim their tiles. uneven: a tile's work depends on what only the device knows."""
+    return q_len >= CLAIMED_FROM or uneven
 
 
 @functools.lru_cache(4096)
 def specify(
-    head_dim: int, causal: bool, q_len: int, kv_len: int, group: int = 1, bounded: bool = False
+    head_dim: int,
+    causal: bool,
+    q_len: int,
+    kv_len: int,
+    group: int = 1,
+    bounded: bool = False,
+    listed: bool = False,
 ) -> Spec:
     """What the kernel is compiled with for a shape. LOG.md has the times.
 
     Args:
         group: query heads to a key head.
         bounded: by a window or documents; causal, and q_len == kv_len.
+        listed: by a block mask, instead; if causal, kv_len - q_len is a multiple of its blocks.
     """
     # With head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than
     # two where tiles of 192 rows fit: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384, but 1.22
-    # at 1024 (causal). Bounded rows are as short as in a short sequence.
-    many = head_dim == 64 and q_len >= (4096 if causal else 2048) and not bounded
+    # at 1024 (causal). Bounded rows are as short as in a short sequence, and a block mask has blocks of two.
+    many = head_dim == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed)
     consumers, stages, registers = (3, 3, 160) if many else (2, 256 // head_dim, 240)
-    claimed = claims(q_len, bounded)
+    claimed = claims(q_len, bounded or listed)
     return Spec(
         GROUP=gl.constexpr(group),
         CAUSAL=gl.constexpr(causal),
         ALIGNED=gl.constexpr(not causal or (kv_len - q_len) % ROWS.value == 0),
-        HALVED=gl.constexpr(causal and consumers == 2 and (kv_len - q_len) % BLOCK_N.value == 0),
+        HALVED=gl.constexpr(
+            causal and consumers == 2 and (kv_len - q_len) % BLOCK_N.value == 0 and not listed
+        ),
         BOUNDED=gl.constexpr(bounded),
+        LISTED=gl.constexpr(listed),
         CLAIMED=gl.constexpr(claimed),
         EARLY=gl.constexpr(claimed and causal and (many or head_dim == 128)),
         CONSUMERS=gl.constexpr(consumers),
@@ -80,6 +92,7 @@ class Sizes(NamedTuple):
     together: gl.tensor  # heads in a group
     tiles: gl.tensor  # of queries, in all heads
     bounds: Bounds  # if SPEC.BOUNDED
+    blocks: Blocks  # of keys, if SPEC.LISTED
 
 
 @gluon.jit

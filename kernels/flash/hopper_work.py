@@ -1,8 +1,9 @@
 """What the programs of the Hopper backward do, and in which order.
 
-A work is a block of KEYS keys of a head, with all queries that see one of them. As many programs run as the GPU has
-processors, and each takes one work after another: its first tiles arrive while the warps finish the one before. With
-a program for each, a work took 14 to 30 us at 512 to 2048 causal tokens, 5 of them around its steps (LOG.md).
+A work is a block of KEYS keys of a head, with all blocks of queries that see one of them. As many programs run as the
+GPU has processors, and each takes one work after another: its first tiles arrive while the warps finish the one
+before. With a program for each, a work took 14 to 30 us at 512 to 2048 causal tokens, 5 of them around its steps
+(LOG.md).
 """
 
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .hopper_blocks import Blocks, count_visited, list_of
 from .hopper_bounds import Bounds, end_rows
 
 KEYS = gl.constexpr(128)
@@ -31,11 +33,12 @@ class Sizes(NamedTuple):
     row_blocks: gl.tensor
     key_blocks: gl.tensor
     bounds: Bounds  # or None: no window, no documents
+    blocks: Blocks  # of queries, or None: no block mask
     Seed: gl.tensor  # dropout's, or None
 
 
 class Work(NamedTuple):
-    """A block of keys of a head, with `steps` blocks of queries from block `last` down.
+    """A block of keys of a head, with `steps` blocks of queries from block `last` down (but see `block_at`).
 
     The first `begun` of them need a mask, and those from `clear` on.
     """
@@ -70,13 +73,42 @@ def plan(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
         begun = steps - end_rows(first_key, batch, sizes.bounds) // BLOCK_M
     last = steps - 1
     clear = steps
-    if CAUSAL:
+    diagonal = first_key - sizes.offset - last * BLOCK_M
+    if sizes.blocks is not None:
+        steps, clear = plan_listed(key_block, sequence % sizes.heads, batch, sizes, BLOCK_M, CAUSAL)
+        # The last of the steps on the diagonal begins with the first key's row, as if all steps were side by side.
+        diagonal = BLOCK_M - KEYS - clear * BLOCK_M
+    elif CAUSAL:
         steps -= gl.maximum(first_key - sizes.offset, 0) // BLOCK_M
         clear -= gl.cdiv(gl.maximum(first_key + KEYS - 1 - sizes.offset, 0), BLOCK_M)
     if first_key + KEYS > sizes.kv_len:
         clear = 0
-    diagonal = first_key - sizes.offset - last * BLOCK_M
     return Work(
         batch, sequence % sizes.heads, sequence, key_block, last, steps, begun, clear,
         sizes.kv_len - first_key, diagonal,
     )  # fmt: skip
+
+
+@gluon.jit
+def plan_listed(key_block, head, batch, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+    """steps and clear of a work whose blocks of queries are listed, KEYS // BLOCK_M at a time."""
+    PARTS: gl.constexpr = KEYS // BLOCK_M
+    List = list_of(key_block, head, batch, sizes.blocks)
+    steps = count_visited(List) * PARTS
+    clear = steps
+    if CAUSAL:  # the block on the diagonal, if it is listed, comes last
+        on_diagonal = gl.load(List + 1) * KEYS == key_block * KEYS - sizes.offset
+        clear -= gl.where(on_diagonal, PARTS, 0)
+    return steps, clear
+
+
+@gluon.jit
+def block_at(work, step, sizes, BLOCK_M: gl.constexpr):
+    """The block of queries of a step. Of a list it may be one beyond the end, which has no rows."""
+    block = work.last - step
+    if sizes.blocks is not None:
+        PARTS: gl.constexpr = KEYS // BLOCK_M
+        List = list_of(work.key_block, work.head, work.batch, sizes.blocks)
+        rest = work.steps - 1 - step
+        block = gl.load(List + 1 + rest // PARTS) * PARTS + rest % PARTS
+    return block

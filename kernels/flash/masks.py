@@ -44,7 +44,9 @@ def block_lists(
 
     Returns:
         int32 (batch or 1, heads or 1, query blocks, 1 + key blocks): for each 128 queries the number of key blocks to
-        visit, then which; and the same with queries and keys exchanged.
+        visit, then which, in ascending order. Where there is none, the first is one beyond the last block.
+        int32 (batch or 1, heads or 1, key blocks, 1 + 2 * query blocks): the same with queries and keys exchanged,
+        and then, for each visited query block, where in its own list this key block stands.
     """
     of_queries, of_keys = results = _block_lists_like(mask)
     batch, heads, q_blocks, k_blocks = mask.shape
@@ -58,6 +60,13 @@ def block_lists(
     return results
 
 
+def list_strides(lists: Tensor | None) -> tuple[int, int, int]:
+    """Of lists of blocks, from one batch, head and list to the next; 0 where they share a mask, or there are none."""
+    if lists is None:
+        return 0, 0, 0
+    return *(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1)), lists.shape[3]
+
+
 def _document_bounds_like(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
     return cu_seqlens.new_empty(batch, length), cu_seqlens.new_empty(batch, length)
 
@@ -66,7 +75,7 @@ def _block_lists_like(mask: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     batch, heads, q_blocks, k_blocks = mask.shape
     return (
         mask.new_zeros(batch, heads, q_blocks, 1 + k_blocks, dtype=torch.int32),
-        mask.new_zeros(batch, heads, k_blocks, 1 + q_blocks, dtype=torch.int32),
+        mask.new_zeros(batch, heads, k_blocks, 1 + 2 * q_blocks, dtype=torch.int32),
     )
 
 
@@ -138,20 +147,29 @@ def block_lists_kernel(
     index, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     Mask += batch * stride_b + head * stride_h
     pair = batch * tl.num_programs(1) + head
+    of_keys = 1 + 2 * q_blocks.to(tl.int64)  # numbers in a list
+    OfKeys += pair * k_blocks * of_keys
     if index < q_blocks:
         List = OfQueries + (pair * q_blocks + index) * (1 + k_blocks)
         Mask += index.to(tl.int64) * stride_q
-        write_list(Mask, List, stride_k, k_blocks, index * BLOCK_MASK_SIZE + offset, left, right, CHUNK)
+        position = index * BLOCK_MASK_SIZE + offset
+        Places = OfKeys + 1 + q_blocks + index
+        write_list(Mask, List, Places, of_keys, stride_k, k_blocks, position, left, right, CHUNK)
     else:
         index -= q_blocks
-        List = OfKeys + (pair * k_blocks + index) * (1 + q_blocks)
         Mask += index.to(tl.int64) * stride_k
-        write_list(Mask, List, stride_q, q_blocks, index * BLOCK_MASK_SIZE - offset, right, left, CHUNK)
+        position = index * BLOCK_MASK_SIZE - offset
+        write_list(
+            Mask, OfKeys + index * of_keys, None, 0, stride_q, q_blocks, position, right, left, CHUNK
+        )  # fmt: skip
 
 
 @triton.jit
-def write_list(Mask, List, stride, blocks, position, before, after, CHUNK: tl.constexpr):
-    """How many, then which of the blocks of the other axis are to be visited.
+def write_list(
+    Mask, List, Places, stride_places, stride, blocks, position, before, after, CHUNK: tl.constexpr
+):  # fmt: skip
+    """How many, then which of the blocks of the other axis are to be visited; at a block's own of Places, where it is
+    in the list.
 
     position: where this block begins, in places of the other axis; it sees from `before` places before each of its
     own places to `after` places behind.
@@ -163,6 +181,11 @@ def write_list(Mask, List, stride, blocks, position, before, after, CHUNK: tl.co
         first = block * BLOCK_MASK_SIZE
         visited = tl.where(first < position + BLOCK_MASK_SIZE + after, visited, 0)
         visited = tl.where(first + BLOCK_MASK_SIZE > position - before, visited, 0)
-        tl.store(List + count + tl.cumsum(visited, 0), block, mask=visited != 0)
+        place = count + tl.cumsum(visited, 0)
+        tl.store(List + place, block, mask=visited != 0)
+        if Places is not None:
+            tl.store(Places + block * stride_places, place - 1, mask=visited != 0)
         count += tl.sum(visited)
     tl.store(List, count)
+    if count == 0:
+        tl.store(List + 1, blocks)

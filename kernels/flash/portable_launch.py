@@ -9,6 +9,7 @@ from ..launch import Launch, launch
 from . import tiles
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
+from .masks import list_strides
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 Tensor = torch.Tensor
@@ -42,7 +43,7 @@ def launch_flash(
             grid = (triton.cdiv(kv_len, tile.block_n), kv_heads, batch)
         numbers = (
             *[stride for each in strides for stride in each[:2]],
-            *_block_strides(blocks),
+            *list_strides(blocks)[:2],
             q_len,
             kv_len,
             scale,
@@ -67,10 +68,3 @@ def architecture(device: torch.device) -> int:
         return tiles.AMD
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _block_strides(lists: Tensor | None) -> tuple[int, ...]:
-    """From one batch and head to the next; 0 where they share a mask."""
-    if lists is None:
-        return 0, 0
-    return tuple(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1))

@@ -137,9 +137,12 @@ def parts(first_0, last_0, first_1, last_1, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first, others):
-    """The list of the block that begins at or before `first`; `others` is the length of the other axis."""
-    width = 1 + tl.cdiv(others, BLOCK_MASK_SIZE)
+def block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first, others, PARTS: tl.constexpr):
+    """The list of the block that begins at or before `first`; `others` is the length of the other axis.
+
+    PARTS: numbers a list has for each of its blocks, 1 or 2 (see `masks.block_lists`).
+    """
+    width = 1 + PARTS * tl.cdiv(others, BLOCK_MASK_SIZE)
     Blocks += batch.to(tl.int64) * stride_blocks_b + head.to(tl.int64) * stride_blocks_h
     return Blocks + first // BLOCK_MASK_SIZE * width
 

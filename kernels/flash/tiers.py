@@ -2,7 +2,7 @@
 
     triton   forward.py, backward.py: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper_forward.py, hopper_backward.py: on sm_90, 16 bits, head_dim 64 and 128; of the features windows
-             and documents under the causal mask
+             and documents under the causal mask, or a block mask
 
 With dropout the forward is the portable one and the backward Hopper's: a forward that draws its mask is no faster
 there (LOG.md).
@@ -25,7 +25,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 # Gluon is experimental and its interface moves: with these versions the kernels have passed `pytest -m gpu`.
 VERIFIED_TRITON = ("3.7.1",)
 BOUNDS = {"window", "cu_seqlens"}  # if causal, which no request says
-FEATURES = {"return_lse"} | BOUNDS
+UNEVEN = BOUNDS | {"block_mask"}  # one of either kind at a time
+FEATURES = {"return_lse"} | UNEVEN
 # With fewer queries a Hopper tile, of 128, would be mostly empty.
 LEAST_QUERIES = 128
 
@@ -44,7 +45,7 @@ def tier_of(request: AttentionRequest) -> str:
         return "triton"
     if not hopper_needs(request):
         return "hopper"
-    backward = FEATURES | {"sinks"} if request.features & BOUNDS else FEATURES | {"sinks", "dropout_p"}
+    backward = FEATURES | {"sinks"} if request.features & UNEVEN else FEATURES | {"sinks", "dropout_p"}
     return "triton" if hopper_needs(request, backward) else "triton and hopper"
 
 
@@ -58,6 +59,8 @@ def hopper_needs(request: AttentionRequest, features: Set[str] = FEATURES) -> st
         return f"head_dim 64 or 128, not {request.head_dim}"
     if others := sorted(request.features - features):
         return f"attention without {others[0]}"
+    if "block_mask" in request.features and (others := sorted(request.features & BOUNDS)):
+        return f"attention without {others[0]} beside block_mask"
     return None
 
 
@@ -108,6 +111,6 @@ def takes_hopper(tier: str, q: torch.Tensor, has: bool, fits: Callable[[], bool]
         raise AttentionError(
             "attention.tier=hopper cannot run this call: it takes sm_90, float16 or bfloat16, head_dim 64 or 128, "
             "strides of 16 bytes, and of the features window and cu_seqlens with causal=True and as many keys as "
-            "queries; use attention.tier=auto"
+            "queries, or block_mask, if causal with lengths that differ by a multiple of 128; use attention.tier=auto"
         )
     return takes

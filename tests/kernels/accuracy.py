@@ -49,6 +49,20 @@ def documents(length: int, batch: int, device: str = "cpu") -> torch.Tensor:
     return torch.cat([ends, torch.tensor([batch * length])]).to(device, torch.int32)
 
 
+# (q_len, kv_len) of block masks; those whose difference is a multiple of a block under the causal mask too.
+LISTED = [(1, 1), (128, 128), (129, 129), (200, 200), (1000, 1000), (1024, 1024), (256, 512), (1100, 844)]
+LISTED += [(1, 239), (113, 203), (700, 30), (65, 1300)]
+
+
+def block_mask(q_len: int, kv_len: int, batch: int, heads: int, share: float = 0.4, device: str = "cpu"):
+    """A random block mask with a block of queries that sees nothing, and one of keys that nobody sees."""
+    shape = (batch, heads, -(-q_len // 128), -(-kv_len // 128))
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(q_len)) < share
+    mask[..., mask.shape[2] // 2, :] &= mask.shape[2] < 3
+    mask[..., mask.shape[3] // 2] &= mask.shape[3] < 3
+    return mask.to(device)
+
+
 def golden(tensors: Sequence[torch.Tensor], d_out: torch.Tensor, **options) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk, dv in float64, from the naive oracle."""
     q, k, v = (x.detach().double().requires_grad_() for x in tensors)

@@ -72,6 +72,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_documents": lambda: attend(
             "hopper", 64, 1000, 1000, cu_seqlens=features()["documents"]["cu_seqlens"]
         ),
+        "hopper_blocks": lambda: attend("hopper", 128, 1000, 1000, **features()["blocks"]),
         "hopper_window": lambda: attend("hopper", 128, 300, 300, window=(100, 0)),
         "hopper_dropout": lambda: attend("auto", 64, 300, 300, dropout_p=0.1, dropout_seed=3),
         "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),

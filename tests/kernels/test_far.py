@@ -57,10 +57,12 @@ for strides in ((1, 1_200_000_000, 3, 1), (1, 3, 1_200_000_000, 1), (1, 3, 1, 1_
 # The lists of the third head begin behind 2^31 numbers: as its kernel writes them, here of the first queries of many,
 blocks = 2**28
 of_queries = far((3, 1 + 4), (blocks * (1 + 4), 1), torch.int32)
+of_keys = far((3, 4, 2), (4 * (1 + 2 * blocks), 1 + 2 * blocks, 1 + blocks), torch.int32)  # counts, and places
 row = torch.tensor([True, False, False, True]).view(torch.uint8)
 numbers = (0, 0, 0, 1, blocks, 4, 0, masks.ANY, masks.ANY, masks.CHUNK)
-masks.block_lists_kernel[1, 3, 1](row, of_queries, of_queries, *numbers)
+masks.block_lists_kernel[1, 3, 1](row, of_queries, of_keys, *numbers)
 assert of_queries[:, :3].tolist() == [[2, 0, 3]] * 3
+assert of_keys[:, :, 1].tolist() == [[0, 0, 0, 1]] * 3
 
 # and as attention reads them.
 q, k, v = torch.randn(3, 1, 3, 300, 16).unbind()
@@ -68,7 +70,7 @@ def results(lists):
     out, lse, low = api.flash_forward(q, k, v, *[None] * 6, *lists, *rules, False)
     return out, lse, *api.flash_backward(v, None, out, lse, None, q, k, v, *[None] * 5, *lists, *rules)
 rules = (True, 0.25, 0.0, -1, -1, 0.0, "auto")
-assert same(results([far_like(x, 1, 1_200_000_000, 4, 1) for x in lists]), results(lists))
+assert same(results([far_like(x, 1, 1_200_000_000, x.shape[3], 1) for x in lists]), results(lists))
 print("done")
 """
 

@@ -107,7 +107,7 @@ def features() -> dict[str, dict[str, object]]:
 @pytest.mark.parametrize("name", features() if torch.cuda.is_available() else ["every feature"])
 def test_features_and_their_repeats(flash, name: str, kv_heads: int, head_dim: int) -> None:
     if flash.keywords["tier"] == "auto":
-        if name in ("window", "documents", "documents in a window") and HOPPER and head_dim <= 128:
+        if name in ("window", "documents", "documents in a window", "blocks") and HOPPER and head_dim <= 128:
             flash = functools.partial(flash, tier="hopper")  # or it is refused
         elif name not in (
             "dropout",
@@ -198,6 +198,9 @@ def test_a_tier_that_cannot_is_refused() -> None:
         ({"tier": "triton"}, "triton"),
         ({"softcap": 10.0}, "triton"),
         ({"cu_seqlens": True}, "hopper"),
+        ({"block_mask": True}, "hopper"),
+        ({"block_mask": True, "cu_seqlens": True}, "triton"),
+        ({"block_mask": True, "dropout_p": 0.1}, "triton"),
         ({"dropout_p": 0.1}, "triton and hopper"),
         ({"dropout_p": 0.1, "window": (64, 0)}, "triton"),
         ({"sinks": True, "window": (64, 0)}, "triton and hopper"),
@@ -206,3 +209,8 @@ def test_a_tier_that_cannot_is_refused() -> None:
     tensors = inputs(256, 256, 64, torch.bfloat16, device="cuda")[:3]
     with pytest.raises(kernels.AttentionError, match=r"attention.tier=hopper cannot run this call"):
         kernels.get_attention("flash")(*tensors, causal=False, window=(64, 64), tier="hopper")
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="cuda")
+    with pytest.raises(
+        kernels.AttentionError, match=r"block_mask, if causal with lengths that differ by a multi"
+    ):
+        kernels.get_attention("flash")(tensors[0][:, :, 1:], *tensors[1:], block_mask=mask, tier="hopper")

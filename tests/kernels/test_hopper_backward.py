@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.naive import naive_attention
-from tests.kernels.accuracy import BOUNDS, assert_as_accurate, documents, inputs
+from tests.kernels.accuracy import BOUNDS, LISTED, assert_as_accurate, block_mask, documents, inputs
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -35,24 +35,28 @@ def gradients(
     causal: bool,
     window: tuple[int, int] | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    block_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """dq, dk, dv of (q, k, v, d_out, out, lse), into NaN so that what is not written shows."""
     from kernels.flash.hopper_launch import backward, fits_backward
-    from kernels.flash.masks import document_bounds
+    from kernels.flash.masks import block_lists, document_bounds
 
     q, k, v, d_out, out, lse = tensors
     assert fits_backward(q, k, v, out, d_out)
     dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
     delta = torch.full_like(lse, float("nan"))
     left, _ = window or (-1, 0)
-    starts = ends = None
+    starts = ends = key_blocks = query_blocks = None
     if cu_seqlens is not None:
         starts, ends = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
+    if block_mask is not None:
+        key_blocks, query_blocks = block_lists(block_mask, q.shape[2], k.shape[2], causal, -1, -1)
     backward(
         d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=q.shape[3] ** -0.5,
-        left=left, document_starts=starts, document_ends=ends, dropout_p=dropout_p,
+        left=left, document_starts=starts, document_ends=ends, key_blocks=key_blocks,
+        query_blocks=query_blocks, dropout_p=dropout_p,
         seed=torch.tensor(dropout_seed, device="cuda") if dropout_p else None,
     )  # fmt: skip
     torch.testing.assert_close(delta, (out.float() * d_out.float()).sum(-1), atol=1e-3, rtol=1e-3)
@@ -234,3 +238,53 @@ class TestWindowsAndDocuments:
                 patch.setattr(launch, "_known", {})
                 other = gradients(tensors, True, **bounds)
             assert all(torch.equal(got[name], other[name]) for name in got)
+
+
+@pytest.mark.parametrize("late", [0], indirect=True, ids=["in time"])  # nor are listed ones
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+class TestBlockMasks:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    @pytest.mark.parametrize("shared", [(2, 4), (1, 4), (2, 1), (1, 1)])
+    def test_exact_at_every_length(
+        self, shared: tuple[int, int], dtype: torch.dtype, causal: bool, head_dim: int
+    ) -> None:
+        for q_len, kv_len in LISTED:
+            if causal and (kv_len - q_len) % 128:
+                continue
+            tensors = inputs(
+                q_len, kv_len, head_dim, dtype, batch=2, heads=4, kv_heads=2, seed=q_len, device="cuda"
+            )  # fmt: skip
+            mask = block_mask(q_len, kv_len, *shared, device="cuda")
+            assert_accurate(*tensors, causal, block_mask=mask)
+
+    @pytest.mark.parametrize("share", [0.1, 0.9])
+    def test_250_repeats_agree_bit_for_bit(self, share: float, causal: bool, head_dim: int) -> None:
+        *qkv, d_out = inputs(
+            2000, 2000, head_dim, torch.bfloat16, batch=8, heads=12, kv_heads=12, device="cuda"
+        )  # fmt: skip
+        mask = block_mask(2000, 2000, 8, 12, share, device="cuda")
+        tensors = forward(*qkv, d_out, causal, block_mask=mask)
+        first = gradients(tensors, causal, block_mask=mask)
+        for _ in range(250):
+            again = gradients(tensors, causal, block_mask=mask)
+            assert all(torch.equal(again[name], first[name]) for name in first)
+
+    @pytest.mark.parametrize("programs", [1, 7])
+    def test_any_number_of_programs_gives_the_same(
+        self, programs: int, causal: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from kernels import launch
+        from kernels.flash import hopper_launch
+
+        mask = block_mask(1000, 1000, 2, 6, device="cuda")
+        *qkv, d_out = inputs(
+            1000, 1000, head_dim, torch.bfloat16, batch=2, heads=6, kv_heads=3, device="cuda"
+        )  # fmt: skip
+        tensors = forward(*qkv, d_out, causal, block_mask=mask)
+        got = gradients(tensors, causal, block_mask=mask)
+        with monkeypatch.context() as patch:
+            patch.setattr(hopper_launch, "processors", lambda device: programs)
+            patch.setattr(launch, "_known", {})
+            other = gradients(tensors, causal, block_mask=mask)
+        assert all(torch.equal(got[name], other[name]) for name in got)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.naive import naive_attention
-from tests.kernels.accuracy import BOUNDS, assert_within, documents, inputs
+from tests.kernels.accuracy import BOUNDS, LISTED, assert_within, block_mask, documents, inputs
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -32,18 +32,22 @@ def run(
     causal: bool,
     window: tuple[int, int] | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    block_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from kernels.flash.hopper_launch import fits_forward, forward
-    from kernels.flash.masks import document_bounds
+    from kernels.flash.masks import block_lists, document_bounds
 
     assert fits_forward(q, k, v)
     out = torch.full_like(q, float("nan"))
     lse = torch.full(q.shape[:3], float("nan"), device=q.device)
     left, _ = window or (-1, 0)
-    starts = None
+    starts = blocks = None
     if cu_seqlens is not None:
         starts, _ = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
-    options = {"causal": causal, "scale": q.shape[3] ** -0.5, "left": left, "document_starts": starts}
+    if block_mask is not None:
+        blocks, _ = block_lists(block_mask, q.shape[2], k.shape[2], causal, -1, -1)
+    options = {"causal": causal, "scale": q.shape[3] ** -0.5}
+    options |= {"left": left, "document_starts": starts, "key_blocks": blocks}
     forward(q, k, v, out, lse, **options)
     return out, lse
 
@@ -110,6 +114,17 @@ def test_windows_and_documents(left: int | None, packed: bool, head_dim: int, dt
         assert_accurate(*tensors, True, window=window, cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shared", [(2, 4), (1, 4), (2, 1), (1, 1)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_block_masks(causal: bool, shared: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    for q_len, kv_len in LISTED:
+        if not causal or (kv_len - q_len) % 128 == 0:
+            tensors = normal(q_len, kv_len, head_dim, dtype, batch=2, heads=4, kv_heads=2)
+            assert_accurate(*tensors, causal, block_mask=block_mask(q_len, kv_len, *shared, device="cuda"))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
 def test_packed_views_and_grouped_heads(heads: int, kv_heads: int, head_dim: int) -> None:
@@ -141,6 +156,7 @@ def test_any_number_of_programs_gives_the_same(
 
     cases = [(1000, 1000, {}), (129, 65, {}), (700, 30, {}), (64, 2000, {}), (4100, 4100, {})]
     cases += [(1000, 1000, {"cu_seqlens": documents(1000, 2, "cuda")}), (1000, 1000, {"window": (200, 0)})]
+    cases += [(1000, 1000, {"block_mask": block_mask(1000, 1000, 2, 6, device="cuda")})]
     for q_len, kv_len, bounds in cases:
         tensors = normal(q_len, kv_len, head_dim, torch.bfloat16, batch=2, heads=6, kv_heads=3)
         got = run(*tensors, True, **bounds)

@@ -92,6 +92,20 @@ def lists_in_torch(mask, q_len, kv_len, causal, left, right):
     ]
 
 
+def assert_lists(got, mask, q_len, kv_len, causal, left, right):
+    """What is visited; in an empty list one block beyond the last; and where keys stand in the lists of queries."""
+    want = lists_in_torch(mask, q_len, kv_len, causal, left, right)
+    of_queries, of_keys = (of.flatten(0, 2).tolist() for of in got)
+    for of, lists, beyond in ((of_queries, want[0], mask.shape[3]), (of_keys, want[1], mask.shape[2])):
+        assert [each[0] for each in of] == [len(each) for each in lists]
+        assert [each[1 : 1 + max(each[0], 1)] for each in of] == [each or [beyond] for each in lists]
+    q_blocks, k_blocks = mask.shape[2:]
+    for index, (keys, queries) in enumerate(zip(of_keys, want[1], strict=True)):
+        head, key = divmod(index, k_blocks)
+        places = [want[0][head * q_blocks + query].index(key) for query in queries]
+        assert [keys[1 + q_blocks + query] for query in queries] == places
+
+
 @pytest.mark.parametrize(
     ("causal", "left", "right"), [(True, -1, -1), (True, 300, -1), (False, -1, -1), (False, 200, 90)]
 )
@@ -101,16 +115,14 @@ def test_block_lists(causal: bool, left: int, right: int, q_len: int, kv_len: in
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)).gt(0.4).to(DEVICE)
     for part in (mask, mask[:1, :1], mask[:1].transpose(2, 3).contiguous().transpose(2, 3)):
         got = masks.block_lists(part, q_len, kv_len, causal, left, right)
-        for of, want in zip(got, lists_in_torch(part, q_len, kv_len, causal, left, right), strict=True):
-            assert [each[1 : 1 + each[0]] for each in of.flatten(0, 2).tolist()] == want
+        assert_lists(got, part, q_len, kv_len, causal, left, right)
 
 
 @CPU_ONLY
 def test_more_blocks_than_one_step_of_the_kernel() -> None:
     mask = torch.rand(1, 1, 2, 300, generator=torch.Generator().manual_seed(0)).gt(0.5)
     got = masks.block_lists(mask, 256, 300 * 128, False, -1, -1)
-    for of, want in zip(got, lists_in_torch(mask, 256, 300 * 128, False, -1, -1), strict=True):
-        assert [each[1 : 1 + each[0]] for each in of.flatten(0, 2).tolist()] == want
+    assert_lists(got, mask, 256, 300 * 128, False, -1, -1)
 
 
 def test_torchs_own_checks() -> None:
