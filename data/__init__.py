@@ -13,4 +13,4 @@ __all__ = ["DataError"]
 
 
 class DataError(ValueError):
-    """Something the user can put right; the one-line message names it and the remedy."""
+    """An error that the user can fix; the one-line message says what is wrong and how."""

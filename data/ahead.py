@@ -1,4 +1,4 @@
-"""An iterator that a thread runs ahead of whoever takes its items."""
+"""An iterator that a thread runs ahead of its consumer."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ _END = object()
 
 
 def ahead(items: Iterable[Item], depth: int) -> Iterator[Item]:
-    """Yield the items, and raise what their making raises; up to `depth` of them wait, made ahead by a thread.
+    """Yield the items, made by a thread that runs up to `depth` items ahead; exceptions in it are raised here.
 
     Closing the generator ends the thread, after the item it is at.
     """

@@ -13,7 +13,7 @@ from . import DataError
 from .progress import Progress
 from .readers import Part, TextPart, json_lines_parts, parquet_parts, text_parts
 
-# Every source, and which arguments of make_corpus() it looks at, beside limit_documents.
+# Every source, and the arguments of make_corpus() that it uses besides limit_documents.
 USES = {
     "python_source": ("roots",),
     "text_files": ("files", "column", "separator"),
@@ -70,7 +70,7 @@ def make_corpus(
     """Return the corpus called `source` (python_source, text_files, openwebtext, hub); nothing is read yet.
 
     In `separator`, \\n, \\r and \\t may be written as two characters, as a command line passes them. Raises DataError
-    for values no corpus can have, and for an argument that the source would not look at.
+    for values no corpus can have, and for an argument that the source would ignore.
     """
     if source not in USES:
         raise DataError(f"no data source {source!r}: choose one of {', '.join(USES)}")
@@ -123,7 +123,7 @@ def _names(paths: Paths) -> list[str]:
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
-    """Absolute, since a repair may run in another folder, and ~ expanded, which a shell leaves in data.files=~/x."""
+    """Absolute, since a repair may run in another folder, with ~ expanded, which shells leave in data.files=~/x."""
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths if path)
 
 
@@ -150,7 +150,7 @@ class LocalFiles:
         return state_of(self.paths())
 
     def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
-        """Nothing is published of them."""
+        """No published counts are known for them."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class TextFiles(LocalFiles):
             if os.path.isdir(pattern):
                 paths = _walk(pattern, SUFFIXES)
             else:
-                # a name with brackets in it is a name first
+                # a name with brackets is first tried as a name, then as a glob
                 matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
                 paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
             if not paths:
@@ -248,7 +248,7 @@ class TextFiles(LocalFiles):
 
 
 class Unfit(DataError):
-    """The text that was read makes no corpus: what is done of it serves no later preparation."""
+    """The text that was read makes no corpus; the work done so far is of no use to a later preparation."""
 
 
 def too_few(name: str, documents: int) -> Unfit:
@@ -264,7 +264,7 @@ def limited(name: str, limit_documents: int | None) -> str:
 
 
 def _is_utf8(name: str) -> bool:
-    """As the names are that pyarrow opens; a file system takes any bytes."""
+    """pyarrow opens only names in UTF-8, where a file system allows any bytes."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 

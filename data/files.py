@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside and renamed, on the disk before they are vouched for."""
+"""Files that are complete or absent: written elsewhere and renamed, and flushed to disk before they are relied on."""
 
 import errno
 import hashlib
@@ -22,8 +22,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def written_whole(path: Path, scratch: Path) -> Iterator[BinaryIO]:
     """Open a file in the folder `scratch` that becomes `path` when the block ends without an error.
 
-    Whoever sees `path` sees all of it, also after a kill; after a power cut only what flush_to_disk() has had.
-    Raises DataError when the disk is full or the folder may not be written.
+    Whoever sees `path` sees all of it, also after a kill. After a power cut this holds only for files that were
+    passed to flush_to_disk(). Raises DataError when the disk is full or the folder may not be written.
     """
     beside = scratch / f"{path.name}.{os.getpid()}.tmp"
     try:

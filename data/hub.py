@@ -1,6 +1,6 @@
-"""Reaching the Hugging Face Hub: for how long, what is in its cache, and what is said when it cannot be had.
+"""Access to the Hugging Face Hub: timeouts, its cache, and the error messages when it cannot be reached.
 
-Nothing waits for minutes: the Hub's clients would, and their patience is cut here.
+The Hub's clients would retry for minutes; their timeouts are shortened here.
 """
 
 import os
@@ -20,9 +20,9 @@ GOES_ON = " (the same command goes on from what is done)"
 
 
 def limit_patience() -> None:
-    """Have every request to the Hub wait no longer than this for an answer, unless the user says how long.
+    """Make every request to the Hub wait no longer than this for an answer, unless the user has set a timeout.
 
-    huggingface_hub waits 60 s in each of its last six tries for the headers of a file: six minutes of a mute network.
+    huggingface_hub waits 60 s for the headers of a file in each of its last six tries: six minutes without an answer.
     """
     from huggingface_hub import get_session
 
@@ -39,10 +39,10 @@ def _in_a_hurry(request: Any) -> None:
 
 
 def limit_retries() -> None:
-    """Have a stream give up a refused connection after 25 s and a mute one after a minute (both measured).
+    """Make a stream give up a refused connection after 25 s and a silent one after a minute (both measured).
 
-    That is huggingface_hub's own patience, six tries and 23 s of pauses; `datasets` would begin it again up to 20
-    times, nine minutes where connections are refused. What is finished stays when this gives up.
+    Those are huggingface_hub's own six tries with 23 s of pauses; `datasets` would repeat them up to 20 times, nine
+    minutes where connections are refused. Finished work is kept when this gives up.
     """
     import datasets
 
@@ -133,7 +133,7 @@ def _is_of_the_cache(error: OSError) -> bool:
 
 
 def failed(what: str, error: BaseException, remedy: str = "") -> DataError:
-    """Return the error of something that the network may be to blame for."""
+    """Return the error for a failure that the network may have caused."""
     from huggingface_hub import constants
 
     try:
@@ -157,7 +157,7 @@ def repo_cache(repo: str) -> Path:
 
 
 def remember_commit(repo: str, revision: str | None, commit: str) -> None:
-    """Note what a branch or tag (None: main) names, for when the Hub is out of reach, where huggingface_hub does."""
+    """Record the commit of a branch or tag (None: main), where huggingface_hub does, for work without the Hub."""
     from huggingface_hub import constants
 
     noted = repo_cache(repo) / "refs" / (revision or "main")

@@ -46,7 +46,7 @@ class HubDataset:
         return {"source": "hub", **asdict(self), "repo": str(self._folder or self.repo)}
 
     def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
-        """Nothing is published of it."""
+        """No published counts are known for it."""
 
     def state(self) -> str:
         """The commit that the revision names now; of a folder a hash of its files' names, sizes and times.
@@ -137,7 +137,7 @@ class HubDataset:
             names = dataset.column_names or list(next(iter(dataset)))
         except DataError:
             raise
-        except Exception as error:  # a dozen kinds, and what they say is what helps
+        except Exception as error:  # a dozen types, and their own messages help most
             self._remove_damaged()
             raise hub.failed(self.repo, error) from error
         if not self.streaming:

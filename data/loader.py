@@ -40,7 +40,7 @@ class Corpus:
     def tokenizer(self, name: str | None = None):
         """Return the tiktoken encoding the corpus was made with, found under `name` if it has moved.
 
-        Raises DataError when that is another one, because its ids would mean other text.
+        Raises DataError when it is a different tokenizer, whose ids would mean other text.
         """
         made_with = self.manifest.tokenizer["name"]
         name = findable(name or made_with)
@@ -99,7 +99,7 @@ class TokenSplit:
         self._edges = [0, *accumulate(shard["tokens"] for shard in self.shards)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the maps, which would be pickled as all their tokens: who loads it maps the files again."""
+        """Without the memory maps, which would be pickled with all their tokens; the copy maps the files again."""
         return self.__dict__ | {"_maps": {}}
 
     def shard_tokens(self, index: int) -> np.ndarray:
@@ -119,7 +119,7 @@ class TokenSplit:
             offset = start + filled - self._edges[shard]
             piece = self.shard_tokens(shard)[offset : offset + len(tokens) - filled]
             tokens[filled : filled + len(piece)] = piece
-            # large corpora are not hashed when opened; an id beyond the table would stop a GPU without a reason
+            # large corpora are not hashed when opened; an id out of range would crash a GPU without an explanation
             if piece.max() >= self.corpus.n_vocab:
                 raise self.corpus.damaged(
                     self.shards[shard]["file"],
@@ -151,9 +151,9 @@ class Batches:
             seed,
         )
         self.windows = (split.tokens - 1) // seq_len
-        # Batches looked up together, the last of which are kept: numpy's calls for eight sequences at a time were
-        # most of what the default run waited for data. Not in an lru_cache: it cannot be pickled, and a copy would
-        # ask the original.
+        # Windows are computed for a group of batches at once, and the last group is kept: numpy calls for eight
+        # sequences at a time were most of the data time of the default run. Not an lru_cache, which cannot be
+        # pickled, and which a copy would share with the original.
         self._group = max(1, 512 // sequences_per_batch)
         self._last_group: tuple[tuple[int, int], np.ndarray] | None = None
 
@@ -248,12 +248,12 @@ def prefetch(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield batches start, start + 1, ... (before `stop`) as int64 torch tensors on the CPU, made by a thread.
 
-    Without `stop` evaluation ends behind its last batch, and training never. pin_memory: in page-locked memory, for
-    copies that do not block. depth: batches made ahead, at least 1. Closing the generator ends the thread.
+    Without `stop`, evaluation ends after its last batch, and training never. pin_memory: in page-locked memory, so
+    that copies do not block. depth: batches made ahead, at least 1. Closing the generator ends the thread.
     """
     import torch
 
-    if depth < 1:  # which a queue takes for no limit
+    if depth < 1:  # a queue takes 0 as no limit
         raise DataError(f"depth={depth}: at least one batch is made ahead")
     if stop is None and isinstance(batches, EvaluationBatches):
         stop = len(batches)

@@ -37,7 +37,7 @@ class Manifest:
     version: int = VERSION
 
     def write(self, directory: Path, scratch: Path) -> None:
-        """Write it once the shards it vouches for are on the disk."""
+        """Flush the shards that it lists to the disk, then write it."""
         flush_to_disk(directory / shard["file"] for shard in self.shards)
         with written_whole(directory / FILE, scratch) as file:
             content = asdict(self)
@@ -76,6 +76,6 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def fingerprint(**settings: Any) -> str:
-    """Return what names a corpus folder: a hash of all that decides its tokens."""
+    """Return the hash that names a corpus folder, of everything that decides its tokens."""
     text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

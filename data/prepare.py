@@ -59,10 +59,10 @@ def prepare(
 ) -> Corpus:
     """Return the prepared corpus of `source` (see make_corpus), made now unless it is there already.
 
-    tokenizer: see load_tokenizer. cache_root: the folder that the corpus folder is made in. val_fraction: part of
+    tokenizer: see load_tokenizer. cache_root: the folder that the corpus folder is made in. val_fraction: fraction of
     the documents held out, at least one. workers: tokenising processes, None for one per core; they change
     nothing in the result. progress: where to report it, None for nowhere. give_way: seconds to wait for another
-    process to make the corpus before this one begins.
+    process to make the corpus before this one starts to.
 
     May be called by several processes at once: one works, the others wait for it. Raises DataError for whatever
     the user can put right.
@@ -74,7 +74,7 @@ def prepare(
         )
     if workers is not None and workers < 1:
         raise DataError(f"data.workers={workers}: at least one process, or null for one per core")
-    tokenizer = findable(tokenizer)  # for the manifest: who inspects or repairs may stand in another folder
+    tokenizer = findable(tokenizer)  # for the manifest: inspection or repair may run in another folder
     encoding = load_tokenizer(tokenizer)
     state = source.state()
     settings = {
@@ -192,7 +192,7 @@ def _make_shards(
 def _tokenise(
     units: list[list[Part]], workshop: Workshop, limit: int | None, workers: Workers, progress: Progress
 ) -> list[int]:
-    """Stage every unit that is not; return the documents of each, up to the unit that reaches the limit."""
+    """Stage every unit not yet staged; return the documents of each, up to the unit that reaches the limit."""
     staged = [staged_documents(workshop, unit) for unit in range(len(units))]
     todo = [unit for unit, documents in enumerate(staged) if documents is None]
     jobs = ((workshop, unit, units[unit], limit) for unit in todo)
@@ -218,7 +218,7 @@ def _split(
     workers: Workers,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Split every unit that is not; return the records of all."""
+    """Split every unit not yet split; return the records of all."""
     records = [split_result(workshop, unit) for unit in range(len(counts))]
     todo = [unit for unit, record in enumerate(records) if record is None]
     firsts = np.concatenate([[0], np.cumsum(counts)]).tolist()
@@ -287,7 +287,7 @@ def lock(directory: Path, progress: Progress) -> Iterator[None]:
     try:
         while not held.is_locked:
             make_folder(directory)
-            with suppress(FileNotFoundError):  # who held it was refused, and took the folder along
+            with suppress(FileNotFoundError):  # its holder failed, and removed the folder
                 try:
                     held.acquire(timeout=0)
                 except Timeout:

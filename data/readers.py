@@ -117,8 +117,8 @@ class JsonLinesPart:
     def _long_text(self, line: bytes | bytearray) -> "pyarrow.Scalar | None":
         """The text of a line, never as a str; None where `_text` is to say what is the matter with it.
 
-        A line of 210 MB with an emoji took 1,670 MB in a worker, since Python holds all its characters in 4 bytes
-        then; so 903.
+        As a str, a line of 210 MB with an emoji took 1,670 MB in a worker, since Python then holds every character in
+        4 bytes; this way it takes 903.
         """
         import pyarrow
         import pyarrow.json
@@ -277,10 +277,10 @@ def _metadata_of(path: str, _size: int, _mtime_ns: int) -> "pyarrow.parquet.File
 
 
 def _in_pieces(value: "pyarrow.Scalar") -> Iterator[tuple[str, bool]]:
-    """A long text of an Arrow column as pieces() of about a megabyte.
+    """A long text of an Arrow column, in pieces of about a megabyte as pieces() yields them.
 
-    As one str 210 MB with an emoji took 1,546 MB in a worker, since Python holds all its characters in 4 bytes then;
-    so 1,026, most of it pyarrow's.
+    As a single str, 210 MB with an emoji took 1,546 MB in a worker, since Python then holds every character in 4
+    bytes; this way it takes 1,026, most of it pyarrow's.
     """
     if not value.is_valid:  # a missing value is an empty document
         yield "", True

@@ -1,8 +1,8 @@
 """From parts to token shards, in two steps that any process can do for any unit and redo after a kill.
 
-A unit is a run of parts of about `shard_bytes` of text. Step one tokenises it, documents in order with an
-end-of-text token after each, into a staged file. Once all units are staged the number of documents is known, so
-the split is; step two takes the validation documents out of each unit and what stays is its training shard.
+A unit is a sequence of parts, about `shard_bytes` of text. Step one tokenises it, documents in order with an
+end-of-text token after each, into a staged file. Once all units are staged, the number of documents is known and so
+is the split. Step two takes the validation documents out of each unit, and the rest becomes its training shard.
 Then the validation documents of all units are put in the order of the split.
 """
 
@@ -62,7 +62,7 @@ class Workshop:
         return self.directory / f"{split}-{unit:05d}.bin"
 
     def remove_half_written(self) -> None:
-        """Remove what written_whole() had begun; for who holds the lock and has no process at work."""
+        """Remove files that written_whole() had begun; only while holding the lock, with no process at work."""
         for path in self.partial.glob("*.tmp"):
             path.unlink()
 
@@ -163,7 +163,7 @@ def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _cut(text: str, ends: bool) -> Iterator[tuple[str, bool]]:
-    """Cut a piece that is longer than a block: until they are written, its tokens take up to 8 times its memory."""
+    """Cut a piece longer than a block: until they are written, its tokens take up to 8 times its memory."""
     start = 0
     while match := CUT.search(text, start + _BLOCK_CHARACTERS):
         yield text[start : match.start()], False
@@ -272,7 +272,7 @@ def _byte_lengths(tokenizer: str) -> np.ndarray:
 def _read(workshop: Workshop, path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
     """Tokens start to stop of a file, a million at a time.
 
-    Not mapped: what was read would count as memory, 2.1 GB for 1.1 GB of text in one compressed file.
+    Not memory-mapped: what was read would count as memory, 2.1 GB for 1.1 GB of text in one compressed file.
     """
     for at in range(start, stop, 1 << 20):
         count = min(stop - at, 1 << 20)
@@ -310,7 +310,7 @@ def split_result(workshop: Workshop, unit: int) -> dict[str, Any] | None:
 
 
 def _holds(workshop: Workshop, path: Path, tokens: int) -> bool:
-    """Whether a file has its size: a power cut can leave less of what was not yet flushed."""
+    """Whether a file has its full size: after a power cut, one that was not yet flushed may be shorter."""
     size = path.stat().st_size if path.exists() else 0
     return size == tokens * np.dtype(workshop.dtype).itemsize
 

@@ -25,7 +25,7 @@ _BY_PATH = "with data.tokenizer=PATH (or --tokenizer PATH, where a command has t
 
 
 def findable(name: str) -> str:
-    """Return `name` as load_tokenizer takes it in any folder: of a `.tiktoken` file its absolute path, ~ expanded."""
+    """Return `name` so that it works from any folder: for a `.tiktoken` file its absolute path, with ~ expanded."""
     return str(Path(name).expanduser().absolute()) if name.endswith(".tiktoken") else name
 
 
@@ -128,7 +128,7 @@ def _rank_url(name: str) -> str:
 
 
 def _cache_dir() -> Path:
-    """Where tiktoken looks, by its own rules."""
+    """The cache folder of tiktoken, by its own rules."""
     default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
     return Path(os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default)))
 

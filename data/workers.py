@@ -22,8 +22,8 @@ def cpu_count() -> int:
 class Workers:
     """`count` processes for the time of a `with` block; 1 is the calling process itself.
 
-    They start at once, each with a call of `first`, while the caller goes on. When an error or Ctrl-C ends the block
-    they end at once too, in the middle of a job: it may be gigabytes of a compressed file.
+    They start at once, each with a call of `first`, while the caller continues. When an error or Ctrl-C ends the
+    block, they stop at once too, even within a job, which may be gigabytes of a compressed file.
     """
 
     def __init__(self, count: int, first: Callable[[], Any]):
@@ -53,7 +53,7 @@ class Workers:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._pool:
             if error:
-                self._end.send(None)  # nobody takes it, so that all of them see it
+                self._end.send(None)  # nobody receives it, so that all of them see it
             self._pool.shutdown(cancel_futures=True)
 
     def run(self, function: Callable[..., Any], jobs: Iterable[tuple]) -> Iterator[Any]:
@@ -86,7 +86,7 @@ def _begin(first: Callable[[], Any], ended: multiprocessing.connection.Connectio
 
 
 def _end_with_parent(ended: multiprocessing.connection.Connection) -> None:
-    """A killed parent cannot tell its workers to stop: each watches for it. Ctrl-C is the parent's to handle."""
+    """Watch the parent, which cannot tell its workers to stop once it is killed. Ctrl-C is left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sentinel = multiprocessing.parent_process().sentinel
 

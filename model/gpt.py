@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .config import GPTConfig
 
-AttentionFn = Callable[..., Tensor]  # what GPT asks of it stands in GPT's docstring
+AttentionFn = Callable[..., Tensor]  # GPT's docstring says what it must do
 LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as cross_entropy below
 Seeds = tuple[Tensor | None, ...]  # of a block's dropouts: attention, its projection, the MLP
 
@@ -51,7 +51,7 @@ class KVCache:
     def __init__(self, n_layer: int, max_len: int):
         self.max_len = max_len
         self.length = 0  # tokens held; GPT advances it once all layers have appended theirs
-        self.first = 0  # tokens before it are seen no more: they are of another document
+        self.first = 0  # tokens before it are no longer visible: they belong to another document
         self.k: list[Tensor | None] = [None] * n_layer
         self.v: list[Tensor | None] = [None] * n_layer
 
@@ -73,7 +73,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.attention = attention
         packed = getattr(attention, "packed", None)
-        # A wrapper may have copied the attribute of what it wraps, and is not to be gone around.
+        # A wrapper may have copied this attribute from the function it wraps; calling that would bypass the wrapper.
         self.packed = packed if getattr(packed, "form_of", None) is attention else None
         self.layer = layer
         self.n_head, self.head_dim = config.n_head, config.head_dim
@@ -136,11 +136,11 @@ class Block(nn.Module):
 
 
 class FusedBlock(Block):
-    """A Block that computes with functions it is given, from its modules' parameters: it does not call the modules
-    themselves but for c_attn, so their hooks do not run, nor what was put in their place.
+    """A Block that computes with the functions it is given, on its modules' parameters. Of its modules it calls only
+    c_attn: the hooks of the others do not run, nor does a module that replaces one.
 
-    An addition to the residual stream and the LayerNorm behind it are one function, so a block also applies the next
-    one's ln_1, or the model's ln_f: what shards blocks one by one (FSDP) needs Block.
+    An addition to the residual stream and the LayerNorm that follows are one function, so a block also applies ln_1
+    of the next block, or ln_f of the model. Code that shards block by block (FSDP) therefore needs Block.
     """
 
     def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, fused: Fused):
@@ -157,7 +157,7 @@ class FusedBlock(Block):
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
     ) -> tuple[Tensor, Tensor]:
-        """x: the residual stream (B, T, C). h: ln_1 of it. Returns the stream behind the block, and `norm` of it."""
+        """x: the residual stream (B, T, C). h: ln_1 of it. Returns the stream after the block, and `norm` of it."""
         y = self.attn.heads(h, seeds[0], cu_seqlens, cache)
         x, h = self._add_norm(x, y, self.attn.c_proj, self.ln_2, seeds[1])
         y = self.fused.linear_gelu(h, self.mlp.c_fc.weight, self.mlp.c_fc.bias)
@@ -179,7 +179,7 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: i
     probability 0 and get no gradient.
     """
     logits = F.linear(hidden, weight)
-    # Without gradient, and exact: softmax's is 0 there. A slice would copy all logits, forward and back.
+    # Exact without a gradient: softmax's is 0 there. A slice would copy all logits, in the forward and the backward.
     with torch.no_grad():
         logits[:, vocab_size:] = float("-inf")
     total = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="sum")
@@ -189,7 +189,7 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: i
 def document_offsets(tokens: Tensor, end: int) -> Tensor:
     """Where the documents of packed tokens (B, T) begin, as flash kernels take it: int32 (B T + 1,), ascending.
 
-    A document ends with the token `end`, or with its row. The offsets are filled up with B T, that is with empty
+    A document ends with the token `end`, or with its row. The offsets are padded with B T, that is with empty
     documents, so that their shape does not depend on the data and nothing waits for the device.
     """
     first = torch.ones_like(tokens, dtype=torch.bool)
@@ -199,9 +199,9 @@ def document_offsets(tokens: Tensor, end: int) -> Tensor:
 
 
 def dropout_seeds(seed: Tensor, count: int) -> list[Seeds]:
-    """Seeds for `count` blocks, 0-d int64, none of which a neighbour of `seed` gives too.
+    """Seeds for `count` blocks, 0-d int64; they share none with those of another `seed` close to this one.
 
-    They lie 16 bytes apart: kernels whose pointers are at other multiples are launched slowly (kernels/launch.py).
+    They lie 16 bytes apart: with other alignments, kernels are launched slowly (kernels/launch.py).
     """
     numbers = seed * (6 * count) + torch.arange(6 * count, device=seed.device)
     return [three.unbind() for three in numbers.view(count, 3, 2)[..., 0]]
@@ -212,13 +212,13 @@ class GPT(nn.Module):
 
     attention: (q, k, v, *, causal, scale[, dropout_p, dropout_seed, cu_seqlens]) -> out, all (B, H, T, D); they are
         views of one packed buffer. With more keys than queries, causal lets the last query see all keys.
-        The optional arguments are only passed when they apply. Its attribute `packed`, if it has one whose own
-        `form_of` is this attention, is the same of the one buffer (B, T, 3, H, D), and is called where nothing is
-        cached.
+        The optional arguments are only passed when they apply. If it has an attribute `packed` whose attribute
+        `form_of` is this attention, that computes the same from the one buffer (B, T, 3, H, D), and is called instead
+        where nothing is cached.
     loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
     fused: functions that take the place of the blocks' layers (FusedBlock), of wte's and of dropout; None: torch's.
-    generator: draws the initial weights (see init_weights); None is one seeded with 0. Built under
-        `torch.device("meta")` the model draws none.
+    generator: draws the initial weights (see init_weights); None: one seeded with 0. A model built under
+        `torch.device("meta")` draws none.
     """
 
     def __init__(
@@ -268,8 +268,8 @@ class GPT(nn.Module):
         """tokens, targets: int64 (B, T), ids below vocab_size (not checked: that would wait for the device).
         Returns the logits (B, T, vocab_size), or with targets the mean NLL over targets != -1 (nats, 0-d float32).
 
-        dropout_seed: 0-d int64 tensor, another one each call; training with dropout > 0 needs it. It decides the
-        masks of the attention, and with `fused` all others; else those draw from torch's default generator.
+        dropout_seed: 0-d int64 tensor, a new one for each call; needed to train with dropout > 0. It decides the
+        masks of the attention and, with `fused`, all others; without `fused` those use torch's default generator.
         """
         hidden = self.hidden(tokens, dropout_seed=dropout_seed)
         if targets is None:
@@ -281,8 +281,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Final hidden states (B, T, C). With a cache, tokens continue those it holds and are added to it.
 
-        A config.document_end has no effect on a call with a cache: who reads packed documents so gives one document a
-        call, and sets cache.first = cache.length behind its end, as `generate` does.
+        With a cache, config.document_end has no effect. To read packed documents with one, pass one document per call
+        and set cache.first = cache.length after its end, as `generate` does.
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (batch, length), got shape {tuple(tokens.shape)}")
@@ -308,7 +308,7 @@ class GPT(nn.Module):
         else:
             x = self.fused.dropout(x, self.config.dropout, first)
         cu_seqlens = None
-        if self.config.document_end is not None and cache is None:  # else its `first` hides other documents
+        if self.config.document_end is not None and cache is None:  # a cache's `first` hides other documents
             cu_seqlens = document_offsets(tokens, self.config.document_end)
         if self.fused is None:
             for block, own in zip(self.h, seeds, strict=True):

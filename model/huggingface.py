@@ -74,7 +74,8 @@ def from_huggingface(
 
 def to_huggingface(model: GPT) -> "GPT2LMHeadModel":
     """A GPT2LMHeadModel, float32 on the CPU, that computes what model does, dropout included if it is in training
-    mode; its save_pretrained writes it out. Only a config.document_end has no like there: it sees across documents.
+    mode; its save_pretrained writes it out. Only config.document_end has no equivalent there: it sees across
+    documents.
     """
     for wrapped in ("module", "_orig_mod"):  # by DistributedDataParallel, by torch.compile
         model = getattr(model, wrapped, model)

@@ -1,1 +1,1 @@
-"""The engine room: a typed config in, a trained model and a complete run directory out."""
+"""Training: a typed config in, a trained model and a complete run directory out."""

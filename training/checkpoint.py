@@ -1,11 +1,12 @@
-"""Checkpoints: a directory each, written beside and renamed, so that one that exists is whole.
+"""Checkpoints: one directory each, written under a temporary name and renamed, so that one that exists is complete.
 
     RUN/checkpoints/step-00001000/weights.pt       the model's state dict, all that sampling needs
                                   training.pt      optimizer, gradient scaler, step, seconds, and what must not change
-                                  validation_loss  if it was the run's lowest; training.pt is from before
-                    best                           with trainer.keep_best, a link to the one with the lowest
+                                  validation_loss  if it was the run's lowest; written after training.pt
+                    best                           with trainer.keep_best, a link to the checkpoint with the lowest
 
-What has a suffix is rubbish: half written, or on its way out. It is never read, and swept at the next save.
+A directory whose name has a suffix is left over: half written, or being deleted. It is never read, and the next save
+removes it.
 Batches, dropout and the learning rate are functions of the step, so no loader or random state is stored.
 """
 
@@ -56,7 +57,7 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
 
 
 def _prune(run_dir: Path, keep: int) -> None:
-    with suppress(OSError):  # the new one is safe: one too many must not end the run
+    with suppress(OSError):  # the new one is saved: failing to remove an old one must not end the run
         for old in saved(run_dir)[:-keep]:
             if old != _behind(run_dir / FOLDER / BEST):
                 _put_aside(old)
@@ -72,9 +73,9 @@ def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
         write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
         partial.unlink(missing_ok=True)
         partial.symlink_to(checkpoint.name)
-        if link.is_dir() and not link.is_symlink():  # a copy of the run that followed it
+        if link.is_dir() and not link.is_symlink():  # as in a copy of the run directory that followed links
             _put_aside(link)
-        partial.replace(link)  # at once: a kill leaves the old best or the new one, and either is whole
+        partial.replace(link)  # atomic: a kill leaves the old link or the new one, both valid
     except OSError as error:
         raise ConfigError(f"{link} could not be made a link to {checkpoint.name}: {error}") from error
     _prune(run_dir, keep)
@@ -93,7 +94,7 @@ def _behind(path: Path) -> Path:
 
 
 def drop_after(run_dir: Path, step: int) -> list[str]:
-    """Remove what is newer than `step`, where the run resumes, and return its names: that branch ends here."""
+    """Remove the checkpoints newer than `step`, where the run resumes, and return their names."""
     newer = [path for path in saved(run_dir) if int(path.name.removeprefix("step-")) > step]
     if _behind(run_dir / FOLDER / BEST) in newer:
         (run_dir / FOLDER / BEST).unlink()
@@ -114,8 +115,8 @@ def saved(run_dir: Path) -> list[Path]:
 
 
 def _put_aside(path: Path) -> None:
-    """Give it a name that is swept: deleted in place, it could be left half there, under its name, by a kill."""
-    path.rename(path.with_suffix(f".{time.time_ns()}"))  # a new name: the last rubbish may still be there
+    """Rename it to what _sweep removes. If it were deleted in place, a kill could leave half of it under its name."""
+    path.rename(path.with_suffix(f".{time.time_ns()}"))  # a unique one: earlier leftovers may still be there
 
 
 def _sweep(run_dir: Path) -> None:
@@ -134,7 +135,7 @@ def find(path: str | Path) -> Path:
         )
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; name a run directory or one of its checkpoints.")
-    if path.name == FOLDER:  # as a shell completes it
+    if path.name == FOLDER:  # as a shell's completion leaves it
         path = path.parent
     if not (found := saved(path)):
         if runs := sorted(str(each.parent) for each in path.glob(f"*/{FOLDER}")):

@@ -38,12 +38,12 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     """Call `task(config, run_dir)` with the config that the command line says.
 
     Args:
-        task: raises ValueError's subclasses of this project for what a user can mend.
+        task: raises this project's subclasses of ValueError for errors that a user can fix.
         makes_run: whether the task fills a run directory; otherwise Hydra leaves no files, except a sweep's
             multirun.yaml.
-        usage: what --help prints; empty: train.py's, of configs/train.yaml.
+        usage: what --help prints; empty: the help of train.py, from configs/train.yaml.
     """
-    sys.stdout.reconfigure(errors="replace")  # the model's text, where the terminal or file is not of UTF-8
+    sys.stdout.reconfigure(errors="replace")  # for a model's text, where the terminal or file is not UTF-8
     makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
     if torchrun.launched() and {"-m", "--multirun"} & set(sys.argv):
         sys.exit(
@@ -54,7 +54,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     ours = [] if makes_run else ["hydra.run.dir=."]
     if usage:
         ours.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
-    # Behind the user's settings, since Hydra takes them in one piece only; without any, before all options.
+    # Right after the user's settings, since Hydra takes settings in one block only; without any, before all options.
     theirs = list(options.overrides)
     end = len(sys.argv) - sys.argv[::-1].index(theirs[-1]) if theirs else 1
     sys.argv[end:end] = ours
@@ -81,14 +81,14 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         except ValueError as error:
             if not is_users_mistake(error):
                 raise
-            # Said at the end: a sweep goes on with its other runs.
+            # Printed at the end: a sweep continues with its other runs.
             refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
         finally:
             if makes_run and not any(run_dir.iterdir()):
-                run_dir.rmdir()  # it ended before it began
+                run_dir.rmdir()  # the run ended before it wrote anything
 
     try:
-        if options.cfg and not options.config_dir:  # Hydra prints settings without a look at them
+        if options.cfg and not options.config_dir:  # Hydra prints settings without checking them
             composed(*theirs)
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
     except (HydraException, OmegaConfBaseException) as error:
@@ -98,7 +98,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     except BrokenPipeError:
         if not _nobody_reads(sys.stdout):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         print("error: what is printed goes to a pipe that was closed", file=sys.stderr)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
@@ -109,7 +109,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         sys.stderr.writelines(f"{each}\n" for each in refused)
         raise
     except KeyboardInterrupt:
-        # Not noted by the trainer, which saves first: it came before the first step, or was the second one.
+        # The trainer handles the first Ctrl-C, and saves: this one came before the first step, or was the second.
         print(*refused, "interrupted", sep="\n", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     if refused:
@@ -117,28 +117,28 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
 
 
 def _nobody_reads(pipe: TextIO) -> bool:
-    """As of `train.py ... | head`, once head has what it wants."""
+    """Whether the reader of a pipe is gone, as in `train.py ... | head` once head has its lines."""
     poll = select.poll()
     poll.register(pipe, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def composed(*overrides: str) -> Config:
-    """The config that a command line of these words has; raises Hydra's errors, and ConfigError."""
+    """The config of a command line with these overrides; raises Hydra's errors, and ConfigError."""
     ConfigStore.instance().store(name="config_schema", node=Config)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return from_hydra(hydra.compose("train", list(overrides)))
 
 
 def _at_home(word: str) -> str:
-    """The setting with a home directory for ~: shells leave it alone behind =, and Hydra cannot read it."""
+    """The setting with ~ expanded: shells do not expand it after =, and Hydra cannot parse it."""
     if word.startswith("-") or re.search("['\"]", word):
         return word
     return re.sub(r"(?<=[=\[,])~(?=/)", lambda _: os.path.expanduser("~"), word)
 
 
 def _check_words(arguments: list[str]) -> Namespace:
-    """Hydra's reading of them; ends with what would be right where a setting is not key=value: trainer.steps 5."""
+    """The arguments as Hydra parses them; exits with a correction if one is not key=value, as in trainer.steps 5."""
     known, unknown = get_args_parser().parse_known_args(arguments)
     words = {*unknown, *known.overrides}
     wrong = [
@@ -164,11 +164,11 @@ def _check_words(arguments: list[str]) -> Namespace:
 
 
 def _check_directory(known: Namespace) -> None:
-    """End where the run directory is empty, or one that Hydra would not look at: a sweep has a folder of its own."""
+    """Exit if the run directory is an empty string, or a setting that Hydra ignores with or without -m."""
     sweeps = known.multirun or "hydra.mode=MULTIRUN" in known.overrides
     for word in known.overrides:
         key, _, value = word.lstrip("+").partition("=")
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:  # a shell's variable not set
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:  # an unset shell variable
             sys.exit(f"error: {word}: name a directory, or leave it out: empty is the current one")
         if key == "hydra.run.dir" and sweeps:
             sys.exit(
@@ -179,7 +179,7 @@ def _check_directory(known: Namespace) -> None:
 
 
 def _check_groups(overrides: list[str]) -> None:
-    """End where a group is given what is no option: Hydra takes a list's last one, and raises on null."""
+    """Exit if a group is not given one of its options: Hydra would take the last of a list, and raise on null."""
     for word in overrides:
         group, _, option = word.partition("=")
         if not (CONFIGS / group).is_dir():
@@ -190,13 +190,13 @@ def _check_groups(overrides: list[str]) -> None:
         try:
             value = OverridesParser.create().parse_override(word).value()
         except HydraException:
-            continue  # it cannot be read, as Hydra will say
+            continue  # Hydra will say that it cannot be parsed
         if value is None or isinstance(value, list | bool | int | float):
             sys.exit(f"error: {word}: {group} takes one of {', '.join(options_of(group))}")
 
 
 def options_of(group: str) -> list[str]:
-    """What a group of configs/ may be given."""
+    """The options of a group of configs/."""
     folder = CONFIGS / group
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
@@ -211,7 +211,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         group, _, option = error.missing_cfg_file.partition("/")
         if options := options_of(group):
-            # Of several that begin so, as gpt2_small and gpt2_xl with gpt2, the nearest is only the shortest.
+            # Name all that begin with it, as gpt2_small and gpt2_xl for gpt2: the nearest would just be the shortest.
             begin = [each for each in options if each.startswith(f"{option}_")]
             likely = begin if len(begin) > 1 else get_close_matches(option, options, n=1)
             near = f"did you mean {' or '.join(likely)}? " if likely else ""
@@ -242,7 +242,7 @@ def _explain(error: Exception) -> str:
 
 
 def _hint(key: str) -> str:
-    """What would be right in place of a name that is none."""
+    """What to type instead of a name that does not exist."""
     if near := _nearest(key):
         return f"did you mean {near}?"
     group = key.split(".")[0]
@@ -250,7 +250,7 @@ def _hint(key: str) -> str:
     return f"{group} has: {', '.join(inside)}" if inside else _ALL
 
 
-# nanoGPT's names of settings that take the same values.
+# nanoGPT's names for settings that take the same values.
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "max_iters": "trainer.steps",
@@ -265,7 +265,7 @@ _ELSEWHERE = {
 
 
 def _nearest(key: str) -> str | None:
-    """The setting or group meant by `key`: of the same last word, since people forget groups, or the most alike."""
+    """The setting or group meant by `key`: one with its last word, since people forget groups, or the most alike."""
     settings = list(_keys(Config))
     word = key.split(".")[-1]
     if word in _ELSEWHERE:

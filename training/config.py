@@ -1,8 +1,8 @@
 """The typed configuration of a run: every key, its type, default, meaning and check.
 
-YAML under configs/ holds values and recipes; these dataclasses hold the types and the words. Nothing here imports
-torch, so `python train.py --help` answers at once; omegaconf is imported where YAML is read or written, so that the
-rest of this room can be used where it is not installed.
+YAML under configs/ holds values and recipes; these dataclasses hold the types and the explanations. Nothing here
+imports torch, so `python train.py --help` answers at once; omegaconf is imported where YAML is read or written, so
+that the rest of this package can be used where it is not installed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class ConfigError(ValueError):
-    """Something a user asked for that cannot be; one line with the remedy."""
+    """A user asked for something impossible; the message is one line with the remedy."""
 
 
 def is_users_mistake(error: ValueError) -> bool:
-    """Whether one of our packages raised this, so that the user can mend it; any other ValueError is a bug."""
+    """Whether one of our packages raised this, so that the user can fix it; any other ValueError is a bug."""
     return type(error).__module__.split(".")[0] in {"training", "data", "kernels", "reproduce"}
 
 
@@ -55,13 +55,13 @@ class Layers(Enum):
 class ModelConfig(GPTConfig):
     """GPT-2's shape, and what computes its layers other than attention."""
 
-    # Token ids the model reads and predicts. null: the tokenizer's; another is refused.
+    # Token ids the model reads and predicts. null: the tokenizer's; any other value is refused.
     vocab_size: int | None = None
     # The head and its loss. Fused: kernels.linear_cross_entropy, which never holds the full logits.
     loss: Layers = Layers.auto
-    # In the blocks, fused: each GELU with its bias one kernel, each residual addition with its bias and the LayerNorm
-    # behind it another, with dropout in it (kernels.linear_gelu, kernels.linear_add_norm): its mask is not stored.
-    # With them goes the token embedding, whose gradient is bit for bit repeatable under torch.compile too
+    # The blocks' other layers. Fused: one kernel for each bias and GELU (kernels.linear_gelu), and one for each bias,
+    # dropout, residual addition and the LayerNorm that follows (kernels.linear_add_norm); the dropout mask is not
+    # stored. Also fused is the token embedding, whose gradient is bit for bit repeatable under torch.compile too
     # (kernels.embedding).
     block: Layers = Layers.auto
 
@@ -72,7 +72,7 @@ class ModelConfig(GPTConfig):
         try:
             super().__post_init__()
         except ValueError as error:
-            # Of the room `model`, which does not know what its settings are called here.
+            # From the package `model`, which does not know what its settings are called here.
             raise ConfigError(re.sub(r"(\w+)=", r"model.\1=", str(error))) from None
         self.vocab_size = given
 
@@ -83,9 +83,9 @@ class AttentionConfig:
 
     # A name in `kernels.ATTENTION`, or auto: flash on a GPU.
     name: str = "auto"
-    # Of flash: which of its kernels may run: triton (portable), hopper (sm_90), or auto, the fastest that serve.
+    # For flash, which of its kernels may run: triton (portable), hopper (sm_90), or auto, the fastest that apply.
     tier: str = "auto"
-    # Of flash: keep what rounding takes from the output, so that bf16 training does not drift (arXiv 2510.04212).
+    # For flash: keep the rounding error of the output, so that bf16 training does not drift (arXiv 2510.04212).
     precise_delta: bool = False
 
 
@@ -99,20 +99,20 @@ class DataConfig:
     tokenizer: str = "bytes"
     # Prepared tokens go into a folder below this one, named after source, tokenizer and settings.
     cache_dir: str = "data/cache"
-    # Part of the documents held out for validation, at least one document.
+    # Fraction of the documents held out for validation; at least one document is.
     val_fraction: float = 0.01
-    # Take the first documents only; what they do not need is not downloaded (hub: only with streaming).
+    # Take only this many documents, from the start; other files are not downloaded (hub: only with streaming).
     limit_documents: int | None = None
-    # Attention stays within a document: no token sees the documents packed before its own. Perplexity rises or falls
-    # with it, so compare runs that agree in it.
+    # Attention stays within a document: no token sees the documents packed before its own. This changes perplexity,
+    # so compare only runs with the same value.
     document_mask: bool = False
     # Tokenising processes; null: one per CPU core.
     workers: int | None = None
-    # python_source: folders searched for .py files; empty: the standard library of this Python. One string or a
-    # list, a list of strings from then on; omegaconf has no type for that.
+    # python_source: folders searched for .py files; empty: the standard library of this Python. A string or a list is
+    # accepted, and turned into a list of strings; omegaconf has no type for that.
     roots: Any = field(default_factory=list)
     # text_files: globs or folders of .txt, .jsonl(.gz, .zst) and .parquet. openwebtext, hub: globs of the
-    # repository's files, to take and download only those. As `roots`.
+    # repository's files, to take and download only those. A string or a list, as `roots`.
     files: Any = field(default_factory=list)
     # The field of .jsonl, .parquet and Hub rows that holds the text.
     column: str = "text"
@@ -149,12 +149,12 @@ class TrainerConfig:
     device: str = "auto"
     # torch.compile the model. null: on CUDA only (on a CPU it costs more than a short run gains).
     compile: bool | None = None
-    # Record what a compiled micro-step launches and replay it, so that a slow host keeps no GPU waiting. null: on one
-    # CUDA device.
+    # Record the launches of a compiled micro-step and replay them, so that a slow host does not keep the GPU waiting.
+    # null: with one CUDA device.
     cuda_graphs: bool | None = None
     # Largest global gradient norm; 0 switches clipping off.
     grad_clip: float = 1.0
-    # Steps between metrics rows. Each one waits for the device, so a large model loses nothing at 10.
+    # Steps between rows of metrics. Each row waits for the device, which costs a large model nothing at 10.
     log_every: int = 10
     # Steps between evaluations over the whole validation split; 0: at the end only.
     eval_every: int = 250
@@ -164,13 +164,13 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     # Keep, beside those, the one with the lowest validation loss of all evaluations: RUN/checkpoints/best.
     keep_best: bool = False
-    # A run directory or one of its checkpoints to go on from.
+    # A run directory, or one of its checkpoints, to resume from.
     resume: str | None = None
-    # Weights to begin with, at step 0 and with this run's own data, optimizer and schedule: a run directory, one of
-    # its checkpoints, or a folder where Hugging Face's save_pretrained left a GPT-2. null: random ones.
+    # Initial weights; the step (0), data, optimizer and schedule are this run's own: a run directory, one of its
+    # checkpoints, or a folder where Hugging Face's save_pretrained left a GPT-2. null: random weights.
     init_from: str | None = None
-    # A step to profile: a trace of it goes into the run directory, and what took most time is printed. Better not one
-    # of the first, which compile. null: none.
+    # A step to profile: its trace goes into the run directory, and its costliest operations are printed. Avoid the
+    # first steps, which compile. null: none.
     profile_step: int | None = None
     # Tokens of generated text at the end of the run, and the text it starts from (empty: a new document).
     sample_tokens: int = 200
@@ -184,9 +184,9 @@ class TrainerConfig:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be finite, 0 or more.")
         for name in ("resume", "init_from"):
-            if getattr(self, name) == "":  # a shell's variable that was never set
+            if getattr(self, name) == "":  # from an unset shell variable
                 raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")
-            if getattr(self, name):  # from a recipe: no shell has seen its ~
+            if getattr(self, name):  # the ~ of a recipe, which no shell has expanded
                 setattr(self, name, os.path.expanduser(getattr(self, name)))
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")
@@ -224,7 +224,7 @@ class Config:
     seed: int = 1337
 
     def __post_init__(self) -> None:
-        # Not in ScheduleConfig's: Hydra takes the defaults from an instance, where the decay is not the user's yet.
+        # Not in ScheduleConfig: Hydra takes the defaults from an instance, which does not have the user's decay yet.
         self.schedule.final_fraction = self.schedule.resolved_final_fraction
         if self.trainer.batch_tokens % self.model.seq_len:
             raise ConfigError(
@@ -276,9 +276,9 @@ def from_hydra(cfg: DictConfig) -> Config:
         return OmegaConf.to_object(cfg)
     except ConfigError:
         raise
-    except InterpolationResolutionError as error:  # ${...} of no setting, or no variable of the environment
+    except InterpolationResolutionError as error:  # ${...} with an unknown setting or environment variable
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    except ValueError as error:  # from the dataclasses of lower rooms
+    except ValueError as error:  # from the dataclasses of other packages
         raise ConfigError(str(error)) from None
 
 
@@ -315,7 +315,7 @@ def load_config(path: str | os.PathLike) -> Config:
 
     try:
         written = OmegaConf.load(path)
-        if not written:  # lost with the power: defaults are not what the run was
+        if not written:  # a power cut emptied it: the run need not have used the defaults
             raise ConfigError(f"{path} is empty.")
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
     except ConfigError:

@@ -34,7 +34,7 @@ def changes(settings: dict[str, list]) -> str:
     return ", ".join(f"{name} {was} -> {now}" for name, (was, now) in settings.items())
 
 
-# Beyond this a run's own speeds are the machine's doing: 30 steps on two idle cores varied 1.4 times from row to row.
+# A larger spread of speeds is due to other programs: on two idle cores, 30-step rows varied by a factor of 1.4.
 SPREAD = 2.0
 
 
@@ -46,7 +46,7 @@ def speed_range(speeds: Iterable[float]) -> tuple[float, float] | None:
 
 
 def printable(text: str) -> str:
-    """A model's text for a terminal, which would obey the control characters that a model of bytes draws."""
+    """A model's text, made safe for a terminal: a byte-level model may produce control characters."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)", "\ufffd", text)
 
 

@@ -31,5 +31,5 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """As `precision.compiled`, with replays. It gives each parameter a gradient of zeros, to be added to."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    compiled(model, dtype)  # for its tag, which is the process's; nothing is compiled before the first call
+    compiled(model, dtype)  # for the cache tag of the process; it compiles nothing before the first call
     return torch.compile(model, mode="reduce-overhead")

@@ -24,7 +24,7 @@ def environment(device: torch.device) -> dict[str, object]:
         "cpu_count": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "commit": _commit(),
-        # Variables that decide how fast it ran.
+        # Environment variables that affect how fast it ran.
         **{name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "TRITON_INTERPRET")},
     }
     if device.type == "cuda":
@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict[str, object]:
 
 
 def _triton_version() -> str | None:
-    """Of the Triton that runs: the installed package's metadata may be of another, which it hides on the path."""
+    """Of the Triton that is imported: the metadata may be that of another one, later on the path."""
     try:
         import triton
     except ImportError:

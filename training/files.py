@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Writing files so that they are complete or absent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REMEDY = "free some room, or name a folder you may write with hydra.run.dir"
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write beside and rename, so that neither a reader nor a kill sees half a file."""
+    """Write a temporary file and rename it, so that no reader sees half a file, even after a kill."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text, encoding="utf-8", newline="")
@@ -24,7 +24,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """As `replace_file` in a run directory: where that cannot be written, a ConfigError says what to do."""
+    """As `replace_file`, for a run directory: if that cannot be written, a ConfigError says what to do."""
     try:
         replace_file(path, text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`trainer.init_from`: a run that begins with the weights of another, or with a GPT-2 of Hugging Face's."""
+"""`trainer.init_from`: start a run with the weights of another, or with a GPT-2 in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .console import typed
 from .restore import read_run
 
 _SIZES = ("n_layer", "n_head", "n_embd")
-# What weights are of. Dropout and the document mask are each run's own.
+# The settings that weights depend on. Dropout and the document mask are each run's own.
 _SHAPE = (*_SIZES, "seq_len", "scale_attn_by_inverse_layer_idx")
 _GPT2_VOCABULARY = 50257
 _PRESETS = Path(__file__).parents[1] / "configs" / "model"
@@ -36,7 +36,7 @@ class InitialWeights(NamedTuple):
 def initial_weights(config: Config) -> InitialWeights:
     """The weights that `config.trainer.init_from` names, on the CPU. Raises ConfigError if they are not for this run.
 
-    Needs no corpus: what cannot be is refused before hours of tokenising.
+    Needs no corpus: a mismatch is refused before hours of tokenising.
     """
     path = config.trainer.init_from
     if config.trainer.resume:

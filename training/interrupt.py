@@ -21,18 +21,18 @@ class Interrupt:
     """Whether the run was told to stop."""
 
     def __init__(self, ranks: World) -> None:
-        # torchrun kills a rank 30 s after it has passed a signal on, and the next log step may be further off. So the
-        # ranks ask each other after every step, and before every batch of an evaluation, on their hosts, without
-        # waiting for a device. Stopping at a set time will not do: clocks differ, and a rank that stops alone leaves
-        # the others waiting for ever.
+        # torchrun kills a rank 30 s after passing a signal on, and the next log step may come later than that. So the
+        # ranks ask each other after every step, and before every batch of an evaluation, on their hosts and without
+        # waiting for a device. Stopping at an agreed time would not work: clocks differ, and a rank that stops alone
+        # leaves the others waiting for ever.
         self._hosts = dist.new_group(backend="gloo") if ranks.size > 1 else None
         # Two numbers, since a signal may come while the ranks are agreeing that there was none.
         self._told: int = 0  # what this process was sent
-        self.signal: int = 0  # what the run was, as all ranks know
+        self.signal: int = 0  # what the run was sent, as agreed by all ranks
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note the signals instead of dying of them; a second Ctrl-C raises KeyboardInterrupt at once.
+        """Record the signals instead of dying from them; a second Ctrl-C raises KeyboardInterrupt at once.
 
         A second SIGTERM does not: torchrun sends one to every rank when the first has left.
         """
@@ -43,14 +43,14 @@ class Interrupt:
         def note(number: int, _frame: object) -> None:
             if self._told and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            # What is written to a closed terminal raises, and the run is yet to be saved.
+            # Writing to a closed terminal raises, and the run is not saved yet.
             if number == hangup:
                 for stream in terminals:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             self._told = number
 
         heard = [signal.SIGINT, signal.SIGTERM]
-        if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:  # nohup's runs go on
+        if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:  # under nohup the run continues
             heard.append(hangup)
         previous = {number: signal.signal(number, note) for number in heard}
         try:

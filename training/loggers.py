@@ -30,7 +30,7 @@ COLUMNS = [
     "val/perplexity",
     "val/bits_per_byte",
     "perf/step_ms",
-    # Of which; on CUDA as the device saw it. The rest is logging and the loop's own.
+    # Parts of the above; on CUDA as the device saw it. The rest is logging and the loop itself.
     "perf/data_ms",
     "perf/forward_backward_ms",
     "perf/optimizer_ms",
@@ -58,11 +58,12 @@ class Logger(Protocol):
 
 
 class CsvLogger:
-    """metrics.csv: a row a log point, empty cells where nothing was measured, flushed at once.
+    """metrics.csv: one row per log point, empty cells where nothing was measured, flushed at once.
 
-    A run resumed in its own directory keeps its rows up to `step`, where it resumes. The evaluation there is dropped
-    if it is made again (`evaluates`): a checkpoint is older than the evaluation of its step. `seconds` is the time of
-    the last row kept: that of an evaluation which is not made again is past, though no checkpoint knows of it.
+    A run resumed in its own directory keeps its rows up to `step`, where it resumes. A checkpoint is older than the
+    evaluation of its step, so that evaluation's row is dropped if it will be made again (`evaluates`). `seconds` is
+    the time of the last row kept; it includes an evaluation after the checkpoint was written, if that is not made
+    again.
     """
 
     def __init__(self, path: Path, step: int, evaluates: bool) -> None:
@@ -101,13 +102,13 @@ def csv_cell(value: float) -> float | str:
 
 
 class WandbLogger:
-    """One wandb run a training run; online when a key is configured, otherwise offline, and never a prompt.
+    """One wandb run per training run; online when a key is configured, otherwise offline, and never a prompt.
 
-    A run that goes on in its own directory goes on in its wandb run. Offline each start leaves a folder of its own
-    with the same id, and `wandb sync` makes one run of them. Steps that wandb has had already it does not take again.
+    A run resumed in its own directory continues its wandb run. Offline, each start leaves a folder of its own with
+    the same id, and `wandb sync` makes one run of them. wandb ignores steps that it already has.
 
-    Training outlives wandb: its server at the start (offline then) and at the end, and its own process at any time.
-    Raises ConfigError for a server that does not answer where logger.mode=online asked for it.
+    Training survives the failure of wandb: of its server at the start (the run is then offline) and at the end, and
+    of its own process at any time. With logger.mode=online, a server that does not answer raises ConfigError.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class WandbLogger:
             "job_type": "train",
             "tags": [facts["attention"], *config.logger.tags],
             "config": resolved | {"resolved": facts, "environment": environment},
-            # Without a limit a run whose server was gone had not ended after 480 s.
+            # Without a limit, a run whose server was gone had not ended after 480 s.
             "settings": wandb.Settings(
                 init_timeout=BEGIN_SECONDS,
                 finish_timeout=END_SECONDS,
@@ -151,8 +152,8 @@ class WandbLogger:
                     f"logger.mode=online: {reason}; use logger.mode=offline, or auto."
                 ) from None
             self.mode, self._why = "offline", f"offline, since {reason}"
-            with suppress(Exception):  # where there is no process any more
-                wandb.teardown()  # its process takes the id to be in use
+            with suppress(Exception):  # it raises if that process is gone
+                wandb.teardown()  # otherwise its process considers the id in use
             self._run = wandb.init(mode="offline", **options)
         self._run.define_metric("tokens")
         for namespace in ("train/*", "val/*", "perf/*"):
@@ -185,7 +186,7 @@ class WandbLogger:
         self._send(end)
 
     def _send(self, call: Callable[[], None]) -> None:
-        """Call wandb, unless it is gone. Its own process may be ended at any time, by a full memory for one."""
+        """Call wandb, unless it is gone. Its own process may die at any time, for example when memory is full."""
         if self._gone:
             return
         try:
@@ -193,14 +194,14 @@ class WandbLogger:
         except TimeoutError:
             told = f"wandb's server did not take everything within {END_SECONDS} s"
             tqdm.write(f"{told}; later: wandb sync {self._folder}")
-        except Exception as error:  # of many classes, private ones among them
+        except Exception as error:  # of many classes, some of them private
             import wandb
 
             self._gone = True
             told = f"wandb stopped ({type(error).__name__}: {error}); metrics.csv has all of the run"
             tqdm.write(f"{told}, what wandb has: wandb sync {self._folder}")
             with suppress(Exception):
-                wandb.teardown()  # else it tries once more when Python ends, with a traceback
+                wandb.teardown()  # otherwise it tries again when Python exits, with a traceback
 
 
 def _wandb_id(run_dir: Path) -> str:
@@ -230,7 +231,7 @@ def wandb_mode(mode: WandbMode) -> str:
 
 
 def check_names(config: LoggerConfig) -> None:
-    """ConfigError for a project or tag that wandb refuses, which it would say when the run has begun."""
+    """Raise ConfigError for a project or tag that wandb would refuse only once the run has begun."""
     import wandb
 
     try:

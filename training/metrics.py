@@ -16,9 +16,9 @@ import torch
 
 from .distributed import World
 
-# Dense bf16/fp16 tensor-core peak in TFLOP/s, no sparsity, from the vendors' datasheets. A device is the first entry
-# whose words its name begins with, "NVIDIA" and "GeForce" left out. One that is not here gets no MFU rather than a
-# wrong one.
+# Dense bf16/fp16 tensor-core peak in TFLOP/s, no sparsity, from the vendors' datasheets. A device matches
+# the first entry whose words its name begins with, "NVIDIA" and "GeForce" left out. A device that is not listed gets
+# no MFU rather than a wrong one.
 PEAK_TFLOPS = {
     "GB200": 2500,
     "B200": 2250,
@@ -35,7 +35,7 @@ PEAK_TFLOPS = {
     "RTX 4090": 165,
     "RTX 3090": 71,
 }
-# With one of these words in its name, a device is another chip than the entry's, or a part of one.
+# A device with one of these words in its name is another chip than the entry's, or a part of one.
 OTHER_CHIPS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}
 
 
@@ -59,11 +59,11 @@ Batch = TypeVar("Batch")
 class Throughput:
     """The time of a step and of its phases, without warm-up, evaluation and checkpoints.
 
-    `mark` closes a window at a step; `resume` starts the next one, and drops what came since the last mark. A step is
-    measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
+    `mark` closes a window at a step; `resume` starts the next one, and drops what came since the last mark. A window
+    is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
 
-    Times are dicts of mean seconds a step: `step`, and of it `data` (until a batch is on the device),
-    `forward_backward` and `optimizer` (unscaling and clipping included). What is left is logging and the loop's own.
+    Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
+    `forward_backward` and `optimizer` (with unscaling and clipping). The remainder is logging and the loop itself.
     """
 
     def __init__(self, world: World, warmup_steps: int = 3) -> None:
@@ -127,8 +127,8 @@ class Throughput:
 class Phases:
     """Seconds by phase; a phase lasts from its `begin` to the next `begin` or `end`.
 
-    On CUDA a phase is what passes on the stream: an event is recorded where it begins, the host waits for nothing,
-    and `data` is what the device lost to it, not how long the host waited while the device had other work. On a CPU
+    On CUDA a phase is time on the stream: an event is recorded where it begins, and the host does not wait. `data` is
+    then the time the device lost waiting for data, not the time the host waited while the device was busy. On a CPU
     it is the host's clock.
     """
 
@@ -182,7 +182,7 @@ def performance(
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Free what an earlier run of this process (a sweep's) left, so that the peak is this run's."""
+    """Free the memory of an earlier run in this process (in a sweep), so that the peak is this run's."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -60,11 +60,11 @@ def parameter_groups(
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW in torch's fused form, which both CPU and CUDA have, and its moments.
+    """AdamW in torch's fused form, which CPU and CUDA both have, with its moments.
 
-    They are there before the first step, which would make them: a run that has no room for them ends before it
-    compiles, and the peak that the allocator saw while CUDA graphs were recorded has them. It sees nothing of what
-    a replay uses, and said 7.9 GiB for GPT-2 small of the 8.8 that it says without graphs.
+    The moments are allocated here, not in the first step: a run that has no room for them ends before it compiles,
+    and the peak memory seen while CUDA graphs are recorded includes them. The allocator sees nothing of what a replay
+    uses: for GPT-2 small it reported 7.9 GiB, where it reports 8.8 without graphs.
     """
     import torch
 
@@ -92,11 +92,11 @@ def update(
     clip: float = 1.0,
     keep_gradients: bool = False,
 ) -> torch.Tensor:
-    """Clip the gradients to a norm, take the optimizer's step, and forget them: set them to zero if they are kept.
+    """Clip the gradients to a norm, take the optimizer's step, and drop the gradients, or zero them if they are kept.
 
-    Returns the norm that each parameter's gradient had, float32 (parameters,), still on the device: clipping by a
-    norm that is not finite leaves no gradient that would tell where it came from. With a scaler that is on, such a
-    norm costs the step.
+    Returns the norm of each parameter's gradient before clipping, float32 (parameters,), still on the device: after
+    clipping by a norm that is not finite, the gradients no longer tell where it came from. With an enabled scaler,
+    such a norm makes it skip the step.
     """
     import torch
 

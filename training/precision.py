@@ -1,4 +1,4 @@
-"""The precision a run computes in, and how that goes into what torch.compile keeps."""
+"""The precision a run computes in, and how it becomes part of the key of torch.compile's cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +24,14 @@ def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype
 def compiled(
     model: nn.Module, dtype: torch.dtype, backend: str | Callable[..., Any] = "inductor"
 ) -> nn.Module:
-    """torch.compile of a model that is called under autocast to dtype, before another is compiled for another dtype.
+    """torch.compile of a model that is called under autocast to dtype.
 
-    PyTorch's cache of compiled graphs on disk did not know autocast's dtype before its pull request 181564 (2.13 has
-    it, 2.11 not): a bf16 run found what an fp16 run of the same model had left, computed in fp16 without a gradient
+    Call the model before compiling another for another dtype: the cache tag set here belongs to the process.
+
+    Before PyTorch's pull request 181564 (in 2.13, not in 2.11) the key of its compiled graphs on disk lacked
+    autocast's dtype: a bf16 run found the graph of an fp16 run of the same model, computed in fp16 without a gradient
     scaler, and ended at a loss of 2.97 instead of 2.85. The tag keeps them apart.
     """
-    # Of the process: it is read when the model is first called.
+    # Read when the model is first called.
     compiler.config.cache_key_tag = f"{_USERS_TAG}{dtype}"
     return torch.compile(model, backend=backend)

@@ -1,4 +1,4 @@
-"""Where the time of one optimizer step goes: a trace to look at, and in words what took most of it."""
+"""Where the time of one optimizer step goes: a trace file, and a printed list of the costliest operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: the banner before, the result after."""
+"""What a run prints about itself: the banner before, the result after."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _best(run_dir: Path, keep_best: bool) -> Rows:
 
 
 def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:
-    """A row where the machine's other work shows in the speed."""
+    """A row that says so, if other programs affected the speed."""
     slow, fast = speed_range(speeds) or (1, 1)
     if fast <= SPREAD * slow:
         return []

@@ -34,15 +34,15 @@ class Resumed(NamedTuple):
 
     step: int
     seconds: float  # how long it had run by then
-    changed: dict[str, list]  # settings that are not what they were: [was, is]
-    history: dict[str, dict[str, list]]  # by step of each resume so far, what changed there; in facts.json
+    changed: dict[str, list]  # settings that differ from the checkpoint's: [was, is]
+    history: dict[str, dict[str, list]]  # what each resume changed, by its step; in facts.json
 
 
 FROM_THE_START = Resumed(0, 0.0, {}, {})
 
 
 def resume(run: Trainer, path: str) -> Resumed:
-    """Load a checkpoint into model, optimizer and scaler; where its weights began goes into the config."""
+    """Load a checkpoint into model, optimizer and scaler; the config takes over its trainer.init_from."""
     found = checkpoint.find(path)
     state = checkpoint.load_training(found, run.world.device)
     run_dir = found.parent.parent
@@ -62,7 +62,7 @@ def resume(run: Trainer, path: str) -> Resumed:
     settings = [{k: v for k, v in g.items() if k != "params"} for g in run.optimizer.param_groups]
     run.optimizer.load_state_dict(state["optimizer"])
     for group, setting in zip(run.optimizer.param_groups, settings, strict=True):
-        group.update(setting)  # rates and decays are this run's; only the moments are the checkpoint's
+        group.update(setting)  # learning rates and decays stay this run's; the moments are the checkpoint's
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     trainer = dataclasses.replace(run.config.trainer, init_from=state["init_from"])
@@ -73,7 +73,7 @@ def resume(run: Trainer, path: str) -> Resumed:
 
 
 def identity(run: Trainer) -> dict[str, Any]:
-    """What must be equal for a resumed run to go on with the batches the first would have seen."""
+    """What must not differ on resume, so that the run continues with the batches it would have seen."""
     config = run.config
     return {
         "model": {f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)},
@@ -90,7 +90,7 @@ def _changed(config_file: Path, config: Config) -> dict[str, list]:
 
     if not config_file.is_file():  # a checkpoint alone
         return {}
-    # Read as it stands: the code that wrote it may have had other settings.
+    # Not as a Config: the code that wrote it may have had other settings.
     files = OmegaConf.load(config_file), OmegaConf.create(to_yaml(config))
     was, now = (flatten(OmegaConf.to_container(file)) for file in files)
     return {
@@ -103,7 +103,7 @@ def _changed(config_file: Path, config: Config) -> dict[str, list]:
 def _history(facts_file: Path, step: int, changed: dict[str, list]) -> dict[str, dict[str, list]]:
     """What each resume changed, by its step, this one included.
 
-    A change that an earlier resume made after `step` counts as made at `step`, where this one leaves that branch.
+    What an earlier resume changed after `step` counts as changed at `step`, where this run branches off.
     """
     known = json.loads(facts_file.read_text()).get("resumed", {}) if facts_file.is_file() else {}
     history: dict[str, dict[str, list]] = {}

@@ -1,4 +1,4 @@
-"""What a run leaves on disk and says, when it begins and when it ends."""
+"""What a run writes to disk and prints when it begins and when it ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refusal(config: Config, run_dir: Path) -> str | None:
     kept = checkpoint.saved(run_dir)
     if not (kept or (run_dir / "metrics.csv").exists()) or _goes_on(config, run_dir):
         return None
-    if in_sweep(run_dir):  # whose runs cannot all go on from this one
+    if in_sweep(run_dir):  # not all runs of a sweep can resume this one
         return f"{run_dir} holds a run already: choose another hydra.sweep.dir."
     resume = typed(f"trainer.resume={run_dir}")
     remedy = f"go on with it by {resume}" if kept else "delete it: it has no checkpoint"
@@ -40,7 +40,7 @@ def refusal(config: Config, run_dir: Path) -> str | None:
 
 
 def _goes_on(config: Config, run_dir: Path) -> bool:
-    """Whether the run is one that goes on in its own directory."""
+    """Whether the run is resumed in its own directory."""
     resume = config.trainer.resume
     return resume is not None and run_dir.resolve() in (Path(resume) / "x").resolve().parents
 
@@ -52,12 +52,12 @@ def open_run(run: Trainer) -> list[Logger]:
     run_dir = run.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # Drop what is newer than the step to go on from. Checkpoints first, since a next start looks for the newest.
+        # Drop what is newer than the step to resume from: checkpoints first, since a restart looks for the newest.
         if gone := checkpoint.drop_after(run_dir, run.start):
             print(f"removed {', '.join(gone)}: newer than the step this run goes on from", flush=True)
         for end in ("summary.json", "sample.txt"):
             (run_dir / end).unlink(missing_ok=True)
-    except OSError as error:  # a colleague's run, or an archived one
+    except OSError as error:  # the directory is a colleague's, or archived
         raise unwritable(run_dir, error) from error
     write_whole(run_dir / "config.yaml", to_yaml(run.config))
     write_whole(run_dir / "corpus", f"{run.corpus.directory}\n")  # for python -m data.inspect RUN
@@ -72,9 +72,9 @@ def open_run(run: Trainer) -> list[Logger]:
         wandb_logger = WandbLogger(run.config, run_dir, facts, where)
         loggers.append(wandb_logger)
         rows += wandb_logger.where()
-    # After wandb, which may refuse: by its metrics.csv a directory holds a run.
+    # After wandb, which may refuse the run: a directory with a metrics.csv counts as holding one.
     metrics = CsvLogger(run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))
-    loggers.insert(0, metrics)  # whose row is on the disk before wandb gets it
+    loggers.insert(0, metrics)  # first, so that a row is on disk before wandb gets it
     run.resumed = run.resumed._replace(seconds=max(run.resumed.seconds, metrics.seconds))
     print(table("tilegpt", [*rows, ("run", str(run_dir))]), flush=True)
     return loggers
@@ -91,7 +91,7 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
         adding = f" and add {here}"
         if trainer.init_from and not trainer.resume:
             adding = f", with {here} in place of trainer.init_from"
-        if in_sweep(run.run_dir):  # -m would make a directory elsewhere, and all its runs go on from this one
+        if in_sweep(run.run_dir):  # -m would make another directory, and all its runs would resume this one
             adding = f" without -m, what the sweep varies as this run has it{adding}"
         print(
             f"stopped at step {done:,} and saved; to go on in its directory, give this run's command again{adding}",

@@ -43,18 +43,19 @@ from .seeds import stream_seed
 def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
     """Train as `config` says, leave a complete run in `run_dir`, and return what its summary.json holds.
 
-    Raises ConfigError, data.DataError or kernels.AttentionError, each one line, for what a user can mend.
+    Raises ConfigError, data.DataError or kernels.AttentionError, each one line, for errors that a user can fix.
     """
     with world(config.trainer.device) as ranks:
         try:
             summary = Trainer(config, Path(ranks.share(str(run_dir))), ranks).run()
         except RuntimeError as error:
-            # For a CPU's memory torch has no type of error.
+            # torch has no exception type for a CPU that is out of memory.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
             raise ConfigError(_out_of_memory(config, ranks)) from error
-        # DistributedDataParallel is in a cycle. Left to the end of the interpreter, gloo may end a finished rank with
-        # "terminate called without an active exception": in torch alone 8 of 44 launches, 0 of 40 with it collected.
+        # DistributedDataParallel is part of a reference cycle. If it lives until the interpreter exits, gloo may
+        # abort a finished rank with "terminate called without an active exception": 8 of 44 launches of torch alone
+        # did, 0 of 40 when it was collected.
         gc.collect()
         return summary
 
@@ -68,7 +69,7 @@ class Trainer:
         reset_peak_memory(ranks.device)
         self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
         self.dtype = resolve_precision(config.trainer.precision, ranks.device)
-        # First what can be refused at once, then what takes time.
+        # First the checks that take no time, then what takes time.
         request = {
             "device": ranks.device,
             "dtype": self.dtype,
@@ -95,9 +96,9 @@ class Trainer:
         self.config = config = dataclasses.replace(
             config,
             model=model_config,
-            # Who samples from the run may stand in another folder.
+            # An absolute path: sampling may run in another folder.
             data=dataclasses.replace(config.data, tokenizer=findable(config.data.tokenizer)),
-            # Of a run, which checkpoint: its newest may be another tomorrow.
+            # The checkpoint itself: the newest of its run may change.
             trainer=dataclasses.replace(config.trainer, init_from=initial and initial.source),
         )
         sequences = config.trainer.batch_tokens // model_config.seq_len
@@ -167,7 +168,7 @@ class Trainer:
                 self.interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
-                # A checkpoint is saved before its step is evaluated, so a run that resumes may still owe that.
+                # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
                 if self.evaluates_at(done):
                     evaluation = evaluated()
                 for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start + 1):
@@ -176,7 +177,7 @@ class Trainer:
                         self.throughput.step()
                     progress.step()
                     saving = _due(done, config.save_every) or done == config.steps
-                    # The metrics of a step that is saved are looked at first, so that no spoilt model is kept.
+                    # The metrics of a step are checked before it is saved, so that no broken model is kept.
                     logging = saving or _due(done, config.log_every) or done == 1
                     told = self.interrupt.requested() and done < config.steps
                     # Only here does the host wait for the device.
@@ -195,14 +196,14 @@ class Trainer:
             if self.world.is_main:
                 close_run(self, summary, done)
         except BaseException:
-            summary = {}  # which tells the loggers that it did not end well
+            summary = {}  # tells the loggers that the run failed
             raise
         finally:
             # Last: online, wandb may take long to close, and the run's own files are whole by then.
             for logger in loggers:
                 logger.finish(summary)
         if not summary:
-            # A rank that left before rank 0 has saved would have torchrun end rank 0 as well.
+            # If a rank exited before rank 0 has saved, torchrun would end rank 0 as well.
             self.world.share(None)
             raise SystemExit(128 + self.interrupt.signal)
         return summary
@@ -271,24 +272,24 @@ class Trainer:
             return None
         seed = stream_seed(self.config.seed, "dropout", step, micro, self.world.rank)
         torch.manual_seed(seed)
-        # Filled on the device: torch.tensor would copy, and wait for all that is queued.
+        # Filled on the device: torch.tensor would copy, and wait for all queued work.
         return torch.full((), seed, dtype=torch.int64, device=self.world.device)
 
     # ---- what it measures ------------------------------------------------------------------------
 
     def _training_metrics(self, done: int, loss: torch.Tensor, grad_norms: torch.Tensor) -> dict[str, float]:
         mean = self.world.sum(loss.clone()).item() / self.world.size
-        # Of gradients that all ranks share, so all decide alike, as on the mean.
+        # All ranks have the same gradients and the same mean loss, so they all decide alike.
         norm = grad_norms.norm().item()
         if not math.isfinite(mean):
             self._give_up(f"the loss is {mean}", done)
-        # The loss is from before the update. In fp16 an infinite gradient costs the step and half the scale, which is
-        # how the scale is found; below 1 it is not found any more.
+        # The loss is from before the update. In fp16 an infinite gradient skips the step and halves the scale, which
+        # is how the scale is found; a scale below 1 means that none will be found.
         if not (math.isfinite(norm) or self.scaler.is_enabled()):
             finite = grad_norms.isfinite().tolist()
             names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
             broken = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-            # Those of a model's end come first in the backward, so the last of them is nearest to the cause.
+            # The backward begins at the end of the model, so the last of these is nearest to the cause.
             whose = f" (not finite in {len(broken)} of {len(names)}, the last {broken[-1]})" if broken else ""
             self._give_up(f"the gradient norm is {norm}{whose}", done)
         if self.scaler.get_scale() < 1:
