@@ -219,6 +219,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             code=(*_ATTENTION, "reproduce/attention.py"),
         ),
         Experiment(
+            name="host",
+            title="what a call of attention costs the host, beside PyTorch's and a function that does nothing",
+            claims=("C7",),
+            needs="cuda",
+            minutes=0.5,
+            code=_ATTENTIONS,
+        ),
+        Experiment(
             name="perplexity",
             title="loss curves of every backend, and of longer contexts at equal tokens",
             claims=("C12", "C14"),

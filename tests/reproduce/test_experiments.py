@@ -91,7 +91,7 @@ def document(directory: Path, name: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "traffic", "loss", "numerics", "sparse", "history", "documents"]
+    "name", ["attention", "traffic", "loss", "numerics", "sparse", "history", "documents", "host"]
 )
 def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert run(tmp_path, name) == 0

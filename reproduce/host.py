@@ -1,0 +1,196 @@
+"""What a call of attention costs the host: microseconds of Python and C++ before its kernels are queued.
+
+In eager mode, without CUDA graphs, a small model is as fast as its host can launch. So the attention here is so small
+that the device is always done first, and the clock is the host's, over many calls without a synchronisation between
+them. An autograd.Function that does nothing is timed too: what PyTorch itself takes for any attention written in
+Python. All take turns in one process.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels import attention_tier, get_attention, resolve_attention
+
+from . import plots
+from .experiment import Options, Results, Sample, Verdict, own_aim, pick, text_table
+
+NOTHING = "empty autograd.Function"
+PORTABLE = "flash, portable"
+FORWARD, GRAPH, BOTH, STACKED = "forward, no_grad", "forward", "forward and backward", "both, in a stack"
+AIMS = {FORWARD: 60, BOTH: 120}  # microseconds
+
+
+@dataclass(frozen=True)
+class Settings:
+    dtype: str = "bfloat16"
+    # Names in kernels.ATTENTION.
+    backends: tuple[str, ...] = ("flash", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "naive")
+    # Batch, heads, length, head_dim.
+    shape: tuple[int, ...] = (1, 2, 128, 64)
+    # Calls in one graph, as a model has them: its backward wakes autograd's thread once.
+    layers: int = 20
+    # Between synchronisations: fewer kernels than CUDA queues before a launch waits.
+    calls: int = 100
+    rounds: int = 15
+
+
+TINY = Settings(
+    dtype="float16", backends=("flash", "sdpa"), shape=(1, 1, 16, 32), layers=2, calls=1, rounds=1
+)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Nothing(torch.autograd.Function):
+    """An attention's arguments, result and gradients, without one."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return d_out, d_out, d_out
+
+
+def run(options: Options) -> None:
+    """See `experiment`."""
+    found: dict[str, Attend] = {NOTHING: Nothing.apply}
+    for name in options.settings.backends:
+        sample = options.sample(partial(_check, name, options), kind="tier", backend=name)
+        if "tier" not in sample:
+            continue
+        found[name] = get_attention(name)
+        if "hopper" in (sample["tier"] or ""):
+            found[PORTABLE] = partial(get_attention(name), tier="triton")
+    options.sample(partial(time_all, found, options), kind="time")
+
+
+def _check(name: str, options: Options) -> Sample:
+    """{"tier"}: which of our kernels run it; refused where none can."""
+    settings = options.settings
+    request = {
+        "device": options.device,
+        "dtype": getattr(torch, settings.dtype),
+        "head_dim": settings.shape[3],
+    }
+    resolve_attention(name, **request)
+    return {"tier": attention_tier(name, **request, length=settings.shape[2])}
+
+
+def phases(attend: Attend, options: Options) -> dict[str, tuple[Callable[[], object], int]]:
+    """What is timed of an attention, and how many calls of it that is."""
+    settings = options.settings
+
+    def leaf() -> Tensor:
+        dtype = getattr(torch, settings.dtype)
+        return torch.randn(settings.shape, device=options.device, dtype=dtype, requires_grad=True)
+
+    q, d_out = leaf(), leaf().detach()
+    keys, values = ([leaf() for _ in range(settings.layers)] for _ in range(2))
+
+    def both(layers: int) -> None:
+        out = q
+        for k, v in zip(keys[:layers], values[:layers], strict=True):
+            out = attend(out, k, v)
+        torch.autograd.grad(out, [q, *keys[:layers], *values[:layers]], d_out)
+
+    forward = partial(attend, q, keys[0], values[0])
+    return {
+        FORWARD: (torch.no_grad()(forward), 1),
+        GRAPH: (forward, 1),
+        BOTH: (partial(both, 1), 1),
+        STACKED: (partial(both, settings.layers), settings.layers),
+    }
+
+
+def time_all(attends: dict[str, Attend], options: Options) -> Sample:
+    """Microseconds a call, of every round: {"us": {contender: {phase: [...]}}}."""
+    settings = options.settings
+    timed = {name: phases(attend, options) for name, attend in attends.items()}
+    us: dict[str, dict[str, list[float]]] = {
+        name: {phase: [] for phase in each} for name, each in timed.items()
+    }
+    for number in range(-1, settings.rounds):  # the first is a warm-up
+        for name, each in timed.items():
+            for phase, (call, calls_in_it) in each.items():
+                took = _host_us(call, max(1, settings.calls // calls_in_it), options.device) / calls_in_it
+                if number >= 0:
+                    us[name][phase].append(float(f"{took:.4g}"))
+    return {"us": us}
+
+
+def _host_us(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Microseconds of the host's clock a call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return 1e6 * (time.perf_counter() - begin) / calls
+
+
+def _medians(sample: Sample) -> dict[str, dict[str, float]]:
+    return {
+        name: {phase: statistics.median(values) for phase, values in each.items()}
+        for name, each in sample["us"].items()
+    }
+
+
+def table(results: Results) -> str:
+    """Median microseconds a call, and who was left out."""
+    lines = [f"left out: {s['backend']}: {s['refused']}" for s in results["samples"] if s.get("refused")]
+    for sample in pick(results, kind="time"):
+        medians = _medians(sample)
+        header = ["us of the host a call", *next(iter(medians.values()))]
+        rows = [[name, *(f"{us:.0f}" for us in each.values())] for name, each in medians.items()]
+        lines.append(text_table(header, rows))
+    return "\n".join(lines)
+
+
+def draw(results: Results, path: Path) -> None:
+    """A panel a phase, a bar a contender."""
+    timed = pick(results, kind="time")
+    with plots.picture(
+        path, 4, columns=2, title=f"What a call costs the host of {results['device']}"
+    ) as axes:
+        for axis, phase in zip(axes, (FORWARD, GRAPH, BOTH, STACKED), strict=True):
+            for medians in map(_medians, timed):
+                names, values = list(medians), [each[phase] for each in medians.values()]
+                colours = [plots.colour(name, tuple(names)) for name in names]
+                axis.barh(names, values, height=0.6, color=colours)
+                for place, value in enumerate(values):
+                    axis.text(value, place, f" {value:.0f}", va="center", fontsize=8)
+                axis.set_xlim(0, 1.15 * max(values))
+                axis.set_ylim(len(names) - 0.5, -0.5)
+            axis.set_xlabel("microseconds a call")
+            axis.set_title(phase)
+            axis.grid(axis="y", visible=False)
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C7 is of the device's time; at short lengths the host decides, for which these are this project's own aims."""
+    verdicts = []
+    for medians in map(_medians, pick(results, kind="time")):
+        if "flash" not in medians:
+            continue
+        for phase, aim in AIMS.items():
+            ours, nothing = medians["flash"][phase], medians[NOTHING][phase]
+            others = [each[phase] for name, each in medians.items() if name.startswith("sdpa")]
+            beside = f", the fastest of PyTorch's {min(others):.0f} us" if others else ""
+            why = f"an {NOTHING} takes {nothing:.0f} us{beside}"
+            what = f"host, {phase} of flash"
+            verdicts.append(
+                own_aim("C7", what, f"{ours:.0f} us", f"{aim} us", ours <= aim, results["device"], why)
+            )
+    return verdicts
