@@ -1,6 +1,7 @@
 """What every test shares: no network, Triton's interpreter where there is no GPU, and the real command line."""
 
 import csv
+import gc
 import os
 import subprocess
 import sys
@@ -34,6 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of every collection what is imported by now: memory is measured after one, and each took 0.2 s."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

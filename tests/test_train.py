@@ -81,10 +81,7 @@ def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_pa
         assert said in done.stdout
     assert "? left" not in done.stderr
 
-
-def test_the_offline_wandb_run_holds_the_metrics(command_line, tiny, tmp_path):
-    assert command_line("train.py", *tiny, "logger=wandb").returncode == 0
-    (offline,) = (only_run(tmp_path) / "wandb").glob("offline-run-*")
+    (offline,) = (run / "wandb").glob("offline-run-*")
     read = subprocess.run(
         [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", offline],
         capture_output=True,
@@ -354,10 +351,12 @@ def test_help_answers_at_once(command_line, script, flags, said):
     assert said in done.stdout
 
 
-def test_a_terminated_run_saves_and_goes_on_where_it_was(command_line, user_environment, tiny, tmp_path):
+def test_a_terminated_run_saves_and_goes_on_where_it_was(
+    command_line, started, user_environment, tiny, tmp_path
+):
     """SIGTERM in the middle: a checkpoint, a resume line; the resumed run's losses are the undisturbed run's."""
     long = [*tiny, "trainer.steps=150", "model.dropout=0.1", "trainer.log_every=7"]
-    assert command_line("train.py", *long, "hydra.run.dir=whole").returncode == 0
+    assert started(train.main, *long, "hydra.run.dir=whole") == 0
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", *long, "hydra.run.dir=cut short"],
         cwd=tmp_path,

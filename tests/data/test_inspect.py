@@ -1,17 +1,21 @@
-"""`python -m data.inspect` on a corpus and on a run (3 s)."""
+"""`python -m data.inspect` on a corpus and on a run (8 s)."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import data.inspect
 from data import DataError
 from data.corpora import make_corpus
 from data.inspect import corpus_folder
 from data.loader import Corpus
 from data.prepare import prepare
+from data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,13 +26,28 @@ def corpus(parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Co
     return prepare(make_corpus("text_files", files=str(parquet)), "bytes", tmp_path / "cache", workers=1)
 
 
-def inspect(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "data.inspect", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+Inspect = Callable[..., subprocess.CompletedProcess]
 
 
-def test_a_corpus_and_the_run_that_names_it(corpus: Corpus, documents: list[str], tmp_path: Path):
-    shown = inspect(corpus.directory, "--documents", 2)
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
+    """The command from ROOT, in this process: to import PyTorch takes another one 2 s."""
+
+    def inspect(*arguments: object) -> subprocess.CompletedProcess:
+        load_tokenizer.cache_clear()
+        capsys.readouterr()
+        with contextlib.chdir(ROOT):
+            code = data.inspect.main([*map(str, arguments)])
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return inspect
+
+
+def test_a_corpus_and_the_run_that_names_it(
+    inspect: Inspect, corpus: Corpus, documents: list[str], tmp_path: Path
+):
+    command = [sys.executable, "-m", "data.inspect", str(corpus.directory), "--documents", "2"]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert shown.returncode == 0, shown.stderr
     for split in (corpus.train, corpus.val):
         assert f"{split.documents:,}" in shown.stdout
@@ -46,7 +65,7 @@ def test_a_corpus_and_the_run_that_names_it(corpus: Corpus, documents: list[str]
     assert inspect(run, "--documents", 2).stdout == shown.stdout
 
 
-def test_damage_is_found_told_and_repaired(corpus: Corpus):
+def test_damage_is_found_told_and_repaired(inspect: Inspect, corpus: Corpus):
     for shard in ("train-00001.bin", "val-00000.bin"):
         path = corpus.directory / shard
         content = bytearray(path.read_bytes())
@@ -82,14 +101,16 @@ def test_of_a_folder_of_runs_or_corpora_one_is_asked_for(corpus: Corpus, tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["."], ["{corpus}", "--repair", "train-99999.bin"]])
-def test_what_is_no_corpus_or_shard_is_said_in_one_line(corpus: Corpus, arguments: list[str]):
+def test_what_is_no_corpus_or_shard_is_said_in_one_line(
+    inspect: Inspect, corpus: Corpus, arguments: list[str]
+):
     refused = inspect(*(argument.format(corpus=corpus.directory) for argument in arguments))
     assert refused.returncode == 1
     assert len(refused.stderr.strip().splitlines()) == 1
     assert refused.stderr.startswith("error: ")
 
 
-def test_a_changed_source_cannot_repair(tmp_path: Path):
+def test_a_changed_source_cannot_repair(inspect: Inspect, tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
     corpus = prepare(
         make_corpus("text_files", files=str(tmp_path / "a.txt"), separator="\n\n"), "bytes", tmp_path
@@ -101,7 +122,9 @@ def test_a_changed_source_cannot_repair(tmp_path: Path):
     assert "has changed since" in refused.stderr
 
 
-def test_a_rank_file_that_changed_is_said_to_have(documents: list[str], rank_file: str, tmp_path: Path):
+def test_a_rank_file_that_changed_is_said_to_have(
+    inspect: Inspect, documents: list[str], rank_file: str, tmp_path: Path
+):
     ranks = Path(shutil.copy(rank_file, tmp_path / "own.tiktoken"))
     (tmp_path / "a.txt").write_text("\n\n".join(documents))
     corpus = prepare(
@@ -118,7 +141,7 @@ def test_a_rank_file_that_changed_is_said_to_have(documents: list[str], rank_fil
 
 
 def test_a_rank_file_named_from_its_folder_is_found_from_another(
-    documents: list[str], rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inspect: Inspect, documents: list[str], rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "a=b c"
     folder.mkdir()

@@ -1,41 +1,81 @@
 """The offline compile gate: lets a shipped tile through, stops a bad one. About 10 s."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
 
-def compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
+def compiling(*arguments: str, **options: int) -> subprocess.Popen[str]:
     """Python with these arguments, and without the interpreter that the tests switch on."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, text=True, env=environment, stdout=subprocess.PIPE, **options)
 
 
-def report(*arguments: str, kernel: str = "forward") -> subprocess.CompletedProcess[str]:
-    return compiling("-m", "kernels.compile_report", "--kernel", kernel, *arguments)
+# Each line it gets is a program to run; each that it answers, what that left as `result` and printed.
+CHILD = """
+import contextlib, io, json, sys
+from kernels import compile_report
+for line in sys.stdin:
+    said, scope = io.StringIO(), {}
+    with contextlib.redirect_stdout(said):
+        exec(json.loads(line), scope)
+    print(json.dumps([scope.get("result"), said.getvalue()]), flush=True)
+"""
 
 
-def printed(program: str) -> list[list[str]]:
+@pytest.fixture(scope="module")
+def child() -> Iterator[subprocess.Popen[str]]:
+    """One for all tests: to import PyTorch and Triton took 2 s of processor time of each."""
+    with compiling("-c", CHILD, stdin=subprocess.PIPE) as process:
+        yield process
+        process.stdin.close()
+
+
+def answered(child: subprocess.Popen[str], program: str) -> tuple[int | None, str]:
+    child.stdin.write(json.dumps(program) + "\n")
+    child.stdin.flush()
+    answer = child.stdout.readline()
+    assert answer, "the program raised"
+    return json.loads(answer)
+
+
+@pytest.fixture
+def report(child) -> Callable[..., tuple[int, str]]:
+    """The compile report's exit code and what it prints."""
+
+    def report(*arguments: str, kernel: str = "forward") -> tuple[int, str]:
+        command = ["--kernel", kernel, *arguments]
+        return answered(child, f"from kernels.compile_report import main; result = main({command})")
+
+    return report
+
+
+@pytest.fixture
+def printed(child) -> Callable[[str], list[list[str]]]:
     """The words of each line that a program prints."""
-    done = compiling("-c", program)
-    assert done.returncode == 0, done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
+    return lambda program: [line.split() for line in answered(child, program)[1].splitlines()]
 
 
 def test_a_shipped_tile_passes() -> None:
-    done = report("--arch", "90", "--head-dim", "64")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "wgmma" in done.stdout
-    assert "\n0 of " in done.stdout
+    """With the real command."""
+    command = ["-m", "kernels.compile_report", "--kernel", "forward", "--arch", "90", "--head-dim", "64"]
+    with compiling(*command) as process:
+        said = process.stdout.read()
+    assert process.returncode == 0, said
+    assert "wgmma" in said
+    assert "\n0 of " in said
 
 
-def test_amd_has_the_portable_kernels_and_no_ptx() -> None:
-    done = report("--arch", "gfx942", "--head-dim", "64")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_amd_has_the_portable_kernels_and_no_ptx(report) -> None:
+    code, said = report("--arch", "gfx942", "--head-dim", "64")
+    assert code == 0, said
     # causal, full, and with dropout, whose PTX AMD's compiler would refuse
-    assert done.stdout.count("mfma") == 3
+    assert said.count("mfma") == 3
 
 
 HOPPER = """
@@ -47,16 +87,16 @@ for kernel in "hopper_forward", "hopper_backward":
 """
 
 
-def test_the_hopper_kernels_keep_to_their_budgets() -> None:
+def test_the_hopper_kernels_keep_to_their_budgets(printed) -> None:
     """One form of each; .ci/run compiles all of them."""
     assert printed(HOPPER) == [["hopper_forward", "TMA"], ["hopper_backward", "TMA"]]
 
 
 @pytest.mark.parametrize("kernel", ["flash1_backward", "two_pass_backward"])
-def test_what_led_to_flash_is_on_the_tensor_cores_too(kernel: str) -> None:
-    done = report("--arch", "90", "--head-dim", "64", kernel=kernel)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "wgmma" in done.stdout
+def test_what_led_to_flash_is_on_the_tensor_cores_too(report, kernel: str) -> None:
+    code, said = report("--arch", "90", "--head-dim", "64", kernel=kernel)
+    assert code == 0, said
+    assert "wgmma" in said
 
 
 BARRIERS = """
@@ -67,7 +107,7 @@ for name, (_, tiles, _) in HISTORY.items():
 """
 
 
-def test_what_led_to_flash_reads_back_behind_a_barrier() -> None:
+def test_what_led_to_flash_reads_back_behind_a_barrier(printed) -> None:
     """Triton orders no load after a store of another thread, and its interpreter has but one."""
     barriers = {name: int(one) + int(other) for name, one, other in printed(BARRIERS)}
     reads_nothing_back = {"two_pass_forward": 0}
@@ -90,10 +130,10 @@ def test_what_led_to_flash_reads_back_behind_a_barrier() -> None:
         (["--arch", "80", "--head-dim", "64", "--tile", "64", "64", "4", "1"], "no asynchronous loads"),
     ],
 )
-def test_a_bad_tile_is_stopped(arguments: list[str], problem: str) -> None:
-    done = report(*arguments)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert problem in done.stdout
+def test_a_bad_tile_is_stopped(report, arguments: list[str], problem: str) -> None:
+    code, said = report(*arguments)
+    assert code == 1, said
+    assert problem in said
 
 
 PRODUCTS = """
@@ -104,7 +144,7 @@ for kernel, tile in ("forward", Tile(64, 64, 4, 3)), ("dq", Tile(64, 64, 4, 3)),
 """
 
 
-def test_the_elements_in_a_threads_registers_share_their_philox_calls() -> None:
+def test_the_elements_in_a_threads_registers_share_their_philox_calls(printed) -> None:
     """Eight share a call in S, four in its transpose. Twelve products a call stay in each of the two loops."""
     products = printed(PRODUCTS)
     assert len(products) == 3
@@ -140,7 +180,9 @@ for kernel in masks.documents_kernel, masks.block_lists_kernel:
 def test_what_prepares_masks_compiles_without_spills() -> None:
     """The interpreter knows no types, nor registers."""
     names = ["documents_kernel", "block_lists_kernel"]
-    assert printed(MASKS) == [[name, "0"] for name in names for _ in range(2)]
+    with compiling("-c", MASKS) as process:  # of its own, for its settings
+        lines = process.stdout.read().splitlines()
+    assert lines == [f"{name} 0" for name in names for _ in range(2)]
 
 
 def test_the_interpreter_is_refused() -> None:
@@ -160,7 +202,7 @@ print(idle_barriers(ttgir), *(idle_barriers(ttgir.replace(f", {name},", ",", 1))
 """
 
 
-def test_a_barrier_that_no_warp_gets_is_found() -> None:
+def test_a_barrier_that_no_warp_gets_is_found(printed) -> None:
     """Each operand of the warps is left out once: 10 of them are barriers."""
     ((none, *found),) = printed(IDLE)
     assert none == "0"

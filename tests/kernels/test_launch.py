@@ -1,6 +1,6 @@
 """What the interpreter skips of a launch: Triton's reading of the arguments, compilation, and the way around both.
 
-About 25 s. In processes of their own, where Triton is told that an H100 is there and a launch is only noted down.
+About 10 s. In processes of their own, where Triton is told that an H100 is there and a launch is only noted down.
 """
 
 import os
@@ -39,6 +39,18 @@ def alone(q, k, v): return q.contiguous(), k.contiguous(), v.contiguous()
 """
 
 PORTABLE = """
+from triton.backends.nvidia.compiler import CUDABackend
+
+# Nobody runs these 46 kernels: Triton's IR of each will do, and what the stages behind it would note down. With them
+# the test took 43 s of processor time where nothing was in Triton's cache, and 6 s without.
+def noted_only(self, module, metadata, *rest):
+    metadata |= {"name": str(module).split("tt.func public @")[1].split("(")[0], "shared": 0, "tmem_size": None}
+    metadata |= {f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in ("size", "align")}
+    return ""
+
+CUDABackend.make_ttgir = noted_only
+CUDABackend.make_llir = CUDABackend.make_ptx = lambda *stage: ""
+CUDABackend.make_cubin = lambda *stage: b""
 launched, told = [], []
 
 class Launcher:
@@ -284,9 +296,11 @@ print("done")
 """
 
 
-def said(program: str) -> str:
+def said(program: str, **variables: str) -> str:
     """What the program prints when none of its assertions has failed."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | variables
     done = subprocess.run(
         [sys.executable, "-c", DRIVER + program], capture_output=True, text=True, env=environment
     )
@@ -294,8 +308,9 @@ def said(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels() -> None:
-    assert said(PORTABLE) == "done"
+def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels(tmp_path) -> None:
+    # In a cache of its own: another process would take these kernels for whole ones.
+    assert said(PORTABLE, TRITON_CACHE_DIR=str(tmp_path)) == "done"
 
 
 def test_a_hopper_launch_from_an_earlier_one_gives_triton_the_same() -> None:

@@ -26,6 +26,14 @@ from training.trainer import Trainer, train
 STEPS = 4
 
 
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 24 bytes: the one to evaluate is two sequences, where 300 took a third of the time."""
+    path = tmp_path_factory.mktemp("fairness") / "text.txt"
+    path.write_text("\n\n".join(f"{i * i} wizards, {i * 7919} quips" for i in range(1, 61)))
+    return path
+
+
 def config(text_file: Path, attention: str, dropout: float = 0.0) -> Config:
     """Two short sequences a step and one document to evaluate, once: every token costs the interpreter time."""
     return Config(
