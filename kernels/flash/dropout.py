@@ -60,8 +60,7 @@ def philox(seed, c0, c1, c2, c3):
 def wide_product(word, FACTOR: tl.constexpr):
     """The 64-bit product of a uint32 and a constant: one IMAD.WIDE.
 
-    In inline PTX, because LLVM splits the plain form (and tl.philox) into a high and a low product, and ptxas keeps
-    both.
+    In inline PTX, because LLVM splits the plain form (and tl.philox) into a high and a low product, and both stay.
     """
     if HAS_PTX:
         return tl.inline_asm_elementwise(
