@@ -22,7 +22,7 @@ Query i is aligned bottom-right: its position among the keys is i + kv_len - q_l
     block_mask       bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): True for tiles that may be
                      seen (FlashAttention section 3.3), combined with every other mask
     return_lse       also return the log-sum-exp
-    precise_delta    a backward free of the output's rounding error (arXiv 2510.04212); `naive` is so anyway
+    precise_delta    a backward free of the output's rounding error (arXiv 2510.04212); `naive` always is
 """
 
 import math

@@ -158,7 +158,7 @@ def consume(
         dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
         zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
         mbarrier.wait(shared.kv_full, place & 1)
-        # Until TMA has read the previous item's dK and dV from the dS tile where `store` staged them. The other
+        # Wait until TMA has read the previous item's dK and dV from the dS tile where `store` staged them. The other
         # warpgroup learns of it through ds.empty, or in `meet`: the first step writes the other dS tile.
         if HEAD_DIM == 64 and WHICH == 0:
             tma.store_wait(0)

@@ -6,8 +6,8 @@ of keys that its queries see have been added. Those are earlier work items, alre
 (hopper_claims.py), so the wait cannot deadlock.
 
 Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
-the GPU is busy to the end. An item starts at the last of its queries, which is at or behind the start of the item
-before it, and so follows that item through the queries; two dQ tiles in shared memory absorb the jitter.
+the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or behind that
+of the item before it, and so follows that item through the queries; two dQ tiles in shared memory let it lag.
 
 Also here, in plain Triton: the pass before the kernel, which computes delta and resets the counters, and the pass
 after it, which rounds the sum to dQ's dtype.

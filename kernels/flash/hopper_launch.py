@@ -89,9 +89,9 @@ def forward(
 def _forward_together(k: Tensor, group: int, claimed: bool) -> int:
     """Query heads in a scheduling group, where tiles are sorted by number of keys. group: query heads per key head.
 
-    Claimed tiles balance with groups of any size, so the groups are those whose K and V fit the L2 cache. Dealt tiles
-    balance only in groups of half as many heads as there are programs: by count, the busiest of 132 programs then has
-    0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache.
+    Claimed tiles balance well with groups of any size, so the groups are those whose K and V fit the L2 cache. Dealt
+    tiles balance only in groups of half as many heads as there are programs: by count, the busiest of 132 programs
+    then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache.
     """
     if not claimed:
         return max(1, processors(k.device) // 2)
