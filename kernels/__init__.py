@@ -1,9 +1,9 @@
-"""Attention algorithms behind one signature, picked by name.
+"""Attention algorithms behind one signature, selected by name.
 
     name, attention = resolve_attention("auto", device=device, dtype=torch.bfloat16, head_dim=64)
     out = attention(q, k, v, causal=True)
 
-The arguments are documented in `kernels.arguments`; `kernels.naive` does all of it the slow and obvious way.
+`kernels.arguments` documents the arguments; `kernels.naive` implements all of them in the slow and obvious way.
 """
 
 from . import fa4, flash, history, library, naive  # each registers its backends
@@ -22,7 +22,7 @@ from .registry import (
 
 
 def register() -> None:
-    """Announce the flash kernels to PyTorch, to run under scaled_dot_product_attention: `flash.under_sdpa`."""
+    """Register the flash kernels with PyTorch, to run under scaled_dot_product_attention (see `flash.under_sdpa`)."""
     from .flash.under_sdpa import register as announce
 
     announce()

@@ -1,8 +1,8 @@
-"""The Triton kernels of `linear_add_norm`: bias, residual and LayerNorm in one pass over memory, and back in one.
+"""The Triton kernels of `linear_add_norm`: bias, residual and LayerNorm in one pass over memory, and one backward.
 
-Both are bound by memory, so all that counts is that each number travels once, in wide loads, and that enough of them
-are under way. A program holds whole rows in registers and goes on to other rows, which lets it keep bias, gain and
-shift there, and the sums over its rows that are their gradients.
+Both are memory-bound: what counts is that each element moves once, in wide loads, with enough loads in flight. A
+program holds whole rows in registers and loops over rows, so that bias, gain and shift, and the partial sums of their
+gradients, stay in registers too.
 """
 
 import functools
@@ -18,16 +18,16 @@ from .row_dropout import kept
 
 
 class Tile(NamedTuple):
-    """How the rows are shared out."""
+    """How rows are distributed over programs and threads."""
 
-    rows: int  # a program holds at once
-    columns: int  # of a row in each thread
-    warps: int  # on a multiprocessor, over all its programs
-    stages: int  # of loading ahead; 1: none
+    rows: int  # that a program holds at a time
+    columns: int  # of a row per thread
+    warps: int  # per SM, over all of its programs
+    stages: int  # num_stages of the row loop; 1: no prefetch
 
 
-# Of 65,536 rows of 768, float32 and bfloat16, on an H200 whose copies run at 4.2 TB/s: 152 and 203 us, 4.0 TB/s. The
-# first choice without a GPU took 162 and 235 (LOG.md).
+# 65,536 rows of 768, float32 and bfloat16, on an H200 whose copies run at 4.2 TB/s: 152 and 203 us, 4.0 TB/s. The
+# first guess, made without a GPU, took 162 and 235 (LOG.md).
 FORWARD = Tile(rows=1, columns=16, warps=16, stages=1)
 BACKWARD = Tile(rows=2, columns=4, warps=16, stages=3)
 
@@ -45,10 +45,10 @@ def forward(
     dropout_p: float,
     eps: float,
 ) -> None:
-    """Write x_new = x + dropout(update + bias), its LayerNorm, and mean and 1 / standard deviation of its rows.
+    """Write x_new = x + dropout(update + bias), its LayerNorm, and the mean and 1 / standard deviation of each row.
 
-    x, x_new: (rows, width). update, normalised: of another dtype, perhaps. bias, gain, shift: (width,).
-    statistics: float32 (2, rows). All contiguous. seed: of dropout, 0-d int64; None for none.
+    x, x_new: (rows, width). update, normalised: the same shape, possibly another dtype. bias, gain, shift: (width,).
+    statistics: float32 (2, rows). All contiguous. seed: 0-d int64, for dropout; None: no dropout.
     """
     pointers = (x, update, bias, gain, shift, x_new, normalised, statistics, seed)
     rows, width = statistics.shape[1], x.shape[-1]
@@ -75,15 +75,15 @@ def backward(
     dropout_p: float,
     with_bias: bool,
 ) -> torch.Tensor:
-    """Write d_x and, where there is one, d_update: the same number in another dtype, or what dropout makes of it.
+    """Write d_x and, unless it is None, d_update: d_x in another dtype, or with dropout's mask and scale applied.
 
-    Returns the gradients of gain, shift and, with_bias, bias: float32 (2 or 3, width). That of bias is the sum of
-    the float32 numbers that d_update is a rounding of.
+    Returns the gradients of gain, shift and, with_bias, bias: float32 (2 or 3, width). The gradient of bias sums
+    d_update before it is rounded.
     """
     rows, width = statistics.shape[1], x_new.shape[-1]
     block, warps, programs = _grid(BACKWARD, rows, width, x_new.device)
     partials = gain.new_empty((programs, 2 + with_bias, width), dtype=torch.float32)
-    # d_x_new may be absent: it comes late because the first says what device it is.
+    # d_x_new may be None, so it is not first: `launch` takes the device from the first pointer.
     pointers = (d_normalised, x_new, statistics, gain, d_x, d_update, partials, d_x_new, seed)
 
     def prepare():
@@ -98,18 +98,18 @@ def backward(
     return partials.sum(0)
 
 
-@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 are 5 us a call
+@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
 def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int, int, int]:
-    """(columns of a block, warps of a program, programs)."""
+    """(columns in a block, warps per program, programs)."""
     block = triton.next_power_of_2(width)
     warps = min(max(block // (32 * tile.columns), 1), 16)
     return block, warps, min(processors(device) * max(tile.warps // warps, 1), triton.cdiv(rows, tile.rows))
 
 
 def _vector(x: torch.Tensor, update: torch.Tensor) -> int:
-    """Neighbouring columns in a thread: 16 bytes of the wider dtype.
+    """Adjacent columns per thread: 16 bytes of the wider dtype.
 
-    Left to itself Triton takes 16 bytes of each, and what two layouts cost it is a trip through shared memory.
+    By default Triton uses 16 bytes of each dtype, in two layouts, and converts between them through shared memory.
     """
     return 16 // max(x.element_size(), update.element_size())
 
@@ -134,7 +134,7 @@ def add_norm_kernel(
     STAGES: tl.constexpr,
     DROP_BELOW: tl.constexpr,
 ):
-    """Blocks of ROWS rows, as many programs as there are apart."""
+    """A grid-stride loop over blocks of ROWS rows. Grid (programs,)."""
     columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
     inside = columns < WIDTH
     gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)
@@ -158,7 +158,7 @@ def add_norm_kernel(
         x += update
         x_new = x.to(XNew.dtype.element_ty)
         tl.store(XNew + begin + offsets, x_new, mask=here)
-        x = x_new.to(tl.float32)  # what is normalised is what the next layer reads
+        x = x_new.to(tl.float32)  # normalise the rounded values, which the next layer reads
         mean = tl.sum(x, 1) / WIDTH
         centred = tl.where(inside[None, :], x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + eps)
@@ -188,8 +188,8 @@ def add_norm_backward_kernel(
     WITH_BIAS: tl.constexpr,
     DROP_BELOW: tl.constexpr,
 ):
-    """Rows as in the forward. With n = (x_new - mean) * rstd and g = gain * d_normalised,
-    d_x = d_x_new + rstd * (g - mean(g) - n * mean(g * n)); d_update is that, with dropout."""
+    """Loop and grid as in the forward. With n = (x_new - mean) * rstd and g = gain * d_normalised,
+    d_x = d_x_new + rstd * (g - mean(g) - n * mean(g * n)), and d_update is d_x with dropout applied."""
     columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
     inside = columns < WIDTH
     gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)

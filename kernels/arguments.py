@@ -1,27 +1,28 @@
-"""The arguments of every attention, and the checks that each backend makes of them: a mistake is one clear line.
+"""The arguments of every attention, and the checks that the backends share: each mistake gives one clear line.
 
 Query i is aligned bottom-right: its position among the keys is i + kv_len - q_len.
 
     q                (batch, heads, q_len, head_dim)
     k, v             (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, consecutive query heads share one.
-                     Under autocast q, k and v are taken in its dtype, as by torch's own attention
+                     Under autocast q, k and v are cast to its dtype, as for torch's own attention
     causal           a query sees no key after its own position
-    scale            of the logits; None means 1/sqrt(head_dim)
-    dropout_p        share of the probabilities set to 0, the others divided by 1 minus it; rounded to 2^-16
+    scale            factor of the logits; None means 1/sqrt(head_dim)
+    dropout_p        probability that an attention weight is set to 0, rounded to a multiple of 2^-16; the others are
+                     divided by 1 minus that
     dropout_seed     int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
-                     `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or moved
+                     `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or advanced
     window           (left, right): a query sees at most so many keys before and after its position; -1 for no limit
-    softcap          logits become softcap * tanh(logits / softcap) (Gemma 2); 0 for none
+    softcap          logits become softcap * tanh(logits / softcap) (Gemma 2); 0: off
     alibi_slopes     (heads,): subtract slope * |query position - key position| (Press et al. 2022), after softcap
-    sinks            (heads,): a learnable logit a head that takes part in the softmax and has no value (gpt-oss)
+    sinks            (heads,): a learnable logit per head that enters the softmax and has no value (gpt-oss)
     cu_seqlens       int32 (documents + 1,): ascending offsets of packed documents in the batch * length tokens, first
-                     0, last batch * length. A token sees only its own document and its own row
-    kv_lengths       int32 (batch,): keys from there on are padding, seen by nobody (finite numbers for `naive`, which
-                     multiplies them by 0). Alignment still uses kv_len
-    block_mask       bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): tiles that may be seen
-                     (FlashAttention section 3.3), on top of every other mask
+                     0, last batch * length. A token sees only its own document, within its own row
+    kv_lengths       int32 (batch,): keys from this index on are padding, masked for every query (`naive` multiplies
+                     them by 0, so they must be finite). Alignment still uses kv_len
+    block_mask       bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): True for tiles that may be
+                     seen (FlashAttention section 3.3), combined with every other mask
     return_lse       also return the log-sum-exp
-    precise_delta    a backward without the rounding of the output (arXiv 2510.04212); `naive` never had it
+    precise_delta    a backward free of the output's rounding error (arXiv 2510.04212); `naive` always is
 """
 
 import math
@@ -34,7 +35,7 @@ BLOCK_MASK_SIZE = 128
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q (batch, heads, q_len, head_dim) must go with k and v (batch, kv_heads, kv_len, head_dim)."""
+    """Check that q (batch, heads, q_len, head_dim) matches k and v (batch, kv_heads, kv_len, head_dim)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             shape = tuple(tensor.shape)
@@ -56,10 +57,10 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as autocast, where it is on, hands them to torch's own attention: in its dtype, but for float64."""
+    """The tensors in autocast's dtype where it is enabled, as torch's own attention gets them; float64 stays."""
     device = tensors[0].device.type
-    # Of a device that has no autocast, as meta, torch does not say whether it is on. Asking for that cannot be traced
-    # by torch.compile of torch 2.11, which ended there.
+    # For a device without autocast, such as meta, torch does not say whether it is on. is_autocast_available cannot
+    # be traced by torch 2.11's torch.compile, which fails on it.
     if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device):
         return tensors
     if not torch.is_autocast_enabled(device):
@@ -69,7 +70,7 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
-    """The softmax scale: None means 1/sqrt(head_dim). It must be positive."""
+    """The softmax scale; None means 1/sqrt(head_dim). It must be positive and finite."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if not 0 < scale < math.inf:
@@ -78,7 +79,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> None:
-    """dropout_p must be in [0, 1), and have a seed when it is not 0; of another type it would be another mask."""
+    """Check that dropout_p is in [0, 1) and, unless 0, has an int64 seed (converting others would alter it)."""
     if not 0.0 <= dropout_p < 1.0:
         raise AttentionError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if dropout_p > 0.0 and dropout_seed is None:
@@ -89,19 +90,19 @@ def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> 
         if dropout_seed.ndim or dropout_seed.dtype is not torch.int64:
             got = f"{dropout_seed.dtype} of shape {tuple(dropout_seed.shape)}"
             raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {got}")
-    # 1.5 would be cut to 1, and "5" read as 5. NumPy's integers have an index; torch.compile knows int alone.
+    # 1.5 would be truncated to 1, and "5" parsed as 5. NumPy integers have __index__; torch.compile knows only int.
     elif not (dropout_seed is None or isinstance(dropout_seed, int) or hasattr(dropout_seed, "__index__")):
         raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {dropout_seed!r}")
-    # An int that varies is a symbol to torch.compile, which has it in int64 and would guard what is asked of it.
+    # A varying int is symbolic under torch.compile: an int64, on which the comparison would add a guard.
     elif not torch.compiler.is_compiling() and not -(2**63) <= int(dropout_seed or 0) < 2**63:
         raise AttentionError(f"dropout_seed must fit int64, -2^63 to 2^63 - 1, got {dropout_seed}")
 
 
 def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:
-    """The 0-d int64 tensor of a dropout seed, on a device."""
+    """A dropout seed as a 0-d int64 tensor on `device`."""
     if isinstance(seed, torch.Tensor) and (seed.device.type == device.type or torch.compiler.is_compiling()):
         return seed.to(device)
-    # From the host a fill: a copy would wait for all that is queued on the device.
+    # From the host by a fill kernel: a copy would synchronise with everything queued on the device.
     return torch.full((), int(seed), dtype=torch.int64, device=device)
 
 
@@ -117,7 +118,7 @@ def check_features(
     kv_lengths: torch.Tensor | None,
     block_mask: torch.Tensor | None,
 ) -> None:
-    """The optional arguments must fit q, k and each other."""
+    """Check that the optional arguments match q, k and each other."""
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
     is_pair = (
@@ -156,7 +157,7 @@ def check_features(
 
 
 def refuse_features(name: str, features: dict[str, object]) -> None:
-    """`features`, the arguments that attention `name` does not have, must all mean "not used"."""
+    """Check that all of `features`, the arguments that attention `name` lacks, have their "not used" value."""
     used = used_features(features)
     if used:
         raise AttentionError(f"attention={name} does not do {sorted(used)[0]}; attention=naive does")

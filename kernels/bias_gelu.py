@@ -1,7 +1,7 @@
-"""The Triton kernels of `linear_gelu`: bias and GELU in one pass over memory, and back in one with the bias's sum.
+"""The Triton kernels of `linear_gelu`: bias and GELU in one pass over memory; one backward, with the bias gradient.
 
-A program keeps to its columns and goes down the rows, so that it reads their biases once and has their gradients in
-registers until the end.
+A program owns a range of columns and loops over rows, so that it reads their biases once and accumulates the bias
+gradients in registers.
 """
 
 import functools
@@ -16,25 +16,25 @@ from .launch import launch, processors
 
 
 class Tile(NamedTuple):
-    """How the elements are shared out."""
+    """How elements are distributed over programs."""
 
-    rows: int  # a program holds at once
-    columns: int  # a program has
-    warps: int  # of a program; at columns / 256 or more, the sum over rows stays in its threads
-    programs: int  # on a multiprocessor
-    stages: int  # of loading ahead; 1: none
+    rows: int  # that a program holds at a time
+    columns: int  # that a program owns
+    warps: int  # per program; with columns / 256 or more, sums over rows stay within threads
+    programs: int  # per SM
+    stages: int  # num_stages of the row loop; 1: no prefetch
 
 
-# Of 65,536 x 3,072 bfloat16 on an H200: 202 and 301 us, 4.0 TB/s.
+# 65,536 x 3,072 in bfloat16 on an H200: 202 and 301 us, 4.0 TB/s.
 FORWARD = Tile(rows=4, columns=1024, warps=4, programs=8, stages=1)
 BACKWARD = Tile(rows=1, columns=1024, warps=4, programs=6, stages=3)
 # tanh(u) = 2 sigmoid(2 u) - 1, so GELU(x) = x sigmoid(2 u) with 2 u = LINEAR x + CUBIC x^3.
 LINEAR = tl.constexpr(2 * math.sqrt(2 / math.pi))
 CUBIC = tl.constexpr(2 * math.sqrt(2 / math.pi) * 0.044715)
 LOG2_E = tl.constexpr(math.log2(math.e))
-# The sigmoid is 0 or 1 long before x^2 is LARGE, and is not to meet the inf that x^2 becomes: 0 * inf is NaN.
+# The sigmoid saturates long before x^2 reaches LARGE. The clamp keeps out an infinite x^2: 0 * inf is NaN.
 LARGE = tl.constexpr(1e4)
-FINITE = tl.constexpr(3e38)  # nearly the largest there is
+FINITE = tl.constexpr(3e38)  # just below the largest float32
 
 
 def forward(pre: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
@@ -67,9 +67,9 @@ def backward(d_out: torch.Tensor, pre: torch.Tensor, bias: torch.Tensor, d_pre: 
     return partials.sum(0)
 
 
-@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 are 5 us a call
+@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
 def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int, int]:
-    """Programs side by side, and one below the other."""
+    """The grid: (programs across the columns, programs down the rows)."""
     across = triton.cdiv(width, tile.columns)
     down = max(processors(device) * tile.programs // across, 1)
     return across, min(down, triton.cdiv(rows, tile.rows))
@@ -86,7 +86,7 @@ def bias_gelu_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Blocks of ROWS rows, as many programs as there are one below the other apart."""
+    """A grid-stride loop over blocks of ROWS rows. Grid: see `_grid`."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (columns < WIDTH) | (WIDTH % COLUMNS == 0)
     bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
@@ -115,7 +115,7 @@ def bias_gelu_backward_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Blocks as in the forward. With s = sigmoid(2 u), GELU' = s + x s (1 - s) 2 u'."""
+    """Loop and grid as in the forward. With s = sigmoid(2 u), GELU' = s + x s (1 - s) 2 u'."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (columns < WIDTH) | (WIDTH % COLUMNS == 0)
     bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
@@ -129,8 +129,8 @@ def bias_gelu_backward_kernel(
         d = tl.load(DOut + begin + offsets, mask=here, other=0.0).to(tl.float32)
         square = tl.minimum(x * x, LARGE)
         s, e = sigmoid(x, square)
-        # 1 - s as e s, since the difference would lose digits. Where x is huge, s or e is 0: so is their product,
-        # and it stays 0 when x comes in.
+        # 1 - s is computed as e s, since the difference would cancel. For huge |x|, s or e is 0, so their product is
+        # 0 and stays 0 when multiplied by x.
         d *= s + s * (tl.minimum(e, FINITE) * s) * x * (LINEAR + 3 * CUBIC * square)
         tl.store(DPre + begin + offsets, d.to(DPre.dtype.element_ty), mask=here)
         d_bias += tl.sum(d, 0)
@@ -139,6 +139,6 @@ def bias_gelu_backward_kernel(
 
 @triton.jit
 def sigmoid(x, square):
-    """sigmoid(2 u) = 1 / (1 + e), with the square of x, and e."""
+    """(sigmoid(2 u) = 1 / (1 + e), e). square: x^2, clamped to LARGE."""
     e = tl.exp2(x * (-LOG2_E * LINEAR - LOG2_E * CUBIC * square))
     return 1.0 / (1.0 + e), e

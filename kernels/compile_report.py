@@ -1,12 +1,12 @@
-"""Compile the flash kernels for GPUs that are not here, and refuse what would be slow on them.
+"""Compile the flash kernels for GPUs that are not present, and fail on what would be slow there.
 
     python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256]
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
-ptxas, or for AMD by LLVM, no GPU or driver needed. The table gives registers a thread, bytes spilled, shared memory,
-the tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 when a kernel spills more
-than compile_budgets.toml allows, lost the tensor cores or (but for history and AMD) the asynchronous loads, has its
-wgmma serialised, or makes a barrier that no warp uses.
+ptxas (for AMD, LLVM); no GPU or driver is needed. The table has registers per thread, bytes spilled, shared memory,
+the tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more
+than compile_budgets.toml allows, does not use tensor cores or (except history and AMD) asynchronous loads, has its
+wgmma serialised, or creates a barrier that no warp uses.
 """
 
 import argparse
@@ -46,7 +46,7 @@ HOPPER = {
     "hopper_forward": hopper_forward.hopper_forward_kernel,
     "hopper_backward": hopper_backward.hopper_backward_kernel,
 }
-# Kernel, tiles, and the tensors that are float32.
+# name -> (kernel, tiles, names of its float32 tensors)
 HISTORY = {
     "flash1_forward": (flash1.forward_kernel, flash1.FORWARD, {"RowMax", "RowSum"}),
     "flash1_backward": (flash1.backward_kernel, flash1.BACKWARD, {"RowMax", "RowSum", "DQ"}),
@@ -69,7 +69,7 @@ OPTIONAL_POINTERS = {
     "KvLengths": "*i32",
     "Blocks": "*i32",
 }
-# A feature as compiled: its compile-time options, and the optional tensors it brings.
+# feature -> (its compile-time options, the optional tensors that it needs)
 FEATURES = {
     "": ({}, ()),
     "dropout": ({"dropout_p": 0.1}, ("Seed",)),
@@ -84,16 +84,14 @@ FEATURES = {
     "lse_grad": ({}, ("DLse",)),
     "precise": ({}, ("OutLow",)),
 }
-RAGGED = (
-    "ragged"  # of the Hopper kernels: one key more, so that blocks of keys and diagonals do not end together
-)
+RAGGED = "ragged"  # Hopper kernels: kv_len = q_len + 1, so blocks of keys and the diagonal do not align
 BUDGETS = tomllib.loads(Path(__file__).with_name("compile_budgets.toml").read_text())
-HEADS = 12  # of the packed qkv whose strides the kernels are compiled for
+HEADS = 12  # in the packed qkv whose strides the kernels are compiled for
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel at one tile for one GPU; a Hopper kernel has no tile to choose, but depends on the length."""
+    """One kernel with one tile for one GPU. A Hopper kernel has no choice of tile, but depends on the length."""
 
     architecture: int
     kernel: str
@@ -113,7 +111,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compilers made of a job."""
+    """The compilers' figures for a job."""
 
     registers: int
     spill_bytes: int
@@ -128,8 +126,8 @@ class Report:
         return f"{self.registers:3} registers {memory} {self.tensor_cores:8} {self.async_loads:8}"
 
     def problems(self, job: Job) -> list[str]:
-        """Why this tile must not ship, empty if it may."""
-        if job.dtype is torch.float32:  # for its digits, on the ordinary cores: shown, not held to anything
+        """The reasons why this tile must not ship; empty if it may."""
+        if job.dtype is torch.float32:  # full precision on FMA units: reported, not checked
             return []
         found = [f"wgmma serialised ({warning})" for warning in self.warnings]
         if self.spill_bytes > BUDGETS["spilled_bytes"]:
@@ -144,7 +142,7 @@ class Report:
 
 
 def compile_job(job: Job) -> Report:
-    """Compile one job from scratch and read the figures off the assembly and ptxas's log."""
+    """Compile one job from scratch; take the figures from the assembly and ptxas's log."""
     compiled, log = compile_kernel(job)
     if job.architecture == AMD:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
@@ -155,7 +153,7 @@ def compile_job(job: Job) -> Report:
 
 
 def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
-    """The compiled kernel, whose `asm` has every stage of it, and ptxas's log."""
+    """The compiled kernel, whose `asm` has every compilation stage, and ptxas's log."""
     function, on_hopper = FUNCTIONS[job.kernel], job.kernel in HOPPER
     values = _hopper_constants(job) if on_hopper else _constants(job)
     signature, constants, attributes = {}, {}, {}
@@ -165,8 +163,8 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
             continue
         signature[name] = _descriptor(name, job) if name.endswith("_desc") else _type(name, job)
         if signature[name].startswith("*") or name.startswith("stride"):
-            attributes[index,] = [["tt.divisibility", 16]]  # else no vector loads
-    # The Hopper kernels name the warps of their consumers and producers themselves, beside the first four.
+            attributes[index,] = [["tt.divisibility", 16]]  # otherwise no vector loads
+    # The Hopper kernels specify the warps of their other partitions themselves; num_warps is the first consumer's.
     options = {"num_warps": 4}
     if job.tile:
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
@@ -174,7 +172,7 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
     target = GPUTarget("cuda", job.architecture, 32)
     if job.architecture == AMD:
         target = GPUTarget("hip", "gfx942", 64)
-    dropout.HAS_PTX = gl.constexpr(job.architecture != AMD)  # it goes by the PyTorch that is here
+    dropout.HAS_PTX = gl.constexpr(job.architecture != AMD)  # set at import by the installed PyTorch
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
         triton.knobs.cache.dir = cache  # a cached kernel would have no log
@@ -188,7 +186,8 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
 
 
 def _constants(job: Job) -> dict[str, object]:
-    """The compile-time arguments: the tile, no optional tensor, the token strides of a packed qkv and its output."""
+    """The compile-time arguments: the tile, absent optional tensors, and the token strides of a packed qkv and its
+    output."""
     if job.kernel in HISTORY:
         return {"SPEC": specify(job.tile, job.head_dim, job.causal)}
     tokens = HEADS * job.head_dim
@@ -220,7 +219,7 @@ def _hopper_constants(job: Job) -> dict[str, object]:
 
 
 def _descriptor(name: str, job: Job) -> str:
-    """The type of a TMA descriptor: what it moves at a time, and how that lies in shared memory."""
+    """The type of a TMA descriptor: its block, and the block's layout in shared memory."""
     if name == "sum_desc":
         block, dtype = hopper_dq.SUM_BLOCK.value, torch.float32
     else:
@@ -257,10 +256,10 @@ def _read(ptx: str, log: str, shared_bytes: int) -> Report:
 
 
 def idle_barriers(ttgir: str) -> int:
-    """How many arrays of barriers of a Hopper kernel no warp gets.
+    """The number of barrier arrays of a Hopper kernel that are passed to no warp.
 
-    Triton gives their memory to a tile, which PTX forbids: a tile had the barriers in it where processes shared the
-    GPU (LOG.md). A barrier of the first warpgroup alone would count too; there is none.
+    Triton reuses their memory for a tile, which PTX forbids for an mbarrier; tiles were corrupted by barrier state
+    when processes shared the GPU (LOG.md). A barrier used only by the first warpgroup would count too; there is none.
     """
     given = set(re.search(r"ttg\.warp_specialize\((.*?)\)", ttgir).group(1).split(", "))
     arrays = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", ttgir)
@@ -283,7 +282,8 @@ def _read_amd(assembly: str, shared_bytes: int) -> Report:
 
 
 def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
-    """A job for every tile of the table, causal and full; with dropout and grouped heads where they matter."""
+    """Jobs for every tile of the table, causal and full, with dropout and grouped heads where they matter; for
+    history's kernels; and for every form of the Hopper kernels."""
     jobs = []
     for architecture in architectures:
         for kernel in KERNELS:
@@ -299,7 +299,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                         ):
                             continue
                         jobs.append(replace(job, feature="dropout"))
-                        if kernel == "dkdv":  # the others only look up another head
+                        if kernel == "dkdv":  # the other kernels only index another head
                             jobs.append(replace(job, feature="gqa"))
             if architecture == 80 and 64 in head_dims:
                 (tile,) = candidates(kernel, architecture, 64, torch.float32, True)
@@ -309,17 +309,17 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if architecture == 90:
             for head_dim in sorted({64, 128} & set(head_dims)):
                 for causal, feature in itertools.product((True, False), ("", RAGGED)):
-                    # In long loops a backward multiplies dQ late, and a forward claims its tiles; from 4096 on, or
-                    # 2048 if not causal, it has three consumers at 64.
+                    # Long loops: the backward delays dQ's product, and the forward schedules tiles dynamically; from
+                    # 4096 on (2048 if not causal) the forward has three consumers at head_dim 64.
                     for name, length in itertools.product(HOPPER, (512, 2048, 16384)):
                         if length == 2048 and (name, head_dim, causal) != ("hopper_forward", 64, True):
-                            continue  # the kernel of 16384
+                            continue  # the same kernel as for 16384
                         jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
                 for name, feature in itertools.product(HOPPER, ("documents", "window")):
                     jobs.append(Job(90, name, head_dim, True, None, feature=feature))
                 for name, causal in itertools.product(HOPPER, (True, False)):
                     jobs.append(Job(90, name, head_dim, causal, None, feature="blocks"))
-                # The forward's last block is masked anyway, the backward's only for the diagonal's sake or so.
+                # The forward always masks its last block; the backward only for the diagonal or a partial block.
                 jobs.append(Job(90, "hopper_backward", head_dim, False, None, feature=f"blocks {RAGGED}"))
                 drops = ("dropout", f"dropout {RAGGED}")
                 for causal, length, feature in itertools.product((True, False), (512, 16384), drops):
@@ -329,7 +329,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; 1 if any tile must not ship."""
+    """Print the table; return 1 if any tile must not ship."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.compile_report", description=__doc__.split("\n")[0]
     )

@@ -1,6 +1,6 @@
-"""Dropout whose mask is a function of a seed: no generator is moved, and no mask is stored.
+"""Dropout whose mask is a function of a seed: no generator is advanced, and no mask is stored.
 
-So what else draws from PyTorch's generator, as torch's attention does, changes nothing here.
+Other consumers of PyTorch's generator, such as torch's attention, therefore have no effect here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from .operators import below_autograd, operator
 
 
 def dropout(x: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> Tensor:
-    """x / (1 - p) where kernels.philox.row_mask of (rows, width) is True, else 0.
+    """x / (1 - p) where the (rows, width) mask kernels.philox.row_mask is True, else 0.
 
     Args:
         x: (..., width); float32, bfloat16 or float16.
-        dropout_p: probability of a 0, p to 2^-33; at least 0 and below 1.
+        dropout_p: probability of a 0, in [0, 1); p is dropout_p to within 2^-33.
         dropout_seed: int or 0-d int64, needed with dropout_p > 0.
 
     Returns:
-        Like x, contiguous; x itself where that is the same.
+        Like x, contiguous; x itself if it is contiguous and dropout_p is 0.
 
     Raises:
-        ValueError: another dtype, probability or seed. FusedError: our kernels cannot run here.
+        ValueError: invalid dtype, probability or seed. FusedError: our kernels cannot run here.
     """
     check_dtype("x", x)
     check_dropout(dropout_p, dropout_seed)
@@ -38,7 +38,7 @@ def dropout(x: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> T
 
 
 def dropped(x: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
-    """x with dropout."""
+    """The operator: x with dropout. seed: 0-d int64, on x's device."""
     x = x.contiguous()
     out = torch.empty_like(x)
     kernels_of("row_dropout", x.device.type).drop(x, seed, dropout_p, out)
@@ -46,7 +46,7 @@ def dropped(x: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
 
 
 class _Dropped(torch.autograd.Function):
-    """The gradient of `dropped`: itself."""
+    """`dropped` with its gradient, which is `dropped` with the same seed."""
 
     @staticmethod
     def forward(ctx, x, seed, dropout_p):

@@ -1,7 +1,7 @@
-"""The rows of a table that tokens name, with a gradient that is bit for bit repeatable.
+"""Embedding lookup with a bitwise repeatable gradient.
 
-Forward it is torch's. Back, torch.compile adds each row of the gradient to its token's with atomics, in an order that
-is another one each time. Ours sorts the tokens and sums in their order.
+The forward is torch's. In the backward, torch.compile accumulates the gradient rows of a token with atomics, in an
+order that varies from run to run; ours sorts the tokens and sums in sorted order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .operators import operator
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """weight[tokens].
 
-    The gradient is summed in float32. It is bit for bit repeatable, and can be taken once or many times, but not
-    twice over.
+    The gradient is summed in float32 and bitwise repeatable. The backward may run repeatedly, but there is no second
+    derivative.
 
     Args:
         tokens: int64 or int32 (...), in [0, rows); torch refuses others.
@@ -28,34 +28,34 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
         (..., width), contiguous, of weight's dtype.
 
     Raises:
-        ValueError: another dtype. FusedError: our kernels cannot run here.
+        ValueError: another dtype of weight. FusedError: our kernels cannot run here.
     """
     check_dtype("weight", weight)
-    # An autograd.Function in its graph would keep torch.compile from using its cache of graphs.
+    # An autograd.Function in the graph would keep torch.compile from using its graph cache.
     return token_rows(tokens, weight) if torch.compiler.is_compiling() else _TokenRows.apply(tokens, weight)
 
 
 def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:
-    """weight[tokens]."""
+    """The operator: weight[tokens]."""
     return F.embedding(tokens, weight)
 
 
 def embedding_gradient(d_out: Tensor, tokens: Tensor, rows: int) -> Tensor:
-    """The gradient of a table (rows, width) in d_out's dtype."""
+    """The gradient of a table: (rows, width) in d_out's dtype. d_out: (..., width), tokens: (...)."""
     table = d_out.new_zeros((rows, d_out.shape[-1]))
     kernels_of("embedding_gradient", d_out.device.type).add_up(d_out.contiguous(), tokens.contiguous(), table)
     return table
 
 
 class _TokenRows(torch.autograd.Function):
-    """The gradient of `token_rows`."""
+    """`token_rows` with its gradient."""
 
     @staticmethod
     def forward(ctx, tokens, weight):
-        kernels_of("embedding_gradient", weight.device.type)  # or refused, before the first step's work
+        kernels_of("embedding_gradient", weight.device.type)  # raises now rather than in the backward
         ctx.save_for_backward(tokens)
         ctx.rows = weight.shape[0]
-        # And not our operator: torch.compile sees torch's, and makes one kernel of it and what follows.
+        # Not our operator: torch.compile sees torch's, and fuses it with what follows.
         return F.embedding(tokens, weight)
 
     @staticmethod

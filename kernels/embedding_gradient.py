@@ -1,8 +1,8 @@
-"""The Triton kernels of `embedding`'s gradient: each token's rows summed in a fixed order, without atomics.
+"""The Triton kernels of `embedding`'s gradient: a segmented sum over sorted tokens, in fixed order, without atomics.
 
-Sorting puts the places of each token side by side, a run. Runs are cut where chunks of the sorted places begin, and
-a program sums one piece. A run of one piece is a row of the result; the pieces of a longer one are added up by a
-second kernel.
+Sorting makes the positions of each token adjacent: a run. Runs are split at the boundaries of fixed-size chunks of
+the sorted positions, and one program sums one piece. A run of a single piece is written to the result directly; the
+pieces of a longer one are added by a second kernel.
 """
 
 import functools
@@ -16,29 +16,31 @@ from .launch import launch
 
 
 class Tile(NamedTuple):
-    """How the rows are shared out."""
+    """How rows are distributed over programs and threads."""
 
-    chunk: int  # sorted places in which runs are not cut
-    rows: int  # a program adds at once
-    columns: int  # of a row in each thread
+    chunk: int  # sorted positions; runs are split at chunk boundaries
+    rows: int  # that a program adds at a time
+    columns: int  # of a row per thread
 
 
-# 4 rows in 4 warps were the fastest of four forms on an H200 for uniform tokens, whatever the chunk, and in chunks of
-# 64 within a fifth of the best for text in which one token is 6 % of all. Uncut runs took 6 times as long there.
+# On an H200, 4 rows in 4 warps were the fastest of four configurations for uniform tokens, whatever the chunk, and
+# with chunks of 64 within a fifth of the best for text in which one token is 6 % of all. Unsplit runs took 6 times as
+# long there.
 TILE = Tile(chunk=64, rows=4, columns=8)
 
 
 def add_up(d_out: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor) -> None:
-    """Write the sum of d_out over the places of each token, in float32, into the token's row of table.
+    """Write the sum of d_out over each token's positions, accumulated in float32, to the token's row of table.
 
-    d_out: (..., width). tokens: (...), whole numbers. table: (rows, width). All contiguous. Rows of tokens that are
-    nowhere stay as they are.
+    d_out: (..., width). tokens: (...), integer. table: (rows, width). All contiguous. Rows of tokens that do not
+    occur are not written.
     """
     count, width = tokens.numel(), table.shape[1]
     block, warps, chunks = _grid(TILE, count, width)
-    # The order of equal tokens is the order of the sum, so it must be stable.
+    # A stable sort: the order of equal tokens is the order of summation.
     in_order, places = torch.sort(tokens.flatten().int(), stable=True)
-    # Of a chunk, the piece of a run that comes in, and of one that starts there and goes on.
+    # For each chunk, the piece of the run continued from the previous chunk, and that of the run continued in the
+    # next.
     pieces = table.new_empty((chunks, 2, width), dtype=torch.float32)
     numbers = (count, width, block, TILE.chunk, TILE.rows)
 
@@ -54,9 +56,9 @@ def add_up(d_out: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor) -> No
         launch((in_order, table, pieces), ("join_pieces", count, width), joined)
 
 
-@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 are 5 us a call
+@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
 def _grid(tile: Tile, count: int, width: int) -> tuple[int, int, int]:
-    """(columns of a block, warps of a program, chunks)."""
+    """(columns in a block, warps per program, chunks)."""
     block = triton.next_power_of_2(width)
     warps = min(max(block // (32 * tile.columns), 1), 16)
     return block, warps, triton.cdiv(count, tile.chunk)
@@ -75,7 +77,7 @@ def sum_runs_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program a sorted place, idle unless a piece of a run starts there."""
+    """One program per sorted position, idle unless a piece of a run starts there. Grid (count,)."""
     first = tl.program_id(0)
     token = tl.load(InOrder + first)
     starts = tl.load(InOrder + first - 1, mask=first > 0, other=-1) != token
@@ -115,7 +117,8 @@ def join_pieces_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program a chunk but for the last, idle unless a run starts there and goes on into the next."""
+    """One program per chunk except the last, idle unless a run starts in it and continues in the next. Grid
+    (chunks - 1,)."""
     chunk = tl.program_id(0)
     begin = chunk * CHUNK
     token = tl.load(InOrder + begin + CHUNK)

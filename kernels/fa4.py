@@ -1,7 +1,7 @@
-"""FlashAttention-4, Dao-AILab's package `flash-attn-4`, behind the house's signature, where it is installed.
+"""FlashAttention-4, Dao-AILab's package `flash-attn-4`, behind our signature, if it is installed.
 
-The strongest peer our kernels are measured against on Hopper. As called here its backward adds dQ in any order, so it
-does not repeat bit for bit; ours does.
+The strongest peer our kernels are measured against on Hopper. As called here, its backward accumulates dQ in
+arbitrary order and is not bitwise repeatable; ours is.
 """
 
 import functools
@@ -30,8 +30,8 @@ def _refuses(request: AttentionRequest) -> str | None:
 
 @register_attention("fa4", refuses=_refuses, lazy=True)
 def load() -> AttentionFn:
-    """The package takes seconds to import, compiles each kernel when it is first called, and breaks torch.compile's
-    graph."""
+    """Lazy: the package takes seconds to import. It compiles each kernel on first use, and causes a graph break in
+    torch.compile."""
     from flash_attn.cute import flash_attn_func
 
     return functools.partial(fa4, flash_attn_func=torch.compiler.disable(flash_attn_func))
@@ -47,7 +47,7 @@ def fa4(
     scale: float | None = None,
     **features: object,
 ) -> torch.Tensor:
-    """`flash_attn.cute.flash_attn_func`; arguments, result and errors as `naive_attention`, the others refused."""
+    """`flash_attn.cute.flash_attn_func`; arguments, result and errors as `naive_attention`, others refused."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features("fa4", features)
     q, k, v = in_autocast_dtype(q, k, v)

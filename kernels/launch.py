@@ -1,7 +1,7 @@
-"""How a kernel gets onto the device, in microseconds.
+"""Launching Triton kernels with a few microseconds of host time.
 
-Triton reads every argument of a launch in Python to find out which compiled kernel it means. A launch that differs
-from an earlier one in nothing Triton looks at goes straight to that one's kernel instead: LOG.md has what it saves.
+Triton inspects every argument of a launch in Python to select the compiled kernel. A launch that agrees with an
+earlier one in everything that Triton specialises on goes straight to that kernel instead; LOG.md has the savings.
 """
 
 import copy
@@ -16,31 +16,31 @@ import triton
 from triton.runtime import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# For AMD Triton also looks at how large a tensor is.
+# On AMD, Triton also specialises on the size of a tensor.
 REUSES = not INTERPRETED and torch.version.hip is None
 Tensor = torch.Tensor
 
-# A kernel, its grid of three, its arguments behind the pointers, and Triton's options.
+# (kernel, 3-d grid, arguments after the pointers, Triton options)
 Launch = tuple[triton.runtime.KernelInterface, tuple[int, int, int], tuple[object, ...], dict[str, int]]
 
 
 class Known(NamedTuple):
-    """A launch that Triton has done, ready for other addresses."""
+    """A cached launch that can be repeated with other addresses."""
 
-    run: Callable[..., None]  # Triton's launcher, which takes what follows, and then a kernel's arguments
+    run: Callable[..., None]  # Triton's launcher; takes grid, stream, function, metadata, hooks, arguments
     grid: tuple[int, int, int]
     function: int
     metadata: tuple[int, ...]
     numbers: tuple[object, ...]
-    descriptors: tuple[dict[str, object], ...]  # what Triton says of each TMA descriptor
-    serial: int  # no other has had it
+    descriptors: tuple[dict[str, object], ...]  # Triton's metadata of each TMA descriptor
+    serial: int  # unique
 
 
 _known: dict[tuple[object, ...], Known] = {}
-# By the serial of a Known and addresses, its TMA descriptors as the launcher takes them: a model's layers differ in
-# addresses alone, and meet them again in each step. 1 KB each.
+# (serial of a Known, addresses) -> its encoded TMA descriptors: a model's layers differ only in addresses, which
+# recur in every step. 1 KB each.
 _encoded: dict[tuple[int, ...], list[object]] = {}
-LIMIT = 4096  # of either; to forget one only costs a slow launch
+LIMIT = 4096  # of either; an evicted entry only costs a slow launch
 _serials = itertools.count()
 
 
@@ -54,18 +54,18 @@ def launch(
     """Launch a kernel on the current stream of the device of the first pointer.
 
     Args:
-        pointers: its first arguments, but for the TMA descriptors, which are before them.
-        key: all that `prepare` and `describe` depend on, but for the types of `pointers` and the strides of `moved`;
-            None: this launch is not to be remembered.
-        prepare: what to launch; not asked when the launch is known.
-        moved: the tensors that TMA moves, at multiples of 16 bytes. describe: their descriptors.
+        pointers: its first arguments after the TMA descriptors; None for an absent tensor.
+        key: everything that `prepare` and `describe` depend on, besides the dtypes of `pointers` and the strides of
+            `moved`; None: do not cache this launch.
+        prepare: returns what to launch; not called when the launch is cached.
+        moved: the tensors that TMA moves, 16-byte aligned. describe: returns their descriptors.
     """
     device = pointers[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current device. -1 is the CPU
+        with torch.cuda.device(device):  # Triton uses the current device; -1 is the CPU
             return launch(pointers, key, prepare, moved, describe)
-    # Triton looks at types, and at whether pointers and numbers are multiples of 16. Here numbers are compared as
-    # they are, and a pointer that is no multiple of 16 is left to Triton.
+    # Triton specialises on dtypes, and on whether pointers and integers are multiples of 16. Here integers are
+    # compared by value, and launches with a pointer that is no multiple of 16 are left to Triton.
     types, addresses, bits = [], [], 0
     for tensor in pointers:
         if tensor is None:
@@ -81,8 +81,8 @@ def launch(
     if reusable and (known := _known.get(key)) is not None:
         maps = _encode(known, moved, describe) if moved else ()
         stream = driver.active.get_current_stream(device)
-        hooks = None, None, None  # and what they would be told
-        # Of a tensor Triton would ask the driver whether it is on the device; of an address it does not.
+        hooks = None, None, None  # enter and exit hooks, and their metadata
+        # Addresses, not tensors: for a tensor, Triton asks the driver whether it is on the device.
         arguments = *maps, *addresses, *known.numbers
         known.run(*known.grid, stream, known.function, known.metadata, *hooks, *arguments)
         return None
@@ -99,7 +99,7 @@ def launch(
 def _known_of(compiled: object, grid: tuple[int, ...], numbers: tuple[object, ...], encodes: bool) -> Known:
     run, descriptors = compiled.run, ()
     if encodes:
-        # Triton wraps its launcher in one that encodes the descriptors of every launch.
+        # Bypass Triton's wrapper, which encodes the descriptors in every launch.
         run = copy.copy(run)
         run.launch = driver.active.utils.launch
         descriptors = compiled.metadata.tensordesc_meta
@@ -109,7 +109,7 @@ def _known_of(compiled: object, grid: tuple[int, ...], numbers: tuple[object, ..
 def _encode(
     known: Known, moved: tuple[Tensor, ...], describe: Callable[..., tuple[object, ...]]
 ) -> list[object]:
-    """The arguments that Triton's launcher makes of TMA descriptors, each encoded once for an address."""
+    """The launcher arguments for the TMA descriptors, encoded once per set of addresses."""
     place = (known.serial, *[x.data_ptr() for x in moved])
     arguments = _encoded.get(place)
     if arguments is None:
@@ -124,9 +124,9 @@ def _encode(
 
 
 def _is_watched() -> bool:
-    """Whether someone, as a profiler, wants Triton to tell of launches."""
+    """Whether launch hooks are installed, for example by a profiler."""
     runtime = triton.knobs.runtime
-    # A chain of hooks has `calls`; of Triton's own it may be empty.
+    # A hook chain has `calls`, which is empty for Triton's default.
     return bool(
         getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
         or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
@@ -135,7 +135,7 @@ def _is_watched() -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 1 for the interpreter."""
+    """Number of streaming multiprocessors (SMs); 1 for the interpreter."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

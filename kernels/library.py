@@ -1,9 +1,9 @@
-"""Attention that PyTorch brings, behind the house's signature: the peers our kernels are measured against.
+"""PyTorch's attention functions behind our signature: the peers that our kernels are measured against.
 
 `sdpa` lets torch.nn.functional.scaled_dot_product_attention choose; `sdpa_flash`, `sdpa_cudnn`,
 `sdpa_efficient` and `sdpa_math` force one of its backends; `flex` is torch.nn.attention.flex_attention.
 
-SDPA's `is_causal` is aligned top-left, ours bottom-right: at unequal lengths a mask is passed instead.
+SDPA's `is_causal` is aligned top-left, ours bottom-right; at unequal lengths a mask is passed instead.
 """
 
 import functools
@@ -32,7 +32,8 @@ def _sdpa(
     q_len, kv_len = q.shape[2], k.shape[2]
     mask, is_causal = None, False
     if causal and q_len == kv_len:
-        # The comparison itself is a symbol to torch.compile, once lengths vary, and SDPA takes none.
+        # Not is_causal = q_len == kv_len: with dynamic lengths that is symbolic in torch.compile, and SDPA rejects
+        # it.
         is_causal = True
     elif causal and q_len > 1:  # a single query, as in decoding, sees every key
         if backend is SDPBackend.FLASH_ATTENTION and q.device.type == "cuda":
@@ -56,12 +57,12 @@ def _sdpa(
 def _sdpa_with_dropout(
     *arguments: object, dropout_seed: int | torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """SDPA draws from torch's default generator, which is given this seed for the length of the call.
+    """SDPA with torch's default generator, which it draws from, seeded for the duration of the call.
 
     A seed on the device costs a synchronisation.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        # That seeds every device's generator, and only those named above are put back.
+        # torch.manual_seed seeds the generators of all devices, but only those named above are restored.
         manual_seed = torch.manual_seed
         if device.type == "cpu":
             manual_seed = torch.default_generator.manual_seed
@@ -71,7 +72,7 @@ def _sdpa_with_dropout(
         return _sdpa(*arguments)
 
 
-# Named, as a SDPBackend cannot be pickled, and a model with its attention should be.
+# Looked up by name: a SDPBackend cannot be pickled, and a model with its attention should be.
 _SDPA: dict[str, SDPBackend | None] = {
     "sdpa": None,
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -93,17 +94,17 @@ def sdpa(
     dropout_seed: int | torch.Tensor | None = None,
     **features: object,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention by the backend that `name` forces, or its own choice.
+    """torch's scaled_dot_product_attention, with the backend that `name` forces, or its own choice.
 
-    Arguments, result and errors as `naive_attention`, the others refused. The dropout mask is torch's own: under
-    torch.compile drawn from the default generator, which trainers seed, and not by dropout_seed.
+    Arguments, result and errors as `naive_attention`, other features refused. The dropout mask is torch's own. Under
+    torch.compile it comes from the default generator's state, which trainers seed, not from dropout_seed.
     """
     refuse_features(name, features)
     q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, _SDPA[name])
-    # Seeding would break a compiled graph. There the mask comes from the default generator as it stands.
+    # Seeding would break the graph under torch.compile; there the default generator's current state is used.
     if dropout_p == 0.0 or torch.compiler.is_compiling():
         return _sdpa(*arguments)
     return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
@@ -158,8 +159,8 @@ def _refuses_flex(request: AttentionRequest) -> str | None:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """FlexAttention compiled: uncompiled it would materialise the scores. `flex` asks for it, and does not hold it,
-    since a compiled function cannot be pickled."""
+    """FlexAttention compiled; uncompiled it would materialise the scores. `flex` calls this instead of holding the
+    result, since a compiled function cannot be pickled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
@@ -179,7 +180,7 @@ def flex(
     return_lse: bool = False,
     **features: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """torch's FlexAttention; arguments, result and errors as `naive_attention`, the others refused."""
+    """torch's FlexAttention; arguments, result and errors as `naive_attention`, other features refused."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features("flex", features)
     q, k, v = in_autocast_dtype(q, k, v)
@@ -214,7 +215,7 @@ def flex(
 
 @functools.lru_cache(maxsize=64)
 def _flex_mask(q_len: int, kv_len: int, causal: bool, left: int, right: int, device: torch.device) -> object:
-    """FlexAttention's BlockMask of a causal window; building one costs more than using it, so it is kept."""
+    """FlexAttention's BlockMask for causal and window, cached: building one costs more than using it."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch, head, row, column):

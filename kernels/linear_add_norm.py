@@ -1,8 +1,8 @@
-"""A linear layer, the residual stream it adds to, and the LayerNorm that reads the stream next, in one function.
+"""A linear layer, the residual addition and the LayerNorm that follows it, in one function.
 
-The matrix product is torch's, without its bias. One kernel then adds bias and residual and normalises; back, one
-kernel makes the gradients of stream and product and the sums over rows for bias, gain and shift. Apart these are
-three kernels each way, which read and write the same tensors again.
+The matrix product is torch's, without bias. One kernel then adds bias and residual and normalises. Backward, one
+kernel computes the gradients of residual stream and product, and the reductions over rows for bias, gain and shift.
+Unfused, these are three kernels each way, which read and write the same tensors repeatedly.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ def linear_add_norm(
     dropout_seed: int | Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """(x + dropout(y @ weight.T + bias), the LayerNorm of that).
+    """x + dropout(y @ weight.T + bias), and the LayerNorm of that.
 
-    Statistics and sums are float32, and so are bias and dropout, whose mask is kernels.philox.row_mask. Gradients are
-    bit for bit repeatable; they can be taken once or many times, but not twice over.
+    Statistics and sums are computed in float32, and so are bias and dropout (mask: kernels.philox.row_mask).
+    Gradients are bitwise repeatable. The backward may run repeatedly, but there is no second derivative.
 
     Args:
-        x: (..., width), the residual stream; float32, bfloat16 or float16, as are all others.
-        y: (..., inner), with the leading sizes of x. weight: (width, inner).
-        bias, gain, shift: (width,); the last two are the LayerNorm's weight and bias. A bias of None is none.
-        dropout_p: probability that an element of the linear layer's output is 0; others are divided by 1 minus it.
+        x: (..., width), the residual stream. All inputs are float32, bfloat16 or float16.
+        y: (..., inner), with the leading dimensions of x. weight: (width, inner).
+        bias, gain, shift: (width,); gain and shift are the LayerNorm's weight and bias. bias may be None.
+        dropout_p: probability of zeroing an element of the linear layer's output; others are divided by 1 - p.
         dropout_seed: int or 0-d int64, needed with dropout_p > 0.
-        eps: what the LayerNorm adds to the variance.
+        eps: added to the variance in the LayerNorm.
 
     Returns:
-        Both shaped as x and contiguous, the first of x's dtype, the second of the product's: the autocast dtype
-        under autocast.
+        Two contiguous tensors shaped as x: the first in x's dtype, the second in the product's (under autocast the
+        autocast dtype).
 
     Raises:
-        ValueError: what is added or multiplied does not match, another dtype or device, no such dropout. FusedError:
-            our kernels cannot run here.
+        ValueError: mismatched shapes, dtypes or devices, or invalid dropout. FusedError: our kernels cannot run here.
     """
     check_dropout(dropout_p, dropout_seed)
     seed = seed_on(x.device, dropout_seed) if dropout_p else None
     update = F.linear(y, weight)
     check_operands(update, x, gain=gain, shift=shift, **({} if bias is None else {"bias": bias}))
-    # What the operator would call, without the way there; torch.compile sees the operator.
+    # In eager mode, what the operator would call, without the dispatcher; torch.compile sees the operator.
     add = add_norm if torch.compiler.is_compiling() else _AddNorm.apply
     x_new, normalised, _ = add(x, update, bias, gain, shift, seed, dropout_p, eps)
     return x_new, normalised
@@ -68,7 +67,8 @@ def add_norm(
     dropout_p: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + dropout(update + bias) like x; its LayerNorm like update; mean and 1 / deviation, float32 (2, rows)."""
+    """The operator: x + dropout(update + bias), like x; its LayerNorm, like update; mean and 1 / standard deviation,
+    float32 (2, rows)."""
     results = _forward_like(x, update)
     if bias is not None:
         bias = bias.contiguous()
@@ -87,7 +87,7 @@ def add_norm_backward(
     dropout_p: float,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_x; d_update, empty if it would equal d_x; d_gain, d_shift and with_bias d_bias, float32 (2 or 3, width)."""
+    """d_x; d_update, empty if it would equal d_x; (d_gain, d_shift, d_bias if with_bias), float32 (2 or 3, width)."""
     if d_x_new is not None:
         d_x_new = d_x_new.contiguous()
     d_x, d_update = _gradients_like(d_normalised, x_new, seed)
@@ -98,7 +98,7 @@ def add_norm_backward(
 
 
 class _AddNorm(torch.autograd.Function):
-    """The gradient of `add_norm`."""
+    """`add_norm` with its gradient."""
 
     @staticmethod
     def forward(ctx, x, update, bias, gain, shift, seed, dropout_p, eps):
@@ -120,7 +120,7 @@ class _AddNorm(torch.autograd.Function):
         if d_normalised is None:
             d_normalised = torch.zeros_like(x_new, dtype=update_dtype)
         inputs = (d_x_new, d_normalised, x_new, statistics, gain, seed, ctx.dropout_p, bias_dtype is not None)
-        # Gradients that are to be differentiated themselves meet its error.
+        # With create_graph, go through the operator, whose own backward raises the error.
         twice = torch.is_grad_enabled()
         d_x, d_update, sums = (
             add_norm_backward(*inputs) if twice else below_autograd(add_norm_backward, *inputs)
@@ -138,7 +138,7 @@ def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _is_apart(d_normalised: Tensor, x_new: Tensor, seed: Tensor | None) -> bool:
-    """Whether the gradients of stream and product differ."""
+    """Whether d_update differs from d_x, by dropout or dtype."""
     return seed is not None or x_new.dtype != d_normalised.dtype
 
 

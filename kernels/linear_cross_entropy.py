@@ -1,9 +1,9 @@
-"""The language-model head and its loss in one operator that never holds the full logits.
+"""The language-model head and its loss in one operator that never materialises the full logits.
 
-The logits of GPT-2 at 64 x 1024 tokens are 13 GB in float32, and their gradient as much again. Here the rows go
-through in chunks: one matrix product gives a chunk's logits, one kernel turns them in place into their own gradient,
-two matrix products take that to the gradients of hidden and weight. So the gradients are there when the forward ends,
-and the backward only scales them. (The idea is Liger-Kernel's, Hsu et al. 2024, arXiv 2410.10989.)
+The logits of GPT-2 at 64 x 1024 tokens are 13 GB in float32, and so is their gradient. Here rows are processed in
+chunks: one matrix product computes a chunk's logits, one kernel overwrites them with their gradient, and two matrix
+products add that to the gradients of hidden and weight. The gradients are thus complete when the forward ends, and
+the backward only scales them. (The idea is Liger-Kernel's, Hsu et al. 2024, arXiv 2410.10989.)
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from .arguments import in_autocast_dtype
 from .fused import FusedError, check_dtype, kernels_of, make_known_to_inductor
 from .operators import NAMESPACE, has_tangent
 
-# Logits held at once. Larger chunks make larger matrix products and fewer additions to the weight's gradient, but
-# 65,536 x 768 by 50,304 in bf16 took an H200 29.8 ms with 256 MiB, 28.1 with 512 MiB and 28.0 with 2 GiB.
+# Logits held at a time. Larger chunks make larger matrix products and fewer additions to the weight's gradient, with
+# little left to gain: 65,536 x 768 by 50,304 in bf16 takes an H200 29.8 ms with 256 MiB, 28.1 with 512 MiB, 28.0 with
+# 2 GiB.
 CHUNK_BYTES = 512 << 20
-TILE = 128  # rows of a matrix product's tile: chunks of whole tiles leave none partly empty
+TILE = 128  # rows in a GEMM tile; a chunk is a multiple of it, so no tile is partly empty
 
 
 def linear_cross_entropy(
@@ -26,20 +27,20 @@ def linear_cross_entropy(
     """Mean NLL in nats of `targets` under softmax(hidden @ weight[:vocab_size].T), over targets >= 0.
 
     Args:
-        hidden: (rows, width); float32, bfloat16 or float16. Under autocast the products are in its dtype, otherwise
-            in hidden's.
-        weight: (padded vocabulary, width), of any of the three; rows from vocab_size on have probability 0 and get no
-            gradient.
-        targets: int64 (rows,) below vocab_size, negative for a row that does not count.
-        vocab_size: ids that can be predicted.
+        hidden: (rows, width); float32, bfloat16 or float16. The products are in autocast's dtype if enabled,
+            otherwise in hidden's.
+        weight: (padded vocabulary, width), in any of these dtypes; rows from vocab_size on have probability 0 and get
+            no gradient.
+        targets: int64 (rows,), below vocab_size; negative for rows to ignore.
+        vocab_size: number of ids that can be predicted.
 
     Returns:
-        0-d float32; 0 when no row counts, NaN when a target is no id below vocab_size, which only the device knows.
-        Its gradient can be taken once or many times, but not twice over: with create_graph=True it is refused, and so
-        is forward-mode differentiation.
+        0-d float32; 0 if all rows are ignored, NaN if a target is vocab_size or more (not checked on the host). The
+        backward may run repeatedly, but a second derivative (create_graph=True) is refused, and so is forward-mode
+        differentiation.
 
     Raises:
-        ValueError: shapes that do not match, another dtype or device. FusedError: our kernels cannot run here.
+        ValueError: mismatched shapes, dtypes or devices. FusedError: our kernels cannot run here.
     """
     _check(hidden, weight, targets, vocab_size)
     if has_tangent(hidden, weight):
@@ -51,7 +52,7 @@ def linear_cross_entropy(
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> None:
-    """The kernel reads as many targets as there are rows, wherever they lie."""
+    """Check shapes, dtypes and devices: the kernel reads `rows` targets without bounds checks."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
         raise ValueError(f"hidden must be (rows, width) and weight (padded vocabulary, width), got {got}")
@@ -75,15 +76,15 @@ def _lacks(derivative: str) -> FusedError:
 def _forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(mean NLL, gradients of the summed NLL in hidden and in weight, rows that count).
+    """(mean NLL, gradients of the summed NLL in hidden and in weight, number of rows that count).
 
-    The gradients are those of the sum because softmax - 1 fits float16, and a share of it may not. Without
-    `with_gradient` they are empty.
+    Gradients of the sum, not the mean, because softmax - 1 is in float16's range and a small fraction of it may
+    underflow. Without `with_gradient` they are empty.
     """
     loss, d_hidden, d_weight, counted = _empty_results(hidden, weight, with_gradient)
     counted.copy_((targets >= 0).sum().clamp(min=1))
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    # Chunks summed in 16 bits would lose digits.
+    # Chunks are summed in float32; 16 bits would lose precision.
     total = d_weight.float().zero_()  # d_weight itself where that is float32
     chunk = _chunk(hidden.shape[0], weight.shape[0] * hidden.element_size())
     kernels = kernels_of("softmax_gradient", hidden.device.type)
@@ -96,21 +97,21 @@ def _forward(
             if with_gradient:
                 torch.mm(logits, head, out=d_hidden[rows])
                 _add_product(total, logits.T, hidden[rows])
-            del logits  # before the next chunk's are made, so that one chunk is held and not two
+            del logits  # before the next chunk's are allocated, so that only one chunk is live
     d_weight.copy_(total)
     loss.copy_(losses.sum() / counted)
     return loss, d_hidden, d_weight, counted
 
 
 def _chunk(rows: int, row_bytes: int) -> int:
-    """Rows of a chunk: as few chunks as CHUNK_BYTES allows, all but the last of one size."""
+    """Rows per chunk: as few chunks as CHUNK_BYTES allows, all equal except the last."""
     chunks = max(1, -(-rows * row_bytes // CHUNK_BYTES))
     chunk = max(1, -(-rows // chunks))
     return chunk if chunk < TILE else -(-chunk // TILE) * TILE
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a @ b to a float32 total."""
+    """total += a @ b, with total in float32."""
     if a.device.type == "cuda" and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -139,12 +140,10 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, d_loss, *_):
-    if torch.is_grad_enabled():  # the caller wants a graph of it, which the saved gradients do not have
+    if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
         raise _lacks("second")
     d_hidden, d_weight, counted = ctx.saved_tensors
-    share = (
-        d_loss / counted
-    )  # float32, and so are the products: rounded to 16 bits it would scale every gradient
+    share = d_loss / counted  # float32, as the products are: rounding it would rescale every gradient
     d_hidden, d_weight = ((x.float() * share).to(x.dtype) for x in (d_hidden, d_weight))
     return d_hidden, d_weight, None, None, None
 

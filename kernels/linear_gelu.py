@@ -1,6 +1,7 @@
 """A linear layer and its GELU in one function: torch's matrix product, then one kernel for bias and GELU.
 
-Back, one kernel makes the gradient of the product and the bias's, which would otherwise read all of it once more.
+Backward, one kernel computes the gradients of the product and of the bias, whose reduction would otherwise read the
+whole gradient once more.
 """
 
 from __future__ import annotations
@@ -14,43 +15,43 @@ from .operators import below_autograd, operator
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU(x @ weight.T + bias), with tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2).
+    """GELU(x @ weight.T + bias), tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2).
 
-    Bias and GELU are computed in float32. Gradients are bit for bit repeatable; they can be taken once or many
-    times, but not twice over.
+    Bias and GELU are computed in float32. Gradients are bitwise repeatable. The backward may run repeatedly, but
+    there is no second derivative.
 
     Args:
-        x: (..., inner); float32, bfloat16 or float16, as are all others.
+        x: (..., inner). All inputs are float32, bfloat16 or float16.
         weight: (width, inner). bias: (width,).
 
     Returns:
-        (..., width), contiguous, of the product's dtype: the autocast dtype under autocast.
+        (..., width), contiguous, in the product's dtype (under autocast the autocast dtype).
 
     Raises:
-        ValueError: a bias that does not match, another dtype or device. FusedError: our kernels cannot run here.
+        ValueError: mismatched shape, dtype or device of bias. FusedError: our kernels cannot run here.
     """
     pre = F.linear(x, weight)
     check_operands(pre, bias=bias)
-    # What the operator would call, without the way there; torch.compile sees the operator.
+    # In eager mode, what the operator would call, without the dispatcher; torch.compile sees the operator.
     return bias_gelu(pre, bias) if torch.compiler.is_compiling() else _BiasGelu.apply(pre, bias)
 
 
 def bias_gelu(pre: Tensor, bias: Tensor) -> Tensor:
-    """GELU(pre + bias) like pre."""
+    """The operator: GELU(pre + bias), like pre."""
     out = pre.new_empty(pre.shape)
     kernels_of("bias_gelu", pre.device.type).forward(pre.contiguous(), bias.contiguous(), out)
     return out
 
 
 def bias_gelu_backward(d_out: Tensor, pre: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """d_pre like pre, and d_bias in float32."""
+    """d_pre, like pre, and d_bias, float32 (width,)."""
     d_pre = pre.new_empty(pre.shape)
     kernels = kernels_of("bias_gelu", pre.device.type)
     return d_pre, kernels.backward(d_out.contiguous(), pre.contiguous(), bias.contiguous(), d_pre)
 
 
 class _BiasGelu(torch.autograd.Function):
-    """The gradient of `bias_gelu`."""
+    """`bias_gelu` with its gradient."""
 
     @staticmethod
     def forward(ctx, pre, bias):
@@ -61,7 +62,7 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx, d_out):
         pre, bias = ctx.saved_tensors
         inputs = (d_out, pre, bias)
-        # Gradients that are to be differentiated themselves meet its error.
+        # With create_graph, go through the operator, whose own backward raises the error.
         twice = torch.is_grad_enabled()
         d_pre, d_bias = bias_gelu_backward(*inputs) if twice else below_autograd(bias_gelu_backward, *inputs)
         return d_pre, d_bias.to(bias.dtype)

@@ -1,7 +1,7 @@
-"""Standard attention, every pass explicit: the papers' baseline, and the oracle of every other backend.
+"""Standard attention with every pass explicit: the papers' baseline, and the test oracle of every other backend.
 
-Each line that computes reads and writes a (batch, heads, q_len, kv_len) matrix in memory, as Algorithm 0 of
-FlashAttention (Dao et al. 2022) does; nothing here is fused unless torch.compile fuses it.
+Each step reads and writes a (batch, heads, q_len, kv_len) matrix in memory, as Algorithm 0 of FlashAttention (Dao et
+al. 2022) does; nothing is fused unless torch.compile fuses it.
 """
 
 import torch
@@ -46,7 +46,7 @@ def naive_attention(
 
     Returns:
         out like q; with return_lse also the natural log-sum-exp of the scaled logits (sink included), float32
-        or wider, (batch, heads, q_len). A query that may see no key gives 0 and -inf.
+        or wider, (batch, heads, q_len). A fully masked query gives 0 and -inf.
 
     Raises:
         AttentionError: an argument has the wrong shape, dtype or device.
@@ -69,7 +69,7 @@ def naive_attention(
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(scores)[:, None, None] * _distance(q_len, kv_len, q.device).abs()
     visible = _visible(batch, q_len, kv_len, q.device, causal, window, cu_seqlens, kv_lengths, block_mask)
-    blind = None  # queries that see nothing; where there can be none the passes for them are saved
+    blind = None  # fully masked queries; their passes are skipped where none can exist
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is None and not (causal and q_len <= kv_len and window is kv_lengths is block_mask is None):
@@ -109,7 +109,7 @@ def _visible(
     kv_lengths: torch.Tensor | None,
     block_mask: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Which query may see which key: bool, broadcasts to (batch, heads, q_len, kv_len); None when all may."""
+    """The mask: True where a query may see a key, broadcastable to (batch, heads, q_len, kv_len); None if all may."""
     distance = _distance(q_len, kv_len, device)
     masks = []
     if causal:

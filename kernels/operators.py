@@ -1,7 +1,7 @@
-"""How our functions become PyTorch operators, which torch.compile takes whole.
+"""Registering our functions as PyTorch operators, which torch.compile treats as opaque.
 
-They live in a namespace named after this package, so that a checkout's `kernels` and an installed `tilegpt.kernels`
-can share a process. `torch.library.custom_op` does the same with more Python in each call: LOG.md has its cost.
+The namespace is named after this package, so that a checkout's `kernels` and an installed `tilegpt.kernels` can share
+a process. `torch.library.custom_op` does the same, with more Python in each call: LOG.md has its cost.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,14 @@ def operator(
     differentiable: Callable[..., Any] | None = None,
     no_gradient: Callable[[], Exception] | None = None,
 ) -> torch._ops.OpOverload:
-    """The operator of a function that changes none of its inputs, named and typed as the function is.
+    """Register a function that mutates none of its inputs as an operator, with the function's name and signature.
 
     Args:
-        like: the function's uninitialised results, for a compiler that wants their shapes and strides.
-        differentiable: the operator to autograd, an autograd.Function's `apply` around `below_autograd`; None where
-            nothing has a gradient.
-        no_gradient: instead of it, of an operator that is itself a gradient: the error of a second derivative.
+        like: the fake implementation: returns uninitialised results of the right shapes and strides.
+        differentiable: the Autograd implementation, an autograd.Function's `apply` around `below_autograd`; None if
+            there is no gradient.
+        no_gradient: in place of `differentiable`, for an operator that is itself a gradient: makes the error that a
+            second derivative raises.
     """
     name = function.__name__
     schema = torch.library.infer_schema(function, mutates_args=())
@@ -36,8 +37,8 @@ def operator(
     made = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def to_autograd(*inputs: object) -> Any:
-        # torch.compile has the gradient in its own graph and calls the operator without: an autograd.Function and a
-        # second way through PyTorch's dispatcher are 12 us there.
+        # Compiled graphs contain the backward already and call the operator with gradients off; skipping the
+        # autograd.Function and a second pass through the dispatcher saves 12 us there.
         wanted = torch.is_grad_enabled() or forward_ad._current_level >= 0
         return differentiable(*inputs) if wanted else below_autograd(made, *inputs)
 
@@ -49,15 +50,15 @@ def operator(
 
 
 def below_autograd(of: torch._ops.OpOverload, *inputs: object) -> Any:
-    """The results of an operator, without its gradient."""
+    """Call an operator below the Autograd dispatch key, so without recording a gradient."""
     with torch._C._AutoDispatchBelowAutograd():
         return of(*inputs)
 
 
 def has_tangent(*tensors: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation goes through one of the tensors.
+    """Whether one of the tensors carries a forward-mode tangent.
 
-    An autograd.Function without a jvp refuses that; of `torch.library.custom_op` the derivative would be 0.
+    An autograd.Function without jvp raises an error for it; `torch.library.custom_op` would silently give 0.
     """
     if forward_ad._current_level < 0:
         return False
@@ -65,7 +66,7 @@ def has_tangent(*tensors: torch.Tensor) -> bool:
 
 
 def _once(made: torch._ops.OpOverload, no_gradient: Callable[[], Exception]) -> Callable[..., Any]:
-    """The operator to autograd, with an error where its gradient would be."""
+    """An Autograd implementation of the operator whose backward raises the error."""
 
     class Once(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""Which attention probabilities dropout keeps: a pure function of (seed, batch, head, row, column).
+"""Dropout masks as a pure function of (seed, batch, head, row, column), by a counter-based generator.
 
 Philox 4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, where seven rounds
 pass all of BigCrush; FlashAttention-2 draws with seven too) turns a 64-bit key and a 128-bit counter into four 32-bit
@@ -6,17 +6,17 @@ words. The key is the dropout seed. One counter serves the 2 x 2 x 2 elements
 
     (row, row + 8) x (column, column + 8) x (column, column + 1)
 
-where bit 3 of row and column and bit 0 of column are 0; the counter has row and column without these bits. Bit 3 of
-row and column picks the word, and of its halves the even column gets the lower one. Of the tensor cores' accumulators
-a thread holds all eight in S and four in its transpose, the most that it can hold in both, so a kernel draws a tile
-without moving data. Here the same words come from plain int64 tensor operations, so that the two can be compared
-element by element.
+where bit 3 of row and column and bit 0 of column are 0; the counter contains row and column without these bits. Bit 3
+of row and of column selects the word, and the even column takes its lower half. In the tensor cores' accumulator
+layout a thread holds all eight elements in S and four of them in S^T, the most that is possible for both, so a kernel
+draws a tile's mask without moving data. Here the same words are computed by plain int64 tensor operations, so that
+kernel and reference can be compared element by element.
 
-Half a word is 16 bits: the share that is dropped is dropout_p rounded to a multiple of 2^-16, and what is kept is
-divided by 1 minus that share, so that the expectation is exact.
+A half word has 16 bits: the dropped share is dropout_p rounded to a multiple of 2^-16, and kept elements are divided
+by 1 minus that share, so that the expectation is exact.
 
-Of a matrix, as of the residual stream, the element (row, column) has a whole word: word column % 4 of the counter
-(row, 0, column // 4, 0). A thread of a kernel that streams rows holds these four neighbours.
+In a matrix, such as the residual stream, element (row, column) uses a whole word: word column % 4 of the counter
+(row, 0, column // 4, 0). In a kernel that streams rows, one thread holds these four adjacent elements.
 """
 
 import torch
@@ -35,7 +35,7 @@ def philox(
     """Philox 4x32-7: int64 seed and counters (in [0, 2^32), broadcast) to four int64 words in [0, 2^32)."""
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(ROUNDS):
-        # The product wraps modulo 2^64, which keeps all of its bits.
+        # int64 products wrap modulo 2^64; no bit is lost.
         product_a, product_b = c0 * ROUND_A, c2 * ROUND_B
         c0, c1, c2, c3 = (
             ((product_b >> 32) & WORD) ^ c1 ^ k0,
@@ -48,12 +48,13 @@ def philox(
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """Half a word below this is dropped: dropout_p in units of 2^-16, at most 65535."""
+    """A 16-bit half word below this drops: dropout_p in units of 2^-16, at most 65535."""
     return min(round(dropout_p * 2**16), 2**16 - 1)
 
 
 def drop_share(dropout_p: float) -> float:
-    """What is dropped when dropout_p is asked: at most 2^-17 off, 2^-16 just below 1; up to 2^-17 nothing."""
+    """The share actually dropped for dropout_p: off by at most 2^-17 (2^-16 just below 1); 0 for dropout_p up to
+    2^-17."""
     return drop_threshold(dropout_p) / 2**16
 
 
@@ -74,7 +75,7 @@ def dropout_mask(
 def philox_mask(
     seed: torch.Tensor, threshold: int, batch: int, heads: int, q_len: int, kv_len: int
 ) -> torch.Tensor:
-    """Whether a half word is `threshold` or more: bool (batch, heads, q_len, kv_len)."""
+    """True where the element's half word is at least `threshold`: bool (batch, heads, q_len, kv_len)."""
 
     def axis(size: int, dim: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.int64, device=seed.device).view(
@@ -95,7 +96,7 @@ def philox_mask(
 
 
 def row_threshold(dropout_p: float) -> int:
-    """A word below this is dropped: dropout_p in units of 2^-32, at most 2^32 - 1."""
+    """A 32-bit word below this drops: dropout_p in units of 2^-32, at most 2^32 - 1."""
     return min(round(dropout_p * 2**32), WORD)
 
 
@@ -109,7 +110,7 @@ def row_mask(
     return torch.stack(words, -1).flatten(1)[:, :width] >= row_threshold(dropout_p)
 
 
-# One operation to torch.compile: of its parts PyTorch 2.11 makes products of int32, which ROUND_A does not fit.
+# Opaque to torch.compile: PyTorch 2.11 would compile its products in int32, where ROUND_A does not fit.
 philox_mask = operator(
     philox_mask,
     lambda seed, threshold, batch, heads, q_len, kv_len: seed.new_empty(

@@ -1,8 +1,8 @@
-"""Which attention backends exist, what each can do, and how a run gets the one it asked for.
+"""The registry of attention backends: what each supports, and how a run gets the one it asks for.
 
-A backend is one function with the signature of `kernels.naive.naive_attention` and one function that says,
-from an `AttentionRequest`, why it cannot serve it (or None). Nothing outside this package knows a backend by
-name.
+A backend is a function with the signature of `kernels.naive.naive_attention`, and a function that takes an
+`AttentionRequest` and returns the reason why it cannot serve it, or None. No code outside this package knows backend
+names.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 
 AttentionFn = Callable[..., Any]
 
-# The optional arguments of an AttentionFn that a backend may lack, with the value that means "not used".
+# The optional arguments of an AttentionFn that a backend may not support, with the value that means "not used".
 FEATURES: dict[str, object] = {
     "dropout_p": 0.0,
     "window": None,
@@ -28,34 +28,32 @@ FEATURES: dict[str, object] = {
     "precise_delta": False,
 }
 
-# What every backend has.
+# Arguments that every backend supports.
 _COMMON = {"causal", "scale", "dropout_seed"}
 
-# What a feature is to a reader who does not know its argument.
+# Explanations of features for error messages.
 _WORDS = {"cu_seqlens": "packed documents", "kv_lengths": "padded keys"}
 
-# `auto` takes the first of these that can serve the request; a refusal names it as the nearest backend that
-# can.
+# `auto` takes the first of these that can serve the request, and a refusal names it as the nearest backend that can.
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
-# Above this torch's own goes first: at 256 on an H200 flash takes 1.3 to 2.0 times as long (LOG.md).
+# Above this head_dim torch's SDPA goes first: at 256 on an H200 flash takes 1.3 to 2.0 times as long (LOG.md).
 FLASH_HEAD_DIM = 128
 
 
 class AttentionError(ValueError):
-    """An attention that was asked for cannot be had; the message is one line with the remedy."""
+    """A requested attention cannot run; the message is one line with the remedy."""
 
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What a run will ask of its attention.
+    """What a run needs of its attention.
 
     Attributes:
-        device: where q, k and v live.
-        dtype: their type.
-        head_dim: their last size.
+        device, dtype: of q, k and v.
+        head_dim: their last dimension.
         features: names of the optional arguments that will be used (keys of `FEATURES`).
-        tier: which of a backend's kernels may run; "auto" for the fastest that serve.
-        length: of the queries, or None if that is open.
+        tier: which of a backend's sets of kernels may run; "auto": the fastest that can.
+        length: q_len, or None if it is not known.
     """
 
     device: torch.device
@@ -66,20 +64,20 @@ class AttentionRequest:
     length: int | None = None
 
     def unsupported(self, supported: set[str]) -> str | None:
-        """A reason to refuse: the first used feature outside `supported`, or None."""
+        """A reason to refuse, naming the first used feature that is not in `supported`, or None."""
         missing = sorted(self.features - supported)
         return f"it does not do {_in_words(missing[0])}" if missing else None
 
 
 def _in_words(feature: str) -> str:
-    """cu_seqlens (packed documents)"""
+    """The feature's name for a message, with its explanation: "cu_seqlens (packed documents)"."""
     return f"{feature} ({_WORDS[feature]})" if feature in _WORDS else feature
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A registered attention: `load()` gives the function, `refuses(request)` the reason why not, or None, and
-    `tier(request)`, of a backend that has several sets of kernels, the one that serves."""
+    """A registered attention: `load()` returns the function, `refuses(request)` the reason why it cannot serve a
+    request or None, and `tier(request)` the set of kernels that serves, for a backend with several sets."""
 
     load: Callable[[], AttentionFn]
     refuses: Callable[[AttentionRequest], str | None]
@@ -96,15 +94,15 @@ def register_attention(
     lazy: bool = False,
     tier: Callable[[AttentionRequest], str] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: add the attention function under `name`.
+    """Decorator: register the attention function as `name`.
 
     Args:
         name: what a user writes after `attention=`.
-        refuses: gets an `AttentionRequest`; returns None, or why it cannot be served ("it needs ...").
+        refuses: takes an `AttentionRequest`; returns the reason why it cannot be served ("it needs ..."), or None.
         lazy: the decorated function takes no arguments and returns the attention function, for backends whose
             imports are heavy.
-        tier: for a backend with several sets of kernels: gets a request that it does not refuse, returns the name
-            of the one that serves it. Its function takes the name as the argument `tier`.
+        tier: for a backend with several sets of kernels: takes a request that is not refused, returns the name of the
+            set that serves it. The attention function then has an argument `tier`.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,13 +124,13 @@ def _backend(name: str) -> Backend:
 def get_attention(name: str) -> AttentionFn:
     """The attention function registered as `name`; AttentionError lists the known names.
 
-    Not "auto": what that is depends on what it is asked for, see `resolve_attention`.
+    "auto" is refused: it depends on the request, see `resolve_attention`.
     """
     return _backend(name).load()
 
 
 def used_features(features: Mapping[str, object]) -> frozenset[str]:
-    """Names of the optional arguments whose value differs from "not used"."""
+    """Names of the features whose value differs from "not used". AttentionError for an unknown argument."""
     unknown = sorted(set(features) - set(FEATURES) - _COMMON)
     if unknown:
         raise AttentionError(f"unknown attention argument {unknown[0]}; known are {', '.join(FEATURES)}")
@@ -154,24 +152,24 @@ def resolve_attention(
     tier: str = "auto",
     **features: object,
 ) -> tuple[str, AttentionFn]:
-    """The attention function that a run gets when it asks for `name`, checked before its first step.
+    """The attention function for `name`, checked against what the run needs before its first step.
 
     Args:
-        name: a key of `ATTENTION`, or "auto": flash on CUDA where it can, else torch's SDPA, else what can;
-            above head_dim 128 SDPA first.
+        name: a key of `ATTENTION`, or "auto": flash on CUDA if it can serve the request, else torch's SDPA, else the
+            first backend that can; above head_dim 128 SDPA goes first.
         device, dtype, head_dim: of the q, k and v that will be passed.
-        tier: which of flash's kernels may run: "triton", "hopper", or "auto" for the fastest that serve.
-        features: the optional arguments that will be passed, e.g. dropout_p=0.1; others change nothing.
+        tier: which of flash's kernels may run: "triton", "hopper", or "auto" for the fastest that can.
+        features: the optional arguments that will be passed, e.g. dropout_p=0.1; "not used" values have no effect.
 
     Returns:
         (name of the backend that runs, its function). Only "auto" changes the name.
 
     Raises:
-        AttentionError: one line that says what cannot be done, why, and the nearest backend that can.
+        AttentionError: one line with what cannot be done, why, and the nearest backend that can.
     """
     request = AttentionRequest(torch.device(device), dtype, head_dim, used_features(features), tier)
-    # On a CPU flash means Triton's interpreter: right, and thousands of times too slow to be recommended. A tier is
-    # flash's alone, and so names it.
+    # On a CPU flash means Triton's interpreter: correct, but thousands of times too slow to be recommended. Only
+    # flash has tiers, so a tier other than "auto" asks for it.
     interpreted = request.device.type != "cuda" and tier == "auto"
     candidates = [each for each in PREFERENCE if each != "flash" or not interpreted]
     able = [each for each in candidates if _reason(each, request) is None]
@@ -179,7 +177,7 @@ def resolve_attention(
         able.insert(0, "sdpa")
     if name == "auto":
         if not able:
-            if tier != "auto":  # which only one of them knows
+            if tier != "auto":  # only one backend has tiers
                 raise AttentionError(
                     f"attention=auto: {_reason(PREFERENCE[0], request)}; attention.tier is {PREFERENCE[0]}'s alone: "
                     "leave it out for another"
@@ -195,10 +193,7 @@ def resolve_attention(
 
 
 def bind(attention: AttentionFn, **options: object) -> AttentionFn:
-    """The attention with options that it always gets.
-
-    So does its packed form, if it has one; see `with_packed`.
-    """
+    """The attention with `options` bound, and so its packed form, if it has one (see `with_packed`)."""
     bound = functools.partial(attention, **options)
     if hasattr(attention, "packed"):
         with_packed(bound, functools.partial(attention.packed, **options))
@@ -206,11 +201,11 @@ def bind(attention: AttentionFn, **options: object) -> AttentionFn:
 
 
 def with_packed(attention: AttentionFn, packed: AttentionFn) -> None:
-    """Give an attention its packed form as the attribute `packed`.
+    """Attach a packed form to an attention, as its attribute `packed`.
 
-    That is the same of one tensor (batch, length, 3, heads, head_dim), for a model that has q, k and v so and would
-    rather get the gradient so. The form's attribute `form_of` is the attention: what wraps that, and copies its
-    attributes as functools.wraps does, is thereby seen to have none of its own.
+    The packed form takes one tensor (batch, length, 3, heads, head_dim), for a model that has q, k and v in it, and
+    returns the gradient in that layout. Its attribute `form_of` is the attention: a wrapper that copied the
+    attention's attributes, as functools.wraps does, is thereby recognised as having no packed form of its own.
     """
     packed.form_of = attention
     attention.packed = packed
@@ -226,9 +221,9 @@ def attention_tier(
     length: int | None = None,
     **features: object,
 ) -> str | None:
-    """Which of the backend's sets of kernels serves queries of a length, in words; None if it has but one.
+    """The name of the backend's set of kernels that serves queries of this length; None if it has only one set.
 
-    The other arguments are those that `resolve_attention` accepted.
+    The other arguments are as `resolve_attention` accepted them.
     """
     choose = _backend(name).tier
     if choose is None:
@@ -239,7 +234,7 @@ def attention_tier(
 
 
 def _reason(name: str, request: AttentionRequest) -> str | None:
-    """Why the backend cannot serve the request, or None."""
+    """The reason why the backend cannot serve the request, or None."""
     backend = _backend(name)
     if request.tier != "auto" and backend.tier is None:
         return f"attention.tier={request.tier}: it has no tiers"

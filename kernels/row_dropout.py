@@ -1,6 +1,6 @@
-"""Dropout of rows in Triton: which elements it keeps, and the kernel of `dropout`.
+"""Dropout of matrix rows in Triton: the mask as a device function, and the kernel of `dropout`.
 
-The mask is kernels/philox.py's row_mask. Nobody stores it: the backward draws it again.
+The mask is kernels/philox.py's row_mask. It is never stored; the backward recomputes it.
 """
 
 import torch
@@ -16,9 +16,9 @@ WARPS = 4
 
 @triton.jit
 def kept(x, seed, rows, columns, DROP_BELOW: tl.constexpr):
-    """x / (1 - p) where dropout keeps it, else 0. rows, columns: int32, which broadcast against x.
+    """x / (1 - p) where dropout keeps it, else 0. rows, columns: int32, broadcastable against x.
 
-    Every element asks for its call, and the compiler sees that four neighbours in a thread ask for the same.
+    Written as if every element evaluated Philox; the compiler merges the evaluations of four neighbours in a thread.
     """
     zero = tl.full([], 0, tl.uint32)
     words = philox(seed, rows.to(tl.uint32), zero, (columns >> 2).to(tl.uint32), zero)
@@ -29,7 +29,7 @@ def kept(x, seed, rows, columns, DROP_BELOW: tl.constexpr):
 
 
 def drop(x: torch.Tensor, seed: torch.Tensor, dropout_p: float, out: torch.Tensor) -> None:
-    """Write x with dropout to out: both (..., width), contiguous."""
+    """Write x with dropout to out: both (..., width), contiguous. seed: 0-d int64."""
 
     def prepare():
         numbers = (x.shape[-1], triton.next_power_of_2(x.shape[-1]), row_threshold(dropout_p))
@@ -41,7 +41,7 @@ def drop(x: torch.Tensor, seed: torch.Tensor, dropout_p: float, out: torch.Tenso
 
 @triton.jit
 def drop_kernel(X, Out, Seed, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DROP_BELOW: tl.constexpr):
-    """A program a row."""
+    """One program per row. Grid (rows,)."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     begin = row.to(tl.int64) * WIDTH

@@ -1,4 +1,4 @@
-"""The Triton kernel of `linear_cross_entropy`: a row of logits becomes its loss and, in place, its gradient."""
+"""The Triton kernel of `linear_cross_entropy`: the loss of a row of logits and, in place, its gradient."""
 
 import torch
 import triton
@@ -6,12 +6,12 @@ import triton.language as tl
 
 from .launch import launch as launch_kernel
 
-# A row of 50,304 16-bit logits is 98 KiB and read twice. With this many warps few enough rows are under way for the
-# second reading to come from the L2 cache: 5,120 rows in 321 us on an H200, where 4 warps a row took 385.
+# A row of 50,304 16-bit logits is 98 KiB and is read twice. With this many warps per row, few enough rows are in
+# flight for the second read to hit the L2 cache: 5,120 rows took 321 us on an H200, and 385 with 4 warps per row.
 WARPS = 16
-LANES = 4096  # columns that keep a maximum and a sum of their own: 16 bytes of every thread
-DEPTH = 2  # times LANES columns a step: for so many exponentials there is one of a maximum that has grown
-LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: -inf - -inf would be NaN
+LANES = 4096  # columns with a running maximum and sum of their own: 16 bytes per thread
+DEPTH = 2  # times LANES columns per step: one rescaling exponential for DEPTH others
+LOWEST = tl.constexpr(-3.0e38)  # below every logit, but finite: -inf - -inf is NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -23,10 +23,10 @@ def launch(
     vocab_size: int,
     with_gradient: bool,
 ) -> None:
-    """Write the NLL of each row (float32 (rows,)), and with_gradient overwrite logits with their gradients.
+    """Write each row's NLL to losses (float32 (rows,)), and if with_gradient overwrite logits with their gradients.
 
-    logits: (rows, padded vocabulary), contiguous. targets: int64 (rows,), contiguous; negative for rows that do not
-    count, and of one that is vocab_size or more the loss is NaN.
+    logits: (rows, padded vocabulary), contiguous. targets: int64 (rows,), contiguous; negative for rows to ignore. A
+    target of vocab_size or more gives a loss of NaN.
     """
     grid = (logits.shape[0], 1, 1)
     numbers = (logits.stride(0), vocab_size, logits.shape[1], with_gradient, DEPTH, LANES)
@@ -49,15 +49,15 @@ def softmax_gradient_kernel(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program a row."""
+    """One program per row. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     Logits += row * stride_row
     target = tl.load(Targets + row)
     columns = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = vocab_size // (DEPTH * LANES) * (DEPTH * LANES)
 
-    # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), each lane for
-    # itself: one reduction over the lanes at the end instead of two a step. Logits in units of log 2, for exp2.
+    # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), separately for
+    # each lane: one reduction over lanes at the end instead of two per step. Logits are scaled by log2(e), for exp2.
     lane_max = tl.full([LANES], LOWEST, tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     for begin in range(0, whole, DEPTH * LANES):
@@ -73,7 +73,7 @@ def softmax_gradient_kernel(
     at_target = tl.load(Logits + target, mask=known, other=float("nan")).to(tl.float32) * LOG2_E
     tl.store(Losses + row, tl.where(counts, (lse - at_target) * LN_2, 0.0))
 
-    # Pass 2: d NLL / d logit = softmax - 1 at the target; 0 in the padding and in rows that do not count.
+    # Pass 2: d NLL / d logit = softmax, minus 1 at the target; 0 in the padding and in ignored rows.
     if WITH_GRADIENT:
         tl.debug_barrier()  # every thread has read its logit at the target
         shift = tl.where(counts, lse, float("inf"))
@@ -84,21 +84,21 @@ def softmax_gradient_kernel(
             x = load_tail(Logits, begin + columns, vocab_size, width)
             gradient = tl.exp2(x - shift).to(Logits.dtype.element_ty)
             tl.store(Logits + begin + columns, gradient, mask=begin + columns < width)
-        tl.debug_barrier()  # and written its softmax there
+        tl.debug_barrier()  # every thread has written its softmax
         tl.store(Logits + target, (tl.exp2(at_target - lse) - 1.0).to(Logits.dtype.element_ty), mask=known)
 
 
 @triton.jit
 def load_tail(Logits, columns, vocab_size, width):
-    """Logits from the last whole step on: -inf from vocab_size on."""
-    # Masked by width, a multiple of 64, and not by vocab_size, so that a thread loads 16 bytes at once.
+    """Load logits of the last, partial steps: -inf from vocab_size on."""
+    # The load is masked by width, a multiple of 64, not by vocab_size, so that it stays a 16-byte vector load.
     x = tl.load(Logits + columns, mask=columns < width, other=0.0).to(tl.float32) * LOG2_E
     return tl.where(columns < vocab_size, x, float("-inf"))
 
 
 @triton.jit
 def add_exponentials(lane_max, lane_sum, x):
-    """The running maximum and sum of 2^(x - maximum) of each lane, with x (DEPTH, LANES) taken in."""
+    """Update each lane's running maximum and sum of 2^(x - maximum) with x (DEPTH, LANES)."""
     new_max = tl.maximum(lane_max, tl.max(x, 0))
     lane_sum = lane_sum * tl.exp2(lane_max - new_max) + tl.sum(tl.exp2(x - new_max[None, :]), 0)
     return new_max, lane_sum

@@ -1,7 +1,7 @@
-"""Time the tiles of the table on this GPU: python -m kernels.tune
+"""Time the candidate tiles of the portable kernels on this GPU: python -m kernels.tune
 
-Each candidate of each kernel runs at 16,384 tokens of hidden width 2048 in bfloat16, causal and full, at each length
-class. The times are written where `flash` looks for them, in the user's cache; --out names another file.
+Each candidate of each kernel runs on 16,384 tokens of hidden width 2048 in bfloat16, causal and full, at each length
+of tiles.LENGTHS. The times are written to the user's cache, where `flash` looks for them; --out names another file.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TOKENS, WIDTH = 16384, 2048
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one tile and one shape."""
+    """One kernel with one tile at one shape."""
 
     kernel: str
     head_dim: int
@@ -36,7 +36,7 @@ class Case:
     tile: Tile
 
     def call(self, batch: int | None = None) -> Callable[[], object]:
-        """What is timed: the forward, or the backward with this tile in one of its two kernels."""
+        """The function to time: the forward, or the backward with this tile in one of its two kernels."""
         shape = (batch or TOKENS // self.length, self.length, WIDTH // self.head_dim, self.head_dim)
         q, k, v, d_out = (
             torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
@@ -49,7 +49,7 @@ class Case:
 
 
 def cases(head_dims: list[int]) -> Iterator[Case]:
-    """Every candidate at every shape, where there is a choice."""
+    """Every candidate at every shape, for kernels with more than one candidate."""
     this = architecture(torch.device("cuda"))
     for head_dim in head_dims:
         for kernel in KERNELS:
@@ -61,19 +61,19 @@ def cases(head_dims: list[int]) -> Iterator[Case]:
 
 
 def compile_case(case: Case) -> None:
-    """Leave the compiled kernel in Triton's cache on disk."""
+    """Compile the kernel into Triton's disk cache."""
     with forced(**{case.kernel: case.tile}):
         case.call(batch=1)()
 
 
 def microseconds(case: Case) -> float:
-    """Median, with a cold L2 cache."""
+    """Median time, with a cold L2 cache."""
     with forced(**{case.kernel: case.tile}):
         return round(1e3 * do_bench(case.call(), warmup=10, rep=50, return_mode="median"), 1)
 
 
 def measure(found: list[Case]) -> list[dict[str, object]]:
-    """An entry for each kernel, head_dim, causality and length: {"us": {tile: microseconds}}, fastest first."""
+    """One entry per kernel, head_dim, causality and length, with {"us": {tile: microseconds}}, fastest first."""
     entries: dict[tuple[str, int, bool, int], dict[str, float]] = {}
     for case in found:
         key = (case.kernel, case.head_dim, case.causal, case.length)
@@ -86,7 +86,7 @@ def measure(found: list[Case]) -> list[dict[str, object]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the times, fastest tile first, and write them."""
+    """Print the times, fastest tile first, and write them to the file."""
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.tune", description=__doc__.split("\n")[0])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--out", type=Path, help="write here instead of the user's cache")
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         sys.exit("kernels.tune times kernels on a GPU, and there is no CUDA device here")
     found = list(cases(options.head_dim))
-    shortest = [case for case in found if case.length == LENGTHS[0]]  # a length is not compiled for
+    shortest = [case for case in found if case.length == LENGTHS[0]]  # kernels are not specialised on length
     with ProcessPoolExecutor(min(8, os.cpu_count()), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_case, shortest))
     entries = measure(found)

@@ -1,4 +1,4 @@
-"""Our own Triton attention, registered as `flash`; triton is imported when it is loaded, not before."""
+"""Our Triton attention, registered as `flash`. Triton is imported when it is loaded, not before."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ SUPPORTED = set(FEATURES)
 
 
 def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, interpreted: bool) -> str | None:
-    """Why our kernels cannot work on such tensors, or None. `interpreted`: Triton runs in its interpreter."""
+    """The reason why our kernels cannot take such tensors, or None. interpreted: Triton runs in its interpreter."""
     if device.type != "cuda" and not interpreted:
         return f"it needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 interprets it, slowly)"
     if dtype not in DTYPES:
@@ -27,14 +27,14 @@ def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, inte
 
 
 def refuses(request: AttentionRequest) -> str | None:
-    """Why our kernels cannot serve `request`, or None."""
-    if request.tier not in TIERS:  # first, since what the kernels need would not mend it
+    """The reason why our kernels cannot serve `request`, or None."""
+    if request.tier not in TIERS:  # first: no change of the inputs would help
         return f"attention.tier={request.tier} is none of {', '.join(TIERS)}"
     return refuses_kernels(request) or refuses_tier(request) or request.unsupported(SUPPORTED)
 
 
 def refuses_kernels(request: AttentionRequest) -> str | None:
-    """Why no Triton kernel of ours can serve `request`, or None."""
+    """The reason why none of our Triton kernels can serve `request`, or None."""
     if importlib.util.find_spec("triton") is None:
         return "it needs triton, which is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

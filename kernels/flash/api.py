@@ -1,4 +1,4 @@
-"""Flash attention as a function: checks, the two operators, and their gradient."""
+"""Flash attention as a function: argument checks, the forward and backward operators, and autograd."""
 
 import torch
 
@@ -42,24 +42,26 @@ def flash_attention(
     return_lse: bool = False,
     precise_delta: bool = False,
     tier: str = "auto",
-    _packed: Tensor | None = None,  # what q, k and v are views of, which then gets the gradient
+    _packed: Tensor | None = None,  # the tensor that q, k and v are views of; it then gets the gradient
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v without ever holding the scores; arguments and result as `naive_attention`.
+    """softmax(q k^T * scale) v without materialising the scores; arguments and result as `naive_attention`.
 
-    q, k and v may have any strides whose last is 1: views of a packed qkv go in without a copy. Autocast gives them
-    its dtype, as it does for torch's own attention. Beyond inputs and outputs it keeps 4 bytes a query for the
-    log-sum-exp, and 4 more during the backward; with documents 8 bytes a token, with a block mask 12 bytes for each
-    of its tiles. Gradients are bit for bit repeatable. float32 is computed
-    in full precision, without tensor cores. The kernels visit no tile that a mask hides. A CUDA graph needs
-    dropout_seed as a tensor on the device: a number, or a tensor on the CPU, is captured as a constant.
-    precise_delta also keeps what rounding took from the output, as large as the output, so that delta =
-    rowsum(dO * O) does not inherit a rounding that can lean one way (arXiv 2510.04212).
-    tier says which kernels may run: "triton", "hopper" (see `tiers`), or "auto", the Hopper ones where they serve.
-    Their backward sums dQ in float32, which takes 4 * head_dim bytes a query and head while it runs; with grouped
-    heads it also holds dk and dv of every head, in the type of q.
+    q, k and v may have any strides whose last is 1, so views of a packed qkv are not copied. Autocast casts them to
+    its dtype, as for torch's own attention. float32 is computed in full precision, without tensor cores. Tiles that a
+    mask hides entirely are not visited. Gradients are bitwise repeatable.
+
+    Memory beyond inputs and outputs: 4 bytes per query and head for the log-sum-exp, and 4 more during the backward;
+    with documents 8 bytes per token; with a block mask 12 bytes per mask element. The Hopper backward sums dQ in
+    float32, 4 * head_dim bytes per query and head while it runs; with grouped heads it also holds dk and dv of every
+    query head, in q's dtype.
+
+    dropout_seed: under a CUDA graph a tensor on the device; a number, or a CPU tensor, is captured as a constant.
+    precise_delta: also keep the output's rounding error, as large as the output, so that delta = rowsum(dO * O) does
+    not inherit a rounding that can be biased (arXiv 2510.04212).
+    tier: the kernels that may run: "triton", "hopper" (see `tiers`), or "auto", the Hopper ones where they apply.
 
     Raises:
-        AttentionError: an argument that is not supported, by name.
+        AttentionError: names the argument that is not supported.
     """
     q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
@@ -71,7 +73,7 @@ def flash_attention(
     reason = refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED)
     if reason is not None:
         raise AttentionError(f"attention=flash: {reason}")
-    if max(q.shape[:2]) > 65535:  # they are grid axes of the launch
+    if max(q.shape[:2]) > 65535:  # grid axes of the launch
         raise AttentionError(f"attention=flash takes batch and heads up to 65535, got {tuple(q.shape[:2])}")
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise AttentionError("attention=flash has no gradient for alibi_slopes; attention=naive does")
@@ -80,7 +82,7 @@ def flash_attention(
             raise AttentionError(
                 f"{name}'s last stride must be 1, got {tensor.stride()}; pass {name}.contiguous()"
             )
-    # One number a head or a batch, which the kernels read as contiguous.
+    # One number per head or batch, read as contiguous by the kernels.
     alibi_slopes, sinks, kv_lengths = (
         x if x is None else x.contiguous() for x in (alibi_slopes, sinks, kv_lengths)
     )
@@ -96,16 +98,16 @@ def flash_attention(
     qkv = (q, k, v) if _packed is None else (_packed, None, None)
     if torch.compiler.is_compiling():
         out, lse, _ = flash_forward(*qkv, *tensors[:2], sinks, *tensors[2:], *rules)
-    else:  # what the operator would call, without the way there: 8 us
+    else:  # what the operator would call, without the dispatcher: saves 8 us
         out, lse, _ = _Flash.apply(*qkv, sinks, tensors, rules)
     return (out, lse) if return_lse else out
 
 
 def flash_attention_packed(qkv: Tensor, **options: object) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attention` of the three parts of qkv (batch, length, 3, heads, head_dim), as a linear layer makes them.
+    """`flash_attention` of a packed qkv (batch, length, 3, heads, head_dim), as a linear layer produces it.
 
-    The gradient comes in one tensor like qkv too, which nobody has to stack: that took 1.7 of the 117 ms of a step of
-    GPT-2 small on an H200 (LOG.md). out is (batch, heads, length, head_dim), and options are those of the other.
+    The gradient is packed like qkv, which saves stacking dq, dk and dv: 1.7 of the 117 ms of a step of GPT-2 small on
+    an H200 (LOG.md). out: (batch, heads, length, head_dim). options: as for `flash_attention`.
     """
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise AttentionError(f"qkv must be (batch, length, 3, heads, head_dim), got {tuple(qkv.shape)}")
@@ -137,12 +139,12 @@ def flash_forward(
     tier: str,
     precise_delta: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out like q; lse float32 (batch, heads, q_len), natural log-sum-exp of the scaled scores; out_low.
+    """The forward operator: out like q, lse, out_low.
 
-    q, k, v: without k and v, q is all three, packed (batch, length, 3, heads, head_dim).
-    out_low: with precise_delta what rounding took from out, like out; otherwise empty.
-
+    lse: float32 (batch, heads, q_len), natural log-sum-exp of the scaled scores.
+    q, k, v: if k and v are None, q is all three, packed (batch, length, 3, heads, head_dim).
     document_starts, document_ends: see `document_bounds`. key_blocks, query_blocks: see `block_lists`.
+    out_low: with precise_delta the rounding error of out, like out; otherwise empty.
     """
     out, lse, out_low = results = _forward_like(q, k, precise_delta)
     if k is None:
@@ -186,16 +188,17 @@ def flash_backward(
     softcap: float,
     tier: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq like q, dk like k, dv like v, delta like lse) for the gradients of out and, if it has one, of lse.
+    """The backward operator: (dq like q, dk like k, dv like v, delta like lse).
 
-    q, k, v: as in `flash_forward`. Of a packed q, dq is packed too, and dk and dv are empty.
+    d_out, d_lse: gradients of out and of lse; d_lse may be None.
+    q, k, v: as in `flash_forward`. If q is packed, so is dq, and dk and dv are empty.
     """
     dq, dk, dv, delta = results = _backward_like(q, k, v)
     if k is None:
         q, k, v = _parts(q)
         dq, dk, dv = _parts(dq)
     left, right = _sides(left, right, q, k)
-    if d_out.stride(-1) != 1 or 0 in d_out.stride():  # a gradient that was expanded from fewer elements
+    if d_out.stride(-1) != 1 or 0 in d_out.stride():  # strides of 0: an expanded gradient
         d_out = d_out.contiguous()
     if d_lse is not None:
         d_lse = d_lse.contiguous()
@@ -222,8 +225,8 @@ def flash_backward(
 
 
 def _sides(left: int, right: int, q: Tensor, k: Tensor) -> tuple[int, int]:
-    """A window's sides, -1 for one that reaches every key: it hides nothing, and the kernels would add positions to
-    it, in 32 bits. Asked in the operators: outside, torch.compile would make a graph for each answer."""
+    """A window's sides, -1 for a side that masks nothing; the kernels would add positions to it and might overflow
+    int32. Called inside the operators: outside, torch.compile would specialise a graph for each result."""
     return left if left < k.shape[2] - 1 else -1, right if right < q.shape[2] - 1 else -1
 
 
@@ -238,19 +241,19 @@ def _hopper_has(
     blocks: Tensor | None,
     others: tuple[Tensor | None, ...],
 ) -> bool:
-    """Whether the Hopper kernels have all that is asked. others: what brings features that they have not."""
+    """Whether the Hopper kernels support what is asked. others: tensors of features that they lack."""
     if softcap or are_forced() or any(tensor is not None for tensor in others):
         return False
     if left >= 0 or documents is not None:
         return causal and q.shape[2] == k.shape[2] and blocks is None
-    if blocks is not None and causal:  # the diagonal is to begin where a block does
+    if blocks is not None and causal:  # the diagonal must start at a block boundary
         return (k.shape[2] - q.shape[2]) % BLOCK_MASK_SIZE == 0
     return causal or right < 0
 
 
 class _Flash(torch.autograd.Function):
-    """The gradient of `flash_forward`: in q, k, v and sinks. The other inputs come in two tuples: to autograd each
-    argument costs 0.3 us a call."""
+    """`flash_forward` with its gradient in q, k, v and sinks. The other inputs are passed as two tuples: each
+    argument of apply costs 0.3 us a call."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, tensors, rules):
@@ -271,20 +274,20 @@ class _Flash(torch.autograd.Function):
         if d_out is None:
             d_out = torch.zeros_like(out)
         inputs = (d_out, d_lse, out, lse, *tensors, *ctx.rules)
-        # Gradients that are to be differentiated themselves meet its error.
+        # With create_graph, go through the operator, whose own backward raises the error.
         twice = torch.is_grad_enabled()
         dq, dk, dv, delta = flash_backward(*inputs) if twice else below_autograd(flash_backward, *inputs)
-        if tensors[2] is None:  # k: the gradient is packed
+        if tensors[2] is None:  # k is None: the gradient is packed
             dk = dv = None
         d_sinks = None
         if sinks is not None:
-            # A sink is a score like another, P = exp(sink - lse), whose value is 0: dS = P * (0 - delta).
+            # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta).
             d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, d_sinks, None, None
 
     @classmethod
     def of_operator(cls, q, k, v, seed, alibi_slopes, sinks, *rest):
-        """`flash_forward` to autograd."""
+        """`flash_forward` under autograd, with the operator's arguments."""
         return cls.apply(q, k, v, sinks, (seed, alibi_slopes, *rest[:5]), rest[5:])
 
 
@@ -308,9 +311,9 @@ def _backward_like(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tenso
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """As torch.empty_like: dense, with the axes in memory as x has them, so heads inside tokens for a packed qkv."""
+    """As torch.empty_like: dense, in the axis order of x's memory, so heads within tokens for a packed qkv."""
     like = torch.empty_like(x)
-    # Of windows that overlap (Tensor.unfold) it may put another axis last.
+    # For overlapping views (Tensor.unfold) it may make another axis the last.
     return like if like.stride(-1) == 1 else x.new_empty(x.shape)
 
 

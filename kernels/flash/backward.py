@@ -1,15 +1,16 @@
-"""The backward kernels: probabilities recomputed from the saved log-sum-exp, no atomics, bit for bit repeatable.
+"""The backward kernels: probabilities recomputed from the saved log-sum-exp, no atomics, bitwise repeatable.
 
 With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O) (FlashAttention, Dao et al. 2022, Algorithm 4):
 
     dS = P * (dP - delta)        dQ = scale * dS K        dK = scale * dS^T Q        dV = P^T dO
 
-Dropout of a share p turns dP into Z dP / (1 - p) and P^T dO into (Z P)^T dO / (1 - p), where Z is 1 for what is kept
-and 0 else. The division is left for the end: dS (1 - p) = P * (Z dP - (1 - p) delta) takes none an element.
+Dropout with probability p turns dP into Z dP / (1 - p) and P^T dO into (Z P)^T dO / (1 - p), where Z is 1 for kept
+elements and 0 otherwise. The division is deferred to the end: (1 - p) dS = P * (Z dP - (1 - p) delta) needs none per
+element.
 
-Two kernels, because dQ sums over keys and dK, dV over queries: seven matrix products instead of five buy that no two
-programs write the same memory. `dq_kernel` goes first and leaves delta for `dkdv_kernel`, which works on the
-transposes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T enter the next product as they are, untransposed.
+Two kernels, because dQ is a sum over keys, and dK and dV are sums over queries: at the price of seven matrix products
+instead of five, no two programs write the same memory. `dq_kernel` runs first and leaves delta for `dkdv_kernel`,
+which works on the transposes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T enter the next product as they are.
 """
 
 import triton
@@ -42,8 +43,8 @@ def dq_kernel(
     stride_qm: tl.constexpr, stride_kn: tl.constexpr, stride_vn: tl.constexpr, stride_om: tl.constexpr,
     stride_dom: tl.constexpr, stride_dqm: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and delta on the way. Grid (ceil(q_len / BLOCK_M), heads, batch). DLse, Delta: as the forward's Lse."""
-    # Which queries; as in the forward, the tiles that see the most keys first.
+    """dQ and delta. Grid (ceil(q_len / BLOCK_M), heads, batch). Lse, DLse, Delta: float32 (batch, heads, q_len)."""
+    # Which queries. As in the forward, the tiles that see the most keys start first.
     index = tl.program_id(0)
     if SPEC.CAUSAL:
         index = tl.num_programs(0) - 1 - index
@@ -71,8 +72,8 @@ def dq_kernel(
     d_out = load_rows(DOut, first_row, q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
     delta = tl.sum(out * d_out.to(tl.float32), 1)
     if DLse is not None:  # d lse / d S = P, so a gradient of lse joins dS = P * (dP - delta) through delta
-        # But not in a row that sees nothing. Its lse is a constant, for which NaN may come (logaddexp of -inf and
-        # -inf sends it), and P = 0 times NaN is NaN in the gradients of all keys.
+        # Except in a fully masked row. Its lse is constant, its d_lse may be NaN (logaddexp of -inf and -inf produces
+        # one), and P = 0 times NaN would put NaN into the gradients of all keys.
         blind = load_vector(Lse + statistics, first_row, q_len, SPEC.BLOCK_M) == float("-inf")
         delta -= tl.where(blind, 0.0, load_vector(DLse + statistics, first_row, q_len, SPEC.BLOCK_M))
     rows = first_row + tl.arange(0, SPEC.BLOCK_M)
@@ -82,7 +83,7 @@ def dq_kernel(
     lse_log2 = tl.maximum(load_vector(Lse + statistics, first_row, q_len, SPEC.BLOCK_M) * LOG2_E, LOWEST)
     dq = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
 
-    # Which keys; the masked edges first, as in the forward.
+    # Which keys. The masked edges go first, as in the forward.
     keys = rules.kv_end
     first_0, last_0 = visible_keys(first_row, rules, SPEC)
     first_1, last_1 = visible_keys(tl.minimum(first_row + SPEC.BLOCK_M, q_len) - 1, rules, SPEC)
@@ -122,7 +123,7 @@ def add_dq(
     MASKED: tl.constexpr,
     stride_kn: tl.constexpr, stride_vn: tl.constexpr,
 ):  # fmt: skip
-    """dS K over the keys [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_N."""
+    """dq + dS K over keys [begin, end), or those positions of BlockList; begin is a multiple of BLOCK_N."""
     for step in range(begin, end, SPEC.BLOCK_N):
         first_key = listed(step, BlockList)
         row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[:, None], tl.arange(0, SPEC.BLOCK_N)[None, :]
@@ -137,7 +138,7 @@ def add_dq(
                 scores = tl.where(keys >= first, scores, float("-inf"))
         p = tl.exp2(scores * score_unit(rules, SPEC) - lse_log2[:, None])
         dp = tl.dot(d_out, v.T, input_precision="ieee")
-        if SPEC.DROPOUT_P > 0:  # in this order a multiply-add under a predicate, and no select
+        if SPEC.DROPOUT_P > 0:  # in this order a predicated multiply-add, without a select
             keep = is_kept(first_row, row_index, first_key, key_index, rules, SPEC)
             ds = p * -delta[:, None]
             ds = tl.where(keep, ds + p * dp, ds) * gain
@@ -157,7 +158,7 @@ def dkdv_kernel(
     stride_dkn: tl.constexpr, stride_dvn: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, summed over the query heads that share them. Grid (ceil(kv_len / BLOCK_N), kv_heads, batch)."""
-    # Which keys. The first tiles of a causal head are seen by the most queries and already start first.
+    # Which keys. Under the causal mask the first tiles are seen by the most queries, and they do start first.
     first_key = tl.program_id(0) * SPEC.BLOCK_N
     kv_head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -166,7 +167,7 @@ def dkdv_kernel(
     V += batch_64 * stride_vb + kv_head_64 * stride_vh
     DK += batch_64 * stride_dkb + kv_head_64 * stride_dkh
     DV += batch_64 * stride_dvb + kv_head_64 * stride_dvh
-    # The group's first query head.
+    # The first query head of the group.
     head = kv_head * SPEC.GROUP
     Q += batch_64 * stride_qb + head.to(tl.int64) * stride_qh
     DOut += batch_64 * stride_dob + head.to(tl.int64) * stride_doh
@@ -182,12 +183,12 @@ def dkdv_kernel(
         rules = rules_of(
             batch, head + member, Seed, Slopes, DocumentStart, DocumentEnd, KvLengths, q_len, kv_len, scale
         )  # fmt: skip
-        # Which queries; rows beyond q_len load as zeros and add nothing, so they need no mask.
+        # Which queries. Rows beyond q_len are loaded as zeros and contribute nothing, so they need no mask.
         whole = tl.cdiv(q_len, SPEC.BLOCK_M) * SPEC.BLOCK_M
         first_0, last_0 = visible_rows(first_key, whole, rules, SPEC)
         first_1, last_1 = visible_rows(tl.minimum(first_key + SPEC.BLOCK_N, kv_len) - 1, whole, rules, SPEC)
         begin, full, tail, end = parts(first_0, last_0, first_1, last_1, whole, SPEC.BLOCK_M)
-        # Above head_dim 128 dK and dV leave registers for one loop: with a second, of whole tiles, 32x64 spills 36 B.
+        # Above head_dim 128 dK and dV leave registers for one loop: with a second, unmasked one, 32x64 spills 36 B.
         bounded: tl.constexpr = SPEC.CAUSAL or SPEC.LEFT >= 0 or SPEC.RIGHT >= 0 or SPEC.DOCUMENTS
         one_loop: tl.constexpr = bounded and SPEC.BLOCK_D > 128
         if one_loop:
@@ -199,7 +200,7 @@ def dkdv_kernel(
             )
             begin = 0
             full = tl.load(BlockList) * BLOCK_MASK_SIZE
-        if SPEC.PADDED and first_key >= keys:  # nothing but padding
+        if SPEC.PADDED and first_key >= keys:  # the tile is all padding
             full = begin
             tail = begin
             end = begin
@@ -221,15 +222,15 @@ def dkdv_kernel(
         Q += stride_qh
         DOut += stride_doh
         statistics += q_len
-    if SPEC.PADDED:  # padding was not masked, and may have got NaN from a query that sees nothing
+    if SPEC.PADDED:  # padding was not masked, and a fully masked query may have put NaN there
         padding = (first_key + tl.arange(0, SPEC.BLOCK_N) >= keys)[:, None]
         dk = tl.where(padding, 0.0, dk)
         dv = tl.where(padding, 0.0, dv)
     if SPEC.DROPOUT_P > 0:
         dv /= 1 - SPEC.DROPOUT_P
         scale /= 1 - SPEC.DROPOUT_P
-    # Rows are counted from the tile's first, unlike in the loads of K and V: with one mask for both, its predicates
-    # stay in registers through the loops, and d256 on sm_90 spills 32 B.
+    # Rows are counted from the tile's first, unlike in the loads of K and V: if both used one mask, its predicates
+    # would stay live through the loops, and d256 on sm_90 spills 32 B.
     first_64, left = first_key.to(tl.int64), kv_len - first_key
     store_rows(DV + first_64 * stride_dvn, dv, 0, left, stride_dvn, SPEC, SPEC.BLOCK_N)
     store_rows(DK + first_64 * stride_dkn, dk * scale, 0, left, stride_dkn, SPEC, SPEC.BLOCK_N)
@@ -246,15 +247,17 @@ def add_dkdv(
     MASKED: tl.constexpr,
     stride_qm: tl.constexpr, stride_dom: tl.constexpr,
 ):  # fmt: skip
-    """dS^T Q and P^T dO over the queries [begin, end), of BlockList if it is one; begin is a multiple of BLOCK_M."""
+    """dk + dS^T Q and dv + P^T dO over queries [begin, end), or those positions of BlockList; begin is a multiple of
+    BLOCK_M."""
     for step in range(begin, end, SPEC.BLOCK_M):
         first_row = listed(step, BlockList)
         row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[None, :], tl.arange(0, SPEC.BLOCK_N)[:, None]
         rows, keys = first_row + row_index, first_key + key_index
         q = load_rows(Q, first_row, rules.q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
         d_out = load_rows(DOut, first_row, rules.q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)
-        # Beyond q_len queries are zeros, so scores are 0 and any lse will do; but ALiBi still counts there, and
-        # exp2(large - 0) * 0 is NaN where exp2(large - inf) is 0. (For all: 144 B spilled, sm_100 d64 grouped heads.)
+        # Queries beyond q_len are zeros, so their scores are 0 and any finite lse would do. But ALiBi still adds its
+        # bias there, and exp2(large - 0) * 0 is NaN, while exp2(large - inf) is 0. (Using inf always: 144 B spilled
+        # on sm_100, d64, grouped heads.)
         if SPEC.ALIBI:
             lse_log2 = load_vector(Lse, first_row, rules.q_len, SPEC.BLOCK_M, float("inf")) * LOG2_E
         else:
@@ -274,7 +277,7 @@ def add_dkdv(
             kept_t = tl.where(is_kept(first_row, row_index, first_key, key_index, rules, SPEC), p_t, 0.0)
         dv = tl.dot(kept_t.to(d_out.dtype), d_out, dv, input_precision="ieee")
         dp_t = tl.dot(v, d_out.T, input_precision="ieee")
-        if SPEC.DROPOUT_P > 0:  # from P as dropped, so that no predicate has to wait for dP
+        if SPEC.DROPOUT_P > 0:  # from the dropped P, so that no predicate stays live until dP
             ds_t = (kept_t * dp_t - p_t * (delta * (1 - SPEC.DROPOUT_P))[None, :]) * gain
         else:
             ds_t = p_t * (dp_t - delta[None, :]) * gain

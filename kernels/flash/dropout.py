@@ -1,6 +1,6 @@
-"""Which probabilities dropout keeps, drawn inside the kernels: the mask of kernels/philox.py, element by element.
+"""The dropout mask of kernels/philox.py, element by element, drawn inside the kernels.
 
-On an H200 drawing it once cost more than the attention around it, so instructions count here: LOG.md has them.
+On an H200 drawing it once cost more than the attention itself, so every instruction counts here; see LOG.md.
 """
 
 import os
@@ -21,10 +21,10 @@ HAS_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.versi
 def is_kept(first_row, row_index, first_key, key_index, rules, SPEC: tl.constexpr):
     """Whether dropout keeps the probability of query first_row + row_index and key first_key + key_index.
 
-    The firsts are multiples of 16; the indices broadcast against the tile. Every element asks for its call and picks
-    its half word, and the compiler sees which elements in the registers of a thread ask for the same. It does when
-    their indices lose bits before the sum, and in these steps: of a sum that a loop carries LLVM knows no bits and
-    shared no call, and with & ~8 or & 7 it shared them in some loops and not in others (LOG.md).
+    first_row and first_key are multiples of 16; the indices broadcast against the tile. Written as if every element
+    evaluated Philox and picked its 16-bit half word; the compiler merges equal evaluations within a thread's
+    registers. For that, bits must be dropped from the indices before the sum, and by exactly these shifts: LLVM knows
+    no bits of a loop-carried sum and merged nothing; with & ~8 or & 7 it merged in some loops only (LOG.md).
     """
     row_in_tile = (row_index >> 4 << 3) | ((row_index >> 1 & 3) << 1) | (row_index & 1)
     column_in_tile = (key_index >> 4 << 2) | (key_index >> 1 & 3)
@@ -34,17 +34,17 @@ def is_kept(first_row, row_index, first_key, key_index, rules, SPEC: tl.constexp
     word_0, word_1, word_2, word_3 = philox(rules.seed, row, head, column, batch)
     right = (key_index & 8) != 0
     word = tl.where((row_index & 8) != 0, tl.where(right, word_3, word_2), tl.where(right, word_1, word_0))
-    # The lower half is moved up for an even key and the upper one stays, so that one comparison serves both.
+    # Even keys shift their lower half up, odd keys use the upper half in place; one comparison serves both.
     word <<= ((~key_index & 1) << 4).to(tl.uint32)
     return word >= SPEC.DROP_BELOW << 16
 
 
 @triton.jit
 def philox(seed, c0, c1, c2, c3):
-    """kernels/philox.py's four words, from an int64 seed and uint32 counters.
+    """Philox 4x32: the four words of kernels/philox.py, from an int64 seed and uint32 counters.
 
-    The counters are only as large as they have to be: what depends on the row or on the column alone leaves the loop
-    over the other, two of the first round's products and their like in the next rounds.
+    The counters keep their unbroadcast shapes, so what depends on the row or the column alone is hoisted out of the
+    loop over the other: two products of the first round, and the like in the next rounds.
     """
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
@@ -58,9 +58,9 @@ def philox(seed, c0, c1, c2, c3):
 
 @triton.jit
 def wide_product(word, FACTOR: tl.constexpr):
-    """All 64 bits of a uint32 times a constant: one IMAD.WIDE.
+    """The 64-bit product of a uint32 and a constant: one IMAD.WIDE.
 
-    In PTX: of the other form, as of tl.philox, LLVM makes a high and a low product, which ptxas leaves apart.
+    In inline PTX, because LLVM splits the plain form (and tl.philox) into a high and a low product, and both stay.
     """
     if HAS_PTX:
         return tl.inline_asm_elementwise(

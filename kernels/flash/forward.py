@@ -1,7 +1,7 @@
 """The forward kernel: FlashAttention-2 order (Dao 2023, Algorithm 1).
 
-One program owns BLOCK_M queries and walks over the keys they see, BLOCK_N at a time. The accumulator is divided by
-the softmax sum once, at the end; exponentials are base 2, with scale * log2(e) folded into one multiply-add.
+Each program owns BLOCK_M queries and loops over the keys they see, BLOCK_N at a time. The accumulator is divided by
+the softmax sum once, at the end. Exponentials are base 2, with scale * log2(e) folded into one multiply-add.
 """
 
 import triton
@@ -22,8 +22,8 @@ from .rules import (
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
-# Where the running maximum starts: below every score, and finite, so that a row that has seen only masked scores
-# (-inf) computes exp2(-inf - LOWEST) = 0 where -inf - -inf would be NaN.
+# Initial value of the running maximum: below every score, but finite, so that a row with only masked scores (-inf) so
+# far computes exp2(-inf - LOWEST) = 0 instead of -inf - -inf = NaN.
 LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -36,8 +36,11 @@ def forward_kernel(
     stride_qm: tl.constexpr, stride_kn: tl.constexpr, stride_vn: tl.constexpr, stride_om: tl.constexpr,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(q_len / BLOCK_M), heads, batch). Lse: float32 (batch, heads, q_len), contiguous."""
-    # Which queries. The last tiles of a causal head see the most keys, so they start first.
+    """out and lse, and with OutLow the rounding error of out. Grid (ceil(q_len / BLOCK_M), heads, batch).
+
+    Lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores. OutLow: like Out.
+    """
+    # Which queries. Under the causal mask the last tiles see the most keys, so they start first.
     index = tl.program_id(0)
     if SPEC.CAUSAL:
         index = tl.num_programs(0) - 1 - index
@@ -55,26 +58,26 @@ def forward_kernel(
     Lse += (batch_64 * tl.num_programs(1) + head) * q_len
 
     if SPEC.BLOCK_D > 64:
-        # Rows are counted from the tile's first, unlike in the store of out: with one mask for both, its predicates
-        # stay in registers through the loops, and d128 on sm_90 spills up to 28 B with a feature.
+        # Rows are counted from the tile's first, unlike in the store of out: if both used one mask, its predicates
+        # would stay live through the loops, and d128 on sm_90 spills up to 28 B with a feature.
         first_64, left = first_row.to(tl.int64), q_len - first_row
         q = load_rows(Q + first_64 * stride_qm, 0, left, stride_qm, SPEC, SPEC.BLOCK_M, True)
-    else:  # nothing spills, and with two masks d64 with dropout takes 130 registers for 128: a CTA of four less
+    else:  # nothing spills, and two masks cost d64 with dropout 130 registers for 128: three CTAs, not four
         q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
     acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
     row_max = tl.full([SPEC.BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([SPEC.BLOCK_M], tl.float32)
-    if Sinks is not None:  # a key that every row has seen before the first, and whose value is 0
+    if Sinks is not None:  # as if every row had already seen one key, whose value is 0
         row_max = tl.maximum(row_max, tl.load(Sinks + head).to(tl.float32) * LOG2_E)
         row_sum += 1.0
 
-    # Which keys. The masked edges go first: the other way round ptxas serialises the tensor cores (C7515).
+    # Which keys. The masked edges go first: in the opposite order ptxas serialises the wgmmas (C7515).
     keys = rules.kv_end
     first_0, last_0 = visible_keys(first_row, rules, SPEC)
     first_1, last_1 = visible_keys(tl.minimum(first_row + SPEC.BLOCK_M, q_len) - 1, rules, SPEC)
     begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
     BlockList = None
-    if Blocks is not None:  # the list says where to go, so everything is masked
+    if Blocks is not None:  # visit the listed blocks, all of them masked
         BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len, 1)
         tail = 0
         end = tl.load(BlockList) * BLOCK_MASK_SIZE
@@ -93,13 +96,13 @@ def forward_kernel(
             rules, SPEC, False, stride_kn, stride_vn,
         )  # fmt: skip
 
-    # A row that saw nothing has row_sum 0: out 0, lse -inf.
+    # A fully masked row (`blind`) has row_sum 0: out 0, lse -inf.
     blind = row_sum == 0
     row_sum = tl.where(blind, 1.0, row_sum)
     share = row_sum * (1 - SPEC.DROPOUT_P) if SPEC.DROPOUT_P > 0 else row_sum
     out = acc / share[:, None]
     store_rows(Out, out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
-    if OutLow is not None:  # what rounding took from out, laid out as out is
+    if OutLow is not None:  # the rounding error of out, laid out as out is
         OutLow += batch_64 * stride_ob + q_head * stride_oh
         low = out - out.to(Out.dtype.element_ty).to(tl.float32)
         store_rows(OutLow, low, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
@@ -119,7 +122,7 @@ def attend(
     MASKED: tl.constexpr,
     stride_kn: tl.constexpr, stride_vn: tl.constexpr,
 ):  # fmt: skip
-    """Take keys [begin, end), of BlockList if it is one, into the online softmax; begin is a multiple of BLOCK_N."""
+    """Online softmax over keys [begin, end), or those positions of BlockList; begin is a multiple of BLOCK_N."""
     for step in range(begin, end, SPEC.BLOCK_N):
         first_key = listed(step, BlockList)
         row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[:, None], tl.arange(0, SPEC.BLOCK_N)[None, :]
@@ -135,10 +138,10 @@ def attend(
         new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
         p = tl.exp2(scores * unit - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(p, 1)  # the softmax's sum counts what dropout drops
+        row_sum = row_sum * rescale + tl.sum(p, 1)  # the softmax sum includes dropped elements
         if SPEC.DROPOUT_P > 0:
             keep = is_kept(first_row, row_index, first_key, key_index, rules, SPEC)
-            # Not 0.0: a product under a predicate takes neither a select nor a register more.
+            # Not 0.0: a predicated multiply needs neither a select nor another register.
             p = tl.where(keep, p, p * 0)
         acc = acc * rescale[:, None]
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)

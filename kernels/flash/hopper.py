@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: rings of tiles in shared memory that TMA fills, and how TMA reads a tensor."""
+"""Shared by the Hopper kernels: multi-stage rings of tiles in shared memory, filled by TMA, and TMA descriptors."""
 
 import functools
 from typing import NamedTuple
@@ -14,7 +14,7 @@ TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 class Ring(NamedTuple):
-    """Tiles in shared memory; barriers that say of each that it has come, and that it may be overwritten."""
+    """A multi-stage pipeline buffer: tiles in shared memory, with a full and an empty mbarrier for each."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -31,14 +31,14 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A Ring of STAGES tiles of a descriptor, each of which READERS warpgroups read."""
+    """A Ring of STAGES tiles of a descriptor's block, each read by READERS warpgroups."""
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
     return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
 
 
 @gluon.jit
 def fetch(desc, coordinates, ring, stage, phase):
-    """Start the copy of a tile once its readers have left the stage."""
+    """Wait until the stage is empty, then start the TMA load of a tile into it."""
     mbarrier.wait(ring.empty.index(stage), phase ^ 1)
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, coordinates, ring.full.index(stage), ring.tiles.index(stage))
@@ -46,30 +46,32 @@ def fetch(desc, coordinates, ring, stage, phase):
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """One thread arrives for its warpgroup. Before it stands a barrier of the warpgroup, or the wait for the product
-    that read the memory: CUTLASS's PipelineTmaAsync releases so too. A claim was read a whole work before.
+    """One thread arrives on behalf of its warpgroup.
 
-    mbarrier.arrive would do, but Triton takes it for an access to all shared memory and puts barriers around it.
-    expect announces no bytes and arrives as well.
+    The caller orders it after the reads it releases: by a warpgroup barrier, or by the wait for the wgmma that read
+    the memory, as CUTLASS's PipelineTmaAsync does. (A claimed index was read a whole work item before.)
+
+    mbarrier.arrive would do, but Triton treats it as an access to all of shared memory and puts barriers around it.
+    An expect of 0 bytes arrives as well.
     """
     mbarrier.expect(barrier, 0, pred=pred)
 
 
 @gluon.jit
 def opaque(number):
-    """The number, of which the compiler knows nothing any more."""
+    """The number, hidden from the optimiser: nothing is known about the value, and nothing folds into it."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, True, 1)
 
 
 class Descriptor(TensorDescriptor):
-    """How TMA is to read or write a tensor, `block` of it at a time.
+    """A TMA descriptor of a tensor, read or written `block` elements at a time.
 
-    Without the checks of its base, which `fits_tma` has made: they are 2 us of host time each.
+    Skips the base class's checks, 2 us of host time each; `fits_tma` has made them.
     """
 
     def __init__(self, x: torch.Tensor, block: tuple[int, ...]) -> None:
         shape, strides = x.shape, x.stride()
-        if 1 in shape:  # the stride of a dimension of one may be anything, but not for TMA
+        if 1 in shape:  # a size-1 dimension may have any stride, but TMA wants a valid one
             strides = [stride if size > 1 else shape[-1] for size, stride in zip(shape, strides, strict=True)]
         self.base = x
         self.shape = shape
@@ -79,22 +81,22 @@ class Descriptor(TensorDescriptor):
 
 
 def rows_of(x: torch.Tensor, rows: int) -> Descriptor:
-    """Of (batch, heads, length, head_dim): `rows` rows of one head at a time."""
+    """The descriptor of x (batch, heads, length, head_dim), moving `rows` rows of one head at a time."""
     return Descriptor(x, (1, 1, rows, x.shape[3]))
 
 
 @functools.cache
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How what TMA moves at a time lies in shared memory: as wgmma reads it, but a float32 sum row by row."""
+    """Shared-memory layout of a TMA block: swizzled for wgmma, or row-major for the float32 sum of dQ."""
     if dtype is torch.float32:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
 def fits_tma(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a 16-bit (batch, heads, length, head_dim) has elements, and rows on multiples of 16 bytes, none twice.
+    """Whether TMA can address a 16-bit (batch, heads, length, head_dim): not empty, rows 16-byte aligned, no overlap.
 
-    The tensor itself must begin on one.
+    The caller checks that the data pointer is 16-byte aligned.
     """
     apart = [stride for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
     return 0 not in shape and strides[3] == 1 and all(stride > 0 and stride % 8 == 0 for stride in apart)

@@ -1,17 +1,18 @@
-"""The backward for Hopper (sm_90a), in Gluon: five products in one kernel, and still bit for bit repeatable.
+"""The backward kernel for Hopper (sm_90a), in Gluon: five products in one kernel, and still bitwise repeatable.
 
-A program takes one work after another (hopper_work.py): KEYS keys of a head, half of them in each of two warpgroups.
-One warp moves tiles of Q and dO into rings of shared memory by TMA, one lays the rows' log-sum-exp and delta beside
-them. The warpgroups issue their products asynchronously (FlashAttention-3's schedule, Shah et al. 2024) on the
-transposes S^T = K Q^T and dP^T = V dO^T, as backward.py does. dQ sums over keys, so over works: two more warps add it
-up (hopper_dq.py).
+A persistent program takes one work item after another (hopper_work.py): KEYS keys of a head, split evenly between two
+consumer warpgroups, against all blocks of queries that see them. One warp loads tiles of Q and dO into rings of
+shared memory by TMA, another stages the rows' log-sum-exp and delta beside them. The warpgroups issue their wgmmas
+asynchronously, in FlashAttention-3's schedule (Shah et al. 2024), on the transposes S^T = K Q^T and dP^T = V dO^T, as
+backward.py does. dQ is a sum over keys, and so over work items: two more warps accumulate it in global memory
+(hopper_dq.py).
 
-dQ needs dS of both warpgroups, which would meet in each step. In long loops a warpgroup multiplies dQ of the step
-before instead, whose dS the other has laid down long ago.
+dQ of a tile needs dS of both warpgroups, which would have to synchronise in every step. In long loops (LATE) dQ's
+product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
-Plain attention, with dropout (hopper_dropout.py), windows and documents under the causal mask (hopper_bounds.py), or
-a block mask (hopper_blocks.py); the rest is the portable kernels' (backward.py). Heads that share keys have works of
-their own each, and dK and dV of their own.
+Covers plain attention with or without dropout (hopper_dropout.py), windows and documents under the causal mask
+(hopper_bounds.py), and block masks (hopper_blocks.py). Everything else is left to the portable kernels (backward.py).
+With grouped heads, every query head has its own work items, and its own dK and dV.
 """
 
 from typing import NamedTuple
@@ -35,23 +36,23 @@ from .hopper_dropout import Draw, negate, pack_positive
 from .hopper_softmax import unpack
 from .hopper_work import KEYS, Sizes, block_at, plan
 
-HALF = gl.constexpr(64)  # keys of a warpgroup: what one wgmma multiplies
-NEVER = gl.constexpr(1 << 24)  # more rows than a work has
-STAGES = gl.constexpr(2)  # tiles of Q, and of dO, in shared memory; as many as of dS and of dQ
-LATE_FROM = {64: 8, 128: 16}  # steps of a work, on average; from there on late is faster (LOG.md)
+HALF = gl.constexpr(64)  # keys of a warpgroup: M of one wgmma
+NEVER = gl.constexpr(1 << 24)  # more rows than a work item has
+STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q, dO, dS and dQ
+LATE_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
 
 
 def steps_late(head_dim: int, causal: bool, row_blocks: int) -> int:
-    """1 where dQ's product is of the step before, so that no warpgroup waits for the other; else 0.
+    """1 if dQ's product is delayed by a step, so that the warpgroups need not wait for each other; else 0.
 
-    It costs a work one product more, the first step's, which the second multiplies again; and nothing runs beside the
-    last, which comes after the loop.
+    The delay costs each work item an extra product (the first step's, which the second repeats), and the last product
+    runs after the loop with nothing to overlap.
     """
     return int(row_blocks // (2 if causal else 1) >= LATE_FROM[head_dim])
 
 
 class Shared(NamedTuple):
-    """What the warps of a program share. The rows' lse and delta come and go with the tiles of queries."""
+    """What the warps of a program share. The rows' lse and delta are released with the tiles of Q."""
 
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
@@ -62,14 +63,14 @@ class Shared(NamedTuple):
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     rows_full: gl.shared_memory_descriptor
-    ds: Ring  # if late; its barriers are two arrays, one of each warpgroup
+    ds: Ring  # barriers only if LATE: a pair of arrays, one for each warpgroup
     sums: Ring
     claims: Ring
 
 
 @gluon.jit
 def meet():
-    """Wait for the other warpgroup."""
+    """Synchronise the two consumer warpgroups, by named barrier 8."""
     one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     token = gl.full([128], 0, gl.int32, one_each)
     gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
@@ -80,7 +81,7 @@ def load_tiles(
     q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Claim works; bring K and V of each once, and the tiles of Q and dO as their stages become free."""
+    """The load warp: claim work items, load K and V once for each, and Q and dO as their stages become free."""
     place = 0
     count = 0
     index = 0
@@ -93,7 +94,7 @@ def load_tiles(
                 phase = (count + step) // STAGES & 1
                 spot = [work.batch, work.head, block_at(work, step, sizes, BLOCK_M) * BLOCK_M, 0]
                 fetch(q_desc, spot, shared.queries, stage, phase)
-                if step == 0:  # behind Q, whose stage is free before the last step of the work before
+                if step == 0:  # after Q, whose stage is free before the previous item's last step
                     mbarrier.wait(shared.kv_empty, (place & 1) ^ 1)
                     mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
                     kv_spot = [work.batch, work.head // GROUP, work.key_block * KEYS, 0]
@@ -106,7 +107,7 @@ def load_tiles(
 
 @gluon.jit
 def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr):
-    """Lay lse, in powers of two, and delta, in units of what dropout makes of dP, beside the tiles of queries."""
+    """Stage the rows' lse (base 2) and delta beside the tiles of Q; with dropout delta / DROP.SCALE."""
     BLOCK_M: gl.constexpr = shared.lse.shape[1]
     offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
     place = 0
@@ -126,7 +127,7 @@ def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexp
             delta = gl.load(Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
             if DROP is not None:
                 delta /= DROP.SCALE
-            # Of a row that sees nothing, or lies beyond the end, exp2(S - inf) is 0.
+            # +inf for fully masked rows and rows beyond the end, whose P = exp2(S - inf) is then 0.
             lse = gl.where(lse == float("-inf"), float("inf"), lse)
             mbarrier.wait(shared.queries.empty.index(stage), ((count + step) // STAGES & 1) ^ 1)
             shared.lse.index(stage).store(lse)
@@ -143,13 +144,13 @@ def consume(
     dk_desc, dv_desc, shared, sizes, scale,
     WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of half of the keys, and half of each tile of dQ: of the tile LATE steps before (see `advance`)."""
+    """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, LATE steps behind."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     place = 0
-    count = 0  # tiles of queries before this work
+    count = 0  # query tiles before this work item
     index = claimed(shared.claims, place)
     while index >= 0:
         work = plan(index, sizes, BLOCK_M, CAUSAL)
@@ -157,12 +158,12 @@ def consume(
         dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
         zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
         mbarrier.wait(shared.kv_full, place & 1)
-        # dK and dV of the work before have left the tile of dS that `store` laid them in. The other warpgroup learns
-        # it by ds.empty, or when both meet: the first step writes the other tile.
+        # Wait until TMA has read the previous item's dK and dV from the dS tile where `store` staged them. The other
+        # warpgroup learns of it through ds.empty, or in `meet`: the first step writes the other dS tile.
         if HEAD_DIM == 64 and WHICH == 0:
             tma.store_wait(0)
             gl.barrier()
-        # The last tile of the work before: finish_dq multiplied it, and at 64 `store` used it.
+        # Release the previous item's last dS tile, which finish_dq read and, at head_dim 64, `store` reused.
         if LATE and place > 0:
             arrive(shared.ds.empty[WHICH].index((count - 1) % STAGES))
         if MASKED:
@@ -170,7 +171,7 @@ def consume(
         if sizes.bounds is not None:
             seen_until = last_rows(WHICH, work, sizes.bounds, BLOCK_M, scores_layout)
         for step in range(work.steps):
-            # The mask goes in before the product: no branch may stand between products under way.
+            # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
             bias = zeros
             if MASKED and (step >= work.clear or step < work.begun):
                 bias = mask(zeros, seen_from, step * BLOCK_M, CAUSAL)
@@ -186,7 +187,7 @@ def consume(
             finish_dq(shared, count - 1, WHICH)
         if HEAD_DIM == 64:
             arrive(shared.kv_empty)
-        # Planned again: kept through the loop it would take registers.
+        # Recomputed: kept live through the loop it would take registers.
         work = plan(opaque(index), sizes, BLOCK_M, CAUSAL)
         if DROP is not None:
             dk *= DROP.SCALE
@@ -204,9 +205,9 @@ def advance(
     dk, dv, bias, draw, step, count, shared, sizes, scale,
     WHICH: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries adds to dK and dV, and half of a tile of dQ.
+    """One step: add a query tile's contributions to dK and dV, and compute half of a dQ tile.
 
-    bias: what is added to the scores, -inf where a query must not see a key, if MASKED. draw: for dropout.
+    bias: initial accumulator of S^T, -inf at masked elements; unused unless MASKED. draw: dropout's, or None.
     """
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
@@ -216,8 +217,9 @@ def advance(
     tile = count + step
     stage = tile % STAGES
     phase = tile // STAGES & 1
-    # 0, but the compilers do not know: they would compute the addresses of what all steps multiply before the loop,
-    # more than there are uniform registers, and spill them. At 64, not late, dQ's product alone needs it (LOG.md).
+    # Always 0, but the compilers cannot tell. Otherwise they hoist the wgmma descriptors of the loop-invariant
+    # operands out of the loop, more than there are uniform registers, and spill them. At head_dim 64 without the
+    # delay only dQ's product needs it (LOG.md).
     hidden = (step + sizes.q_len) >> 31
     same = hidden if HEAD_DIM > 64 or LATE else 0
     k = shared.k_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
@@ -236,13 +238,13 @@ def advance(
     p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
     if DROP is None:
         rounded_p = gl.convert_layout(p.to(dtype), operand)
-        # Before the wait for dP: ptxas would move that wait in front of the exponentials.
+        # Issued before the wait for dP; otherwise ptxas moves that wait ahead of the exponentials.
         dv = warpgroup_mma(rounded_p, d_out, dv, is_async=True)
         dp = warpgroup_mma_wait(1, [dp])
         delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
     else:
-        # Drawn before there is a dP, and that after dV: there are no registers for two of them, up to 180 B spilled.
+        # The mask is drawn before dP exists, and dP computed after dV: with both at once, up to 180 B are spilled.
         p = negate(p, draw, DROP)
         rounded_p = unpack(pack_positive(p, dtype), dtype, dv.type.layout)
         dv = warpgroup_mma_wait(0, [warpgroup_mma(rounded_p, d_out, dv, is_async=True)])
@@ -254,7 +256,8 @@ def advance(
         mbarrier.wait(shared.ds.empty[1 - WHICH].index(stage), phase ^ 1)
     shared.ds.tiles.index(stage).slice(WHICH * HALF, HALF).store(ds)
     fence_async_shared()
-    # Late, the first step multiplies what the second will again, and hands nothing over: no wait depends on the step.
+    # If LATE, the first step multiplies its own dS, as the second will again, and discards the result: this way no
+    # wait is conditional on the step.
     done = tile
     ready = True
     if LATE:
@@ -272,7 +275,7 @@ def advance(
     dq = multiply_dq(shared.ds.tiles.index(buffer), keys, WHICH)
     rounded_ds = gl.convert_layout(ds, operand)
     dk = warpgroup_mma(rounded_ds, q, dk, is_async=True)
-    # The left operands stay named until they have been read: ptxas before 13.3 reuses their registers at once.
+    # The register A operands stay live until they have been read: ptxas before 13.3 reuses their registers at once.
     if DROP is None:
         dv, dq, rounded_p = warpgroup_mma_wait(1, [dv, dq, rounded_p])
     else:
@@ -288,10 +291,10 @@ def advance(
 
 @gluon.jit
 def finish_dq(shared, tile, WHICH: gl.constexpr):
-    """Half of the last tile of dQ, which no step after it multiplies."""
+    """If LATE: half of the last dQ tile, which no further step multiplies."""
     buffer = tile % STAGES
     turn = tile // STAGES & 1
-    # At index 0 (of fewer than 2^30 tiles), which the compilers do not know here either.
+    # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers here too.
     keys = shared.k_tiles.index(tile >> 30).reshape([KEYS, shared.k_tiles.shape[4]])
     mbarrier.wait(shared.ds.full[1 - WHICH].index(buffer), turn)
     dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(buffer), keys, WHICH)])
@@ -301,7 +304,7 @@ def finish_dq(shared, tile, WHICH: gl.constexpr):
 
 @gluon.jit
 def hand_over(dq, sums, tile, pred=True):
-    """Lay down half of a tile of dQ for the warp that adds it."""
+    """Store half of a dQ tile to shared memory and signal the warp that adds it, unless pred is False."""
     sums.tiles.index(tile).store(by_thread(dq))
     fence_async_shared()
     gl.barrier()
@@ -310,11 +313,11 @@ def hand_over(dq, sums, tile, pred=True):
 
 @gluon.jit
 def store(dk_desc, dv_desc, dk, dv, shared, work, stage, WHICH: gl.constexpr):
-    """Start to store dK and dV: at head_dim 64 through the last tile of dS, so that K and V of the next work can come
-    meanwhile. At 128 both are too large for it, and go through K's and V's own tiles."""
+    """Start the TMA stores of dK and dV. At head_dim 64 they are staged in the last dS tile, so that the next item's
+    K and V can be loaded meanwhile; at 128 they do not fit there and are staged in K's and V's own tiles."""
     HEAD_DIM: gl.constexpr = dk.shape[1]
     dtype: gl.constexpr = shared.k_tiles.dtype
-    meet()  # neither dS nor K and V are needed any more
+    meet()  # both warpgroups are done with dS, K and V
     if HEAD_DIM == 64:
         both = shared.ds.tiles.index(stage)._reinterpret(dtype, [2, 1, 1, KEYS, HEAD_DIM], dk_desc.layout)
         dk_tile = both.index(0)
@@ -339,7 +342,7 @@ def store(dk_desc, dv_desc, dk, dv, shared, work, stage, WHICH: gl.constexpr):
 
 @gluon.jit
 def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
-    """Start the product of half of a tile of dQ: half of the queries, or where those are few of the dimensions."""
+    """Issue the product of a (HALF, HALF) part of a dQ tile: half of its queries, or if they are 64 of its dims."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     if ds_tile.shape[1] > HALF:
         ds_tile = ds_tile.slice(WHICH * HALF, HALF, dim=1)
@@ -351,7 +354,7 @@ def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
 
 @gluon.jit
 def first_rows(WHICH: gl.constexpr, work, CAUSAL: gl.constexpr, scores_layout: gl.constexpr):
-    """The first row that sees each key of a warpgroup, less block `last`'s first; NEVER where there is no key."""
+    """The first row that sees each key of a warpgroup, relative to block `last`'s first row; NEVER beyond kv_len."""
     keys = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores_layout))
     first = keys * 0
     if CAUSAL:
@@ -361,24 +364,24 @@ def first_rows(WHICH: gl.constexpr, work, CAUSAL: gl.constexpr, scores_layout: g
 
 @gluon.jit
 def last_rows(WHICH: gl.constexpr, work, bounds, BLOCK_M: gl.constexpr, scores_layout: gl.constexpr):
-    """The last row that sees each key of a warpgroup, and 1, less block `last`'s first."""
+    """One past the last row that sees each key of a warpgroup, relative to block `last`'s first row."""
     keys = work.key_block * KEYS + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores_layout))
     return end_rows(keys, work.batch, bounds) - work.last * BLOCK_M
 
 
 @gluon.jit
 def mask(zeros, seen_from, passed, CAUSAL: gl.constexpr):
-    """zeros, but -inf where a query must not see a key or there is no key. passed: rows from this block to `last`."""
+    """zeros, with -inf where the causal mask or kv_len hides a key. passed: rows from this block to block `last`."""
     if CAUSAL:
         rows = gl.arange(0, zeros.shape[1], gl.SliceLayout(0, zeros.type.layout))[None, :]
-        own = rows & 6  # a thread's columns but for this are constants, which take no registers
+        own = rows & 6  # subtracted, a thread's columns are constants and take no registers
         return gl.where(rows - own >= (seen_from + passed)[:, None] - own, zeros, float("-inf"))
     return gl.where(seen_from[:, None] == 0, zeros, float("-inf"))
 
 
 @gluon.jit
 def mask_ends(bias, seen_until, passed):
-    """bias, but -inf where a window or a document has ended before a query. passed: as for `mask`."""
+    """bias, with -inf where a window or document of the key ends before the query. passed: as for `mask`."""
     rows = gl.arange(0, bias.shape[1], gl.SliceLayout(0, bias.type.layout))[None, :]
     own = rows & 6  # as in `mask`: without it 464 B are spilled
     return gl.where(rows - own < (seen_until + passed)[:, None] - own, bias, float("-inf"))
@@ -393,13 +396,13 @@ def hopper_backward_kernel(
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, BOUNDED: gl.constexpr,
     LISTED: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the float32 sum of dQ / scale. Grid (as many programs as run at a time, or fewer,).
+    """dK, dV and the float32 sum dQ / scale. Grid: (programs,), one per SM but no more than work items.
 
-    dK and dV are of all heads, K and V of one in GROUP. The sum has two SUM_BLOCKs a block of queries, each in the
-    order of `by_thread`; blocks that see no key are not written. Lse, Delta: float32 (batch, heads, q_len),
-    contiguous. Turns: int32, one a block of queries, and one more that counts claims, as `delta_kernel` leaves them.
-    DocumentStart, DocumentEnd, left: see hopper_bounds.py, if BOUNDED. QueryBlocks: lists of blocks of queries, with
-    these strides, if LISTED (hopper_blocks.py). Seed: dropout's, int64, if DROP.
+    dK and dV have every query head; K and V have one head for each GROUP of them. The sum has two SUM_BLOCKs for each
+    block of queries, in the element order of `by_thread`; blocks that see no key are not written. Lse, Delta: float32
+    (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item counter, as
+    `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (hopper_bounds.py). QueryBlocks,
+    stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (hopper_blocks.py). Seed: int64, if DROP.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -419,18 +422,18 @@ def hopper_backward_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
     queries = make_ring(q_desc, STAGES, 2)
     d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
-    d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)  # released with those of Q
+    d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)  # released together with Q
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
     ds_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, BLOCK_M], ds_layout)
-    sum_shape: gl.constexpr = [2 * STAGES, SUM_BLOCK[0], SUM_BLOCK[1]]  # two halves a tile
+    sum_shape: gl.constexpr = [2 * STAGES, SUM_BLOCK[0], SUM_BLOCK[1]]  # two halves of each tile
     sum_tiles = gl.allocate_shared_memory(gl.float32, sum_shape, sum_desc.layout)
     sums = Ring(sum_tiles, make_barriers(2 * STAGES, 1), make_barriers(STAGES, 1))
-    # No barrier may be made that is not used: Triton gives its memory to others (compile_report looks for it).
+    # Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
     if LATE:
-        # An array for each warpgroup: in one of both Triton would put a barrier between arrival and wait (LOG.md).
+        # One array for each warpgroup: in a common one, Triton puts a barrier between arrival and wait (LOG.md).
         ds_full = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
         ds_empty = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
         ds = Ring(ds_tiles, ds_full, ds_empty)
@@ -439,11 +442,11 @@ def hopper_backward_kernel(
     kv_full = make_barriers(1, 1).index(0)
     kv_empty = make_barriers(1, 2).index(0)
     rows_full = make_barriers(STAGES, 1)
-    claims = make_claims(5)  # two consumers, load_rows, two that add dQ
+    claims = make_claims(5)  # read by two consumers, load_rows and two add_dq warps
     shared = Shared(
         k_tiles, v_tiles, kv_full, kv_empty, queries, d_outs, lse, delta, rows_full, ds, sums, claims
     )
-    fence_async_shared()  # TMA is to see the barriers initialised
+    fence_async_shared()  # make the initialised barriers visible to TMA
 
     gl.warp_specialize(
         [

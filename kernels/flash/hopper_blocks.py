@@ -1,8 +1,8 @@
-"""Block masks in the Hopper kernels: the blocks of keys that a tile of queries visits, and the other way round.
+"""Block masks in the Hopper kernels: which blocks of keys a tile of queries visits, and the reverse.
 
-They come as the lists of `masks.block_lists`, of blocks as large as the tiles here: a kernel visits what is listed,
-and what is not costs nothing. An empty list names one block beyond the end, which is visited as any other: TMA fills
-it with zeros, all of it is masked, and so the rows get the results of rows that see nothing.
+`masks.block_lists` makes the lists, for blocks of 128 queries by 128 keys. Blocks that are not listed cost nothing.
+An empty list names one block beyond the end, visited like any other: TMA fills it with zeros, the mask removes all of
+it, and the rows get the result of fully masked rows.
 """
 
 from typing import NamedTuple
@@ -12,25 +12,25 @@ from triton.experimental.gluon import language as gl
 
 
 class Blocks(NamedTuple):
-    """The lists, at run time."""
+    """The lists, as runtime values."""
 
     Lists: gl.tensor  # int32 (batch, heads, blocks, width)
-    stride_b: gl.tensor  # 0 where all batches, or heads, share a mask
+    stride_b: gl.tensor  # 0 where all batches share a mask; stride_h likewise for heads
     stride_h: gl.tensor
     width: gl.tensor
 
 
-LISTS = ("stride_lb", "stride_lh", "width")  # as the kernels call these numbers
+LISTS = ("stride_lb", "stride_lh", "width")  # the kernels' names for these arguments
 
 
 @gluon.jit
 def list_of(block, head, batch, blocks):
-    """The list of a block, as a pointer."""
+    """Pointer to the list of a block: the count, then the blocks to visit."""
     Lists = blocks.Lists + batch.to(gl.int64) * blocks.stride_b + head.to(gl.int64) * blocks.stride_h
     return Lists + block * blocks.width
 
 
 @gluon.jit
 def count_visited(List):
-    """How many blocks are visited: as many as are listed, or the one beyond the end."""
+    """Number of blocks to visit: the listed ones, or for an empty list the one beyond the end."""
     return gl.maximum(gl.load(List), 1)

@@ -1,7 +1,7 @@
-"""Sliding windows and packed documents in the Hopper kernels, under the causal mask and with as many keys as queries.
+"""Sliding windows and packed documents in the Hopper kernels, under the causal mask and with q_len == kv_len.
 
-A query sees no key before its first, and a key is seen by no query after its last. Neither decreases from one to the
-next, so the first and the last row of a tile say what all of it sees; and every query sees its own key at least.
+Each query has a first visible key, and each key a last query that sees it. Both are non-decreasing, so the first and
+the last row of a tile bound what the whole tile sees. Every query sees at least its own key.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 
 
 class Bounds(NamedTuple):
-    """What says so, at run time."""
+    """The bounds, as runtime values."""
 
-    # First and last + 1 token of each token's document: int32 (batch, length), or None.
+    # Begin and end (exclusive) of each token's document: int32 (batch, length), or None.
     DocumentStart: gl.tensor
     DocumentEnd: gl.tensor
     left: gl.tensor  # keys that a query sees before its own
@@ -22,7 +22,7 @@ class Bounds(NamedTuple):
 
 @gluon.jit
 def first_keys(rows, batch, bounds):
-    """The first key that a query sees, or each of a vector of queries; of one beyond the last, any."""
+    """The first visible key of a query, or of each of a vector of queries; arbitrary for rows beyond the last."""
     first = gl.maximum(rows - bounds.left, 0)
     if bounds.DocumentStart is not None:
         Starts = bounds.DocumentStart + batch.to(gl.int64) * bounds.length
@@ -32,7 +32,7 @@ def first_keys(rows, batch, bounds):
 
 @gluon.jit
 def end_rows(keys, batch, bounds):
-    """The last query that sees a key, or each of a vector of keys, and 1; of documents 0 for one beyond the last."""
+    """One past the last query that sees a key, or each of a vector of keys; with documents, 0 beyond the last key."""
     end = gl.minimum(keys + bounds.left + 1, bounds.length)
     if bounds.DocumentEnd is not None:
         Ends = bounds.DocumentEnd + batch.to(gl.int64) * bounds.length

@@ -1,10 +1,10 @@
-"""How the programs of a Hopper kernel share its works: each claims one after another by a counter in memory.
+"""Dynamic tile scheduling for the persistent Hopper kernels: programs claim work items by an atomic counter.
 
-As many programs run as the GPU has processors, and the next work goes to the one that first has time for it. A work
-is claimed by a program that runs, after all before it: it may wait for those (hopper_dq.py does) wherever and
-whenever a GPU runs the programs.
+One program runs for each SM, and the next work item ("work") goes to whichever program is free first. Items are
+claimed in ascending order, by programs that are running. So an item may wait for earlier ones (hopper_dq.py does)
+without deadlock, wherever and whenever the GPU schedules the programs.
 
-One warp of a program claims, a work ahead of the others, and hands them its index through shared memory.
+In each program one warp claims, one item ahead of the others, and passes them the index through shared memory.
 """
 
 from triton.experimental import gluon
@@ -13,19 +13,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper import Ring, make_barriers
 
-CLAIMS = gl.constexpr(2)  # indices on their way: that of the work that a program does, and of the next
+CLAIMS = gl.constexpr(2)  # indices in flight: of the current work item, and of the next
 
 
 @gluon.jit
 def make_claims(READERS: gl.constexpr):
-    """The indices of works on their way from the warp that claims them to READERS others."""
+    """A ring of claimed indices, written by the claiming warp and read by READERS other warps or warpgroups."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     indices = gl.allocate_shared_memory(gl.int32, [CLAIMS, 1], flat)
     return Ring(indices, make_barriers(CLAIMS, 1), make_barriers(CLAIMS, READERS))
 
 
-# One thread counts and goes on; `tell` reads the count from its register. After gl.atomic_add the warp would wait for
-# it at once.
+# Lane 0 issues the atomic and the warp continues; `tell` broadcasts the result from lane 0's register. gl.atomic_add
+# would make the warp wait for the result at once.
 ASK = gl.constexpr("""{
     .reg .pred first;
     .reg .b32 lane;
@@ -39,13 +39,13 @@ FIRST = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;")
 
 @gluon.jit
 def ask(Counter):
-    """Begin to claim this program's next work. The answer is for `tell`."""
+    """Issue the claim of this program's next work item, without waiting for the result; pass that to `tell`."""
     return gl.inline_asm_elementwise(ASK, "=r,l", [Counter], gl.int32, False, 1)
 
 
 @gluon.jit
 def tell(answer, claims, place, works):
-    """Tell the other warps the place-th work of this program: its index, or -1 where none is left."""
+    """Publish this program's place-th work item to the other warps: its index, or -1 when none is left."""
     alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     index = gl.inline_asm_elementwise(FIRST, "=r,r", [answer], gl.int32, False, 1)
     index = gl.where(index < works, index, -1)
@@ -58,7 +58,8 @@ def tell(answer, claims, place, works):
 
 @gluon.jit
 def claimed(claims, place):
-    """What `tell` told. The reader releases claims.empty of place % CLAIMS when all its threads have it."""
+    """The index that `tell` published. The reader must arrive on claims.empty[place % CLAIMS] once all its threads
+    have it."""
     alone: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = place % CLAIMS
     mbarrier.wait(claims.full.index(slot), place // CLAIMS & 1)

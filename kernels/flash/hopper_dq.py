@@ -1,12 +1,16 @@
-"""dQ of the Hopper backward: a float32 sum over blocks of keys, in one order and so bit for bit repeatable.
+"""dQ of the Hopper backward: a float32 sum over blocks of keys, in a fixed order and so bitwise repeatable.
 
-Two warps of a program add its tiles to memory by TMA, each every other tile. Blocks of queries have a counter: a
-tile is added in its turn, after those of all earlier keys that its queries see. Most queries see the earlier keys
-under the causal mask: the longest works come first, and the GPU is busy to the end. A work begins at the last of its
-queries, at or behind where the one before it began, and so follows that; two tiles of dQ in shared memory let it lag.
+Two warps of each program add its dQ tiles to global memory by TMA reductions, every other tile each. A turn counter
+for each block of queries serialises the additions in ascending order of keys: a tile waits until all earlier blocks
+of keys that its queries see have been added. Those are earlier work items, already claimed by running programs
+(hopper_claims.py), so the wait cannot deadlock.
 
-Beside that, in plain Triton, the pass before the kernel, which makes delta and resets the counters, and the pass
-after it, which rounds the sum.
+Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
+the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or behind that
+of the item before it, and so follows that item through the queries; two dQ tiles in shared memory let it lag.
+
+Also here, in plain Triton: the pass before the kernel, which computes delta and resets the counters, and the pass
+after it, which rounds the sum to dQ's dtype.
 """
 
 import triton
@@ -21,20 +25,20 @@ from .hopper_bounds import first_keys
 from .hopper_claims import CLAIMS, claimed
 from .hopper_work import KEYS, block_at, plan
 
-# Half of a tile of dQ, one warpgroup's, as TMA adds it to the sum: as few rows as TMA allows.
+# One warpgroup's half of a dQ tile, in the shape in which TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
 
 
 @gl._core.builtin
 def tma_add(descriptor, coordinates, source, _semantic=None):
-    """As tma.async_copy_shared_to_global, but adds; Gluon has no name for it."""
+    """tma.async_copy_shared_to_global that adds (cp.reduce.async.bulk.tensor), which Gluon does not expose."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
     )
 
 
-# Spin until the counter is at the turn; then what was added before is there.
+# Spin until the counter reaches the turn. The acquire makes all earlier additions visible.
 WAIT_TURN = gl.constexpr("""{
     .reg .pred other;
     .reg .b32 now;
@@ -45,7 +49,7 @@ WAIT_TURN = gl.constexpr("""{
     fence.proxy.async;
     mov.b32 $0, now;
 }""")
-# Set the counter to the turn when what this warp adds is in memory.
+# Wait until this warp's additions are complete in global memory, then pass the turn on.
 PASS_TURN = gl.constexpr("""{
     cp.async.bulk.wait_group 0;
     bar.warp.sync 0xffffffff;
@@ -57,7 +61,7 @@ PASS_TURN = gl.constexpr("""{
 
 @gluon.jit
 def take(TURN: gl.constexpr, Counter, turn):
-    """WAIT_TURN or PASS_TURN on a counter."""
+    """Execute WAIT_TURN or PASS_TURN on a counter."""
     gl.inline_asm_elementwise(TURN, "=r,l,r", [Counter, turn], gl.int32, False, 1)
 
 
@@ -66,7 +70,7 @@ def add_dq(
     sum_desc, Turns, sums, claims, sizes,
     BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Add every other tile of dQ, from the WHICH-th on, each in its turn: that of its block of keys."""
+    """One of the two accumulating warps: add every other dQ tile, those of parity WHICH, each in its turn."""
     place = 0
     count = 0
     index = claimed(claims, place)
@@ -77,7 +81,7 @@ def add_dq(
             own = block_at(work, step, sizes, BLOCK_M)
             first, turn = turns(work, own, sizes, BLOCK_M)
             block = work.sequence * sizes.row_blocks + own
-            # A block beyond the end, as a list may have one, has no sum. Others are all here.
+            # A list may name a block beyond the end, which has no sum.
             here = True if sizes.blocks is None else own < sizes.row_blocks
             if here:
                 take(WAIT_TURN, Turns + block, turn)
@@ -101,13 +105,14 @@ def add_dq(
 
 @gluon.jit
 def turns(work, block, sizes, BLOCK_M: gl.constexpr):
-    """The first turn of a block of queries, and this work's: its block of keys, or where that is in their list."""
+    """The first turn of a block of queries, and this work item's: its block of keys, or that block's position in the
+    queries' list."""
     first = 0
     turn = work.key_block
     if sizes.bounds is not None:
         first = first_keys(block * BLOCK_M, work.batch, sizes.bounds) // KEYS
     if sizes.blocks is not None:
-        # Behind the list of this block of keys is where it stands in the lists of the queries (`masks.block_lists`).
+        # Behind its own list, a block of keys has its positions in the lists of the queries (`masks.block_lists`).
         List = list_of(work.key_block, work.head, work.batch, sizes.blocks)
         behind = 1 + sizes.blocks.width // 2
         turn = gl.load(List + behind + block // (KEYS // BLOCK_M), mask=block < sizes.row_blocks, other=0)
@@ -116,12 +121,12 @@ def turns(work, block, sizes, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def by_thread(dq):
-    """dQ (HALF, HALF) as SUM_BLOCK in another order: four numbers of a thread, four of the next, and so on.
+    """Permute dQ (HALF, HALF) to SUM_BLOCK: four elements of a thread, then four of the next thread, and so on.
 
-    So threads store 16 bytes side by side, where stores row by row met bank conflicts. `round_kernel` makes rows of
-    them again.
+    Threads thus store adjacent 16-byte vectors; row-major stores had bank conflicts. `round_kernel` undoes the
+    permutation.
     """
-    # (warp, rows 8 apart, row, columns 8 apart, thread of four in a row, column): a thread has 2 x 8 x 2 of them
+    # (warp, row / 8 % 2, row % 8, column / 8, thread within a row, column % 2): a thread holds 2 x 8 x 2 of them
     parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     return parts.reshape([SUM_BLOCK[0], SUM_BLOCK[1]])
 
@@ -132,10 +137,11 @@ def delta_kernel(
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len, left,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O), less the gradient of lse (see backward.py), with which Lse comes too; the count of
-    works to 0, and each turn to the first block of KEYS keys that its queries see.
+    """delta = rowsum(dO * O) - d_lse; also sets the work item counter to 0, and each turn to the first block of KEYS
+    keys that the queries see.
 
-    DocumentStart, left: see hopper_bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch).
+    Lse, DLse: both or neither (see backward.py for why d_lse enters delta). DocumentStart, left: see
+    hopper_bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch).
     """
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
@@ -149,14 +155,14 @@ def delta_kernel(
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if DLse is not None:
         lse = tl.load(Lse + sequence * q_len + rows, mask=rows < q_len, other=float("-inf"))
-        # Where lse is -inf a row sees nothing, and what comes for it may be NaN.
+        # Where lse is -inf the row is fully masked, and its d_lse may be NaN.
         delta -= tl.load(DLse + sequence * q_len + rows, mask=lse != float("-inf"), other=0.0)
     tl.store(Delta + sequence * q_len + rows, delta, mask=rows < q_len)
     first = tl.maximum(block * BLOCK_M - left, 0)
     if DocumentStart is not None:
         first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
     tl.store(Turns + sequence * tl.num_programs(1) + block, first // KEYS)
-    if sequence + block == 0:  # how many works are claimed stands behind the turns
+    if sequence + block == 0:  # the work item counter is stored behind the turns
         tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 
 
@@ -165,15 +171,17 @@ def round_kernel(
     Sum, DQ, KeyBlocks, stride_qb, stride_qh, stride_qm, q_len, blind, stride_lb, stride_lh, width, scale,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dQ in rows = scale * its float32 sum, which the `blind` first queries have none of, and with lists of blocks of
-    keys those of an empty one. Grid as delta_kernel's."""
+    """dQ = scale * its float32 sum, rounded and back in row order. Grid as delta_kernel's.
+
+    Fully masked rows have no sum and get 0: the first `blind` ones, and with KeyBlocks those with an empty list.
+    """
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sequence = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     dims = tl.arange(0, HEAD_DIM)[None, :]
     Sum += (sequence * tl.num_programs(1) + block) * (BLOCK_M * HEAD_DIM)
     dq = (tl.load(Sum + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale).to(DQ.dtype.element_ty)
-    # Two halves, of the queries or of the dimensions, each as `by_thread` has it.
+    # Two halves, of the queries or of the dimensions, each in the order of `by_thread`.
     dq = dq.reshape(2, 8, 4, 8, 4, 2, 2)
     dq = dq.permute(0, 2, 5, 3, 1, 4, 6) if BLOCK_M > HEAD_DIM else dq.permute(2, 5, 3, 0, 1, 4, 6)
     if KeyBlocks is not None:

@@ -1,4 +1,4 @@
-"""Dropout in the Hopper backward: the mask of dropout.py, drawn where a tile's probabilities are."""
+"""Dropout in the Hopper backward: the mask of dropout.py, drawn in the registers that hold a tile's probabilities."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,31 +14,31 @@ is_kept = gluon.jit(dropout.is_kept.fn)
 
 @dataclass(frozen=True)
 class Drop:
-    """What is known of it at compile time."""
+    """Compile-time parameters of dropout."""
 
-    DROP_BELOW: gl.constexpr  # half a Philox word below this drops
-    SCALE: gl.constexpr  # of what is kept
+    DROP_BELOW: gl.constexpr  # a 16-bit half of a Philox word below this drops
+    SCALE: gl.constexpr  # of kept elements, 1 / (1 - p)
 
 
 def drop_of(dropout_p: float) -> Drop | None:
-    """None where nothing is dropped."""
+    """The parameters for a dropout probability; None if it rounds to 0."""
     below = drop_threshold(dropout_p)
     return Drop(gl.constexpr(below), gl.constexpr(2**16 / (2**16 - below))) if below else None
 
 
 class Draw(NamedTuple):
-    """What the mask of a tile is a function of."""
+    """What a tile's mask is a function of."""
 
     seed: gl.tensor
     batch: gl.tensor
     head: gl.tensor
-    first_row: gl.tensor  # multiples of 16, both
+    first_row: gl.tensor  # a multiple of 16, as is first_key
     first_key: gl.tensor
 
 
 @gluon.jit
 def negate(p, draw, DROP: gl.constexpr):
-    """p (keys, queries) where dropout keeps it, else -p: there are registers for one P alone."""
+    """p (keys, queries) negated where dropout drops it: there are registers for one P only."""
     layout: gl.constexpr = p.type.layout
     keys = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
@@ -47,9 +47,9 @@ def negate(p, draw, DROP: gl.constexpr):
 
 @gluon.jit
 def pack_positive(p, dtype: gl.constexpr):
-    """As `pack`, but 0 for what is negative.
+    """As `pack`, with negative elements set to 0.
 
-    Not pure, so that it stays before the product: LLVM would put a part of it before each wgmma (C7519).
+    Marked impure so that it stays in front of the product: LLVM would spread it over the wgmmas (C7519).
     """
     low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
     if dtype == gl.bfloat16:

@@ -1,13 +1,14 @@
 """The forward kernel for Hopper (sm_90a), in Gluon: FlashAttention-3's schedule (Shah et al. 2024, section 3).
 
-One warp moves tiles of Q, K and V into rings of shared memory by TMA. Each of two or three consumers, warpgroups that
-own 64 queries each, issues the products of its next tile of keys asynchronously and computes the softmax of the one
-before meanwhile (hopper_softmax.py). A program takes one tile of queries after another (hopper_tiles.py): while the
-consumers finish their rows, the next tiles arrive.
+Warp-specialised and persistent. A producer warp loads tiles of Q, K and V into rings of shared memory by TMA. Two or
+three consumer warpgroups own 64 queries each; a consumer issues S = Q K^T of the next block of keys and O += P V of
+the current one asynchronously, and computes the next block's softmax while P V runs (hopper_softmax.py). A program
+processes one tile of queries after another (hopper_tiles.py), and the producer prefetches the next tile while the
+consumers finish.
 
-Plain attention, windows and documents under the causal mask (hopper_bounds.py), and block masks (hopper_blocks.py):
-it visits the blocks of keys that a row sees. The rest is the portable kernel's (forward.py), whose conventions this
-one keeps.
+Covers plain attention, windows and documents under the causal mask (hopper_bounds.py), and block masks
+(hopper_blocks.py); blocks of keys that are fully masked are not visited. Everything else is left to the portable
+kernel (forward.py), whose conventions this one follows.
 """
 
 from typing import NamedTuple
@@ -33,7 +34,7 @@ Q_STAGES = gl.constexpr(2)
 
 
 class Rings(NamedTuple):
-    """Tiles on their way from the producer to the consumers."""
+    """The producer-to-consumer pipelines, one for each operand."""
 
     q: Ring
     k: Ring
@@ -41,7 +42,7 @@ class Rings(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where results go."""
+    """Destination pointers: Out with its strides, Lse contiguous."""
 
     Out: gl.tensor
     stride_b: gl.tensor
@@ -52,14 +53,17 @@ class Output(NamedTuple):
 
 @gluon.jit
 def following(stage, phase, STAGES: gl.constexpr):
-    """The stage of a ring after this one, and the parity of its barriers' phase."""
+    """The ring's next stage, and the phase parity of its barriers."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), phase ^ last.to(gl.int32)
 
 
 @gluon.jit
 def fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC: gl.constexpr):
-    """Fetch the index-th tile of queries, and all its keys and values, last block first."""
+    """Load the index-th tile of queries, then all blocks of keys and values that it sees, the last block first.
+
+    Returns the ring position (stage, phase) behind the last block.
+    """
     first_row, head, batch = tile_at(index, sizes, SPEC)
     for which in gl.static_range(SPEC.CONSUMERS):
         slot = place % Q_STAGES * SPEC.CONSUMERS + which
@@ -83,7 +87,7 @@ def fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes,
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC: gl.constexpr):
-    """The producer."""
+    """The producer warp: load one tile of queries after another, claimed or dealt (hopper_tiles.py)."""
     stage = 0
     phase = 0
     if SPEC.CLAIMED:
@@ -102,7 +106,10 @@ def produce(q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC: gl.cons
 
 @gluon.jit
 def skip(blocks, rings, stage, phase, SPEC: gl.constexpr):
-    """Pass blocks that only another consumer's rows see. To wait for them keeps the arrivals in their phases."""
+    """Release blocks of keys that only the other consumers' rows see.
+
+    Waiting for each one first keeps this consumer's arrivals in the right phase.
+    """
     for _ in range(blocks):
         mbarrier.wait(rings.k.full.index(stage), phase)
         mbarrier.arrive(rings.k.empty.index(stage))
@@ -114,7 +121,7 @@ def skip(blocks, rings, stage, phase, SPEC: gl.constexpr):
 
 @gluon.jit
 def start_scores(rings, slot, stage, phase, SEEN: gl.constexpr):
-    """Begin q k^T for the first SEEN keys at `stage`."""
+    """Issue q k^T for the first SEEN keys of `stage`, asynchronously: float32 (ROWS, SEEN)."""
     HEAD_DIM: gl.constexpr = rings.q.tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SEEN, 16])
     q = rings.q.tiles.index(slot).reshape([ROWS, HEAD_DIM])
@@ -128,7 +135,7 @@ def start_scores(rings, slot, stage, phase, SEEN: gl.constexpr):
 
 @gluon.jit
 def start_output(p, acc, rings, stage, phase, SPEC: gl.constexpr):
-    """Begin acc + p v for the values at `stage`."""
+    """Issue acc + p v for the values of `stage`, asynchronously. p: packed, as `pack` returns it."""
     v = rings.v.tiles.index(stage).reshape([BLOCK_N, acc.shape[1]])
     p = unpack(p, rings.v.tiles.dtype, acc.type.layout)
     if not SPEC.EARLY:
@@ -141,9 +148,12 @@ def advance(
     acc, p, row_max, row_sum, rings, slot, stage, phase,
     unit, first_row, first_key, first_seen, sizes, SPEC: gl.constexpr,
 ):  # fmt: skip
-    """Multiply p with the values at `stage`, and meanwhile take the keys of the stage after it into the softmax.
+    """One pipelined step: acc += p v for the block at `stage`, overlapped with scores and softmax of the next block.
 
-    first_seen: the first key that each row sees; None where all of them see all of these.
+    first_key: of the next block. first_seen: the first visible key of each row, or None if all rows see the whole
+    block.
+
+    Returns the new acc (rescaled to the new maximum), the next block's packed p, the softmax state, and its stage.
     """
     next_stage, next_phase = following(stage, phase, SPEC.STAGES)
     scores = start_scores(rings, slot, next_stage, next_phase, BLOCK_N)
@@ -156,19 +166,19 @@ def advance(
         scores = hide_before(scores, first_seen, first_key)
     new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, unit)
     if SPEC.EARLY:
-        # ptxas moves nothing across this wait. Without it the exponentials go behind the next one, which took 1.07 to
-        # 1.12 of the time with head_dim 128 and a causal mask, but 0.94 to 0.98 without a mask (LOG.md).
+        # ptxas moves nothing across this wait. Without it the exponentials sink below the next wait, the one for P V:
+        # 1.07 to 1.12 of the time with head_dim 128 and a causal mask, but 0.94 to 0.98 without a mask (LOG.md).
         mbarrier.wait(rings.v.full.index(next_stage), next_phase)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(rings.v.empty.index(stage))
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    # Packed before that wait, ptxas would serialise the products (C7513).
+    # Packed only now: packing before that wait makes ptxas serialise the wgmmas (C7513).
     return acc, pack(new_p, rings.v.tiles.dtype), row_max, row_sum, next_stage, next_phase
 
 
 @gluon.jit
 def finish(acc, row_max, row_sum, output, first_row, head, batch, sizes):
-    """Divide by the softmax's sums and store. A row that saw nothing has sum 0: out 0, lse -inf."""
+    """Divide by the softmax sums, store out and lse. A fully masked row (`blind`) has sum 0: out 0, lse -inf."""
     HEAD_DIM: gl.constexpr = acc.shape[1]
     row_layout: gl.constexpr = row_max.type.layout
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
@@ -192,7 +202,10 @@ def finish(acc, row_max, row_sum, output, first_row, head, batch, sizes):
 def attend(
     index, place, rings, stage, phase, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
-    """Rows WHICH * 64 to WHICH * 64 + 63 of the index-th tile of queries."""
+    """Attention for this consumer's 64 rows, from WHICH * 64 on, of the index-th tile of queries.
+
+    place: how many tiles this program did before; it selects the Q slot and phase. Returns the K/V ring position.
+    """
     HEAD_DIM: gl.constexpr = rings.q.tiles.shape[4]
     dtype: gl.constexpr = rings.q.tiles.dtype
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -207,7 +220,7 @@ def attend(
         blocks = key_blocks(first_row + ROWS, sizes, SPEC)
         skipped = key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
         stage, phase = skip(skipped, rings, stage, phase, SPEC)
-        last_key = (blocks - 1) * BLOCK_N  # the first of the last block
+        last_key = (blocks - 1) * BLOCK_N  # first key of the last block
     slot = place % Q_STAGES * SPEC.CONSUMERS + WHICH
     mbarrier.wait(rings.q.full.index(slot), place // Q_STAGES & 1)
 
@@ -224,7 +237,7 @@ def attend(
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     if SPEC.EARLY:
         mbarrier.wait(rings.v.full.index(stage), phase)
-    clear = blocks - 1  # blocks behind this one that all rows see
+    clear = blocks - 1  # blocks still to come that need no mask
     if SPEC.BOUNDED:
         begin = first_block(first_row, batch, sizes, SPEC)
         begin_of_last = first_keys(gl.minimum(first_row + ROWS, sizes.q_len) - 1, batch, sizes.bounds)
@@ -254,7 +267,7 @@ def attend(
 
 @gluon.jit
 def consume(rings, claims, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr):
-    """The consumer of rows WHICH * 64 to WHICH * 64 + 63 of each tile."""
+    """A consumer warpgroup: rows WHICH * 64 to WHICH * 64 + 63 of each tile of queries."""
     stage = 0
     phase = 0
     if SPEC.CLAIMED:
@@ -264,9 +277,9 @@ def consume(rings, claims, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.co
             stage, phase = attend(index, place, rings, stage, phase, output, sizes, unit, WHICH, SPEC)
             place += 1
             index = claimed(claims, place)
-            arrive(claims.empty.index((place - 1) % CLAIMS))  # read a whole tile before
+            arrive(claims.empty.index((place - 1) % CLAIMS))  # read a whole tile ago
     else:
-        # A known number of tiles: a loop until there is none took 1.01 to 1.03 of the time, without a mask (LOG.md).
+        # A counted loop: one that runs until no tile is left took 1.01 to 1.03 of the time, without a mask (LOG.md).
         for place in range(count_dealt(sizes)):
             index = dealt(place, sizes)
             stage, phase = attend(index, place, rings, stage, phase, output, sizes, unit, WHICH, SPEC)
@@ -278,11 +291,12 @@ def hopper_forward_kernel(
     q_len, kv_len, heads, batches, together, tiles, left, stride_lb, stride_lh, width,
     scale, SPEC: gl.constexpr,
 ):  # fmt: skip
-    """Grid (at most as many programs as tiles,).
+    """out = softmax(q k^T * scale) v, and lse. Grid: (programs,), one for each SM but no more than there are tiles.
 
-    Lse: float32 (batch, heads, q_len), contiguous. Counter: int32 0, where programs claim (hopper_claims.py).
-    DocumentStart, left: see hopper_bounds.py, if SPEC.BOUNDED. KeyBlocks: lists of blocks of keys, with these
-    strides, if SPEC.LISTED (hopper_blocks.py).
+    The descriptors move (1, 1, 64, head_dim) of Q and (1, 1, 128, head_dim) of K and V. Lse: float32 (batch, heads,
+    q_len), contiguous. Counter: int32 0, the tile counter, if SPEC.CLAIMED (hopper_claims.py). DocumentStart, left:
+    if SPEC.BOUNDED (hopper_bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys, if
+    SPEC.LISTED (hopper_blocks.py).
     """
     q = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
     k = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
@@ -296,12 +310,12 @@ def hopper_forward_kernel(
         blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)
     sizes = Sizes(q_len, kv_len, heads, batches, together, tiles, bounds, blocks)
     output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
-    # No barrier may be made that is not used: Triton gives its memory to others (compile_report looks for it).
+    # Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
     claims: gl.constexpr = None
     if SPEC.CLAIMED:
         claims = make_claims(SPEC.CONSUMERS)
     unit = scale * LOG2_E
-    fence_async_shared()  # TMA is to see the barriers initialised
+    fence_async_shared()  # make the initialised barriers visible to TMA
     if SPEC.CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels: what they take, and the arguments they are launched with."""
+"""Launching the Hopper kernels: which tensors they accept, and the arguments of each launch."""
 
 import functools
 
@@ -18,12 +18,12 @@ from .tiers import DTYPES, HEAD_DIMS
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
-CACHED = 32 << 20  # bytes of keys and values that a forward reads at a time
-SHAPES = 4096  # that are remembered to fit, or not: to look at strides in Python takes 2 us a tensor
+CACHED = 32 << 20  # bytes of K and V of one group of heads in the forward, to fit the L2 cache
+SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
 
 def fits_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `forward` takes these: head_dim 64 or 128, 16 bits, none empty, strides that TMA takes."""
+    """Whether `forward` accepts these: head_dim 64 or 128, 16 bits, not empty, addressable by TMA."""
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     return (
         aligned and q.dtype in DTYPES and _fits_forward(q.shape, k.shape, q.stride(), k.stride(), v.stride())
@@ -36,7 +36,7 @@ def _fits_forward(
 ) -> bool:
     batch, heads, _, head_dim = q_shape
     fit = fits_tma(q_shape, q_strides) and fits_tma(kv_shape, k_strides) and fits_tma(kv_shape, v_strides)
-    # With tokens outermost, as q may have them, a token of out is so far from the next, and 64 of them fit 32 bits.
+    # If q has tokens outermost, so has out; offsets of 64 tokens, batch * heads * head_dim apart, must fit 32 bits.
     return fit and head_dim in HEAD_DIMS and batch * heads * head_dim < 2**25
 
 
@@ -60,11 +60,11 @@ def forward(
         k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `fits_forward` accepts all.
         out: like q, with any strides whose last is 1.
         lse: float32 (batch, heads, q_len), contiguous.
-        causal: bottom-right aligned where the lengths differ; a row that sees nothing gets out 0 and lse -inf.
-        left, document_starts: a window's left side, or -1, and what `document_bounds` gives; either only if causal,
-            and with q_len == kv_len.
-        key_blocks: what `block_lists` gives, without either of those; if causal, kv_len - q_len must be a multiple
-            of its blocks.
+        causal: aligned bottom-right if the lengths differ; a fully masked row gets out 0 and lse -inf.
+        left, document_starts: the window's left side (-1: no limit), and the result of `document_bounds`; either
+            needs causal and q_len == kv_len.
+        key_blocks: the result of `block_lists`, without either of those; if causal, kv_len - q_len must be a multiple
+            of its block size.
     """
     bounded, listed = left >= 0 or document_starts is not None, key_blocks is not None
 
@@ -79,19 +79,19 @@ def forward(
 
     strides = out.stride(), list_strides(key_blocks)
     key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left)
-    # New each time: one that is kept would lie in the pool of the CUDA graph that was warmed up when it was made, and
-    # torch.compile's mode "reduce-overhead" stops at what is left there.
+    # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
+    # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
     counter = q.new_zeros(1, dtype=torch.int32) if claims(q.shape[2], bounded or listed) else None
     pointers = (out, lse, counter, document_starts, key_blocks)
     launch(pointers, key, prepare, (q, k, v), _describe_forward)
 
 
 def _forward_together(k: Tensor, group: int, claimed: bool) -> int:
-    """How many heads of q are in a group whose tiles are sorted by their keys. group: query heads to a key head.
+    """Query heads in a scheduling group, where tiles are sorted by number of keys. group: query heads per key head.
 
-    Claimed tiles are even in any groups, and these have keys and values that the L2 cache holds. To be dealt evenly
-    they need groups of half as many heads as programs: by count the busiest of 132 has 0 to 3 % more than the mean
-    then, and 6 to 20 % in groups that fit the cache.
+    Claimed tiles balance well with groups of any size, so the groups are those whose K and V fit the L2 cache. Dealt
+    tiles balance only in groups of half as many heads as there are programs: by count, the busiest of 132 programs
+    then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache.
     """
     if not claimed:
         return max(1, processors(k.device) // 2)
@@ -102,7 +102,7 @@ def _forward_together(k: Tensor, group: int, claimed: bool) -> int:
 
 
 def _left(left: int) -> int:
-    """A window's left side as the kernels take it, from -1 for no limit."""
+    """A window's left side as the kernels take it: ANY in place of -1."""
     return left if left >= 0 else ANY
 
 
@@ -111,7 +111,7 @@ def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]
 
 
 def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
-    """Whether `backward` takes these: as `fits_forward`, and d_out too."""
+    """Whether `backward` accepts these: `fits_forward` does, and d_out fits TMA too."""
     return (
         fits_forward(q, k, v)
         and d_out.data_ptr() % 16 == 0
@@ -125,8 +125,8 @@ def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> 
     return (
         fits_tma(q_shape, d_out_strides)
         and out_strides[3] == 1
-        and q_len <= 65535 * BLOCK_M[head_dim]  # blocks of queries, an axis of a grid
-        and batch * heads * (q_len + 128) < 2**31  # rows of lse and delta, an int32; dQ's sum has fewer
+        and q_len <= 65535 * BLOCK_M[head_dim]  # blocks of queries are a grid axis
+        and batch * heads * (q_len + 128) < 2**31  # int32 row index of lse and delta; dQ's sum has fewer rows
     )
 
 
@@ -153,25 +153,26 @@ def backward(
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> None:
-    """Fill dq, dk, dv and delta with the gradients of attention; `fits_backward` says of what.
+    """Write the gradients of attention to dq, dk, dv, and delta, for inputs that `fits_backward` accepts.
 
-    Needs 4 * head_dim bytes a query and head for the sum of dQ, freed on return; with grouped heads as many a key and
-    head of q besides, for dk and dv before the sum over the heads of a group.
+    Workspace, freed on return: 4 * head_dim bytes per query and head for the float32 sum of dQ; with grouped heads,
+    as many per key and query head, for dk and dv before they are summed over a group.
 
     Args:
         d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, kv_heads, kv_len, head_dim).
         d_lse: as lse, or None.
-        lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf where none.
-        dq, dk, dv: any strides that TMA takes. delta: float32, as lse.
+        lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf if fully
+            masked.
+        dq, dk, dv: any strides that TMA takes. delta: like lse.
         left, document_starts, document_ends, key_blocks, query_blocks: as for `forward`.
-        seed: 0-d int64, of dropout with dropout_p, which goes with none of those; or None.
+        seed: 0-d int64, for dropout with dropout_p, which excludes all of those; or None.
     """
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     block_m = BLOCK_M[head_dim]
-    row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that takes 2 us
+    row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that costs 2 us
     blocks = batch * heads * row_blocks
     rows, width = SUM_BLOCK.value
-    dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves a block of queries
+    dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
     bounded, listed = left >= 0 or document_starts is not None, key_blocks is not None
@@ -189,7 +190,7 @@ def backward(
             *(q_len, kv_len, kv_len - q_len, row_blocks, columns, _left(left), *list_strides(query_blocks)),
         )
         masked = causal or kv_len % KEYS.value != 0
-        # Of a work whose queries a window, documents or a block mask bound there are few steps.
+        # With a window, documents or a block mask a work item has few steps.
         late = 0 if bounded or listed else steps_late(head_dim, causal, row_blocks)
         spec = (heads // kv_heads, causal, masked, late, bounded, listed, drop)
         programs = min(sequences * columns, processors(q.device))
@@ -228,10 +229,10 @@ def _describe_backward(
 
 
 def _backward_together(causal: bool, row_blocks: int, device: torch.device) -> int:
-    """How many heads run side by side: with few their tiles stay in the L2 cache, with many few works of one head are
-    under way at a time, and those wait for one another.
+    """How many heads run concurrently. With few, their tiles stay in the L2 cache; with many, fewer work items of one
+    head, which wait for one another's dQ, are in flight at a time.
 
-    Three of a head under the causal mask; else a quarter as many as it has blocks of queries. LOG.md has the times.
+    Three items of a head under the causal mask; otherwise a quarter of its blocks of queries. LOG.md has the times.
     """
     side_by_side = 3 if causal else max(3, row_blocks // 4)
     return max(1, processors(device) // side_by_side)

@@ -1,7 +1,7 @@
-"""Which tiles of queries the programs of the Hopper forward do, which keys those see, and how each shape is compiled.
+"""Tile scheduling of the Hopper forward, the keys that a tile sees, and the compile-time choices for each shape.
 
-As many programs run as the GPU has processors, and each takes one tile after another: dealt beforehand where there
-are few queries, else claimed (hopper_claims.py).
+The kernel is persistent: one program for each SM takes one tile of queries after another. Few queries are scheduled
+statically (tiles are "dealt"), more of them dynamically ("claimed": hopper_claims.py).
 """
 
 import functools
@@ -14,31 +14,31 @@ from triton.experimental.gluon import language as gl
 from .hopper_blocks import Blocks
 from .hopper_bounds import Bounds, first_keys
 
-ROWS = gl.constexpr(64)  # of a consumer: what one wgmma multiplies
+ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
 BLOCK_N = gl.constexpr(128)  # keys
-CLAIMED_FROM = 2048  # queries; with fewer, claimed tiles took up to 1.06 of the time of dealt ones
+CLAIMED_FROM = 2048  # queries; with fewer, claiming took up to 1.06 of the time of dealing
 
 
 @dataclass(frozen=True)
 class Spec:
-    """All that is known at compile time."""
+    """Compile-time parameters of the forward, passed as one argument."""
 
-    GROUP: gl.constexpr  # query heads to a key head
+    GROUP: gl.constexpr  # query heads per key head
     CAUSAL: gl.constexpr
-    ALIGNED: gl.constexpr  # a consumer's last block of keys is the only one that needs a mask
-    # Of that block the first of two consumers sees no more than half, and computes no more: 0.93 of the time at 1024.
+    ALIGNED: gl.constexpr  # only a consumer's last block of keys needs a mask
+    # The first of two consumers sees only half of that block, and computes only that: 0.93 of the time at 1024.
     HALVED: gl.constexpr
-    BOUNDED: gl.constexpr  # by a window or documents (hopper_bounds.py)
-    LISTED: gl.constexpr  # by a block mask (hopper_blocks.py)
-    CLAIMED: gl.constexpr  # programs claim their tiles (hopper_claims.py); else they are dealt beforehand
-    EARLY: gl.constexpr  # a tile's exponentials come before the wait for P V, not after it (`advance`)
+    BOUNDED: gl.constexpr  # window or documents (hopper_bounds.py)
+    LISTED: gl.constexpr  # block mask (hopper_blocks.py)
+    CLAIMED: gl.constexpr  # dynamic tile scheduling (hopper_claims.py); else static
+    EARLY: gl.constexpr  # exponentials come before the wait for P V, not after it (`advance`)
     CONSUMERS: gl.constexpr
-    STAGES: gl.constexpr  # tiles of K, and of V, in shared memory
-    REGISTERS: gl.constexpr  # of a consumer's thread
+    STAGES: gl.constexpr  # tiles in shared memory of each of K and V
+    REGISTERS: gl.constexpr  # per consumer thread
 
 
 def claims(q_len: int, uneven: bool) -> bool:
-    """Whether programs claim their tiles. uneven: a tile's work depends on what only the device knows."""
+    """Whether tiles are scheduled dynamically. uneven: the cost of a tile depends on data only the device knows."""
     return q_len >= CLAIMED_FROM or uneven
 
 
@@ -52,16 +52,16 @@ def specify(
     bounded: bool = False,
     listed: bool = False,
 ) -> Spec:
-    """What the kernel is compiled with for a shape. LOG.md has the times.
+    """The compile-time parameters for a shape. LOG.md has the times.
 
     Args:
-        group: query heads to a key head.
-        bounded: by a window or documents; causal, and q_len == kv_len.
-        listed: by a block mask, instead; if causal, kv_len - q_len is a multiple of its blocks.
+        group: query heads per key head.
+        bounded: a window or documents are used; needs causal and q_len == kv_len.
+        listed: a block mask is used, without either of those; if causal, kv_len - q_len is a multiple of 128.
     """
-    # With head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than
-    # two where tiles of 192 rows fit: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384, but 1.22
-    # at 1024 (causal). Bounded rows are as short as in a short sequence, and a block mask has blocks of two.
+    # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
+    # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
+    # but 1.22 at 1024 (causal). Bounded rows see as few keys as short sequences; a block mask has blocks of 128 rows.
     many = head_dim == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed)
     consumers, stages, registers = (3, 3, 160) if many else (2, 256 // head_dim, 240)
     claimed = claims(q_len, bounded or listed)
@@ -83,14 +83,14 @@ def specify(
 
 
 class Sizes(NamedTuple):
-    """What a launch is about, at run time."""
+    """The problem sizes of a launch, as runtime values."""
 
     q_len: gl.tensor
     kv_len: gl.tensor
     heads: gl.tensor
     batches: gl.tensor
-    together: gl.tensor  # heads in a group
-    tiles: gl.tensor  # of queries, in all heads
+    together: gl.tensor  # heads in a scheduling group
+    tiles: gl.tensor  # of queries, over all heads and batches
     bounds: Bounds  # if SPEC.BOUNDED
     blocks: Blocks  # of keys, if SPEC.LISTED
 
@@ -99,7 +99,7 @@ class Sizes(NamedTuple):
 def tile_at(index, sizes, SPEC: gl.constexpr):
     """First row, head and batch of the index-th tile of queries.
 
-    Heads come in groups, and in a group the tiles with most keys first.
+    Heads come in groups; within a group, tiles with the most keys come first.
     """
     blocks = gl.cdiv(sizes.q_len, ROWS * SPEC.CONSUMERS)
     first_head = index // (sizes.together * blocks) * sizes.together
@@ -112,7 +112,7 @@ def tile_at(index, sizes, SPEC: gl.constexpr):
 
 @gluon.jit
 def dealt(place, sizes):
-    """The place-th tile of this program where none are claimed: in turn, and every other round in reverse order."""
+    """Static schedule: the place-th tile of this program. Round-robin, with every other round in reverse order."""
     programs = gl.num_programs(0)
     own = gl.program_id(0)
     return place * programs + gl.where(place % 2 == 1, programs - 1 - own, own)
@@ -120,14 +120,14 @@ def dealt(place, sizes):
 
 @gluon.jit
 def count_dealt(sizes):
-    """How many tiles `dealt` has for this program."""
+    """How many tiles the static schedule gives this program."""
     rounds = sizes.tiles // gl.num_programs(0)
     return rounds + (dealt(rounds, sizes) < sizes.tiles).to(gl.int32)
 
 
 @gluon.jit
 def key_blocks(rows, sizes, SPEC: gl.constexpr):
-    """How many blocks of keys the first `rows` rows see; at least one, whose mask may hide all of it."""
+    """How many blocks of keys the first `rows` rows see; at least 1, which may be fully masked."""
     end = sizes.kv_len
     if SPEC.CAUSAL:
         end = gl.minimum(end, rows + sizes.kv_len - sizes.q_len)
@@ -136,7 +136,7 @@ def key_blocks(rows, sizes, SPEC: gl.constexpr):
 
 @gluon.jit
 def first_block(row, batch, sizes, SPEC: gl.constexpr):
-    """The block with the first key that a row sees, or where there is no such row, the last one."""
+    """The block that holds the first visible key of a row, or of the last row if `row` lies beyond it."""
     first = 0
     if SPEC.BOUNDED:
         first = first_keys(gl.minimum(row, sizes.q_len - 1), batch, sizes.bounds) // BLOCK_N

@@ -1,7 +1,7 @@
-"""Packed documents and block masks in the form the kernels read, each made by one small kernel.
+"""Packed documents and block masks converted to the form the kernels read, each by one small kernel.
 
-Anew in each call, though the layers of a model pass the same tensors: to remember them would be wrong when the replay
-of a CUDA graph writes to one, which leaves no trace that Python could see. Under torch.compile they are made once.
+The conversion runs in every call, although the layers of a model pass the same tensors. Caching would be wrong when a
+CUDA graph's replay writes to such a tensor, which Python cannot detect. Under torch.compile it runs once.
 """
 
 import torch
@@ -12,18 +12,18 @@ from ..launch import launch
 from ..operators import operator
 from .rules import BLOCK_MASK_SIZE
 
-TOKENS = 256  # of a program
-CHUNK = 128  # of blocks
-ANY = 1 << 30  # a window's side that hides nothing
+TOKENS = 256  # per program
+CHUNK = 128  # of blocks, read at a time
+ANY = 1 << 30  # a window side without a limit
 Tensor = torch.Tensor
 
 
 def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """First and last + 1 token of each token's document, counted from the start of its row: int32 (batch, length).
+    """Begin and end (exclusive) of each token's document, relative to its row: two int32 (batch, length).
 
-    cu_seqlens: int32 (documents + 1,). Tokens before the first offset and behind the last are documents too. Offsets
-    that do not ascend give wrong documents, but none that overlap: an index out of range on the device, and a kernel
-    that waits for ever, are nothing that numbers can cause.
+    cu_seqlens: int32 (documents + 1,), offsets into the batch * length tokens. Tokens before the first and behind the
+    last offset form documents too. Offsets that do not ascend give wrong documents, but never overlapping ones, so no
+    input can cause an out-of-range access or a kernel that waits forever.
     """
     starts, ends = _document_bounds_like(cu_seqlens, batch, length)
     if starts.numel():
@@ -38,15 +38,15 @@ def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor
 def block_lists(
     mask: Tensor, q_len: int, kv_len: int, causal: bool, left: int, right: int
 ) -> tuple[Tensor, Tensor]:
-    """A block mask as lists, without what the causal mask and the window hide anyway.
+    """A block mask as lists, without the blocks that the causal mask or the window hides.
 
-    mask: bool (batch or 1, heads or 1, query blocks, key blocks), of 128 x 128 each.
+    mask: bool (batch or 1, heads or 1, query blocks, key blocks), blocks of 128 x 128.
 
     Returns:
-        int32 (batch or 1, heads or 1, query blocks, 1 + key blocks): for each 128 queries the number of key blocks to
-        visit, then which, in ascending order. Where there is none, the first is one beyond the last block.
+        int32 (batch or 1, heads or 1, query blocks, 1 + key blocks): for each query block the number of key blocks to
+        visit, then their indices, ascending. An empty list names one block beyond the end.
         int32 (batch or 1, heads or 1, key blocks, 1 + 2 * query blocks): the same with queries and keys exchanged,
-        and then, for each visited query block, where in its own list this key block stands.
+        then for each visited query block the position of this key block in that query block's list.
     """
     of_queries, of_keys = results = _block_lists_like(mask)
     batch, heads, q_blocks, k_blocks = mask.shape
@@ -61,7 +61,7 @@ def block_lists(
 
 
 def list_strides(lists: Tensor | None) -> tuple[int, int, int]:
-    """Of lists of blocks, from one batch, head and list to the next; 0 where they share a mask, or there are none."""
+    """Strides of block lists by batch, head and list; 0 for a shared batch or head, and all 0 for None."""
     if lists is None:
         return 0, 0, 0
     return *(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1)), lists.shape[3]
@@ -85,12 +85,12 @@ block_lists = operator(block_lists, _block_lists_like)
 
 @triton.jit(do_not_specialize=["bounds", "length"])
 def documents_kernel(Bounds, Starts, Ends, bounds, length, TOKENS: tl.constexpr):
-    """Grid (ceil(length / TOKENS), batch).
+    """Write Starts and Ends of `document_bounds`. Grid (ceil(length / TOKENS), batch).
 
-    From a token to the next the index of its document does not decrease, even where the offsets do not ascend: where
-    the bisections of two tokens part, the later one goes up. So a document is a run of tokens with one index. One
-    that does not begin and end where the offsets say falls to pieces of one token: the Hopper kernels wait for one
-    another by bounds that agree.
+    The document index never decreases from one token to the next, even if the offsets do not ascend: where the
+    bisections of two tokens diverge, the later token takes the upper half. So a document is a run of tokens with one
+    index. A run whose ends contradict the offsets is split into documents of one token, because the Hopper kernels
+    synchronise by these bounds and would deadlock on inconsistent ones.
     """
     row_start = tl.program_id(1) * length
     row_end = row_start + length
@@ -99,7 +99,7 @@ def documents_kernel(Bounds, Starts, Ends, bounds, length, TOKENS: tl.constexpr)
     start = tl.load(Bounds + document, mask=document >= 0, other=row_start)
     end = tl.load(Bounds + document + 1, mask=document + 1 < bounds, other=row_end)
     start, end = tl.maximum(start, row_start), tl.minimum(end, row_end)
-    # The tokens around both ends, at once: the bisections wait for memory.
+    # The tokens on both sides of both ends, in one bisection, since it is bound by memory latency.
     place = tl.arange(0, 4)[:, None]
     around = tl.where(place < 2, start[None, :], end[None, :]) - tl.where(place % 2 == 0, 1, 0)
     found = document_of(Bounds, bounds, around) - document[None, :]
@@ -113,7 +113,7 @@ def documents_kernel(Bounds, Starts, Ends, bounds, length, TOKENS: tl.constexpr)
 
 @triton.jit
 def document_of(Bounds, bounds, tokens):
-    """The last of ascending offsets that is at most each token; -1 where there is none."""
+    """Index of the last offset <= each token, by bisection; -1 if there is none."""
     low = tokens * 0 - 1
     high = low + bounds + 1
     span = bounds + 1
@@ -143,11 +143,12 @@ def block_lists_kernel(
     right,
     CHUNK: tl.constexpr,
 ):
-    """Grid (q_blocks + k_blocks, heads, batch): a list a program. offset: kv_len - q_len."""
+    """Write the lists of `block_lists`. Grid (q_blocks + k_blocks, heads, batch): one list per program. offset:
+    kv_len - q_len."""
     index, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     Mask += batch * stride_b + head * stride_h
     pair = batch * tl.num_programs(1) + head
-    of_keys = 1 + 2 * q_blocks.to(tl.int64)  # numbers in a list
+    of_keys = 1 + 2 * q_blocks.to(tl.int64)  # entries in a list
     OfKeys += pair * k_blocks * of_keys
     if index < q_blocks:
         List = OfQueries + (pair * q_blocks + index) * (1 + k_blocks)
@@ -168,11 +169,11 @@ def block_lists_kernel(
 def write_list(
     Mask, List, Places, stride_places, stride, blocks, position, before, after, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """How many, then which of the blocks of the other axis are to be visited; at a block's own of Places, where it is
-    in the list.
+    """Write one list: the number of blocks of the other axis to visit, then their indices. With Places also each
+    visited block's position in the list, at Places + block * stride_places.
 
-    position: where this block begins, in places of the other axis; it sees from `before` places before each of its
-    own places to `after` places behind.
+    position: where this block begins, in positions of the other axis; each of its elements sees from `before`
+    positions before its own to `after` positions after it.
     """
     count = 0
     for begin in range(0, blocks, CHUNK):

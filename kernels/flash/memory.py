@@ -1,4 +1,4 @@
-"""Loads and stores of a tile of rows: (rows, HEAD_DIM) in memory, (rows, BLOCK_D) in registers, the rest zeros."""
+"""Loads and stores of row tiles: (rows, HEAD_DIM) in memory, zero-padded to (rows, BLOCK_D) in registers."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,8 @@ def load_rows(
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Rows [first, first + ROWS) of a (length, HEAD_DIM) matrix; zeros beyond `length` if MASKED."""
+    """Load rows [first, first + ROWS) of a (length, HEAD_DIM) matrix. Rows beyond `length`: zeros if MASKED, else not
+    allowed."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, SPEC.BLOCK_D)
     pointers = tile_of(base, first, rows, dims, stride)
     if MASKED and SPEC.HEAD_DIM != SPEC.BLOCK_D:
@@ -30,7 +31,7 @@ def load_rows(
 
 @triton.jit
 def store_rows(base, values, first, length, stride, SPEC: tl.constexpr, ROWS: tl.constexpr):
-    """Write (ROWS, BLOCK_D) values to rows [first, first + ROWS) below `length`, in the type of `base`."""
+    """Store (ROWS, BLOCK_D) values to rows [first, first + ROWS), below `length` only, in the dtype of `base`."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, SPEC.BLOCK_D)
     pointers = tile_of(base, first, rows, dims, stride)
     mask = (first + rows < length)[:, None]
@@ -41,9 +42,9 @@ def store_rows(base, values, first, length, stride, SPEC: tl.constexpr, ROWS: tl
 
 @triton.jit
 def tile_of(base, first, rows, dims, stride):
-    """Pointers to the elements of a tile, of which rows and dims are the indices."""
-    # The tile's start in 64 bits, once. Offsets inside a tile, of 128 rows at most, fit 32 until tokens lie some 2^24
-    # elements apart. Strides are known at compile time, but for those of kernels/history.
+    """Pointers to the elements of a tile; rows and dims are indices within it."""
+    # The tile's start is a 64-bit offset, computed once. Offsets within a tile, of at most 128 rows, fit 32 bits for
+    # row strides below 2^24. Strides are compile-time constants, except in kernels/history.
     if not isinstance(stride, tl.tensor) and stride >= 2**24:
         rows = rows.to(tl.int64)
     return base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
@@ -51,6 +52,6 @@ def tile_of(base, first, rows, dims, stride):
 
 @triton.jit
 def load_vector(base, first, length, SIZE: tl.constexpr, BEYOND: tl.constexpr = 0.0):
-    """Elements [first, first + SIZE) of a contiguous vector, BEYOND from `length` on."""
+    """Load elements [first, first + SIZE) of a contiguous vector; BEYOND from `length` on."""
     index = first + tl.arange(0, SIZE)
     return tl.load(base + index, mask=index < length, other=BEYOND)

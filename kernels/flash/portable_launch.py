@@ -1,4 +1,4 @@
-"""Launches of the portable kernels: their tile, their grid and their compile-time arguments."""
+"""Launching the portable kernels: tile, grid and compile-time arguments."""
 
 import functools
 
@@ -28,9 +28,9 @@ def launch_flash(
     """Launch "forward", "dq" or "dkdv".
 
     Args:
-        pointers: the kernel's tensors, in its order. strided: those of them whose strides it takes.
-        blocks: the block lists among them.
-        rules: causal, dropout_p, left, right, softcap, and whether there are ALiBi slopes, documents and lengths.
+        pointers: the kernel's tensors, in its argument order. strided: those whose strides are arguments too.
+        blocks: the block lists among them, or None.
+        rules: causal, dropout_p, left, right, softcap, and whether alibi_slopes, documents and kv_lengths are given.
     """
     strides = [x.stride() for x in strided]
 
@@ -61,10 +61,10 @@ def launch_flash(
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """As `tiles.tile_for` takes it."""
+    """The device's architecture as `tiles.tile_for` takes it."""
     if device.type != "cuda":
         return tiles.INTERPRETED
-    if torch.version.hip is not None:  # PyTorch calls an AMD GPU "cuda" too, and gives it a capability
+    if torch.version.hip is not None:  # PyTorch calls an AMD GPU "cuda" too, with a capability
         return tiles.AMD
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

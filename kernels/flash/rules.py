@@ -1,11 +1,11 @@
-"""What a score goes through between q k^T and the softmax: softcap, ALiBi, masks.
+"""Score modifiers and masks, applied between q k^T and the softmax: softcap, ALiBi, and all masks.
 
-All three kernels call these functions, on tiles with queries along either axis: `rows` and `keys` are index tensors
-that broadcast against the tile. A rule that is off is None, 0 or -1 at compile time and leaves no code.
+All three portable kernels call these functions, on tiles with queries along either axis: `rows` and `keys` are index
+tensors that broadcast against the tile. A rule that is off is None, 0 or -1 at compile time and generates no code.
 
-Every mask but the block mask is an interval of keys for each query, and of queries for each key. Neither end of it
-decreases from one query to the next, so the first and last row of a tile say what all of the tile sees. A block mask
-comes as lists: for each 128 queries (or keys), how many blocks of 128 keys (or queries) to visit, and which.
+Except for block masks, a query sees an interval of keys, and a key is seen by an interval of queries. Both ends are
+non-decreasing in the query, so the first and last row of a tile bound what the whole tile sees. A block mask comes as
+lists: for each block of 128 queries (or keys), how many blocks of 128 keys (or queries) to visit, and which.
 """
 
 from dataclasses import dataclass
@@ -20,26 +20,26 @@ BLOCK_MASK_SIZE = tl.constexpr(128)
 
 @dataclass(frozen=True)
 class Spec:
-    """All that is known at compile time. Passed to a kernel as one argument, whose fields are then constants too."""
+    """Compile-time parameters, passed to a kernel as one argument; its fields are constants there."""
 
     HEAD_DIM: tl.constexpr
     BLOCK_D: tl.constexpr  # HEAD_DIM rounded up to a power of two
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
-    GROUP: tl.constexpr  # query heads to a key head
+    GROUP: tl.constexpr  # query heads per key head
     CAUSAL: tl.constexpr
-    LEFT: tl.constexpr  # keys a query sees before its position; -1 for all
-    RIGHT: tl.constexpr
-    SOFTCAP: tl.constexpr  # 0 for none
+    LEFT: tl.constexpr  # window: keys visible before a query's position; -1 for all
+    RIGHT: tl.constexpr  # likewise after it
+    SOFTCAP: tl.constexpr  # 0: off
     ALIBI: tl.constexpr
     DOCUMENTS: tl.constexpr
     PADDED: tl.constexpr
-    DROPOUT_P: tl.constexpr  # the share that is dropped
-    DROP_BELOW: tl.constexpr  # half a Philox word below this drops
+    DROPOUT_P: tl.constexpr  # dropped share, a multiple of 2^-16
+    DROP_BELOW: tl.constexpr  # a 16-bit half of a Philox word below this drops
 
 
 class Rules(NamedTuple):
-    """What one batch and query head asks of its scores, at run time. What SPEC says is off holds any number."""
+    """Runtime parameters of one batch and query head. Those of rules that SPEC turns off are arbitrary."""
 
     q_len: tl.tensor
     kv_len: tl.tensor
@@ -49,10 +49,8 @@ class Rules(NamedTuple):
     seed: tl.tensor  # dropout's
     batch: tl.tensor
     head: tl.tensor
-    DocumentStart: (
-        tl.tensor
-    )  # pointers to the first and last + 1 token of the document of each of this batch's
-    DocumentEnd: tl.tensor  # tokens
+    DocumentStart: tl.tensor  # pointers to begin and end (exclusive) of the document of each token
+    DocumentEnd: tl.tensor  # of this batch
 
 
 @triton.jit
@@ -68,7 +66,7 @@ def rules_of(
     kv_len,
     scale,
 ):
-    """The rules of a batch and query head, from the kernels' arguments."""
+    """The Rules of a batch and query head, from the kernel's arguments."""
     kv_end, slope, seed, starts, ends = kv_len, scale, batch, batch, batch
     if KvLengths is not None:
         kv_end = tl.minimum(tl.load(KvLengths + batch), kv_len)
@@ -84,7 +82,7 @@ def rules_of(
 
 @triton.jit
 def visible_keys(row, rules, SPEC: tl.constexpr):
-    """[first, last) of the keys that a query, or each of a vector of queries, sees; empty if last <= first."""
+    """The interval [first, last) of keys that a query, or each of a tensor, sees; empty if last <= first."""
     position = row + (rules.kv_len - rules.q_len)
     first = row * 0
     last = first + rules.kv_len
@@ -104,8 +102,8 @@ def visible_keys(row, rules, SPEC: tl.constexpr):
 
 @triton.jit
 def visible_rows(key, rows, rules, SPEC: tl.constexpr):
-    """[first, last) of the `rows` queries that see a key, or each of a vector of keys; padding is the caller's."""
-    own = key - (rules.kv_len - rules.q_len)  # the query that stands at the key
+    """The interval [first, last) of the `rows` queries that see a key, or each of a tensor; ignores padding."""
+    own = key - (rules.kv_len - rules.q_len)  # the query at the key's position
     first = key * 0
     last = first + rows
     if SPEC.CAUSAL:
@@ -122,15 +120,16 @@ def visible_rows(key, rows, rules, SPEC: tl.constexpr):
 
 @triton.jit
 def parts(first_0, last_0, first_1, last_1, length, BLOCK: tl.constexpr):
-    """Cut what a tile sees into whole BLOCKs: [begin, full) masked, [full, tail) not, [tail, end) masked.
+    """Split what a tile sees into ranges of whole BLOCKs: [begin, full) masked, [full, tail) unmasked, [tail, end)
+    masked.
 
-    [first_0, last_0) is what the tile's first row sees and [first_1, last_1) what its last one sees, of `length`.
+    [first_0, last_0) is the interval of the tile's first row and [first_1, last_1) that of its last one, of `length`.
     """
     begin = tl.maximum(first_0, 0) // BLOCK * BLOCK
     end = tl.minimum(last_1, length)
     full = tl.cdiv(tl.maximum(first_1, 0), BLOCK) * BLOCK
     tail = tl.maximum(tl.minimum(last_0, length), 0) // BLOCK * BLOCK
-    if tail < full:  # no BLOCK is seen by all: everything is tail
+    if tail < full:  # no BLOCK is visible to all rows: everything is masked, as tail
         full = begin
         tail = begin
     return begin, full, tail, end
@@ -138,9 +137,9 @@ def parts(first_0, last_0, first_1, last_1, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first, others, PARTS: tl.constexpr):
-    """The list of the block that begins at or before `first`; `others` is the length of the other axis.
+    """Pointer to the list of the block that contains `first`. others: length of the other axis.
 
-    PARTS: numbers a list has for each of its blocks, 1 or 2 (see `masks.block_lists`).
+    PARTS: entries of a list per block of the other axis, 1 or 2 (see `masks.block_lists`).
     """
     width = 1 + PARTS * tl.cdiv(others, BLOCK_MASK_SIZE)
     Blocks += batch.to(tl.int64) * stride_blocks_b + head.to(tl.int64) * stride_blocks_h
@@ -149,7 +148,7 @@ def block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first, oth
 
 @triton.jit
 def listed(step, BlockList):
-    """Where the tile at `step` of a walk begins: there, or in the block of the list that `step` has come to."""
+    """The first index of the tile at loop position `step`: `step` itself, or its place within the listed blocks."""
     first = step
     if BlockList is not None:
         index = step // BLOCK_MASK_SIZE
@@ -159,13 +158,14 @@ def listed(step, BlockList):
 
 @triton.jit
 def modify(products, rows, keys, rules, SPEC: tl.constexpr):
-    """q k^T to scores, and d scores / d (scale * q k^T) where it is not 1. Scores are in units of `score_unit`."""
+    """Map q k^T to scores, in units of `score_unit`, and give d score / d (scale * q k^T) too, 1 without softcap."""
     gain = 1.0
     if SPEC.SOFTCAP > 0:
         tanh = 1 - 2 / (tl.exp2(products * (2 * LOG2_E / SPEC.SOFTCAP * rules.scale)) + 1)
         if SPEC.SOFTCAP > 64:
-            # That is up to 2.4 * 2^-24 off, however small tanh is, and the cap multiplies it: out was off by 0.06 at
-            # 1e6. Below 0.2 the series is as exact as float32. Caps to 64 lose less than 16 bits do.
+            # The line above has an absolute error of up to 2.4 * 2^-24, however small tanh is, and the cap multiplies
+            # it: out was off by 0.06 at a cap of 1e6. Below 0.2 the series is accurate to float32. Caps up to 64 lose
+            # less than 16-bit rounding does.
             x = products * (rules.scale / SPEC.SOFTCAP)
             square = x * x
             series = x - x * square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))
@@ -181,7 +181,7 @@ def modify(products, rows, keys, rules, SPEC: tl.constexpr):
 
 @triton.jit
 def score_unit(rules, SPEC: tl.constexpr):
-    """What turns scores into exponents of 2: left out of plain scores, where exp2 takes it in a multiply-add."""
+    """The factor from scores to exponents of 2. Plain scores stay unscaled, since exp2's multiply-add applies it."""
     unit = rules.scale * LOG2_E
     if SPEC.SOFTCAP > 0 or SPEC.ALIBI:
         unit = 1.0

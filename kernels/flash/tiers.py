@@ -1,13 +1,13 @@
-"""Which of our kernels run: the portable ones in Triton, or those for Hopper in Gluon where they serve.
+"""The choice between our two sets of kernels: portable ones in Triton, and Gluon ones for Hopper.
 
     triton   forward.py, backward.py: every feature, any GPU that Triton compiles for, the interpreter
-    hopper   hopper_forward.py, hopper_backward.py: on sm_90, 16 bits, head_dim 64 and 128; of the features windows
-             and documents under the causal mask, or a block mask
+    hopper   hopper_forward.py, hopper_backward.py: sm_90, 16 bits, head_dim 64 and 128; windows and documents under
+             the causal mask, or a block mask
 
-With dropout the forward is the portable one and the backward Hopper's: a forward that draws its mask is no faster
-there (LOG.md).
+With dropout the forward is portable and the backward Hopper's: a Hopper forward that draws the mask is no faster
+(LOG.md).
 
-Triton is imported when a Hopper GPU is there, and not before.
+Triton is imported only if there is a Hopper GPU.
 """
 
 import functools
@@ -22,24 +22,24 @@ from ..registry import AttentionError, AttentionRequest
 TIERS = ("auto", "triton", "hopper")
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
-# Gluon is experimental and its interface moves: with these versions the kernels have passed `pytest -m gpu`.
+# Gluon is experimental and its API changes; with these versions the kernels have passed `pytest -m gpu`.
 VERIFIED_TRITON = ("3.7.1",)
-BOUNDS = {"window", "cu_seqlens"}  # if causal, which no request says
-UNEVEN = BOUNDS | {"block_mask"}  # one of either kind at a time
+BOUNDS = {"window", "cu_seqlens"}  # only if causal, which a request does not say
+UNEVEN = BOUNDS | {"block_mask"}  # BOUNDS or block_mask, not both
 FEATURES = {"return_lse"} | UNEVEN
-# With fewer queries a Hopper tile, of 128, would be mostly empty.
+# With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
 
 
 def refuses_tier(request: AttentionRequest) -> str | None:
-    """Why the request's tier cannot serve it, or None."""
+    """The reason why the request's tier cannot serve it, or None."""
     if request.tier == "hopper" and (needed := hopper_needs(request)):
         return f"attention.tier=hopper needs {needed} (attention.tier=auto takes what serves)"
     return None
 
 
 def tier_of(request: AttentionRequest) -> str:
-    """The tier that serves a request that `refuses_tier` lets through; with two, first the forward's."""
+    """The tier that serves a request accepted by `refuses_tier`; if forward and backward differ, both."""
     short = request.length is not None and request.length < LEAST_QUERIES and request.tier == "auto"
     if request.tier == "triton" or short:
         return "triton"
@@ -50,7 +50,7 @@ def tier_of(request: AttentionRequest) -> str:
 
 
 def hopper_needs(request: AttentionRequest, features: Set[str] = FEATURES) -> str | None:
-    """What the Hopper kernels, which have `features`, lack to serve the request, or None."""
+    """What the Hopper kernels, supporting `features`, would need to serve the request, or None."""
     if missing := machine_lacks(request.device):
         return missing
     if request.dtype not in DTYPES:
@@ -66,10 +66,10 @@ def hopper_needs(request: AttentionRequest, features: Set[str] = FEATURES) -> st
 
 @functools.cache
 def machine_lacks(device: torch.device) -> str | None:
-    """What keeps the Hopper kernels from running on the device at all, or None."""
+    """What the device or Triton lacks to run the Hopper kernels at all, or None."""
     is_hopper = (
         device.type == "cuda"
-        and torch.version.hip is None  # AMD's gfx90a is 9.0 as well
+        and torch.version.hip is None  # AMD's gfx90a reports 9.0 too
         and torch.cuda.get_device_capability(device) == (9, 0)
     )
     if not is_hopper:
@@ -83,7 +83,7 @@ def machine_lacks(device: torch.device) -> str | None:
 
 @functools.cache
 def hopper() -> ModuleType:
-    """Launches of the Hopper kernels; imports Gluon."""
+    """The module that launches the Hopper kernels; imports Gluon."""
     return importlib.import_module(".hopper_launch", __package__)
 
 
@@ -91,11 +91,11 @@ def takes_hopper(tier: str, q: torch.Tensor, has: bool, fits: Callable[[], bool]
     """Whether the Hopper kernels run a call.
 
     Args:
-        has: they have the features in use.
-        fits: whether the kernel takes the tensors as they lie in memory; asked last, since it imports Gluon.
+        has: whether they support the features in use.
+        fits: whether the kernel accepts the tensors' memory layout; called last, since it imports Gluon.
 
     Raises:
-        AttentionError: tier="hopper", and they cannot.
+        AttentionError: an unknown tier, or tier="hopper" for a call that those kernels cannot run.
     """
     if tier not in TIERS:
         raise AttentionError(f"tier={tier} is none of {', '.join(TIERS)}")

@@ -1,8 +1,8 @@
-"""Which tile each kernel runs with: a table keyed by architecture, kernel and head_dim, and what was measured of it.
+"""Tile sizes of the portable kernels: candidates by architecture, kernel and head_dim, and the choice among them.
 
-Each 16-bit candidate has passed `python -m kernels.compile_report`: tensor cores and asynchronous loads in use, none
-of them serialised, no spills. Among them the fastest measured runs: `measured/sm_90.json` ships the times of an H200
-by causality and length, and `python -m kernels.tune` makes the like on your GPU. Without times the first one runs.
+Every 16-bit candidate has passed `python -m kernels.compile_report`: tensor cores and asynchronous loads in use, no
+serialised wgmma, no spills. The fastest measured candidate runs: `measured/sm_90.json` ships the times of an H200 by
+causality and length, and `python -m kernels.tune` measures them on your GPU. Without times the first candidate runs.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from .rules import Spec
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M queries by BLOCK_N keys, computed by `warps` warps with loads `stages` tiles ahead."""
+    """BLOCK_M queries by BLOCK_N keys, with num_warps = `warps` and num_stages = `stages`."""
 
     block_m: int
     block_n: int
@@ -38,13 +38,13 @@ class Tile:
 
 KERNELS = ("forward", "dq", "dkdv")
 ARCHITECTURES = (80, 90, 100)  # compute capability, major * 10 + minor
-INTERPRETED, AMD = 0, 1  # which have none
-# A tile is measured at these lengths of keys; others take the next larger one's, the longest the last one's.
+INTERPRETED, AMD = 0, 1  # these have no compute capability
+# Tiles are measured at these kv_len; another length uses the next larger one, or the last.
 LENGTHS = (512, 1024, 4096, 16384)
-# Time there is spent per tile, not per element; yet 200 queries should cross several tiles in both directions.
+# The interpreter's time goes by tiles, not elements; yet 200 queries should span several tiles in both directions.
 INTERPRETER = {"forward": Tile(128, 64, 4, 1), "dq": Tile(64, 128, 4, 1), "dkdv": Tile(64, 128, 4, 1)}
 
-# (architecture, kernel) -> largest head_dim it serves -> candidates, for 16-bit types, causal or full.
+# (architecture, kernel) -> largest head_dim served -> candidates; 16-bit dtypes, causal or full.
 HALF = {
     (80, "forward"): {64: (Tile(64, 64, 4, 2),), 128: (Tile(64, 64, 4, 2),), 256: (Tile(64, 32, 8, 2),)},
     (80, "dq"): {64: (Tile(64, 64, 4, 2),), 128: (Tile(64, 64, 8, 2),), 256: (Tile(64, 32, 8, 2),)},
@@ -67,14 +67,14 @@ HALF = {
     (100, "forward"): {64: (Tile(128, 64, 8, 3),), 128: (Tile(128, 64, 8, 3),), 256: (Tile(128, 32, 8, 2),)},
     (100, "dq"): {64: (Tile(64, 64, 4, 3),), 128: (Tile(64, 64, 4, 2),), 256: (Tile(64, 32, 8, 2),)},
     (100, "dkdv"): {64: (Tile(64, 128, 8, 2),), 128: (Tile(32, 64, 8, 2),), 256: (Tile(32, 64, 8, 2),)},
-    # Compiled for gfx942 and never run: matrix instructions, 64 KB of shared memory, no spills with dropout either.
+    # Compiled for gfx942 and never run: MFMA in use, 64 KB of shared memory, no spills, with dropout neither.
     (AMD, "forward"): {64: (Tile(64, 64, 4, 2),), 128: (Tile(64, 64, 4, 2),), 256: (Tile(64, 32, 4, 2),)},
     (AMD, "dq"): {64: (Tile(64, 64, 4, 2),), 128: (Tile(64, 64, 4, 2),), 256: (Tile(64, 16, 4, 2),)},
     (AMD, "dkdv"): {64: (Tile(32, 64, 4, 2),), 128: (Tile(32, 32, 4, 2),), 256: (Tile(16, 32, 4, 2),)},
 }
-# Further candidates where nothing is causal: with a causal mask's second loop ptxas serialises or spills them.
+# More candidates without causal mask: with the causal mask's second loop, ptxas serialises or spills them.
 FULL = {(90, "dkdv"): {64: (Tile(32, 64, 4, 3),), 128: (Tile(32, 64, 4, 2),), 256: ()}}
-# float32 runs on the ordinary cores in full precision: small tiles, for tests and for those who need the digits.
+# float32 uses FMA in full precision, not tensor cores: small tiles, for tests and for those who need the accuracy.
 SINGLE = {64: (Tile(32, 32, 8, 1),), 256: (Tile(16, 16, 8, 1),)}
 
 _forced: dict[str, Tile] = {}
@@ -94,7 +94,7 @@ def specify(
     documents: bool = False,
     padded: bool = False,
 ) -> Spec:
-    """The compile-time argument of a kernel at a tile. group: query heads to a key head."""
+    """The compile-time argument of a kernel with a tile. group: query heads per key head."""
     return Spec(
         HEAD_DIM=tl.constexpr(head_dim),
         BLOCK_D=tl.constexpr(max(16, 1 << (head_dim - 1).bit_length())),
@@ -119,8 +119,8 @@ def tile_for(
     """The tile of `kernel` ("forward", "dq" or "dkdv").
 
     Args:
-        architecture: compute capability, major * 10 + minor; one without entries takes those of the nearest below.
-            Or INTERPRETED, or AMD.
+        architecture: compute capability, major * 10 + minor, or INTERPRETED, or AMD. One without entries uses those
+            of the nearest lower one.
         head_dim, dtype: of q, k and v.
         length: of the keys.
     """
@@ -134,7 +134,7 @@ def tile_for(
 
 @contextlib.contextmanager
 def forced(**tiles: Tile) -> Iterator[None]:
-    """Let the named kernels run with these tiles, whatever the table says: for tests, tuning and traffic counts."""
+    """Context: run the named kernels with these tiles, not the table's: for tests, tuning, traffic counts."""
     before = dict(_forced)
     _forced.update(tiles)
     try:
@@ -145,18 +145,16 @@ def forced(**tiles: Tile) -> Iterator[None]:
 
 
 def are_forced() -> bool:
-    """Whether a `forced` is in force. Only the portable kernels have tiles, so then they run."""
+    """Whether a `forced` context is active. Only the portable kernels have tiles, so then those run."""
     return bool(_forced)
 
 
 def candidates(
     kernel: str, architecture: int, head_dim: int, dtype: torch.dtype, causal: bool
 ) -> tuple[Tile, ...]:
-    """The tiles of the table; where none was measured, the first one runs."""
+    """The table's tiles, in order of preference when nothing was measured."""
     known = architecture
-    if (
-        known >= 120
-    ):  # consumer Blackwell has neither Hopper's nor data-centre Blackwell's tensor core instructions
+    if known >= 120:  # consumer Blackwell has neither wgmma nor tcgen05
         known = 80
     if known != AMD:
         known = max(each for each in ARCHITECTURES if each <= max(known, 80))
@@ -173,16 +171,17 @@ def _fastest(
 ) -> Tile:
     times = _measured(architecture).get((kernel, head_dim, causal, length), {})
     tiles = candidates(kernel, architecture, head_dim, dtype, causal)
-    return min(tiles, key=lambda tile: times.get(str(tile), math.inf))  # the first, if there are no times
+    return min(tiles, key=lambda tile: times.get(str(tile), math.inf))  # the first, without times
 
 
 @functools.cache
 def _measured(architecture: int) -> dict[tuple[str, int, bool, int], dict[str, float]]:
-    """(kernel, head_dim, causal, length) -> tile -> microseconds: this GPU's, or else what ships for its like."""
+    """(kernel, head_dim, causal, length) -> tile -> microseconds: this GPU's own, else those shipped for its
+    architecture."""
     shipped = Path(__file__).with_name("measured") / f"sm_{architecture}.json"
     paths = (tuned_path, lambda: shipped) if torch.cuda.is_available() else (lambda: shipped,)
     for path in paths:
-        # Neither a home that cannot be read, or is none, nor a file that is not whole may stop an attention.
+        # A missing or unreadable home directory or an incomplete file must not stop an attention.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             entries = json.loads(path().read_text())["entries"]
             return {(e["kernel"], e["head_dim"], e["causal"], e["length"]): e["us"] for e in entries}
@@ -190,7 +189,7 @@ def _measured(architecture: int) -> dict[tuple[str, int, bool, int], dict[str, f
 
 
 def tuned_path() -> Path:
-    """Where the times of this GPU with this Triton are kept: below $XDG_CACHE_HOME, or ~/.cache."""
+    """The file with the times of this GPU and Triton version: under $XDG_CACHE_HOME, or ~/.cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     gpu = torch.cuda.get_device_name().replace(" ", "_")
     return cache / "tilegpt" / "tiles" / f"{gpu}_triton_{triton.__version__}.json"

@@ -1,10 +1,10 @@
-"""Our kernels under torch's own scaled_dot_product_attention, for models that call nothing else.
+"""Our kernels as the flash backend of torch's scaled_dot_product_attention, for models that call only that.
 
     kernels.register()
     torch.nn.attention.activate_flash_attention_impl("tilegpt")
 
-From then on SDPA runs them wherever it would have run its flash backend, forward and backward, until
-`torch.nn.attention.restore_flash_attention_impl()`. A head_dim below 16, which that takes, they refuse.
+From then on, SDPA runs them wherever it would have run its own flash backend, forward and backward, until
+`torch.nn.attention.restore_flash_attention_impl()`. Unlike that backend, they refuse a head_dim below 16.
 """
 
 import torch
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def register() -> None:
-    """Announce the kernels to PyTorch as the flash attention "tilegpt"; nothing changes until it is activated.
+    """Register the kernels with PyTorch as the flash attention "tilegpt"; nothing changes until it is activated.
 
     Raises:
         AttentionError: this torch has no register_flash_attention_impl.
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 class Override:
-    """Keeps our implementations of torch's operators in force until `remove`."""
+    """Keeps our implementations of torch's operators active until `remove` is called."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self.library = library
@@ -54,7 +54,7 @@ def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *
     if reason is not None or return_debug_mask:
         raise AttentionError(f"{NAME} under SDPA: {reason or 'it has no debug mask'}")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    # As SDPA does, from the global generator. Two words, because that is what torch expects to save.
+    # The seed comes from the global generator, as in SDPA. Two words, because torch expects to save two.
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p:
         state.random_()
@@ -96,7 +96,7 @@ def _rules(
     head_dim: int,
     sinks: tuple[None, ...] = (),
 ) -> tuple[object, ...]:
-    """What follows q, k and v in our operators; only the forward knows sinks."""
+    """The operators' arguments after q, k and v. Only the forward has sinks."""
     seed = state[0] if dropout_p else None
     absent = (None,) * 5
     return seed, None, *sinks, *absent, causal, check_scale(scale, head_dim), dropout_p, -1, -1, 0.0, "auto"

@@ -1,12 +1,12 @@
 """The algorithms that led to `kernels.flash`, as the papers state them: to be measured beside it, not to be used.
 
-    softmax.py   the softmax of a row in three passes over it, and in two: online softmax
-    two_pass.py  attention whose softmax is online: one pass over the keys for it, another for the output
-    chunked.py   attention a chunk at a time with checkpointing, in PyTorch: the memory without the speed
-    flash1.py    FlashAttention of 2022: one pass, keys outside and queries inside
+    softmax.py   softmax of a row in three passes (safe), and in two (online)
+    two_pass.py  attention in two passes over the keys: online softmax statistics, then the output
+    chunked.py   attention in chunks with checkpointing, in PyTorch: flash attention's memory without its speed
+    flash1.py    FlashAttention of 2022: one pass, with keys in the outer loop and queries in the inner one
 
 Each step saves memory, traffic or work; `python -m reproduce history` counts and times them. The attentions are
-registered by these names; triton is imported when one that needs it is loaded, not before.
+registered under the files' names; triton is imported when one that needs it is loaded, not before.
 """
 
 from ..flash import refuses_kernels
@@ -16,7 +16,7 @@ NAMES = ("two_pass", "chunked", "flash1")
 
 
 def refuses(request: AttentionRequest) -> str | None:
-    """Why the attentions in Triton cannot serve `request`, or None."""
+    """The reason why the Triton attentions cannot serve `request`, or None."""
     return refuses_kernels(request) or request.unsupported(set())
 
 

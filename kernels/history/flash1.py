@@ -1,8 +1,8 @@
 """FlashAttention as first published (Dao et al. 2022, arXiv 2205.14135): Algorithm 2 forward, Algorithm 4 backward.
 
-Tiles of keys are the outer loop and tiles of queries the inner one, so a program has a whole head, and what it knows
-of a query (output, and the softmax's maximum and sum; in the backward the query's gradient) it leaves in memory and
-reads back when it comes to the next tile of keys. FlashAttention-2 exchanged the loops, and `kernels.flash` is that.
+The outer loop is over tiles of keys and the inner one over tiles of queries. One program processes a whole head, and
+the state of each query (output, softmax maximum and sum; in the backward its gradient) is written to memory and read
+back for the next tile of keys. FlashAttention-2 exchanged the loops; `kernels.flash` does it that way.
 """
 
 import torch
@@ -20,7 +20,7 @@ from .inputs import compiled_for, prepared, strides, tile_of
 from .scores import seen
 
 Tensor = torch.Tensor
-# By the largest head_dim they serve.
+# largest head_dim served -> tile
 FORWARD = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
 BACKWARD = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
@@ -28,11 +28,11 @@ BACKWARD = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8
 def flash1_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, **features: object
 ) -> Tensor:
-    """softmax(q k^T * scale) v by FlashAttention's first algorithm; arguments and errors as `naive_attention`, and
-    what is not named here is refused.
+    """softmax(q k^T * scale) v by FlashAttention's first algorithm. Arguments and errors as `naive_attention`; other
+    features are refused.
 
-    The output goes to memory once for every tile of keys and is rounded to its dtype there, as the paper counts it;
-    the gradient of q is summed there in float32. Gradients are bit for bit repeatable.
+    The output is written to memory once for every tile of keys, rounded to its dtype each time, as the paper counts
+    it; the gradient of q is accumulated there in float32. Gradients are bitwise repeatable.
     """
     q, k, v = prepared("flash1", q, k, v, features)
     return flash1_forward(q, k, v, causal, check_scale(scale, q.shape[-1]))[0]
@@ -42,14 +42,14 @@ def flash1_attention(
 def flash1_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out like q; of each query the softmax's maximum, in base 2, and its sum: float32 (batch, heads, q_len)."""
+    """out like q; the softmax maximum (base 2) and sum of each query, float32 (batch, heads, q_len)."""
     return forward_with(tile_of(FORWARD, q), q, k, v, causal, scale)
 
 
 def forward_with(
     tile: Tile, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward with a tile of one's own."""
+    """The forward with a given tile."""
     out, row_max, row_sum = results = _forward_like(q)
     batch, heads, q_len, _ = q.shape
     if not k.shape[2]:
@@ -124,7 +124,7 @@ def forward_kernel(
     stride_ob, stride_oh, stride_om,
     q_len, kv_len, scale, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch)."""
+    """Algorithm 2. Grid (heads, batch). RowMax, RowSum: float32 (batch, heads, q_len)."""
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     Q += batch * stride_qb + head * stride_qh
     K += batch * stride_kb + head * stride_kh
@@ -135,7 +135,7 @@ def forward_kernel(
     for first_key in range(0, kv_len, SPEC.BLOCK_N):
         k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, True)
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, True)
-        written = tl.where(first_key > 0, q_len, 0)  # queries there is something of to read
+        written = tl.where(first_key > 0, q_len, 0)  # rows below this have state to read: none at first
         for first_row in range(first_query(first_key, q_len, kv_len, SPEC), q_len, SPEC.BLOCK_M):
             q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
             out = load_rows(Out, first_row, written, stride_om, SPEC, SPEC.BLOCK_M, True).to(tl.float32)
@@ -148,12 +148,12 @@ def forward_kernel(
             p = tl.exp2(scores - new_max[:, None])
             before = row_sum * tl.exp2(row_max - new_max)
             new_sum = before + tl.sum(p, 1)
-            share = tl.where(new_sum == 0, 1.0, new_sum)  # 0 of a query that has seen nothing
+            share = tl.where(new_sum == 0, 1.0, new_sum)  # 0 for a query that has seen no key yet
             out = tl.dot(p.to(v.dtype), v, out * before[:, None], input_precision="ieee") / share[:, None]
             store_rows(Out, out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
             tl.store(RowMax + rows, new_max, mask=rows < q_len)
             tl.store(RowSum + rows, new_sum, mask=rows < q_len)
-        tl.debug_barrier()  # what one thread wrote another may read
+        tl.debug_barrier()  # one thread may read what another wrote
 
 
 @triton.jit
@@ -164,9 +164,9 @@ def backward_kernel(
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     q_len, kv_len, scale, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch). Five matrix products a tile; DQ is float32.
+    """Algorithm 4. Grid (heads, batch). Five matrix products per tile; DQ is float32.
 
-    No product takes the transpose of another's result, which Triton 3.6.0 gets wrong on Hopper.
+    No product takes the transpose of another's result as an operand, which Triton 3.6.0 miscompiles on Hopper.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     Q += batch * stride_qb + head * stride_qh
@@ -192,7 +192,7 @@ def backward_kernel(
             dq = load_rows(DQ, first_row, written, stride_dqm, SPEC, SPEC.BLOCK_M, True)
             row_max = load_vector(RowMax, first_row, q_len, SPEC.BLOCK_M)
             row_sum = load_vector(RowSum, first_row, q_len, SPEC.BLOCK_M)
-            share = tl.where(row_sum == 0, 1.0, row_sum)  # 0 also of a query beyond q_len
+            share = tl.where(row_sum == 0, 1.0, row_sum)  # 0 for rows beyond q_len too
             rows, keys = first_row + tl.arange(0, SPEC.BLOCK_M), first_key + tl.arange(0, SPEC.BLOCK_N)
             products = tl.dot(q, k.T, input_precision="ieee")
             scores = seen(products, rows[:, None], keys[None, :], q_len, kv_len, scale, SPEC)
@@ -211,7 +211,7 @@ def backward_kernel(
 
 @triton.jit
 def first_query(first_key, q_len, kv_len, SPEC: tl.constexpr):
-    """Where the walk over queries begins for a tile of keys. For the first tile at 0: every query is written once."""
+    """The first row that the inner loop visits for a tile of keys; 0 for the first tile: every row is written."""
     first = first_key * 0
     if SPEC.CAUSAL:
         first = tl.where(first_key > 0, tl.maximum(first_key - (kv_len - q_len), 0), 0)

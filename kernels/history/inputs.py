@@ -1,4 +1,4 @@
-"""What `two_pass` and `flash1` do with their arguments before a kernel sees them."""
+"""Argument handling shared by `two_pass` and `flash1`."""
 
 import torch
 
@@ -10,7 +10,7 @@ from ..operators import has_tangent
 from ..registry import AttentionError
 
 Tensor = torch.Tensor
-# float32 runs on the ordinary cores. In the interpreter time is spent per tile.
+# float32 does not use tensor cores. The interpreter's time goes by tiles.
 INTERPRETER = Tile(64, 64, 4, 1)
 SINGLE = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
@@ -18,7 +18,7 @@ SINGLE = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 def prepared(
     name: str, q: Tensor, k: Tensor, v: Tensor, features: dict[str, object]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with a last stride of 1 and as many heads each; AttentionError for what `name` cannot do."""
+    """q, k and v with a last stride of 1 and equal numbers of heads; AttentionError for what `name` cannot do."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features(name, features)
     q, k, v = in_autocast_dtype(q, k, v)
@@ -36,7 +36,7 @@ def prepared(
 
 
 def tile_of(tiles: dict[int, Tile], q: Tensor) -> Tile:
-    """The tile for q; tiles: by the largest head_dim they serve, in 16 bits."""
+    """The tile for q. tiles: largest head_dim served -> tile, for 16-bit dtypes."""
     if INTERPRETED:
         return INTERPRETER
     table = SINGLE if q.dtype is torch.float32 else tiles
@@ -44,11 +44,11 @@ def tile_of(tiles: dict[int, Tile], q: Tensor) -> Tile:
 
 
 def compiled_for(tile: Tile, q: Tensor, causal: bool) -> dict[str, object]:
-    """A kernel's compile-time argument and Triton's options."""
+    """A kernel's compile-time argument and launch options."""
     spec = specify(tile, q.shape[-1], causal)
     return {"SPEC": spec, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Of batch, head and row of each tensor (batch, heads, length, head_dim)."""
+    """The batch, head and row strides of each tensor (batch, heads, length, head_dim)."""
     return [stride for x in tensors for stride in x.stride()[:3]]

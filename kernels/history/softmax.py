@@ -1,9 +1,9 @@
-"""The softmax of rows in three passes over them and, online, in two (Milakov and Gimelshein 2018, arXiv 1805.02867).
+"""Row softmax in three passes and, online, in two (Milakov and Gimelshein 2018, arXiv 1805.02867).
 
-A sum of exponentials that is to be safe from overflow needs the row's maximum first (their Algorithm 2). Online
-softmax (Algorithm 3) keeps a sum that is right for the maximum so far, and corrects it when that grows: 3 memory
-accesses an element instead of 4. And where only the k largest are wanted, one pass does (Algorithm 4): 1 instead of 5
-of softmax and top-k one after the other. A row is taken to be too long for the chip, and is read anew in every pass.
+An overflow-safe sum of exponentials needs the row's maximum first (their Algorithm 2). Online softmax (Algorithm 3)
+keeps a sum relative to the running maximum and rescales it when that grows: 3 memory accesses per element instead of
+4. If only the k largest are wanted, one pass is enough (Algorithm 4): 1 access per element, instead of 5 for softmax
+followed by top-k. Rows are assumed to be too long for on-chip memory, and are read again in every pass.
 """
 
 import torch
@@ -14,12 +14,12 @@ from ..flash.forward import LOWEST
 from ..flash.rules import LOG2_E
 
 Tensor = torch.Tensor
-BLOCK = 4096  # elements of a row at a time, each lane with a maximum and a sum of its own
+BLOCK = 4096  # elements of a row at a time; each lane has its own running maximum and sum
 WARPS = 8
 
 
 def safe_softmax(x: Tensor) -> Tensor:
-    """softmax(x, dim=-1) of x (rows, length), like x, in three passes. Computed in float32; it has no gradient.
+    """softmax(x, dim=-1) of x (rows, length), like x, in three passes. Computed in float32; no gradient.
 
     x: on a CUDA device, or wherever TRITON_INTERPRET=1 is set.
     """
@@ -34,8 +34,7 @@ def online_softmax(x: Tensor) -> Tensor:
 def online_softmax_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of softmax(x, dim=-1), descending, and their int64 indices, each (rows, k), in one pass over x.
 
-    x: (rows, length), as in `safe_softmax`. Of equal elements any may be among the k. Raises ValueError unless
-    1 <= k <= length.
+    x: (rows, length), as in `safe_softmax`. Ties are broken arbitrarily. Raises ValueError unless 1 <= k <= length.
     """
     x = x.contiguous()
     rows, length = x.shape
@@ -91,20 +90,20 @@ def online_kernel(X, Out, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def topk_kernel(X, Values, Indices, length, k, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows,). Values, Indices: (rows, SLOTS), the first k of each, in any order."""
+    """Grid (rows,). Values, Indices: (rows, SLOTS), of which the first k are written, unordered."""
     row = tl.program_id(0).to(tl.int64)
     X += row * length
     largest = tl.full([BLOCK], LOWEST, tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     slots = tl.arange(0, SLOTS)
-    values = tl.where(slots < k, float("-inf"), float("inf"))  # no element comes into a slot beyond k
+    values = tl.where(slots < k, float("-inf"), float("inf"))  # slots beyond k accept no element
     indices = tl.full([SLOTS], 0, tl.int64)
     for first in range(0, length, BLOCK):
         x = load_scaled(X, first, length, BLOCK)
         largest, sums = online(largest, sums, x)
-        # Above what is behind the row's end, so that -inf has its own index.
+        # Clamp to LOWEST, above the -inf beyond the row's end, so that an element of -inf keeps its index.
         x = tl.where(first + tl.arange(0, BLOCK) < length, tl.maximum(x, LOWEST), float("-inf"))
-        # The best of this part of the row takes the place of the worst of the k, as long as it is better.
+        # Replace the worst of the k by the best of this block, as long as that is better.
         least = tl.min(values, 0)
         best = tl.max(x, 0)
         while best > least:
@@ -121,21 +120,21 @@ def topk_kernel(X, Values, Indices, length, k, SLOTS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def online(largest, sums, x):
-    """The maximum and the sum of exponentials of each lane, with one element more."""
+    """Update each lane's running maximum and sum of exponentials with one more element."""
     new_largest = tl.maximum(largest, x)
     return new_largest, sums * tl.exp2(largest - new_largest) + tl.exp2(x - new_largest)
 
 
 @triton.jit
 def merged(largest, sums):
-    """Those of all lanes together."""
+    """Merge the lanes: the row's maximum and sum."""
     row_max = tl.max(largest, 0)
     return row_max, tl.sum(sums * tl.exp2(largest - row_max), 0)
 
 
 @triton.jit
 def write(X, Out, row_max, row_sum, length, BLOCK: tl.constexpr):
-    """The last pass of both."""
+    """The last pass of both kernels: normalise and store."""
     for first in range(0, length, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         out = tl.exp2(load_scaled(X, first, length, BLOCK) - row_max) / row_sum
@@ -144,6 +143,6 @@ def write(X, Out, row_max, row_sum, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_scaled(X, first, length, BLOCK: tl.constexpr):
-    """Elements of a row in base 2, -inf behind its end."""
+    """Load elements of a row, scaled by log2(e); -inf beyond its end."""
     columns = first + tl.arange(0, BLOCK)
     return tl.load(X + columns, mask=columns < length, other=float("-inf")).to(tl.float32) * LOG2_E

@@ -1,9 +1,9 @@
-"""Attention in two passes over the keys: the first finds each query's softmax statistics online (Milakov and
-Gimelshein 2018, arXiv 1805.02867), the second computes the scores again and multiplies finished probabilities by V.
+"""Attention in two passes over the keys: the first computes each query's softmax statistics online (Milakov and
+Gimelshein 2018, arXiv 1805.02867), the second recomputes the scores and multiplies final probabilities by V.
 
-The softmax of a row cannot be had in one pass, but attention can, which is FlashAttention's step from here: it
-corrects the output as the statistics change. The backward takes two passes as well: delta = rowsum(P * dP) must be
-whole before dS = P * (dP - delta) can begin. FlashAttention has it from one product of rows, rowsum(dO * O).
+Row softmax is impossible in one pass, but attention is not, which is FlashAttention's step beyond this: it rescales
+the output as the statistics change. The backward takes two passes as well: delta = rowsum(P * dP) must be complete
+before dS = P * (dP - delta). FlashAttention gets delta from a row-wise product, rowsum(dO * O).
 """
 
 import torch
@@ -21,7 +21,7 @@ from .inputs import compiled_for, prepared, strides, tile_of
 from .scores import last_key, seen
 
 Tensor = torch.Tensor
-# By the largest head_dim they serve.
+# largest head_dim served -> tile
 FORWARD = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)}
 BACKWARD = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
@@ -29,11 +29,11 @@ BACKWARD = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8
 def two_pass_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, **features: object
 ) -> Tensor:
-    """softmax(q k^T * scale) v in two passes over the keys; arguments and errors as `naive_attention`, and what is
-    not named here is refused.
+    """softmax(q k^T * scale) v in two passes over the keys. Arguments and errors as `naive_attention`; other features
+    are refused.
 
-    In the backward a program has a whole head, and sums the gradients of keys and values in memory, in float32.
-    Gradients are bit for bit repeatable.
+    In the backward one program processes a whole head and accumulates dK and dV in global memory, in float32.
+    Gradients are bitwise repeatable.
     """
     q, k, v = prepared("two_pass", q, k, v, features)
     return two_pass_forward(q, k, v, causal, check_scale(scale, q.shape[-1]))[0]
@@ -41,14 +41,14 @@ def two_pass_attention(
 
 @torch.library.custom_op(f"{NAMESPACE}::two_pass_forward", mutates_args=())
 def two_pass_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out like q; the log-sum-exp of each query's scores in base 2, float32 (batch, heads, q_len)."""
+    """(out like q; lse, the log-sum-exp of each query's scores in base 2, float32 (batch, heads, q_len))."""
     return forward_in(None, q, k, v, causal, scale)
 
 
 def forward_in(
     programs: int | None, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The forward in so many programs a head, which share its tiles of queries; None for one a tile."""
+    """The forward with a given number of programs per head, which share its tiles of queries; None: one per tile."""
     out, lse = results = _forward_like(q)
     batch, heads, q_len, _ = q.shape
     if out.numel():
@@ -110,7 +110,7 @@ def forward_kernel(
     stride_ob, stride_oh, stride_om,
     q_len, kv_len, scale, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs, heads, batch): tiles of queries go round the programs. Three matrix products a tile."""
+    """Grid (programs, heads, batch), round-robin over tiles of queries. Three matrix products per tile."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     Q += batch * stride_qb + head * stride_qh
     K += batch * stride_kb + head * stride_kh
@@ -132,7 +132,7 @@ def forward_kernel(
             row_sum = row_sum * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(scores - new_max[:, None]), 1)
             row_max = new_max
 
-        # A query that sees nothing keeps a sum of 0; its probabilities are exp2(-inf) = 0.
+        # A fully masked query keeps a sum of 0; its probabilities are exp2(-inf) = 0.
         lse = row_max + tl.log2(tl.where(row_sum == 0, 1.0, row_sum))
         acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
         for first_key in range(0, end, SPEC.BLOCK_N):
@@ -152,8 +152,9 @@ def backward_kernel(
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     q_len, kv_len, scale, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch). Seven matrix products a tile, of the transposed scores; DK and DV are float32 and begin as
-    zeros. No product takes the transpose of another's result, which Triton 3.6.0 gets wrong on Hopper.
+    """Grid (heads, batch). Seven matrix products per tile, on transposed scores; DK and DV are float32, initially 0.
+
+    No product takes the transpose of another's result as an operand, which Triton 3.6.0 miscompiles on Hopper.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     Q += batch * stride_qb + head * stride_qh
