@@ -1,1 +1,1 @@
-"""The papers' figures and tables as runs: `python -m reproduce` lists them, and reads and writes results/."""
+"""Experiments that reproduce the papers' figures and tables; `python -m reproduce` lists them. Results: results/."""
