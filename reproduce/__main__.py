@@ -191,7 +191,7 @@ def _run_all(arguments: argparse.Namespace) -> int:
     if _device(arguments.device).type == "cpu" and not arguments.tiny:
         chosen = [each for each in chosen if each.needs == "cpu"]
         print(f"without a CUDA device: {', '.join(each.name for each in chosen)}")
-    # First round: each gets its own share of the time. Second: what is left goes to the unfinished, in the same order.
+    # First round: each gets its own share of the time. Second: what is left goes to those unfinished, in this order.
     statuses = {each.name: OUT_OF_TIME for each in chosen}
     for shares in (True, False):
         for each in chosen:
