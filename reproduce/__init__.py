@@ -1,1 +1,1 @@
-"""Experiments that reproduce the papers' figures and tables; `python -m reproduce` lists them. Results: results/."""
+"""Experiments that reproduce the papers' figures and tables, into results/; `python -m reproduce` lists them."""

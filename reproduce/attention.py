@@ -322,7 +322,7 @@ def _digits(samples: list[float]) -> list[float]:
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     settings, device = options.settings, options.device
     dtype = getattr(torch, settings.dtype)
     if device.type == "cpu" and not options.tiny:

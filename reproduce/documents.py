@@ -190,7 +190,7 @@ def _varlen(inputs: Inputs, number: int) -> Tensor:
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     settings = options.settings
     for workload in workloads(settings):
         right = {}

@@ -61,7 +61,7 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     if options.device.type == "cpu":
         _count(options)
     if options.device.type == "cuda" or options.tiny:

@@ -64,7 +64,7 @@ class Nothing(torch.autograd.Function):
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     found: dict[str, Attend] = {NOTHING: Nothing.apply}
     for name in options.settings.backends:
         sample = options.sample(partial(_check, name, options), kind="tier", backend=name)

@@ -5,7 +5,7 @@ if it is installed, liger (Liger-Kernel's function). All run under autocast with
 training; hidden has autocast's dtype, as our blocks produce it. Results are checked against float64, then peak memory
 is measured, then those that passed take turns in one process to be timed. fused and liger compute the gradients in
 their forward, so only the sum of both passes can be compared. On a CPU only --tiny runs: the fused loss holds up to
-512 MiB of logits at a time, and counting bytes would mean something only with many times as many.
+512 MiB of logits at a time, and a count of bytes would be meaningful only with many times as many.
 
 Liger-Kernel does not support a padded vocabulary, so it predicts the padding as well, and is checked against that
 function: passing only the weight's first 50,257 rows would misalign its rows of logits, and a bias of -inf would cost
@@ -112,7 +112,7 @@ def exact(inputs: Inputs, vocab_size: int, chunk: int = 1024) -> tuple[Tensor, .
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     torch.compiler.reset()  # before every shape: else the second would be compiled for a dynamic number of rows
     right = {}
     for name, loss in contenders(options.settings).items():

@@ -59,7 +59,7 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     settings = options.settings
     names = [each for each in backend_names(settings.backends) if each not in settings.compiled]
     for repeat in range(settings.repeats):

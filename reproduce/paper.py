@@ -6,7 +6,7 @@ OS: Online normalizer calculation for softmax, 1805.02867.
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
-# FA1 Tables 9-20: milliseconds on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. None: out of memory.
+# FA1 Tables 9-20: milliseconds on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. Missing lengths: out of memory.
 FA1_MS: dict[tuple[str, str, str], dict[int, float]] = {
     key: dict(zip(LENGTHS, values, strict=False))
     for key, values in {
@@ -37,7 +37,7 @@ FIGURE_2 = {
     "NeurIPS 2022": {"standard_gb": 35.3, "flash_gb": 4.4, "standard_ms": 35.1, "flash_ms": 11.7},
 }
 FIGURE_2_FLOPS_RATIO = 75.2 / 66.6
-# FA1 Figure 2 middle: keys per tile (B_c) -> GB and ms of the forward, same shape as on its left.
+# FA1 Figure 2 middle: keys per tile (B_c) -> GB and ms of the forward, same shape as Figure 2 left.
 FIGURE_2_TILES = {
     64: {"gb": 6.58, "ms": 8.6},
     128: {"gb": 3.36, "ms": 4.7},

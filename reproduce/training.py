@@ -64,7 +64,7 @@ class Settings:
     large: str = "gpt3_1.3b"
     contexts: tuple[int, ...] = (1024, 2048, 4096)
     gpt3_contexts: tuple[int, ...] = (2048, 8192)
-    # Tokens per step on one GPU (512 x 1024 shared by eight), and per forward.
+    # Tokens per step on one GPU (512 x 1024 shared by eight), and per forward except in `whole` and `largest`.
     step_tokens: int = 65536
     micro_tokens: int = 16384
     gpt3_step_tokens: int = 16384
