@@ -58,8 +58,8 @@ def _medians(sample: Sample) -> dict[str, float]:
 
 
 def _formula(sample: Sample) -> int:
-    """Bytes of (3 T_c + 1) N d 16-bit elements: K and V are read once; for each of the T_c tiles of keys, Q is read, O
-    is written and, for all tiles but the first, O is read back."""
+    """Bytes of (3 T_c + 1) N d 16-bit elements: K and V are read once; for each of the T_c tiles of keys, Q is read,
+    O is written and, for all tiles but the first, O is read back."""
     passes = -(-sample["length"] // sample["tile"][1])
     return (3 * passes + 1) * sample["length"] * sample["head_dim"] * 2
 
