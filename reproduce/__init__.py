@@ -1,1 +1,1 @@
-"""The papers' figures and tables as runs: `python -m reproduce` lists them, and reads and writes results/."""
+"""Experiments that reproduce the papers' figures and tables, into results/; `python -m reproduce` lists them."""

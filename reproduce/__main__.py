@@ -30,7 +30,7 @@ from .results import Store, read
 if TYPE_CHECKING:
     import torch
 
-# Subcommands that are no experiments; each module has main(argv).
+# Subcommands that are not experiments; each is a module with main(argv).
 TOOLS = {
     "report": "one page, Markdown and HTML, from results/: the papers' figures beside ours",
     "compare": "RUNS...: training runs side by side, a table and a page with plots",
@@ -38,11 +38,11 @@ TOOLS = {
     "workspace": "ENTITY/PROJECT: the same view as a wandb workspace",
 }
 RESULTS, TINY_RESULTS = "results", "runs/tiny"
-OUT_OF_TIME = 75  # exit status of a run whose budget ended first; sysexits.h calls it a temporary failure
+OUT_OF_TIME = 75  # exit status when the budget ran out first: EX_TEMPFAIL, a temporary failure, in sysexits.h
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if not argv:
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def listing() -> str:
-    """The experiments and the other subcommands."""
+    """The text that lists the experiments and the other subcommands."""
     experiments = EXPERIMENTS.values()
     width = max(len(" ".join(each.claims)) for each in experiments) + 2
     lines = [f"{'experiment':12}{'claims':{width}}{'needs':7}{'takes':>7}  what"]
@@ -85,7 +85,7 @@ def listing() -> str:
 
 
 def _takes(experiment: Experiment) -> str:
-    """Minutes a GPU took by results/ with the settings as they are, or else an estimate."""
+    """How long a GPU took with the default settings, according to results/; otherwise an estimate."""
     estimate = experiment.minutes
     for path in sorted(Path(RESULTS).glob(f"*/{experiment.name}.json")):
         document = None if path.parent.name == "cpu" else read(path)
@@ -94,7 +94,7 @@ def _takes(experiment: Experiment) -> str:
         minutes = document["seconds"] / 60
         if not any("=" in word and word[0] != "-" for word in document["command"]):
             return f"{minutes:.1f}min"
-        estimate = max(estimate, minutes)  # other settings may leave out the most of it
+        estimate = max(estimate, minutes)  # other settings may have skipped most of the work
     return f"~{estimate:.2g}min"
 
 
@@ -175,23 +175,23 @@ def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
 
 
 def _device(name: str) -> torch.device:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr each time it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler logs to stderr whenever it starts
     from training.distributed import resolve_device
 
     return resolve_device(name, "--device ")
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
-    """Each in a process of its own, so that one that breaks the device costs itself only."""
+    """Run each experiment in its own process, so that one that breaks the device does not stop the others."""
     if arguments.overrides:
         raise ReproduceError(f"{arguments.overrides[0]}: settings belong to one experiment; name it")
-    # A sample under way is not cut short: a twentieth of the budget is left to it.
+    # A running sample is never interrupted, so a twentieth of the budget is reserved for one to finish.
     end = time.monotonic() + 0.95 * arguments.budget if arguments.budget else None
     chosen = list(EXPERIMENTS.values())
     if _device(arguments.device).type == "cpu" and not arguments.tiny:
         chosen = [each for each in chosen if each.needs == "cpu"]
         print(f"without a CUDA device: {', '.join(each.name for each in chosen)}")
-    # First each has its own share of time; what is left goes to those that did not finish, in the same order.
+    # First round: each gets its own share of the time. Second: what is left goes to those unfinished, in this order.
     statuses = {each.name: OUT_OF_TIME for each in chosen}
     for shares in (True, False):
         for each in chosen:

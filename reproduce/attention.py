@@ -1,10 +1,10 @@
 """Time and peak memory of attention against length: FlashAttention Figure 3 and Tables 9-21, FlashAttention-2
 Figures 4-7, FlashAttention-3 Figures 5-6, and the shape of GPT-2 small.
 
-Every backend of `kernels.ATTENTION` that can do a workload takes part, with the papers' baseline (`standard.py`).
-In order: the numbers are checked against float64 (all of them at 1024 tokens, rows of out and dq at the full length),
-then the peak memory is read, then those that passed are timed side by side in one process. The forward is that of
-training: it saves what the backward needs.
+Every backend in `kernels.ATTENTION` that supports a workload takes part, and the papers' baseline (`standard.py`).
+First each one's results are checked against float64: out and all gradients at up to 1024 tokens, and rows of out and
+dq at the full length, where its peak memory is measured too. Then those that passed take turns in one process to be
+timed. The forward is the one used in training: it saves what the backward needs.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
 DROPOUT = 0.1
 PADDED, DROPPED = "padding", "padding+dropout"
-HOLD_SCORES = ("sdpa_math", "naive", STANDARD)  # length x length of them, in this order of appetite
+HOLD_SCORES = ("sdpa_math", "naive", STANDARD)  # store the length x length scores; the most memory first
 
 
 @dataclass(frozen=True)
 class Settings:
     dtype: str = "bfloat16"
-    # Names in kernels.ATTENTION and "standard"; none: all of them.
+    # Names in kernels.ATTENTION and "standard"; if empty, all of them.
     backends: tuple[str, ...] = ()
     # fa1: batch 16, 8 heads, d 64 (Tables 9-21). fa2: 16k tokens, hidden 2048. gpt2: 12 heads, 1024, causal.
     figures: tuple[str, ...] = ("fa1", "gpt2", "fa2")
-    # In order of worth.
+    # The most useful first.
     lengths: tuple[int, ...] = (1024, 2048, 4096, 512, 8192, 256, 128, 16384, 32768, 65536)
-    # Compiled anew for every shape, which takes longer than all its competitors: timed at GPT-2's shape only.
+    # Compiled again for every shape, which takes longer than timing all the others: timed only at GPT-2's shapes.
     compiled: tuple[str, ...] = ("flex",)
-    # Of kernels.history: up to 157 times as slow as flash on an H200, chunked 31 s a call at 65536 tokens. So to 4096
-    # tokens at fa1's shape, unless `backends` names them.
+    # Those of kernels.history are up to 157 times as slow as flash on an H200; chunked takes 31 s a call at 65536
+    # tokens. So they are timed only at fa1's shape and up to 4096 tokens, unless `backends` names them.
     old: tuple[str, ...] = history.NAMES
-    # Per backend and workload, after warm-up; 3 rounds at least and 100 at most.
+    # Measuring time per backend and workload, after warm-up; at least 3 rounds and at most 100.
     seconds: float = 0.15
-    # Of the square matrix product that fractions of the matrix rate refer to.
+    # Size of the square matrix product whose rate is the reference for shares of the matrix rate.
     matrix_size: int = 8192
 
 
-# In float16, so that a CPU runs flash too: Triton's interpreter multiplies bfloat16 wrongly.
+# In float16, so that flash runs on a CPU too: Triton's interpreter gets bfloat16 products wrong.
 TINY = Settings(
     dtype="float16",
     backends=(STANDARD, "flash", "sdpa"),
@@ -73,12 +73,12 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """Of q, k, v and the gradient of the output in 16 bits."""
+        """Size of q, k, v and the gradient of the output, in 16 bits."""
         return 4 * 2 * self.batch * self.heads * self.length * self.head_dim
 
     @property
     def features(self) -> dict[str, object]:
-        """What a backend must be able to do, for `resolve_attention`."""
+        """The features that a backend must support, as arguments of `resolve_attention`."""
         features: dict[str, object] = {}
         if self.mask in (PADDED, DROPPED):
             features["kv_lengths"] = torch.ones(self.batch, dtype=torch.int32)
@@ -88,7 +88,7 @@ class Workload:
 
 
 def workloads(settings: Settings, tiny: bool) -> list[Workload]:
-    """What is run, in order of worth."""
+    """The workloads to run, the most useful first."""
     batch, heads, head_dims, tokens, hidden = (16, 8, (64, 128, 256), 16384, 2048)
     gpt2 = [(16, 12, 1024, 64), (64, 12, 1024, 64)]
     if tiny:
@@ -110,7 +110,7 @@ def workloads(settings: Settings, tiny: bool) -> list[Workload]:
 
 
 class Inputs:
-    """Fresh random tensors of a workload."""
+    """New random tensors for a workload, each (batch, heads, length, head_dim)."""
 
     def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device) -> None:
         shape = (workload.batch, workload.heads, workload.length, workload.head_dim)
@@ -118,18 +118,18 @@ class Inputs:
         self.qkv = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
         self.d_out = torch.randn(shape, device=device, dtype=dtype)
         self.kv_lengths = None
-        if workload.mask in (PADDED, DROPPED):  # as in the paper: random, at most 20 missing
-            # The same in every run: what is counted depends on them, by 1 % at 1024 tokens.
+        if workload.mask in (PADDED, DROPPED):  # as in the paper: random, at most 20 tokens shorter
+            # Seeded, to be the same in every run: the counted traffic depends on them, by 1 % at 1024 tokens.
             seeded = torch.Generator().manual_seed(0)
             lengths = torch.randint(
                 workload.length - 20, workload.length + 1, (workload.batch,), generator=seeded
             )
             self.kv_lengths = lengths.to(device, torch.int32)
         self.dropout_p = DROPOUT if workload.mask == DROPPED else 0.0
-        self.hidden: torch.Tensor | None = None  # only the baseline wants its mask as a tensor
+        self.hidden: torch.Tensor | None = None  # only the baseline takes its mask as a tensor
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same values in another type, as new leaves."""
+        """The same values in another dtype, as new autograd leaves."""
         other = Inputs.__new__(Inputs)
         other.__dict__.update(self.__dict__)
         other.qkv = [x.detach().to(dtype).requires_grad_() for x in self.qkv]
@@ -141,7 +141,7 @@ Attend = Callable[[Inputs, int], torch.Tensor]
 
 
 def attend_with(backend: str) -> Attend:
-    """The attention `backend` as a function of inputs and a dropout seed."""
+    """`backend` as a function (inputs, dropout seed) -> out."""
     if backend == STANDARD:
         return _standard
     function = get_attention(backend)
@@ -171,12 +171,12 @@ def gradients(attend: Attend, inputs: Inputs, seed: int = 0) -> list[torch.Tenso
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the reference, in float64; NaN if either has one."""
+    """Norm of the difference over the norm of the reference, in float64; NaN if either contains a NaN."""
     return float(torch.linalg.vector_norm(value.double() - reference) / torch.linalg.vector_norm(reference))
 
 
 def check(backend: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> Sample:
-    """Errors of out, dq, dk, dv against float64 on a small shape, with twice naive's own as the limit."""
+    """Errors of out, dq, dk, dv against float64 on a small shape; the limit is twice naive's error in this dtype."""
     length, heads = (
         (min(workload.length, 1024), 2) if device.type == "cuda" else (min(workload.length, 64), 1)
     )
@@ -204,7 +204,7 @@ def check(backend: str, workload: Workload, dtype: torch.dtype, device: torch.de
 def _dropout_bias(
     attend: Attend, workload: Workload, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float]:
-    """|mean of out - 1| and its limit for equal probabilities and v = 1, where dropout keeps 1 on average."""
+    """|mean of out - 1| and its limit (6 sigma), for equal probabilities and v = 1: dropout must keep the mean 1."""
     inputs = Inputs(workload, dtype, device)
     q, k, v = inputs.qkv
     inputs.qkv = [torch.zeros_like(q), k, torch.ones_like(v)]
@@ -214,7 +214,7 @@ def _dropout_bias(
 
 
 def memory(backend: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> Sample:
-    """Peak bytes of inputs, forward and backward; at this full shape also the errors of rows of out and dq."""
+    """Peak bytes of inputs, forward and backward, and the errors of some rows of out and dq, at the full shape."""
     attend = attend_with(backend)
     kept: list[object] = []
 
@@ -233,9 +233,10 @@ def memory(backend: str, workload: Workload, dtype: torch.dtype, device: torch.d
 
 
 def _row_errors(inputs: Inputs, out: torch.Tensor, dq: torch.Tensor) -> dict[str, float]:
-    """Relative errors of 16 rows of out and dq against float64; none with dropout, whose mask need not be ours.
+    """Relative errors of 16 rows of out and dq against float64; {} with dropout, whose mask may be the backend's own.
 
-    Such a row takes all keys but one query, so that float64 fits at any length; one of dk or dv takes all queries.
+    A row of out or dq needs all keys but only one query, so float64 fits in memory at any length; a row of dk or dv
+    would need all queries.
     """
     workload = inputs.workload
     if inputs.dropout_p:
@@ -257,9 +258,9 @@ def _row_errors(inputs: Inputs, out: torch.Tensor, dq: torch.Tensor) -> dict[str
 
 
 def time_all(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
-    """Milliseconds of forward and backward of every round: {"ms": {backend: {phase: [...]}}}.
+    """`race` of the backends: milliseconds of forward and backward in every round.
 
-    Where memory is too small for all of them in turn, those that hold the scores are left out, one after another.
+    If memory runs out, the backends that store the scores are dropped one after another, in HOLD_SCORES' order.
     """
     competing = list(backends)
     while True:
@@ -282,11 +283,13 @@ def _time(backends: list[str], workload: Workload, options: Options, dtype: torc
 def race(
     attends: Mapping[str, Callable[[Any, int], torch.Tensor]], sets: list[Any], options: Options
 ) -> Sample:
-    """{"ms": {name: {"forward": [...], "backward": [...]}}, "late", "clocks"}: each on one of `sets` after another.
+    """Time attention functions in turns: {"ms": {name: {"forward": [...], "backward": [...]}}, "late", "clocks"}.
 
-    They take turns; "late" is `timing.Timed`'s.
+    "late" is as in `timing.Timed`; "clocks" are nvidia-smi's before and after.
 
-    sets: of inputs as the functions take them, with their leaves in `qkv` and the output's gradient in `d_out`.
+    Args:
+        attends: functions (inputs, number of the turn) -> out.
+        sets: inputs for them, used in rotation; `qkv` holds the autograd leaves, `d_out` the output's gradient.
     """
 
     def call_of(attend: Callable[[Any, int], torch.Tensor]) -> timing.Call:
@@ -319,11 +322,11 @@ def _digits(samples: list[float]) -> list[float]:
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     settings, device = options.settings, options.device
     dtype = getattr(torch, settings.dtype)
     if device.type == "cpu" and not options.tiny:
-        return _count_memory(options, torch.float16)  # as many bytes, and the interpreter's bfloat16 is wrong
+        return _count_memory(options, torch.float16)  # bfloat16's size; the interpreter gets bfloat16 wrong
     size = settings.matrix_size
     options.sample(lambda: {"flops": timing.matrix_rate(dtype, device, size)}, kind="matrix_rate", size=size)
     for workload in workloads(settings, options.tiny):
@@ -337,7 +340,7 @@ def run(options: Options) -> None:
 
 
 def _count_memory(options: Options, dtype: torch.dtype) -> None:
-    """All that a CPU can tell of a GPU: bytes allocated, which are proportional to batch * heads (1 here)."""
+    """What a CPU can measure on a GPU's behalf: bytes allocated, which are proportional to batch * heads (1 here)."""
     for length in (512, 1024, 2048, 4096):
         workload = Workload("fa1", 1, 1, length, 64, False)
         for backend in _names(options.settings, workload):
@@ -346,7 +349,7 @@ def _count_memory(options: Options, dtype: torch.dtype) -> None:
 
 
 def backend_names(chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """The backends of a settings' list, all of them and the papers' baseline if it is empty."""
+    """`chosen` with its names checked; if it is empty, the papers' baseline and all registered backends."""
     known = (STANDARD, *ATTENTION)
     for name in chosen:
         if name not in known:
@@ -364,7 +367,7 @@ def _names(settings: Settings, workload: Workload) -> list[str]:
 
 
 def _ready(backend: str, workload: Workload, options: Options, dtype: torch.dtype) -> bool:
-    """Whether `backend` can do the workload, does it right, and fits: what is not so is not timed."""
+    """Whether to time `backend`: it supports the workload, its results are right, and it fits in memory."""
     device = options.device
 
     def checked() -> Sample:

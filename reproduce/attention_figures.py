@@ -11,12 +11,12 @@ from . import paper, plots
 from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
 
 OURS, BASELINE = "flash", "standard"
-PORTABLE = "flash, portable"  # in Triton on a Hopper GPU too
+PORTABLE = "flash, portable"  # the Triton kernels, also on a Hopper GPU
 MASK_NAMES = {"plain": "plain", "padding": "key padding", "padding+dropout": "key padding and dropout"}
 
 
 def milliseconds(sample: Sample, backend: str, phase: str) -> float | None:
-    """The median over rounds of "forward", "backward" or "both"; None if the backend was not timed there."""
+    """The median over rounds of phase "forward", "backward" or "both"; None if the sample has no such backend."""
     phases = sample["ms"].get(backend)
     if phases is None:
         return None
@@ -25,7 +25,7 @@ def milliseconds(sample: Sample, backend: str, phase: str) -> float | None:
 
 
 def flops(sample: Sample, phase: str) -> float:
-    """4 * batch * heads * length^2 * head_dim forward, half if causal; backward 2.5 times that (FA2, section 4.1)."""
+    """Forward 4 * batch * heads * length^2 * head_dim, half if causal; backward 2.5 times that (FA2, section 4.1)."""
     forward = 4 * sample["batch"] * sample["heads"] * sample["length"] ** 2 * sample["head_dim"]
     forward /= 2 if sample["causal"] else 1
     return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[phase]
@@ -55,7 +55,7 @@ def _backends(results: Results, kind: str) -> list[str]:
 
 
 def table(results: Results) -> str:
-    """Forward+backward ms of every workload and backend, ours in TFLOP/s and as a share of the matrix rate."""
+    """Forward+backward ms of every workload and backend; flash also in TFLOP/s and as a share of the matrix rate."""
     backends = _backends(results, "time")
     rate = next((sample["flops"] for sample in pick(results, kind="matrix_rate")), None)
     rows = []
@@ -89,7 +89,7 @@ def table(results: Results) -> str:
 
 
 def _peaks(results: Results) -> dict[tuple[str, int], float]:
-    """(backend, length) -> peak bytes on the plain workload of Table 21."""
+    """(backend, length) -> peak bytes on Table 21's workload, without masks."""
     samples = pick(results, kind="memory", figure="fa1", mask="plain")
     return {(s["backend"], s["length"]): s["peak_bytes"] for s in samples}
 
@@ -105,7 +105,7 @@ def _memory_table(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Time of the three masks, peak memory, and TFLOP/s on the FA2 workload; what was not measured has no panel."""
+    """Time with each of the three masks, peak memory, TFLOP/s on FA2's workload; a panel for each one measured."""
     names = _backends(results, "time")
     shapes = sorted({(s["head_dim"], s["causal"]) for s in _timed(results, figure="fa2")})
     masks = [mask for mask in MASK_NAMES if _timed(results, figure="fa1", mask=mask)]
@@ -149,7 +149,7 @@ def _draw_times(axis: plots.Axes, samples: list[Sample], names: list[str]) -> No
 def _draw_memory(axis: plots.Axes, results: Results) -> None:
     peaks, names = _peaks(results), _backends(results, "memory")
     lengths = sorted({n for _, n in peaks})
-    # A CPU counts one head of one sequence; the paper's 128 heads are drawn divided by as many.
+    # A CPU counts one head of one sequence, so the paper's memory, of 128 heads, is drawn divided by 128.
     heads = 1 if _on_cpu(results) else 128
     explained = _backends(results, "time")
     for name in names:
@@ -280,12 +280,12 @@ def _judge_memory(results: Results) -> list[Verdict]:
 
 
 def _memory_basis(results: Results) -> str:
-    """Of one head, whose ratios and slopes are those of any batch and heads, where a CPU counted."""
+    """Where the memory figures come from. A CPU counts one head; ratios and slopes hold for any batch and heads."""
     return "allocations counted on a CPU, one head" if _on_cpu(results) else results["device"]
 
 
 def log_slope(values: dict[int, float]) -> float | None:
-    """The exponent of a power law through `values`, least squares on logarithms; None below three points."""
+    """The exponent of a power law fitted to `values` by least squares on logarithms; None below three points."""
     if len(values) < 3:
         return None
     x, y = [math.log(n) for n in values], [math.log(v) for v in values.values()]
@@ -328,7 +328,7 @@ def _judge_causal(results: Results) -> list[Verdict]:
 
 
 def _judge_rates(results: Results) -> list[Verdict]:
-    """Absolute TFLOP/s: an H200 computes as an H100 does, no other device is compared."""
+    """C24: absolute TFLOP/s, compared on an H100 or H200 only; the two have the same compute."""
     same_chip = any(name in results["device"] for name in ("H100", "H200"))
     verdicts = []
     for phase, figure in (("forward", paper.FA3_FORWARD), ("backward", paper.FA3_BACKWARD)):

@@ -1,4 +1,4 @@
-"""The papers' claims, C1 to C33: what is said, where, the figure, and what stands in the way of measuring it here.
+"""The papers' claims, C1 to C33: statement, source, the paper's figure, and the experiment here that measures it.
 
 FA1: FlashAttention (arXiv 2205.14135), FA2: FlashAttention-2 (2307.08691), FA3: FlashAttention-3 (2407.08608),
 OS: Online normalizer calculation for softmax (1805.02867).
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and how it is held to.
+    """A claim, and how it is tested.
 
     Attributes:
         name: "C1" to "C33".
-        source: paper, and its figure, table or section.
-        statement: what it says, in a sentence.
-        paper: its figure, for the row of what is not measured.
-        experiment: which measures it; none: `missing` says why there is none.
-        on_gpu: what of it only a GPU can tell; empty if a CPU's figures are as good.
+        source: the paper, and its figure, table or section.
+        statement: the claim, in a sentence.
+        paper: the paper's figure, shown when ours is not measured.
+        experiment: the experiment that measures it; if empty, `missing` says why there is none.
+        on_gpu: the part of it that only a GPU can measure; empty if a CPU's figures are as good.
         missing: why it cannot be measured here.
-        estimate: a formula or an extrapolation, said to be one.
+        estimate: a formula or an extrapolation, labelled as an estimate in the report.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """`python -m reproduce compare RUNS...`: training runs side by side, as a table and as one HTML page with plots.
 
-The first run is what the others are held against. Whatever sets two runs apart beside their attention is said.
+The first run is the baseline for the others. Any difference between runs other than their attention is reported.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if not can_draw():
         print("no page: matplotlib is not installed")
         return 0
-    from .compare_page import page  # which needs matplotlib
+    from .compare_page import page  # imported here because it needs matplotlib
 
     page_path = arguments.html or _common_folder(runs) / "compare.html"
     with writing(page_path, "--html FILE"):
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def _common_folder(runs: list[Run]) -> Path:
-    """The run's own if it is one, else the nearest that holds them all, but never the current one or one above it."""
+    """The nearest folder that holds all runs; the first run's own if it is alone, or if that folder holds the cwd."""
     folder = Path(os.path.commonpath([run.path.parent for run in runs]))
     if len(runs) == 1 or Path.cwd().is_relative_to(folder):
         folder = runs[0].path
@@ -71,7 +71,7 @@ def _common_folder(runs: list[Run]) -> Path:
 
 
 def table(runs: list[Run]) -> list[list[str]]:
-    """A row of cells a run, as HEADER names them; ratios and differences are to the first run."""
+    """A row of cells for each run, in HEADER's columns; ratios and differences are relative to the first run."""
     return [_row(runs[0], run) for run in runs]
 
 
@@ -116,7 +116,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def _loss_difference(first: Run, run: Run) -> str:
-    """Validation loss against the first run's at the last step where both were evaluated."""
+    """Validation loss minus the first run's: at the end if both have as many steps, else at the last common step."""
     if run is first or not same_tokens(first, run):
         return ""
     ends = [each.summary.get("val/loss") for each in (first, run)]
@@ -155,7 +155,7 @@ def _memory_ratio(first: Run, run: Run) -> str:
 
 
 def warnings(runs: list[Run]) -> list[str]:
-    """What a reader must know before believing the table, a sentence each."""
+    """What a reader must know before believing the table, one sentence each."""
     said = []
     if settings := differing_settings(runs):
         said.append(
@@ -194,7 +194,7 @@ def warnings(runs: list[Run]) -> list[str]:
 
 
 def _noise(runs: list[Run]) -> list[str]:
-    """Where the machine's other work shows in the speeds."""
+    """Warnings about speeds that other work on the machine seems to have disturbed."""
     said = []
     ranges = {run.label: run.speed_range for run in runs if run.speed_range}
     if varied := [
@@ -217,7 +217,7 @@ def _noise(runs: list[Run]) -> list[str]:
 
 
 def notes(runs: list[Run]) -> list[str]:
-    """How the figures are to be read, a sentence each."""
+    """How to read the figures, one sentence each."""
     said = [f"ratios and differences are to {runs[0].label}."] if len(runs) > 1 else []
     said += [
         f"speed and memory of {run.label} are of its part after step {run.began:,}."
@@ -261,7 +261,7 @@ def _aligned(runs: list[Run], differing: dict[str, list]) -> list[str]:
 
 
 def _shares(runs: list[Run], values: list) -> str:
-    """Which run has which value; what more than two share is said last, as that of all others."""
+    """Which run has which value; a value that more than two runs share comes last, as that of "all others"."""
     having: dict[str, list[str]] = {}
     for run, value in zip(runs, values, strict=True):
         having.setdefault(value_text(value), []).append(run.label)

@@ -1,4 +1,4 @@
-"""The comparison of runs as one HTML page that needs no other file: the table, its warnings, plots, what differs."""
+"""The comparison of runs as one self-contained HTML page: the table, its warnings, plots, and what differs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ul.warn { background: #fff4f2; border: 1px solid #f3b8ae; border-left: 5px solid
 .split tr:last-child i:not(:first-child) { margin-left: 14px; }
 .bar { display: flex; height: 18px; } .bar b { display: block; }
 """
-# In the colours of the plots' own split of a run's time.
+# The colours that `compare_plots` uses for the split of a run's time.
 _SPLIT_COLOURS = {
     "data": "#d9b45b",
     "forward+backward": "#5b7c99",
@@ -75,7 +75,7 @@ def page(runs: list[Run]) -> str:
 
 
 def _split_bars(runs: list[Run], shades: list[str]) -> str:
-    """A stacked bar a run: where a step's time goes."""
+    """A stacked bar for each run that shows where a step's time goes."""
     splits = {run.label: split for run in runs if (split := run.step_split())}
     if not splits:
         return ""
@@ -106,7 +106,7 @@ _SHARED = (
 
 
 def _shared(runs: list[Run]) -> str:
-    """What the first run trained, in a line; a table below says where others depart from it."""
+    """What the first run trained, in one line; a table below it shows where other runs differ."""
     config = runs[0].config
     if not all(name in config for name in _SHARED):
         return ""
@@ -128,7 +128,7 @@ def _environment(runs: list[Run]) -> dict[str, list]:
 def _facts_table(
     title: str, runs: list[Run], facts: dict[str, list], shades: list[str], differing: dict | None = None
 ) -> str:
-    """Facts as rows, runs as columns; rows of `differing` (by default all) in red."""
+    """A table with facts as rows and runs as columns; the rows in `differing` (by default all) are red."""
     if not facts:
         return ""
     head = "".join(_named(run, shade, "th") for run, shade in zip(runs, shades, strict=True))
@@ -153,7 +153,7 @@ def _named(run: Run, shade: str, tag: str = "td") -> str:
 
 
 def _cell(content: str) -> str:
-    """A cell; what stands in brackets is secondary."""
+    """A table cell; text in brackets is set smaller."""
     value, bracket, rest = content.partition(" (")
     if not bracket or not rest.endswith(")"):
         return f"<td>{_escape(content)}</td>"

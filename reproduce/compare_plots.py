@@ -1,4 +1,4 @@
-"""The plots of a comparison, each an inline SVG that keeps its text as text."""
+"""The plots of a comparison of runs, each an inline SVG whose text stays text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .runs import Run, same_tokens
 
 
 def colours(runs: list[Run]) -> list[str]:
-    """A colour a run: its attention's where that tells the runs apart."""
+    """A colour for each run: that of its attention, if all runs differ in it."""
     attentions = tuple(run.attention for run in runs)
     if len(set(attentions)) == len(runs):
         return [colour(attention, attentions) for attention in attentions]
@@ -26,7 +26,7 @@ def colours(runs: list[Run]) -> list[str]:
 
 
 def plots(runs: list[Run]) -> list[str]:
-    """SVG elements: loss against tokens and time, its difference to the first run, speed, memory, time spent.
+    """SVG elements: loss against tokens and time, its difference from the first run's, speed, memory, time spent.
 
     A plot for which no run has figures is left out.
     """
@@ -57,7 +57,7 @@ def _svg(draw: Callable[[Axes, list[Run]], bool], runs: list[Run]) -> str | None
 
 
 def _legend(axes: Axes) -> None:
-    """What the axes have labels of, below them: in as many columns as fit, and with as much more height."""
+    """A legend below the axes, in as many columns as fit; the figure grows by its height."""
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
         return
@@ -73,7 +73,7 @@ def _heighten(axes: Axes, inches: float) -> None:
 
 
 def _name_bars(axes: Axes, names: list[str]) -> None:
-    """Write the names of horizontal bars 0, 1, ... beside them, the first on top, long ones in several lines."""
+    """Label horizontal bars 0, 1, ... with their names, the first on top; long names are wrapped."""
     names = [textwrap.fill(name, 26, break_on_hyphens=False) for name in names]
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
@@ -87,7 +87,7 @@ def _coloured(runs: list[Run]) -> list[tuple[Run, str]]:
 
 
 def _width(run: Run, runs: list[Run]) -> float:
-    """The first run's line is wide, so that it shows below one that coincides with it."""
+    """The first run's line is wider, so that it stays visible under a line that coincides with it."""
     return 3.0 if run is runs[0] and len(runs) > 1 else 1.3
 
 
@@ -129,7 +129,7 @@ def _loss_difference(axes: Axes, runs: list[Run]) -> bool:
     axes.axhline(0, color=colours(runs)[0], linewidth=1)
     low, high = axes.dataLim.intervaly
     if low == high:
-        axes.set_ylim(-1e-6, 1e-6)  # all equal, to the digits of metrics.csv
+        axes.set_ylim(-1e-6, 1e-6)  # all equal, to the precision of metrics.csv
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
     title = textwrap.fill(f"Loss minus that of {first.label}, at equal tokens", 52)
@@ -169,7 +169,7 @@ def _memory(axes: Axes, runs: list[Run]) -> bool:
 
 
 def _time_split(axes: Axes, runs: list[Run]) -> bool:
-    """Where each run's time went; a run whose rows do not tell has no bar."""
+    """Where each run's time went; no bar for a run whose rows do not allow it to be computed."""
     splits = [(run.label, split) for run in runs if (split := run.time_split())]
     if not splits:
         return False

@@ -1,7 +1,7 @@
-"""Who takes part in the training experiment: our model with each attention, and other people's GPT-2.
+"""The contenders of the training experiment: our model with each attention, and other implementations of GPT-2.
 
-All take the same step: autocast, gradients accumulated over equal micro-batches, clipped at 1.0, torch's fused AdamW,
-a gradient scaler with float16. They differ in the model and its loss alone.
+All take the same training step: autocast, gradients accumulated over equal micro-batches and clipped at 1.0, torch's
+fused AdamW, and a gradient scaler for float16. They differ only in the model and its loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Compile = Callable[[nn.Module], Callable[..., Any]]
 
 
 def backends() -> list[str]:
-    """Every registered attention that one would train with, ours and the baseline first."""
+    """Every registered attention but the historical ones, with naive, sdpa and flash first."""
     first = [name for name in ("naive", "sdpa", "flash") if name in ATTENTION]
     return first + sorted(set(ATTENTION) - {*first, *history.NAMES})
 
@@ -42,16 +42,16 @@ class Contender:
     """A model with its optimizer and data, ready to take steps on random tokens.
 
     Args:
-        name: a backend of `kernels.ATTENTION` (with "+fused": and our kernels for the other layers and the loss),
-            hf_eager or hf_sdpa (transformers' GPT2LMHeadModel), nanogpt (as its train.py makes one, without
-            biases) or nanogpt_biases (as GPT-2 and ours are).
+        name: a backend in `kernels.ATTENTION` (plus "+fused": our kernels for the other layers and the loss as
+            well), hf_eager or hf_sdpa (transformers' GPT2LMHeadModel), nanogpt (without biases, as its train.py
+            builds it) or nanogpt_biases (with biases, as in GPT-2 and our model).
         config: shape, context and dropout.
-        micro_batch, accumulation: sequences a forward takes, and forwards a step.
-        compiler: torch.compile's backend, for the model as a whole; None: eager.
-        graphs: replay what is compiled as CUDA graphs, as train.py does; of torch's inductor on a GPU.
+        micro_batch, accumulation: sequences per forward, and forwards per step.
+        compiler: torch.compile's backend for the whole model; None: eager.
+        graphs: replay the compiled model as CUDA graphs, as train.py does; for torch's inductor on a GPU only.
         nanogpt_path: model.py of a nanoGPT checkout.
 
-    Raises AttentionError when the backend cannot do what the step needs.
+    Raises AttentionError if the backend does not support what the step needs.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Contender:
             if self.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with self._autocast():
-                # Filled on the device: torch.tensor would copy, and wait for all that is queued.
+                # torch.full fills on the device; torch.tensor would copy from the host and wait for queued work.
                 seed = torch.full((), number * self.accumulation + micro, device=self.device)
                 loss = self._loss(tokens, targets, seed)
             yield
@@ -95,7 +95,7 @@ class Contender:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Of tokens (B, T), without dropout and uncompiled; float32 (B, T, vocab_size). Not for nanoGPT."""
+        """float32 (B, T, vocab_size) for tokens (B, T), uncompiled and without dropout. Not for nanoGPT."""
         self.model.eval()
         with self._autocast():
             out = self.model(tokens)
@@ -107,7 +107,7 @@ class Contender:
 
 
 def split_phases(phases: list[list[float]]) -> dict[str, list[float]]:
-    """Milliseconds of each step by part, from those of every phase of `Contender.step`."""
+    """Milliseconds of each step's forward, backward and optimizer, summed over the phases of `Contender.step`."""
     *micro, optimizer = phases
     return {
         "forward": [math.fsum(each) for each in zip(*micro[0::2], strict=True)],
@@ -151,7 +151,7 @@ def _compiler(dtype: torch.dtype, compiler: str | None, graphs: bool) -> Compile
 def initial_model(
     config: GPTConfig, attention: AttentionFn, device: torch.device, layers: Layers = Layers.torch
 ) -> GPT:
-    """Our model with the weights that every contender but nanoGPT begins with, drawn on the device."""
+    """Our model, on the device, with the initial weights that every contender but nanoGPT starts from."""
     with device:
         generator = torch.Generator(device).manual_seed(0)
         return GPT(config, attention, loss=LOSSES[layers], fused=BLOCKS[layers], generator=generator)
@@ -160,7 +160,7 @@ def initial_model(
 def _huggingface(
     name: str, config: GPTConfig, device: torch.device, compile_model: Compile
 ) -> tuple[nn.Module, Loss]:
-    """transformers' GPT-2 with our initial weights, and the loss it computes, on the same targets as ours."""
+    """transformers' GPT-2 with our initial weights, and its loss, on the same targets as ours."""
     from model.huggingface import to_huggingface
 
     theirs = to_huggingface(initial_model(config, get_attention("naive"), device))

@@ -1,7 +1,8 @@
-"""Bytes and FLOPs counted without a GPU: what Triton kernels load and store, what torch operators read and write.
+"""Count bytes and FLOPs without a GPU: what Triton kernels load and store, and what torch operators read and write.
 
-Both are what the program asks of memory. A cache can serve part of it: what DRAM moves lies between this count and
-the compulsory traffic (each input read once, each output written once), and only hardware counters can tell where.
+The counts are the memory accesses that the program requests. Caches may serve some of them, so the DRAM traffic lies
+between this count and the compulsory traffic (each input read once, each output written once); only hardware
+counters can tell where.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kernels import AttentionError
 
 @dataclass
 class Traffic:
-    """Counted so far: bytes read and written, and FLOPs of matrix products (2 a multiply-add)."""
+    """Counts so far: bytes read and written, and FLOPs of matrix products (2 per multiply-add)."""
 
     read: int = 0
     written: int = 0
@@ -37,7 +38,7 @@ class Traffic:
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Count everything run inside, be it torch operators or Triton kernels in the interpreter."""
+    """Count everything run inside: torch operators, and Triton kernels in the interpreter."""
     traffic = Traffic()
     with _interpreter_counted(traffic), _OperatorCounter(traffic):
         yield traffic
@@ -45,10 +46,10 @@ def counting() -> Iterator[Traffic]:
 
 @contextmanager
 def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
-    """Wrap the builder's `create_` methods, which every load, store and dot of an interpreted kernel goes through.
+    """Wrap the builder's `create_` methods, through which every load, store and dot of an interpreted kernel goes.
 
-    Lanes that are masked off move nothing. Descriptor loads and stores become masked ones. What the interpreter does
-    itself with tensors, to fetch and return a kernel's arguments, is not counted.
+    Lanes that are masked off count nothing. Descriptor loads and stores are counted too: the interpreter turns them
+    into masked ones. Its own tensor operations, to fetch and return a kernel's arguments, are not counted.
     """
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import InterpreterBuilder as Builder
@@ -96,7 +97,7 @@ def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
 
 
 class _OperatorCounter(TorchDispatchMode):
-    """Each torch operator reads its tensors and writes its results once; views move nothing."""
+    """Count each torch operator as reading its arguments once and writing its results once; views move nothing."""
 
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()
@@ -131,25 +132,25 @@ _WRITES_ONLY = {torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.norma
 
 
 def _moves_nothing(operator: Any) -> bool:
-    """Allocations, and views: an operator that returns an alias of an argument it does not write."""
+    """Whether it is an allocation or a view: an operator that returns an alias of an argument it does not write."""
     if operator.overloadpacket in _ALLOCATIONS or operator.is_view:
         return True
-    # reshape's _unsafe_view and detach say in their schema what they alias, or not; they move nothing either
+    # these move nothing either, whether or not their schema declares the alias (reshape's _unsafe_view does not)
     return operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
 
 
 def _bytes(x: torch.Tensor) -> int:
-    """Distinct bytes: an expanded dimension is read once."""
+    """Distinct bytes of a tensor: an expanded dimension (stride 0) counts once."""
     distinct = math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
     return distinct * x.element_size()
 
 
 def flash_bytes(length: int, head_dim: int, tiles: dict[str, tuple[int, int]]) -> dict[str, int]:
-    """The closed formula of one head's traffic, forward and backward, plain; `tiles`: kernel -> (BLOCK_M, BLOCK_N).
+    """One head's traffic in closed form, forward and backward, without masks; tiles: kernel -> (BLOCK_M, BLOCK_N).
 
     FlashAttention-2's order reads K and V once for every tile of queries: (2 T_r + 2) N d elements and 4 N bytes of
-    log-sum-exp. The dq kernel does the same with out and d_out besides; the dk, dv kernel reads Q and d_out, and two
-    floats a row, once for every tile of keys.
+    log-sum-exp. The dq kernel does the same and also reads out and d_out; the dk, dv kernel reads Q, d_out and two
+    floats per row once for every tile of keys.
     """
     rows, floats = 2 * length * head_dim, 4 * length
     row_tiles = {kernel: -(-length // block_m) for kernel, (block_m, _) in tiles.items()}
@@ -160,6 +161,6 @@ def flash_bytes(length: int, head_dim: int, tiles: dict[str, tuple[int, int]]) -
 
 
 def compulsory_bytes(length: int, head_dim: int) -> dict[str, int]:
-    """One head: q, k, v, out; backward those four and d_out in, three gradients out; the log-sum-exp each way."""
+    """One head, in 16 bits. Forward: q, k, v and out; backward: these and d_out, and three gradients; both: lse."""
     rows, floats = 2 * length * head_dim, 4 * length
     return {"forward": 4 * rows + floats, "backward": 8 * rows + floats}

@@ -1,11 +1,11 @@
-"""Packed documents and sliding windows: what a query does not see should cost nothing.
+"""Packed documents and sliding windows: (query, key) pairs that are masked out should cost nothing.
 
-Under the causal mask, forward and backward, at 16k tokens and a hidden width of 2048 (FlashAttention-2's
-Figures 4-7): flash with its fastest kernels and with the portable ones, every other backend that has the feature and
-does not hold the scores, and two that PyTorch has outside of the house's signature: FlexAttention with a block mask
-of the documents, made beforehand, and `torch.nn.attention.varlen`. All read the same packed tensors (batch, length,
-heads, head_dim). Beside them flash without the bound, so that time can be held against the share of pairs that are
-seen. The numbers are checked against float64 first, each bound at its size.
+Forward and backward, causal, at 16k tokens and a hidden width of 2048 (FlashAttention-2's Figures 4-7). Contenders:
+flash with its fastest kernels and with the portable ones; every other registered backend that supports the feature,
+except naive, which stores the scores; and, outside our attention signature, PyTorch's FlexAttention with a document
+block mask built beforehand, and `torch.nn.attention.varlen`. All read the same packed tensors (batch, length, heads,
+head_dim). Flash with the causal mask alone is timed too, to compare the time with the share of pairs that remain
+visible. Results are checked against float64 first, for each document size and window size.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Settings:
     hidden: int = 2048
     lengths: tuple[int, ...] = (1024, 4096, 16384)
     head_dims: tuple[int, ...] = (64, 128)
-    # Of documents the mean length (OpenWebText's is 1,128 of GPT-2's tokens), of windows the keys before a query.
+    # Mean length of a document (OpenWebText's is 1,128 GPT-2 tokens); keys before a query that its window includes.
     documents: tuple[int, ...] = (256, 1024)
     windows: tuple[int, ...] = (256, 1024)
-    # FlexAttention is compiled anew for every workload, which takes longer than all its competitors.
+    # FlexAttention is compiled again for every workload, which takes longer than timing all the others.
     flex_lengths: tuple[int, ...] = (4096,)
-    # Of the check against float64, where no document or window asks for more.
+    # Minimum length of the check against float64; large documents and windows need more.
     check_length: int = 1024
-    # Per contender and workload, after warm-up.
+    # Measuring time per contender and workload, after warm-up.
     seconds: float = 0.15
 
 
@@ -59,7 +59,7 @@ TINY = Settings(
 @dataclass(frozen=True)
 class Workload:
     bound: str
-    size: int  # of a document on average, of the window
+    size: int  # mean length of a document, or the window's
     batch: int
     heads: int
     length: int
@@ -67,12 +67,12 @@ class Workload:
 
     @property
     def features(self) -> dict[str, object]:
-        """What a backend must be able to do, for `resolve_attention`."""
+        """The feature that a backend must support, as an argument of `resolve_attention`."""
         return {"cu_seqlens": True} if self.bound == DOCUMENTS else {"window": (self.size, 0)}
 
 
 def workloads(settings: Settings) -> list[Workload]:
-    """What is run."""
+    """The workloads to run."""
     bounds = [(DOCUMENTS, size) for size in settings.documents] + [
         (WINDOW, size) for size in settings.windows
     ]
@@ -86,7 +86,7 @@ def workloads(settings: Settings) -> list[Workload]:
 
 
 def document_offsets(batch: int, length: int, mean: int) -> Tensor:
-    """int32 (documents + 1,): exponential lengths of that mean, from one seed; the end of a row ends a document."""
+    """int32 (documents + 1,): seeded, exponentially distributed lengths of that mean; a row's end ends a document."""
     tokens = batch * length
     generator = torch.Generator().manual_seed(0)
     lengths = -mean * torch.rand(4 * tokens // mean + 64, generator=generator).log()
@@ -96,7 +96,7 @@ def document_offsets(batch: int, length: int, mean: int) -> Tensor:
 
 
 class Inputs:
-    """Fresh random tensors of a workload, each (batch, length, heads, head_dim), and its bound."""
+    """New random tensors for a workload, each (batch, length, heads, head_dim), and its document offsets."""
 
     def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device) -> None:
         self.workload = workload
@@ -111,7 +111,7 @@ class Inputs:
         self.block_mask: object = None  # FlexAttention's
 
     def share(self) -> float:
-        """Of the pairs that the causal mask leaves, those that are seen."""
+        """The share of the pairs under the causal mask that the documents or the window leave visible."""
         workload = self.workload
         widths = self.offsets.diff().double()
         seen = (widths * (widths + 1) / 2).sum().item()
@@ -121,13 +121,13 @@ class Inputs:
         return seen / (workload.batch * workload.length * (workload.length + 1) / 2)
 
 
-# (inputs, number of the turn, which none of them needs) -> out, like q
+# (inputs, number of the turn, which is not used) -> out, like q
 Attend = Callable[[Inputs, int], Tensor]
 
 
 def contenders() -> dict[str, Attend]:
-    """Who is asked, ours first."""
-    others = [name for name in ATTENTION if name not in (OURS, FLEX, "naive")]  # naive holds the scores
+    """Every contender that may take part, ours first; `check` rejects those without the feature."""
+    others = [name for name in ATTENTION if name not in (OURS, FLEX, "naive")]  # naive stores the scores
     return {
         OURS: _registered(OURS),
         PORTABLE: _registered(OURS, tier="triton"),
@@ -143,7 +143,7 @@ def _by_head(inputs: Inputs) -> list[Tensor]:
 
 
 def _registered(backend: str, **options: object) -> Attend:
-    """A backend of the registry, with the workload's bound."""
+    """A registered backend, restricted to the workload's documents or window."""
 
     def attend(inputs: Inputs, number: int) -> Tensor:
         features = inputs.workload.features
@@ -159,7 +159,7 @@ def _unbounded(backend: str) -> Attend:
 
 
 def _flex(inputs: Inputs, number: int) -> Tensor:
-    """The registry's for a window, which keeps its mask; of documents it has none."""
+    """FlexAttention: for a window the registered backend, which caches its mask; for documents a mask made here."""
     if inputs.workload.bound == WINDOW:
         return _registered(FLEX)(inputs, number)
     from torch.nn.attention.flex_attention import create_block_mask
@@ -190,7 +190,7 @@ def _varlen(inputs: Inputs, number: int) -> Tensor:
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     settings = options.settings
     for workload in workloads(settings):
         right = {}
@@ -208,7 +208,7 @@ def run(options: Options) -> None:
 
 
 def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sample:
-    """Errors of out and the gradients against float64, with twice those of naive attention as the limit."""
+    """Errors of out and the gradients against float64; the limit is twice naive attention's errors in this dtype."""
     device, dtype = options.device, getattr(torch, options.settings.dtype)
     if name in (FLEX, VARLEN) and device.type != "cuda":
         raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
@@ -216,7 +216,7 @@ def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sa
         resolve_attention(name, device=device, dtype=dtype, head_dim=workload.head_dim, **workload.features)
     length = max(
         options.settings.check_length, 3 * workload.size
-    )  # long enough for the bound to hide something
+    )  # long enough for the documents or the window to mask something
     small = replace(workload, batch=2, heads=2, length=length)
     inputs = Inputs(small, dtype, device)
     naive = _unbounded("naive") if name == WHOLE else _registered("naive")
@@ -232,20 +232,20 @@ def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sa
 
 
 def time_all(attends: dict[str, Attend], workload: Workload, options: Options) -> Sample:
-    """As `attention.race`, and "share": of the causal pairs those that are seen."""
+    """The result of `attention.race`, and "share": the share of the causal pairs that are visible."""
     device, dtype = options.device, getattr(torch, options.settings.dtype)
     if FLEX in attends:
-        torch.compiler.reset()  # or it would be compiled for any shape, at the second one
+        torch.compiler.reset()  # else the second shape would be compiled for dynamic shapes
     bytes_per_set = 8 * workload.batch * workload.heads * workload.length * workload.head_dim
     sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(bytes_per_set, device))]
     return {**race(attends, sets, options), "share": sets[0].share()}
 
 
 def waited(sample: Sample, name: str) -> bool:
-    """Whether its times are the host's: in more than a quarter of the rounds the device waited for it.
+    """Whether the device waited for the host in more than a quarter of the contender's rounds.
 
-    In files from before late rounds were counted, by the upper quartile of the rounds: on an H200 FlexAttention's was
-    1.11 to 2.63 times its fastest round, that of all others 1.02 at most.
+    Files from before late rounds were counted are judged by the rounds' upper quartile instead. On an H200
+    FlexAttention's was 1.11 to 2.63 times its fastest round, that of all others at most 1.02 times.
     """
     rounds = [math.fsum(phases) for phases in zip(*sample["ms"][name].values(), strict=True)]
     if "late" in sample:
@@ -259,7 +259,7 @@ def _name(sample: Sample) -> str:
 
 
 def table(results: Results) -> str:
-    """Forward / backward ms of every contender, the share of pairs seen, and who was left out and why."""
+    """Forward / backward ms of every contender, the share of visible pairs, and which were left out and why."""
     timed = pick(results, kind="time")
     names = list(dict.fromkeys(name for sample in timed for name in sample["ms"]))
     rows = []
@@ -290,9 +290,9 @@ def table(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Forward and backward over the time of flash unbounded, a panel for each length and head_dim.
+    """Time of forward and backward over that of causal flash alone, a panel for each length and head_dim.
 
-    Without those whose times are the host's.
+    Contenders for which the device waited are not drawn.
     """
     timed = [sample for sample in pick(results, kind="time") if WHOLE in sample["ms"]]
     shapes = list(dict.fromkeys((sample["length"], sample["head_dim"]) for sample in timed))
@@ -322,14 +322,14 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _over_whole(sample: Sample, name: str) -> float:
-    """Forward and backward over those of flash unbounded; NaN where it was not timed or waited for the host."""
+    """Time of forward and backward over that of causal flash alone; NaN if not timed or if it waited for the host."""
     if name not in sample["ms"] or waited(sample, name):
         return math.nan
     return milliseconds(sample, name, "both") / milliseconds(sample, WHOLE, "both")
 
 
 def judge(results: Results) -> list[Verdict]:
-    """C20 is of the blocks above the diagonal; these are this project's own aims for what else is not seen."""
+    """C20 is about skipping blocks above the diagonal; these are our own aims for the other pairs masked out."""
     device, timed = results["device"], pick(results, kind="time")
     verdicts = []
     if device.startswith("CPU"):

@@ -1,16 +1,16 @@
-"""What an experiment is, which there are, and how one is run so that a killed run goes on where it stopped.
+"""The list of experiments, the interface each one implements, and the helpers they share.
 
-An experiment is an entry of `EXPERIMENTS` and the module `reproduce/<name>.py`, which has
+An experiment is an entry in `EXPERIMENTS` and a module `reproduce/<name>.py` that defines
 
     Settings    a frozen dataclass: what `key=value` on the command line may change, with the defaults
-    TINY        the Settings of `--tiny`: seconds on a CPU, every line of the experiment executed
-    run(options)                 measures: every figure goes through `options.sample`
-    table(results) -> str        what is printed when it is done
+    TINY        the Settings for `--tiny`: takes seconds on a CPU and executes every line of the experiment
+    run(options)                 measures; every figure goes through `options.sample`, so a killed run can resume
+    table(results) -> str        what is printed at the end
     draw(results, path)          one picture of the results; path ends in .svg or .png
     judge(results) -> list[Verdict]
 
-`results` is the document in results/<device>/<name>.json (see `results.py`). This module imports no torch: the
-list answers at once.
+`results` is the document in results/<device>/<name>.json (see `results.py`). This module does not import torch, so
+that `python -m reproduce` lists the experiments at once.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Sample = dict[str, Any]
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
-# Of what no paper has a figure for: held to what this project set itself.
+# For figures that no paper states, which are judged against this project's own aims.
 AIM_MET, AIM_MISSED = "own aim met", "own aim missed"
 STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED, AIM_MET, AIM_MISSED)
 NOT_STATED = "not stated"
 
 
 class ReproduceError(ValueError):
-    """Something a user asked for that cannot be; one line with the remedy."""
+    """A mistake in what the user asked for; the message is one line with the remedy."""
 
 
 class OutOfTime(Exception):
-    """The time an experiment was given is over; what it has is kept."""
+    """The experiment's time budget is spent; the samples measured so far are kept."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One figure of ours held against a paper's claim, or beside it against this project's own aim.
+    """One of our figures compared with a paper's claim or, where no paper states it, with this project's own aim.
 
     Attributes:
         claim: "C1" to "C33".
@@ -55,8 +55,8 @@ class Verdict:
         ours: our figure, with its unit; empty when there is none.
         ratio: ours over the paper's, where both are numbers.
         status: one of STATUSES.
-        why: what the status rests on, or what is missing.
-        basis: where our figure is from: "NVIDIA H200", "counted on CPU", "extrapolated".
+        why: the reason for the status, or what is missing.
+        basis: where our figure comes from: "NVIDIA H200", "counted on CPU", "extrapolated".
     """
 
     claim: str
@@ -71,17 +71,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An entry of the list; the module of the same name does the work.
+    """An entry in the list of experiments; the module of the same name does the work.
 
     Attributes:
-        name: as on the command line.
+        name: its name on the command line.
         title: one line for the list and the report.
-        claims: which claims it bears on, as numbered in `claims.py`.
-        needs: "cpu" if its figures mean something anywhere, "cuda" if only its --tiny form runs without a GPU.
-        minutes: its share of a budget in the first round of `all`. The list shows at least that, as an estimate,
-            until results/ has a whole run on a GPU with the default settings.
-        code: files and folders, beside its own module, whose code its figures depend on; a change there makes them
-            stale.
+        claims: the claims it tests, as numbered in `claims.py`.
+        needs: "cpu" if a CPU gives meaningful figures, "cuda" if only its --tiny form runs without a GPU.
+        minutes: its share of the budget in the first round of `all`. The list shows this, or a longer time already
+            measured, as an estimate until results/ has a complete GPU run with the default settings.
+        code: files and folders, besides its own module, that its figures depend on; a change to their code makes
+            the figures stale.
     """
 
     name: str
@@ -101,7 +101,7 @@ _ATTENTIONS = (
     "kernels/arguments.py",
     "kernels/fa4.py",
     "kernels/flash",
-    "kernels/flash/measured/sm_90.json",  # the times that pick its tiles
+    "kernels/flash/measured/sm_90.json",  # the measured times that decide its tiles
     "kernels/history",
     "kernels/launch.py",
     "kernels/library.py",
@@ -134,7 +134,7 @@ _TRAINING = (
     "training/precision.py",
     "reproduce/contenders.py",
 )
-# In order of worth: `all` runs them in this order.
+# The most useful first: `all` runs them in this order.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each
     for each in (
@@ -239,7 +239,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "training/optimizer.py",
                 "training/schedule.py",
                 "training/seeds.py",
-                "data/loader.py",  # and of the corpus what the document says: how it was prepared is in no figure
+                "data/loader.py",  # not data/prepare.py: the document names the prepared corpus that was used
                 "data/permutation.py",
             ),
         ),
@@ -248,7 +248,10 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 
 def find_experiment(name: str, others: Iterable[str]) -> Experiment:
-    """The experiment of that name; ReproduceError names what there is, `others` that are none included."""
+    """The experiment of that name.
+
+    Raises ReproduceError that lists the valid names, including `others`, which are not experiments.
+    """
     if name not in EXPERIMENTS:
         known = [*EXPERIMENTS, *others]
         near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, n=1))
@@ -258,18 +261,18 @@ def find_experiment(name: str, others: Iterable[str]) -> Experiment:
 
 @dataclass
 class Options:
-    """What an experiment is run with.
+    """What an experiment's `run` receives.
 
     Attributes:
         device: where to run.
-        tiny: the form of the test suite: its figures mean nothing.
-        settings: the module's Settings, command line applied.
-        sample: `sample(measure, **where)` gives the sample at the coordinates `where`: from an earlier run of the
-            same code and settings that was killed, or else from `measure() -> dict`, and saved before it returns.
-            The sample is {**where, **measured}. A refused backend gives {**where, "refused": reason}, too little
-            memory {**where, "out_of_memory": True}, another error {**where, "failed": reason, "broke_device": bool};
-            the run goes on, but for an error that broke the device. Raises OutOfTime when the experiment's time is
-            over, which `run` lets through.
+        tiny: whether this is the smoke test, whose figures mean nothing.
+        settings: the module's Settings with the command line's changes applied.
+        sample: `sample(measure, **where)` returns the sample at the coordinates `where`. It reuses the one from an
+            earlier run of the same code and settings if there is one; otherwise it calls `measure() -> dict` and
+            saves the sample before returning it. The sample is {**where, **measured}. If a backend refuses, it is
+            {**where, "refused": reason}; if memory runs out, {**where, "out_of_memory": True}; after any other error
+            {**where, "failed": reason, "broke_device": bool}. The run then continues, unless the error broke the
+            device. Raises OutOfTime when the time budget is spent; `run` must not catch it.
         say: prints a line of progress.
     """
 
@@ -281,9 +284,9 @@ class Options:
 
 
 def parse_settings(defaults: Any, overrides: list[str]) -> Any:
-    """`defaults` (a Settings) with `key=value` overrides applied, each by the field's type.
+    """`defaults` (a Settings) with `key=value` overrides applied, each parsed by its field's type.
 
-    A tuple is written a,b,c; a bool true or false. Raises ReproduceError naming the known keys or the type.
+    A tuple is written a,b,c; a bool, true or false. Raises ReproduceError that names the known keys or the type.
     """
     types = get_type_hints(type(defaults))
     changes = {}
@@ -314,13 +317,13 @@ def _parse(key: str, text: str, kind: Any) -> Any:
 def judged(
     claim: str, what: str, paper: str, ours: str, ratio: float | None, passed: bool, why: str, basis: str
 ) -> Verdict:
-    """The verdict on a figure that was measured."""
+    """The verdict on a measured figure that a paper states too: reproduced if it `passed`."""
     status = REPRODUCED if passed else NOT_REPRODUCED
     return Verdict(claim, what, paper, ours, ratio, status, why, basis)
 
 
 def own_aim(claim: str, what: str, ours: str, aim: str, met: bool, basis: str, why: str = "") -> Verdict:
-    """The verdict on a figure that no paper has, near a claim that has; `aim` is what it had to reach."""
+    """The verdict on a figure that no paper states, listed under a related claim; `aim` is our target for it."""
     why = f"this project's own aim is {aim}" + (f"; {why}" if why else "")
     return Verdict(claim, what, NOT_STATED, ours, None, AIM_MET if met else AIM_MISSED, why, basis)
 
@@ -337,7 +340,7 @@ def pick(results: Results, **where: Any) -> list[Sample]:
 
 
 def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns aligned for a terminal: the first to the left, the others to the right."""
+    """Align columns for a terminal: the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [
         "  ".join(

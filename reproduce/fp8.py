@@ -1,7 +1,7 @@
-"""Attention in FP8, emulated: what FlashAttention-3 (section 3.3) does to keep 8 bits accurate, without its kernel.
+"""Attention in emulated FP8: what FlashAttention-3 (section 3.3) does to keep 8 bits accurate, without its kernel.
 
-Operands are rounded to e4m3 and back, and products are summed in float32 as tensor cores sum them, so errors are
-those of the number format and of how it is scaled. There is no FP8 kernel here, and nothing of its speed to measure.
+Operands are rounded to e4m3 and back, and products are summed in float32 as tensor cores sum them, so the errors are
+those of the number format and its scaling. There is no FP8 kernel here, so no speed is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 E4M3_MAX = 448.0
 BLOCK = 128  # rows that share a scale
-# Name -> rows that share a scale (None: a whole tensor), and whether q and k are made incoherent.
+# Name -> (rows that share a scale, None for the whole tensor; whether q and k are made incoherent).
 FORMS = {
     "per tensor": (None, False),
     "block": (BLOCK, False),
@@ -30,18 +30,18 @@ def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: str) 
     rows, incoherent = FORMS[form]
     head_dim = q.shape[-1]
     if incoherent:
-        # An orthogonal matrix leaves q k^T as it is, and spreads an outlier over all of its row.
+        # An orthogonal matrix does not change q k^T, and spreads an outlier over its whole row.
         signs = torch.where(torch.rand(head_dim, device=q.device) < 0.5, -1.0, 1.0)
         rotation = signs[:, None] * hadamard(head_dim).to(q.device)
         q, k = q @ rotation, k @ rotation
     q, k, v = (_rounded(x, rows) for x in (q, k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
-    p = torch.exp(scores - scores.amax(-1, keepdim=True))  # at most 1, so without a scale
+    p = torch.exp(scores - scores.amax(-1, keepdim=True))  # at most 1, so it needs no scale
     return p.to(torch.float8_e4m3fn).float() @ v / p.sum(-1, keepdim=True)
 
 
 def hadamard(size: int) -> torch.Tensor:
-    """Sylvester's Hadamard matrix over sqrt(size), which makes it orthogonal: float32 (size, size)."""
+    """Sylvester's Hadamard matrix divided by sqrt(size), hence orthogonal: float32 (size, size)."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
@@ -49,7 +49,7 @@ def hadamard(size: int) -> torch.Tensor:
 
 
 def _rounded(x: torch.Tensor, rows: int | None) -> torch.Tensor:
-    """x to e4m3 and back, scaled so that the largest of so many rows of a head, or of all, is the largest number."""
+    """Round x to e4m3 and back; a scale per `rows` rows of a head, or for all of x, maps the largest to E4M3_MAX."""
     if rows is None:
         scale = x.abs().amax() / E4M3_MAX
     else:

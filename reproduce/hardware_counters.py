@@ -1,7 +1,7 @@
-"""Bytes that DRAM and L2 really moved, from Nsight Compute's counters, where the GPU and its driver let it.
+"""Bytes that DRAM and L2 actually moved, from Nsight Compute's counters, if the GPU's driver permits reading them.
 
-`python -m reproduce.hardware_counters BACKEND JSON` is the program that is profiled: one forward and one backward of
-an attention workload between cudaProfilerStart and cudaProfilerStop. It changes no clock: `--clock-control none`.
+`python -m reproduce.hardware_counters BACKEND JSON` is the profiled program: one forward and one backward of an
+attention workload between cudaProfilerStart and cudaProfilerStop. GPU clocks are not changed (--clock-control none).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def command(backend: str, workload: Workload) -> list[str]:
 
 
 def read_counters(backend: str, workload: Workload) -> Sample:
-    """{"dram_read", "dram_written", "l2_bytes", "nanoseconds", "kernels"}; or {"refused": why} with the command."""
+    """{"dram_read", "dram_written", "l2_bytes", "nanoseconds", "kernels"} or {"refused": why}, and "command"."""
     line = command(backend, workload)
     shown = shlex.join(["python", *line[line.index(sys.executable) + 1 :]])
     shown = f"{shlex.join(line[: line.index(sys.executable)])} {shown}"
@@ -57,7 +57,7 @@ def read_counters(backend: str, workload: Workload) -> Sample:
 
 
 def parse(output: str) -> Sample:
-    """Sums over the kernels of ncu's --csv output; lines of the program itself and of ncu's log are skipped."""
+    """Sum ncu's --csv output over all kernels; lines of the program itself and of ncu's log are skipped."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     totals: Sample = {"kernels": 0, **dict.fromkeys(METRICS.values(), 0.0)}
     kernels = set()
@@ -70,7 +70,7 @@ def parse(output: str) -> Sample:
 
 
 def main(backend: str, workload_json: str) -> None:
-    """The profiled program."""
+    """Run the profiled program."""
     import torch
 
     from .attention import Inputs, Workload, attend_with, gradients

@@ -1,4 +1,4 @@
-"""README's picture: attention's rate and memory against length, and tokens/s of GPT-2 small, of one GPU's results."""
+"""README's picture, of one GPU's results: attention's TFLOP/s and memory against length, tokens/s of GPT-2 small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .contenders import FUSED, NANOGPT, NANOGPT_BIASES
 from .experiment import Results, pick
 from .training_figures import find, rate
 
-# In the order in which they are drawn, the least first: what is ours lies on top.
+# In drawing order: ours is last, so that it lies on top.
 ATTENTIONS = {
     "standard": "standard",
     "sdpa_flash": "PyTorch, FlashAttention-2",
@@ -29,7 +29,7 @@ OTHERS = "#9aa3ad"
 
 
 def draw(attention: Results, training: Results, path: Path) -> None:
-    """Three panels; `attention` and `training` are those experiments' results of one GPU."""
+    """Draw three panels; `attention` and `training` are the results of these experiments on one GPU."""
     with plots.picture(path, 3, title=f"On one {attention['device']}") as (rates, memory, steps):
         _draw_rates(rates, attention)
         _draw_memory(memory, attention)

@@ -1,12 +1,13 @@
-"""What each step from the softmax of a textbook to FlashAttention-2 saves: the algorithms of `kernels.history` beside
-each other and beside `kernels.flash`.
+"""What each step from the textbook softmax to FlashAttention-2 saves: the algorithms of `kernels.history`, compared
+with each other and with `kernels.flash`.
 
     softmax     safe in three passes, online in two; with top-k in one (Online normalizer calculation, Figures 1-4)
-    tiles       FlashAttention's own loop order against the size of its tiles (FlashAttention, Figure 2 middle)
-    backward    delta in a pass of its own, or from dO * O (FlashAttention, Algorithm 4); what is saved for it
-    order       keys outside against queries outside (FlashAttention-2, Figures 4-7); one program a head or many
+    tiles       FlashAttention's own loop order, against the size of its tiles (FlashAttention, Figure 2 middle)
+    backward    delta in a separate pass, or from dO * O (FlashAttention, Algorithm 4); statistics saved for it
+    order       outer loop over keys or over queries (FlashAttention-2, Figures 4-7); one program per head or many
 
-A CPU counts the memory accesses, products and saved bytes of one head or row. A GPU times the papers' shapes.
+On a CPU, memory accesses, matrix products and saved bytes are counted for one head or row. On a GPU, the papers'
+shapes are timed.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ ATTENTIONS = ("two_pass", "flash1", "flash")
 
 @dataclass(frozen=True)
 class Settings:
-    # Of what is counted, one head of head_dim 64; and of the tiles that are timed.
+    # Length for the counts (one head of head_dim 64) and for the timed tiles.
     length: int = 1024
-    # Keys of FlashAttention's tile, the paper's B_c. Beside 256 or more only 32 queries fit into registers.
+    # Keys per tile of FlashAttention, the paper's B_c. With 256 or more, only 32 queries per tile fit into registers.
     tile_keys: tuple[int, ...] = (64, 128, 256, 512)
-    # Elements of a row of the softmax that is counted.
+    # Elements per row of the counted softmax.
     counted_row: int = 10000
-    # The paper's rows and lengths, and longer ones: today's L2 cache holds 4000 rows of 4000.
+    # The paper's row counts and lengths, and longer rows: today's L2 caches hold about 4000 rows of 4000.
     rows: tuple[int, ...] = (4000, 10)
     row_lengths: tuple[int, ...] = (1000, 4000, 10000, 25000, 100000)
     top: tuple[int, ...] = (5, 10, 15, 30)
-    # FlashAttention-2's workload, 16k tokens and hidden 2048, in order of worth.
+    # FlashAttention-2's workload, 16k tokens and hidden 2048; the most useful first.
     lengths: tuple[int, ...] = (1024, 4096, 16384, 512, 2048, 8192)
     head_dims: tuple[int, ...] = (64, 128)
-    # Heads of one sequence of 16384 tokens.
+    # Numbers of heads for one sequence of 16384 tokens.
     heads: tuple[int, ...] = (1, 2, 4, 8, 32, 128)
-    # Per competitor, for what a GPU times.
+    # Measuring time per contender on a GPU.
     seconds: float = 0.15
 
 
@@ -60,7 +61,7 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     if options.device.type == "cpu":
         _count(options)
     if options.device.type == "cuda" or options.tiny:
@@ -94,7 +95,7 @@ def _count(options: Options) -> None:
 
 
 def softmaxes(k: int) -> dict[str, Callable[[torch.Tensor], object]]:
-    """The contenders by name, as functions of (rows, length)."""
+    """The softmax contenders by name, as functions of a (rows, length) tensor; k is for those with top-k."""
     from kernels.history.softmax import online_softmax, online_softmax_topk, safe_softmax
 
     return {
@@ -107,7 +108,7 @@ def softmaxes(k: int) -> dict[str, Callable[[torch.Tensor], object]]:
 
 
 def count_softmax(name: str, length: int, k: int) -> Sample:
-    """{"accesses"}: of memory, an element of a float32 row."""
+    """{"accesses"}: memory accesses per element of a float32 row."""
     softmax, x = softmaxes(k)[name], torch.randn(1, length)
     with counting.counting() as traffic:
         softmax(x)
@@ -115,7 +116,7 @@ def count_softmax(name: str, length: int, k: int) -> Sample:
 
 
 def tile_of(keys: int) -> Tile:
-    """FlashAttention's forward tile of so many keys; the warps are those that spill least on sm_90."""
+    """FlashAttention's forward tile with that many keys, and the number of warps that spills least on sm_90."""
     return (
         Tile(64, keys, 4 if keys <= 64 else 8, 1) if keys < 256 else Tile(32, keys, 4 if keys < 512 else 8, 1)
     )
@@ -130,21 +131,21 @@ def _flash1_forward(tile: Tile, inputs: Inputs) -> torch.Tensor:
 
 
 def count_tile(tile: Tile, workload: Workload) -> Sample:
-    """{"bytes"}: read and written by FlashAttention's forward, of which {"statistics"} maximum and sum."""
+    """{"bytes", "statistics", "tile"}: bytes that FlashAttention's forward moves, and those for maximum and sum."""
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
     with counting.counting() as traffic:
         _flash1_forward(tile, inputs)
     passes = -(-workload.length // tile.block_n)
     return {
         "bytes": traffic.read + traffic.written,
-        "statistics": 2 * 4 * workload.length * (2 * passes - 1),  # float32; the first pass has none to read
+        "statistics": 2 * 4 * workload.length * (2 * passes - 1),  # float32; the first pass reads none
         "tile": (tile.block_m, tile.block_n),
     }
 
 
 def count_backward(backend: str, workload: Workload) -> Sample:
-    """{"products", "saved"}: matrix products of the backward, of length^2 * head_dim multiply-adds each, and bytes of
-    statistics that are saved for it, a query."""
+    """{"products", "saved"}: matrix products of the backward, in units of length^2 * head_dim multiply-adds, and the
+    bytes of statistics saved for it per query."""
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
     saved: list[torch.Tensor] = []
 
@@ -192,7 +193,7 @@ def _time(options: Options) -> None:
 
 
 def _timed(calls: dict[str, timing.Call], options: Options) -> Sample:
-    """{"ms": {name: [...]}, "late"} of calls that have one phase."""
+    """{"ms": {name: [...]}, "late"} of calls with a single phase."""
     rounds = (1, 1) if options.tiny else (3, 100)
     warmup = 0 if options.tiny else 3
     timed = timing.time_alternating(
@@ -202,7 +203,7 @@ def _timed(calls: dict[str, timing.Call], options: Options) -> Sample:
 
 
 def time_order(workload: Workload, options: Options) -> Sample:
-    """As `attention.race`."""
+    """`attention.race` of the historical attentions, flash, and flash's portable kernels."""
     device, dtype = options.device, torch.float16
     request = {"device": device, "dtype": dtype, "head_dim": workload.head_dim}
     for name in ATTENTIONS:
@@ -217,7 +218,7 @@ def time_order(workload: Workload, options: Options) -> Sample:
 
 
 def time_tiles(workload: Workload, options: Options) -> Sample:
-    """{"ms": {keys of a tile: [...]}, "late"} of FlashAttention's forward."""
+    """{"ms": {keys per tile: [...]}, "late"} of FlashAttention's forward."""
     sets = [
         Inputs(workload, torch.float16, options.device)
         for _ in range(timing.input_sets(workload.bytes, options.device))
@@ -234,7 +235,7 @@ def time_tiles(workload: Workload, options: Options) -> Sample:
 
 
 def time_programs(workload: Workload, options: Options) -> Sample:
-    """{"ms": {"one", "many"}, "late", "processors"}: the two-pass forward, one program a head and one a tile."""
+    """{"ms": {"one", "many"}, "late", "processors"}: the two-pass forward, one program per head or one per tile."""
     from kernels.history.two_pass import forward_in
 
     inputs = Inputs(workload, torch.float16, options.device)

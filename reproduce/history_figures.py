@@ -16,7 +16,7 @@ COUNTED = "counted on one head"
 
 
 def table(results: Results) -> str:
-    """What was counted, then what was timed."""
+    """What was counted, followed by what was timed."""
     parts = []
     rows = [[s["softmax"], f"{s['accesses']:.2f}"] for s in pick(results, kind="softmax count")]
     if rows:
@@ -58,13 +58,14 @@ def _medians(sample: Sample) -> dict[str, float]:
 
 
 def _formula(sample: Sample) -> int:
-    """(3 T_c + 1) N d elements: K and V once, Q and O for each of T_c tiles of keys, O again but for the first."""
+    """Bytes of (3 T_c + 1) N d 16-bit elements: K and V are read once; for each of the T_c tiles of keys, Q is read,
+    O is written and, for all tiles but the first, O is read back."""
     passes = -(-sample["length"] // sample["tile"][1])
     return (3 * passes + 1) * sample["length"] * sample["head_dim"] * 2
 
 
 def draw(results: Results, path: Path) -> None:
-    """Accesses of the softmax, the tile of FlashAttention, and the loop order, as far as there are figures."""
+    """Softmax accesses, FlashAttention's tiles, products of the backward, loop order; a panel for each measured."""
     softmax, tiles = pick(results, kind="softmax count"), pick(results, kind="tile count")
     products, order = pick(results, kind="backward count"), pick(results, kind="order", head_dim=64)
     timed, rows = pick(results, kind="tiles"), pick(results, kind="softmax", k=5)
@@ -194,7 +195,7 @@ def _judge_tiles(results: Results) -> list[Verdict]:
 
 
 def _judge_order(results: Results) -> list[Verdict]:
-    """C18, from the shapes of FlashAttention-2's Figure 7, an H100."""
+    """C18, at the shapes of FlashAttention-2's Figure 7, which is measured on an H100."""
     verdicts = []
     for (head_dim, causal), theirs in paper.FA2_H100.items():
         samples = pick(results, kind="order", head_dim=head_dim, causal=causal)

@@ -1,9 +1,9 @@
-"""What a call of attention costs the host: microseconds of Python and C++ before its kernels are queued.
+"""The host overhead of an attention call: microseconds of Python and C++ until its kernels are queued.
 
-In eager mode, without CUDA graphs, a small model is as fast as its host can launch. So the attention here is so small
-that the device is always done first, and the clock is the host's, over many calls without a synchronisation between
-them. An autograd.Function that does nothing is timed too: what PyTorch itself takes for any attention written in
-Python. All take turns in one process.
+In eager mode, without CUDA graphs, a small model is only as fast as the host can launch its kernels. So the attention
+here is so small that the device always finishes first, and the host's clock is read around many calls with no
+synchronisation between them. An autograd.Function that does nothing is timed too: the overhead PyTorch itself adds to
+any attention written in Python. All take turns in one process.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Settings:
     backends: tuple[str, ...] = ("flash", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "naive")
     # Batch, heads, length, head_dim.
     shape: tuple[int, ...] = (1, 2, 128, 64)
-    # Calls in one graph, as a model has them: its backward wakes autograd's thread once.
+    # Calls in one autograd graph, as in a model, whose backward wakes autograd's thread only once.
     layers: int = 20
-    # Between synchronisations: fewer kernels than CUDA queues before a launch waits.
+    # Calls between synchronisations: few enough that CUDA's launch queue never fills, which would block a launch.
     calls: int = 100
     rounds: int = 15
 
@@ -51,7 +51,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Nothing(torch.autograd.Function):
-    """An attention's arguments, result and gradients, without one."""
+    """Takes an attention's arguments and returns a result and gradients of the right shape, computing nothing."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Nothing(torch.autograd.Function):
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     found: dict[str, Attend] = {NOTHING: Nothing.apply}
     for name in options.settings.backends:
         sample = options.sample(partial(_check, name, options), kind="tier", backend=name)
@@ -77,7 +77,7 @@ def run(options: Options) -> None:
 
 
 def _check(name: str, options: Options) -> Sample:
-    """{"tier"}: which of our kernels run it; refused where none can."""
+    """{"tier"}: which of our kernels the backend runs; raises if it does not support the request."""
     settings = options.settings
     request = {
         "device": options.device,
@@ -89,7 +89,7 @@ def _check(name: str, options: Options) -> Sample:
 
 
 def phases(attend: Attend, options: Options) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is timed of an attention, and how many calls of it that is."""
+    """What is timed for an attention: phase -> (function to time, attention calls in it)."""
     settings = options.settings
 
     def leaf() -> Tensor:
@@ -115,7 +115,7 @@ def phases(attend: Attend, options: Options) -> dict[str, tuple[Callable[[], obj
 
 
 def time_all(attends: dict[str, Attend], options: Options) -> Sample:
-    """Microseconds a call, of every round: {"us": {contender: {phase: [...]}}}."""
+    """Microseconds per attention call in every round: {"us": {contender: {phase: [...]}}}."""
     settings = options.settings
     timed = {name: phases(attend, options) for name, attend in attends.items()}
     us: dict[str, dict[str, list[float]]] = {
@@ -131,7 +131,7 @@ def time_all(attends: dict[str, Attend], options: Options) -> Sample:
 
 
 def _host_us(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Microseconds of the host's clock a call."""
+    """Microseconds per call on the host's clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
@@ -148,7 +148,7 @@ def _medians(sample: Sample) -> dict[str, dict[str, float]]:
 
 
 def table(results: Results) -> str:
-    """Median microseconds a call, and who was left out."""
+    """Median microseconds per call, and which backends were left out."""
     lines = [f"left out: {s['backend']}: {s['refused']}" for s in results["samples"] if s.get("refused")]
     for sample in pick(results, kind="time"):
         medians = _medians(sample)
@@ -159,7 +159,7 @@ def table(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """A panel a phase, a bar a contender."""
+    """A panel for each phase, with a bar for each contender."""
     timed = pick(results, kind="time")
     with plots.picture(
         path, 4, columns=2, title=f"What a call costs the host of {results['device']}"
@@ -179,7 +179,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """C7 is of the device's time; at short lengths the host decides, for which these are this project's own aims."""
+    """C7 is about the device's time; at short lengths the host's time decides, for which these are our own aims."""
     verdicts = []
     for medians in map(_medians, pick(results, kind="time")):
         if "flash" not in medians:

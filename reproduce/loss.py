@@ -1,15 +1,16 @@
-"""Time and peak memory of GPT-2's head with its loss, forward and backward: ours beside torch's and Liger-Kernel's.
+"""Time and peak memory of GPT-2's output head with its loss, forward and backward: ours, torch's and Liger-Kernel's.
 
-fused: `kernels.linear_cross_entropy`. eager: `model.loss=torch`. compiled: torch.compile of that. liger: where
-Liger-Kernel is installed, its function. All are called under autocast with a float32 weight, as GPT-2 trains; hidden
-is in autocast's dtype, as our blocks give it. The numbers are checked against float64, then the peak memory is read,
-then those that passed take turns in one process. fused and liger compute the gradients in their forward, so that only
-the sum of both passes compares. On a CPU there is --tiny alone: the fused loss holds up to 512 MiB of logits, and
-many times as many would have to be computed before a count of its bytes said anything.
+Contenders: fused (`kernels.linear_cross_entropy`), eager (`model.loss=torch`), compiled (torch.compile of eager) and,
+if it is installed, liger (Liger-Kernel's function). All run under autocast with a float32 weight, as in GPT-2's
+training; hidden has autocast's dtype, as our blocks produce it. Results are checked against float64, then peak memory
+is measured, then those that passed take turns in one process to be timed. fused and liger compute the gradients in
+their forward, so only the sum of both passes can be compared. On a CPU only --tiny runs: the fused loss holds up to
+512 MiB of logits at a time, and a count of bytes would be meaningful only with many times as many.
 
-Liger-Kernel knows no padded vocabulary: it predicts the padding too, and is checked as the function that does. The
-weight's first 50,257 rows alone would misalign its rows of logits, and a bias of -inf would cost it another pass. The
-weight is cast for it once, since it would cast a float32 one twice a chunk, and it adds up in float32, as ours does.
+Liger-Kernel does not support a padded vocabulary, so it predicts the padding as well, and is checked against that
+function: passing only the weight's first 50,257 rows would misalign its rows of logits, and a bias of -inf would cost
+another pass. Its weight is cast once beforehand, since it would cast a float32 weight twice per chunk, and it
+accumulates in float32, as ours does.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
 @dataclass(frozen=True)
 class Settings:
-    # Tokens of a forward: 64 and 16 sequences of 1024.
+    # Tokens per forward: 64 and 16 sequences of 1024.
     rows: tuple[int, ...] = (65536, 16384)
-    # Of the check against float64: more than one chunk of every contender's.
+    # Tokens in the check against float64: more than one chunk for every contender.
     check_rows: int = 8192
     width: int = 768
-    # Ids that can be predicted, and rows of the weight.
+    # Token ids that can be predicted, and rows of the weight.
     vocab_size: int = 50257
     padded_vocab: int = 50304
     dtype: str = "bfloat16"
-    # Of torch.compile.
+    # torch.compile's backend.
     compiler: str = "inductor"
-    # Of measurement per contender.
+    # Measuring time per contender.
     seconds: float = 2.0
 
 
@@ -71,7 +72,7 @@ def make_inputs(rows: int, options: Options) -> Inputs:
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Liger-Kernel's, over every row of weight, whatever vocab_size."""
+    """Liger-Kernel's loss, over every row of weight; vocab_size is ignored."""
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     except ImportError as error:
@@ -82,7 +83,7 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> T
 
 
 def contenders(settings: Settings) -> dict[str, LossFn]:
-    """Who takes part, ours first."""
+    """The losses to compare, ours first."""
     compiled_loss = compiled(cross_entropy, getattr(torch, settings.dtype), settings.compiler)
     return {OURS: linear_cross_entropy, EAGER: cross_entropy, COMPILED: compiled_loss, LIGER: liger}
 
@@ -94,13 +95,13 @@ def forward(loss: LossFn, inputs: Inputs, vocab_size: int, options: Options) -> 
 
 
 def both(loss: LossFn, inputs: Inputs, vocab_size: int, options: Options) -> tuple[Tensor, ...]:
-    """The mean NLL and its gradients in hidden and weight."""
+    """The mean NLL and its gradients with respect to hidden and weight."""
     value = forward(loss, inputs, vocab_size, options)
     return value.detach(), *torch.autograd.grad(value, inputs[:2])
 
 
 def exact(inputs: Inputs, vocab_size: int, chunk: int = 1024) -> tuple[Tensor, ...]:
-    """As `both` in float64, with no more than `chunk` rows of logits at a time."""
+    """What `both` returns, in float64, with at most `chunk` rows of logits at a time."""
     hidden, weight = (x.detach().double().requires_grad_() for x in inputs[:2])
     total = hidden.new_zeros(())
     for rows, targets in zip(hidden.split(chunk), inputs[2].split(chunk), strict=True):
@@ -111,8 +112,8 @@ def exact(inputs: Inputs, vocab_size: int, chunk: int = 1024) -> tuple[Tensor, .
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
-    torch.compiler.reset()  # before every shape: a second one would be compiled for any number of rows
+    """Run the experiment; see `experiment.py`."""
+    torch.compiler.reset()  # before every shape: else the second would be compiled for a dynamic number of rows
     right = {}
     for name, loss in contenders(options.settings).items():
         found = options.sample(partial(check, name, loss, options), kind="check", contender=name)
@@ -132,7 +133,7 @@ def run(options: Options) -> None:
 
 
 def check(name: str, loss: LossFn, options: Options) -> Sample:
-    """Errors of the loss and both gradients against float64, with twice eager's own as the limit."""
+    """Errors of the loss and both gradients against float64; the limit is twice eager's errors."""
     settings = options.settings
     inputs = make_inputs(settings.check_rows, options)
     vocab_size = settings.padded_vocab if name == LIGER else settings.vocab_size
@@ -152,16 +153,16 @@ def check(name: str, loss: LossFn, options: Options) -> Sample:
 
 
 def memory(loss: LossFn, rows: int, options: Options) -> Sample:
-    """Peak bytes of inputs, forward and backward; bytes of inputs and gradients alone, and of 16-bit logits."""
+    """Peak bytes of inputs, forward and backward; also the bytes of inputs and gradients, and of 16-bit logits."""
     device = options.device
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # a large contender finds the memory in one piece
+        torch.cuda.empty_cache()  # avoids fragmentation, so that a large contender fits
 
     def once() -> None:
         both(loss, make_inputs(rows, options), options.settings.vocab_size, options)
 
-    once()  # what is compiled or tuned at the first call is no part of the peak
+    once()  # compiles and tunes, so that the memory for that is not part of the peak
     peak = timing.peak_bytes(once, device)
     hidden, weight, targets = make_inputs(rows, options)
     return {
@@ -172,7 +173,7 @@ def memory(loss: LossFn, rows: int, options: Options) -> Sample:
 
 
 def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
-    """Milliseconds of forward and backward of every round: {"ms": {contender: {phase: [...]}}, "late"}."""
+    """Milliseconds of forward and backward in every round: {"ms": {contender: {phase: [...]}}, "late", "clocks"}."""
     settings, device = options.settings, options.device
     count = timing.input_sets(rows * settings.width * 2, device)
     sets = [make_inputs(rows, options) for _ in range(count)]

@@ -11,18 +11,18 @@ from .experiment import NOT_COMPARABLE, NOT_STATED, Results, Sample, Verdict, ow
 
 OURS, EAGER, COMPILED, LIGER = "fused", "eager", "compiled", "liger"
 PHASES = ("forward", "backward")
-# Peak memory that the fused loss may take, in inputs and gradients: twice their size beside them. One copy of the
-# logits in 16 bits would make it 14 at 65,536 rows and 6 at 16,384.
+# The fused loss's peak memory may be at most 3 times the size of inputs and gradients, which it includes. With one
+# 16-bit copy of the logits it would be 14 times at 65,536 rows, and 6 times at 16,384.
 MOST_MEMORY = 3
 
 
 def memory_of(results: Results, rows: int, name: str) -> Sample:
-    """The memory sample of a contender that was timed."""
+    """The memory sample of a timed contender."""
     return pick(results, kind="memory", rows=rows, contender=name)[0]
 
 
 def table(results: Results) -> str:
-    """Every contender's time, rate and peak memory, its errors, and who was left out and why."""
+    """Every contender's time, TFLOP/s, peak memory and errors, and which were left out and why."""
     settings, lines = results["settings"], []
     for sample in pick(results, kind="time"):
         flops = 3 * 2 * sample["rows"] * settings["width"] * settings["padded_vocab"]
@@ -46,7 +46,7 @@ def table(results: Results) -> str:
 
 
 def why_missing(sample: Sample) -> str | None:
-    """Why a contender goes no further than this sample, or None."""
+    """Why the contender drops out at this sample; None if it does not."""
     if sample.get("out_of_memory"):
         return "out of memory"
     if sample.get("passed") is False:
@@ -84,7 +84,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """C11 is of whole training steps; these are this project's own aims for their part that is head and loss."""
+    """C11 is about whole training steps; these are this project's own aims for the head and loss alone."""
     device, verdicts = results["device"], []
     for sample in pick(results, kind="time"):
         if OURS not in sample["ms"]:

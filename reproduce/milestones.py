@@ -1,7 +1,7 @@
-"""`python -m reproduce milestones RUN`: a run's validation curve held against a published one.
+"""`python -m reproduce milestones RUN`: compare a run's validation curve with a published one.
 
-The references are CSV files below reproduce/curves/, named after the recipes (`experiment=`) that repeat them. Points
-are compared at equal tokens, the run's loss interpolated between its evaluations.
+The references are CSV files below reproduce/curves/, named after the recipes (`experiment=`) that reproduce them.
+Points are compared at equal tokens; the run's loss is interpolated between its evaluations.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .runs import Run, find_runs
 
 CURVES = Path(__file__).parent / "curves"
 PASS, FAIL, AHEAD, UNKNOWN = "pass", "FAIL", "not reached", "not evaluated"
-# What a run may choose without leaving the recipe.
+# Settings that a run may change without departing from the recipe.
 _FREE = {
     *("attention.name", "seed", "data.cache_dir", "data.workers", "model.loss", "model.block"),
-    "model.vocab_size",  # the tokenizer's
+    "model.vocab_size",  # follows from the tokenizer
     *("trainer.micro_batch", "trainer.compile", "trainer.cuda_graphs", "trainer.device", "trainer.log_every"),
     *("trainer.eval_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.resume"),
     *("trainer.keep_best", "trainer.profile_step", "trainer.sample_tokens", "trainer.sample_prompt"),
 }
-# Where these differ, perplexities are of another thing.
+# If these differ, perplexities cannot be compared.
 _MODEL = ("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len", "data.tokenizer")
 Departures = dict[str, tuple[Any, Any]]  # setting -> (the run's value, the recipe's)
 
 
 @dataclass(frozen=True)
 class Milestone:
-    """A published point of a validation curve; `error` is of the reading, in the unit of `metric`."""
+    """A published point of a validation curve; `error` is the reading error, in the unit of `metric`."""
 
     step: int
     tokens: int
@@ -119,7 +119,7 @@ def read_reference(name: str) -> list[Milestone]:
 
 
 def validation_curve(run: Run) -> tuple[list[float], list[float]]:
-    """(tokens, validation loss) of the run and of the runs it was resumed from, where they are still there."""
+    """(tokens, validation loss) of the run, preceded by those of the runs it was resumed from, if they exist."""
     tokens, losses = run.curve("val/loss")
     seen = {run.path}
     while (earlier := _resumed_from(run)) and earlier not in seen:
@@ -133,7 +133,7 @@ def validation_curve(run: Run) -> tuple[list[float], list[float]]:
 
 
 def _resumed_from(run: Run) -> Path | None:
-    """The run directory that `trainer.resume` names, itself or by one of its checkpoints."""
+    """The run directory that `trainer.resume` names, directly or through one of its checkpoints."""
     if not (resume := run.config.get("trainer.resume")):
         return None
     path = Path(resume).resolve()
@@ -141,7 +141,7 @@ def _resumed_from(run: Run) -> Path | None:
 
 
 def verdict(milestone: Milestone, tokens: list[float], losses: list[float]) -> tuple[str, float | None]:
-    """(PASS, FAIL, AHEAD or UNKNOWN, the run's loss at the milestone where there is one)."""
+    """(PASS, FAIL, AHEAD or UNKNOWN; the run's loss at the milestone, or None)."""
     if milestone.tokens > tokens[-1]:
         return AHEAD, None
     if milestone.tokens < tokens[0]:
@@ -159,7 +159,7 @@ def verdict(milestone: Milestone, tokens: list[float], losses: list[float]) -> t
 
 @functools.cache
 def recipe(name: str) -> dict[str, Any]:
-    """The settings of `experiment=name`, by dotted name."""
+    """The settings of `experiment=name`: dotted name -> value."""
     from omegaconf import OmegaConf
 
     from training.command_line import composed
@@ -169,8 +169,8 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def departures(run: Run, name: str) -> Departures:
-    """Where the run left the recipe: setting -> (the run's value, the recipe's)."""
-    # gpt2 may be named by its rank file, gpt2.tiktoken.
+    """Where the run departs from the recipe: setting -> (the run's value, the recipe's)."""
+    # The gpt2 tokenizer may also be named by the path of its rank file, gpt2.tiktoken.
     ours = run.config | {"data.tokenizer": Path(run.config.get("data.tokenizer", "")).stem}
     return {
         key: (ours.get(key), value)
@@ -180,19 +180,19 @@ def departures(run: Run, name: str) -> Departures:
 
 
 def nearest_reference(run: Run) -> str:
-    """The reference of the model nearest in size, and of those the one whose recipe has the fewest other settings."""
+    """The reference whose model is nearest in size; of several, the one whose recipe differs in fewest settings."""
     left = {name: departures(run, name) for name in references()}
     return min(left, key=lambda name: (_apart(_other_model(left[name])), len(left[name])))
 
 
 def _apart(other: Departures) -> float:
-    """How far two models are apart: a doubling of a size counts as one, and so does a difference of another kind."""
+    """The distance between two models: each factor of two in a size counts 1, as does any other difference."""
     sizes = [pair for pair in other.values() if all(isinstance(each, int) for each in pair)]
     return sum(abs(math.log2(ours / theirs)) for ours, theirs in sizes) + len(other) - len(sizes)
 
 
 def _other_model(left: Departures) -> Departures:
-    """The departures that make it another model or tokenizer, whose perplexity is another thing."""
+    """The departures in model or tokenizer, which make perplexities incomparable."""
     return {key: left[key] for key in _MODEL if key in left}
 
 
@@ -248,7 +248,7 @@ def draw(
     tokens: list[float],
     losses: list[float],
 ) -> None:
-    """The run's perplexity over the published points, with their reading error."""
+    """Draw the run's perplexity and the published points with their reading errors."""
     with picture(path, title=f"{run.path.name} and {reference}") as (axes,):
         axes.figure.set_size_inches(8, 5)
         for shade, source in zip(COLOURS[1:], dict.fromkeys(m.source for m in milestones), strict=False):

@@ -1,4 +1,4 @@
-"""nanoGPT's model as a peer, from the user's own checkout: `python -m reproduce training nanogpt=PATH/model.py`."""
+"""nanoGPT's model as a contender, from the user's checkout: `python -m reproduce training nanogpt=PATH/model.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from model.config import GPTConfig
 
 from .experiment import ReproduceError
 
-# What its train.py asks for: GPT-2's 50257 rounded up for speed, inside its softmax.
+# As in its train.py: GPT-2's 50257 rounded up for speed; its softmax includes the padding.
 VOCABULARY = 50304
 
 
@@ -31,12 +31,12 @@ def load(path: str) -> ModuleType:
 def build(path: str, config: GPTConfig, *, biases: bool) -> nn.Module:
     """nanoGPT's GPT in the shape of `config`, with its own initial weights.
 
-    Its train.py leaves the biases of GPT-2 out; with them it has the parameters that ours has.
+    nanoGPT's train.py omits GPT-2's biases; with biases the model has the same parameters as ours.
 
-    `model(tokens, targets)` gives (logits, loss); attention is torch's, which takes its flash kernels on a GPU.
+    `model(tokens, targets)` returns (logits, loss). Its attention is torch's SDPA, which uses flash kernels on a GPU.
     """
     module = load(path)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints as it is built
+    with contextlib.redirect_stdout(io.StringIO()):  # its constructor prints
         return module.GPT(
             module.GPTConfig(
                 block_size=config.seq_len,

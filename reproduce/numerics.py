@@ -1,9 +1,9 @@
-"""Errors against float64: exactness (FlashAttention Theorem 1) and the outliers of FlashAttention-3's Table 3, in 16
-bits and, emulated, in 8.
+"""Errors against float64: exactness (FlashAttention Theorem 1), and the test with outliers of FlashAttention-3's
+Table 3, in 16 bits and, emulated, in 8.
 
-Where Triton is interpreted on a CPU the kernel's own roundings are real: its float16 operands, its float16
-probabilities, its float32 accumulator. What differs from a GPU is the order in which numpy sums a dot product in
-float32, a hundred times finer than float16.
+On a CPU, Triton's interpreter performs the kernel's own roundings: float16 operands, float16 probabilities, float32
+accumulator. What differs from a GPU is the order in which numpy sums a dot product in float32, an effect a hundred
+times smaller than float16's rounding.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ TENSORS = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Settings:
-    # Names in kernels.ATTENTION and "standard"; none: all of them.
+    # Names in kernels.ATTENTION and "standard"; if empty, all of them.
     backends: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
-    # Odd, so that every tile has an edge.
+    # Odd, so that the last tile is never full.
     lengths: tuple[int, ...] = (113, 257)
     head_dims: tuple[int, ...] = (32, 64, 128, 256)
     heads: int = 2
-    # Of the outlier test, forward only; the paper does not state its own.
+    # The outlier test's shapes, forward only; the paper does not state its own.
     outlier_lengths: tuple[int, ...] = (1024,)
     outlier_head_dims: tuple[int, ...] = (64, 128)
-    # The same in FP8; errors grow with the length, as more rows share a tensor's scale.
+    # The outlier test in FP8; errors grow with the length, as more rows share a tensor's scale.
     fp8_length: int = 4096
     fp8_head_dim: int = 128
-    # Compiled anew for every shape: `attention` checks and times it at one.
+    # Left out here because it is compiled again for every shape; `attention` checks it.
     compiled: tuple[str, ...] = ("flex",)
     repeats: int = 3
 
@@ -59,7 +59,7 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     settings = options.settings
     names = [each for each in backend_names(settings.backends) if each not in settings.compiled]
     for repeat in range(settings.repeats):
@@ -87,7 +87,7 @@ def run(options: Options) -> None:
 
 
 def cases(settings: Settings) -> list[Workload]:
-    """Every head_dim plain, and every mask, full and causal, at the first two head_dims."""
+    """Full and causal attention at every head_dim, and with every mask at the first head_dim."""
     shapes = [(n, d) for d in settings.head_dims for n in settings.lengths[: 1 if d > 64 else None]]
     found = []
     for length, head_dim in shapes:
@@ -99,7 +99,7 @@ def cases(settings: Settings) -> list[Workload]:
 
 
 def errors(backend: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> Sample:
-    """{tensor: {"max", "naive_max", "rmse"}} against naive in float64 on the same values and masks."""
+    """{tensor: {"max", "naive_max", "rmse"}}: errors against naive in float64, with the same inputs and masks."""
     attend = _resolve(backend, workload, dtype, device)
     torch.manual_seed(0)
     inputs = Inputs(workload, dtype, device)
@@ -126,7 +126,7 @@ def _resolve(backend: str, workload: Workload, dtype: torch.dtype, device: torch
 
 
 def _draws_our_mask(backend: str) -> bool:
-    """Torch's backends draw dropout masks of their own, which no reference can know."""
+    """Whether the reference can have the same dropout mask; torch's backends draw their own."""
     return backend != BASELINE and not getattr(get_attention(backend), "__module__", "").endswith("library")
 
 
@@ -139,7 +139,7 @@ def outliers(backend: str, workload: Workload, device: torch.device, seed: int) 
 
 
 def fp8_outliers(form: str, workload: Workload, device: torch.device, seed: int) -> Sample:
-    """{"rmse"} of a forward in FP8 on the same distribution."""
+    """{"rmse"} of a forward in emulated FP8 on the same distribution."""
     with torch.no_grad():
         inputs, exact = _with_outliers(workload, torch.float32, device, seed)
         return {"rmse": _rms(fp8.fp8_attention(*inputs.qkv, form) - exact)}
@@ -148,11 +148,11 @@ def fp8_outliers(form: str, workload: Workload, device: torch.device, seed: int)
 def _with_outliers(
     workload: Workload, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[Inputs, torch.Tensor]:
-    """Inputs of that distribution, and the output in float64."""
+    """Inputs from that distribution, and the exact output in float64."""
     torch.manual_seed(seed)
     inputs = Inputs(workload, dtype, device)
     for x in inputs.qkv:
-        # N(0, 100) is a variance: standard deviation 10.
+        # The 100 in N(0, 100) is the variance: standard deviation 10.
         x.add_(10 * torch.randn_like(x) * (torch.rand(x.shape, device=device) < 0.001))
     return inputs, attend_with("naive")(inputs.to(torch.float64), 0)
 
@@ -166,7 +166,7 @@ def _rms(difference: torch.Tensor) -> float:
 
 
 def _worst(results: Results) -> dict[tuple[str, str], dict[str, float]]:
-    """(backend, dtype) -> tensor -> largest ratio of its maximum error to naive's, over all cases."""
+    """(backend, dtype) -> tensor -> the largest ratio of its maximum error to naive's over all cases."""
     worst: dict[tuple[str, str], dict[str, float]] = {}
     for sample in pick(results, kind="errors"):
         ratios = worst.setdefault((sample["backend"], sample["dtype"]), dict.fromkeys(TENSORS, 0.0))
@@ -185,7 +185,7 @@ def _rmse(results: Results) -> dict[tuple[int, int, str], float]:
 
 
 def _fp8(results: Results) -> dict[str, float]:
-    """Form -> median RMSE in FP8."""
+    """Form of quantisation -> median RMSE in FP8."""
     found: dict[str, list[float]] = {}
     for sample in pick(results, kind="fp8"):
         found.setdefault(sample["form"], []).append(sample["rmse"])
@@ -254,7 +254,7 @@ def judge(results: Results) -> list[Verdict]:
             what = f"largest error over naive's, {dtype}, out, dq, dk, dv"
             why = f"{cases} cases: full, causal, odd lengths, head_dim 32 to 256; worst is {where}"
             verdict = judged("C1", what, "2x at most", f"{ours:.2f}x", ours / 2, ours <= 2, why, basis)
-            if dtype == "float32":  # beyond the paper, whose kernels take 16 bits
+            if dtype == "float32":  # not in the papers, whose kernels are 16-bit
                 verdict = replace(
                     verdict, status=NOT_COMPARABLE, why=f"the papers' kernels take 16 bits; {why}"
                 )

@@ -6,7 +6,7 @@ OS: Online normalizer calculation for softmax, 1805.02867.
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
-# FA1 Tables 9-20: milliseconds on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. None: out of memory.
+# FA1 Tables 9-20: milliseconds on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. Missing lengths: out of memory.
 FA1_MS: dict[tuple[str, str, str], dict[int, float]] = {
     key: dict(zip(LENGTHS, values, strict=False))
     for key, values in {
@@ -37,20 +37,20 @@ FIGURE_2 = {
     "NeurIPS 2022": {"standard_gb": 35.3, "flash_gb": 4.4, "standard_ms": 35.1, "flash_ms": 11.7},
 }
 FIGURE_2_FLOPS_RATIO = 75.2 / 66.6
-# FA1 Figure 2 middle: keys of a tile (B_c) -> GB and ms of the forward, same shape as its left.
+# FA1 Figure 2 middle: keys per tile (B_c) -> GB and ms of the forward, same shape as Figure 2 left.
 FIGURE_2_TILES = {
     64: {"gb": 6.58, "ms": 8.6},
     128: {"gb": 3.36, "ms": 4.7},
     256: {"gb": 1.74, "ms": 3.3},
     512: {"gb": 0.94, "ms": 3.2},
 }
-# FA1 Figure 2 right: length 4096, share of non-zero blocks -> ms; dense 188 ms (read off the figure's vectors).
+# FA1 Figure 2 right: length 4096, percent of non-zero blocks -> ms; dense 188 ms (read off the vector graphics).
 FIGURE_2_SPARSE_MS = {10: 27, 20: 43, 30: 60, 40: 81, 50: 99, 60: 117, 70: 136, 80: 156, 90: 176}
 FIGURE_2_DENSE_MS = 188
-# FA1 Tables 11 and 20, length 65536: dense over block-sparse FlashAttention.
+# FA1 Tables 11 and 20, length 65536: time of dense over block-sparse FlashAttention.
 BLOCK_SPARSE_SPEEDUP_64K = {"plain": 7492.85 / 50.39, "padding+dropout": 9341.30 / 64.11}
 
-# OS Figure 3, batch 4000: length and, by k, the time of safe softmax and then top-k over both in one pass.
+# OS Figure 3, batch 4000: the length and, by k, the time of safe softmax followed by top-k, over that of both fused.
 TOPK_LENGTH = 25000
 TOPK_SPEEDUP = {5: 5.0, 10: 3.5, 15: 2.0, 30: 1.4}
 
@@ -101,5 +101,5 @@ FA3_BACKWARD = {
 
 # FA3 Table 3: RMSE against float64, fp16, values N(0, 1) + N(0, 100) * Bernoulli(0.001).
 FA3_RMSE = {"standard": 3.2e-4, "flash": 1.9e-4}
-# The same in FP8: by how the operands are scaled.
+# The same in FP8, by how the operands are quantised.
 FA3_FP8_RMSE = {"per tensor": 2.4e-2, "block": 2.4e-2, "incoherent": 9.3e-3, "block and incoherent": 9.1e-3}

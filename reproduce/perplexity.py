@@ -1,8 +1,9 @@
-"""Loss curves: the same seed and data with every attention, and longer contexts at equal tokens.
+"""Loss curves: every attention with the same seed and data, and longer contexts at equal tokens.
 
-FlashAttention, Table 2 and Figure 4: FlashAttention and standard attention reach the same perplexity. Here the curves
-of short runs are held against how far apart runs of one backend lie that differ in their initial weights alone.
-Table 4: a longer context lowers perplexity. Here every context predicts each token of the validation split once.
+FlashAttention, Table 2 and Figure 4: FlashAttention and standard attention reach the same perplexity. Here short runs
+are compared: the difference between backends must be smaller than that between runs of one backend that differ only
+in their initial weights. Table 4: a longer context lowers perplexity. Here every context predicts each token of the
+validation split exactly once.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ BASELINE = "naive"
 @dataclass(frozen=True)
 class Settings:
     parts: tuple[str, ...] = ("backends", "context")
-    # A prepared corpus folder (of prepare.py); none: Python's standard library as bytes, prepared here.
+    # A corpus folder prepared by prepare.py; if empty, Python's standard library as bytes, prepared here.
     corpus: str = ""
     cache_dir: str = "data/cache"
-    # Folders of Python source; none: the standard library.
+    # Folders of Python source; if empty, the standard library.
     roots: tuple[str, ...] = ()
-    # Names in kernels.ATTENTION; none: all of them. The baseline, naive, is always among them.
+    # Names in kernels.ATTENTION; if empty, all but the historical ones. The baseline, naive, is always included.
     backends: tuple[str, ...] = ()
-    # Of the initial weights; the first is every backend's, the others show the spread. Data come in the same order.
+    # Seeds of the initial weights: every backend has the first, the others show the spread. All share one data order.
     seeds: tuple[int, ...] = (1337, 1, 2)
     dtype: str = "bfloat16"
     n_layer: int = 6
@@ -57,7 +58,7 @@ class Settings:
     lr: float = 6e-4
     contexts: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     context_backend: str = "auto"
-    # A longer context learns slower at first: after 400 steps of 2048 tokens on a CPU, 256 was 0.25 behind 16.
+    # A longer context learns more slowly at first: after 400 steps of 2048 tokens on a CPU, 256 was 0.25 behind 16.
     context_steps: int = 2000
 
 
@@ -95,13 +96,13 @@ def run(options: Options) -> None:
         "tokens": corpus.train.tokens,
     }
     options.sample(lambda: about, kind="corpus")
-    # Ours first of them: with it and a second seed of the baseline any budget has an answer.
+    # flash first: once it and a second seed of the baseline are done, the comparison has an answer on any budget.
     others = sorted(
         set(settings.backends or registered()) - {BASELINE}, key=lambda name: (name != "flash", name)
     )
     first, *more = settings.seeds
     jobs = [("backends", name, first, settings.context, settings.steps) for name in (BASELINE, *others)]
-    # The spread between seeds is of the baseline.
+    # The spread between seeds is measured on the baseline.
     spread = [("backends", BASELINE, seed, settings.context, settings.steps) for seed in more]
     jobs = jobs[:2] + spread[:1] + jobs[2:] + spread[1:]
     jobs += [
@@ -138,8 +139,8 @@ def _report(options: Options, sample: Sample) -> None:
 def _train(
     options: Options, corpus: Corpus, *, part: str, backend: str, seed: int, context: int, steps: int
 ) -> Sample:
-    """One run of the trainer's steps, without what a run directory needs: the training loss of every step, and the
-    validation loss after each quarter."""
+    """Train as the trainer does, but without a run directory; record the training loss of every step, and the
+    validation loss after each quarter of the steps."""
     settings, ranks = options.settings, World(options.device)
     dtype = getattr(torch, settings.dtype)
     config = GPTConfig(corpus.n_vocab, context, settings.n_layer, settings.n_head, settings.n_embd)

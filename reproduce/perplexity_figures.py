@@ -14,7 +14,7 @@ BASELINE = "naive"
 
 
 def differences(sample: Sample, base: Sample) -> list[float]:
-    """|training loss - the baseline's| of every step: both saw the same batch there."""
+    """|training loss - the baseline's| at every step; at each, both saw the same batch."""
     return [abs(a - b) for a, b in zip(sample["losses"], base["losses"], strict=True)]
 
 
@@ -28,7 +28,7 @@ def _runs(results: Results, part: str) -> list[Sample]:
 
 
 def _compared(results: Results) -> tuple[Sample | None, list[Sample], list[Sample]]:
-    """(the baseline, the other backends with its seed, the baseline with other seeds)."""
+    """(the baseline, the other backends with the same seed, the baseline with other seeds)."""
     runs = _runs(results, "backends")
     seed = results["settings"]["seeds"][0]
     base = next((run for run in runs if run["backend"] == BASELINE and run["seed"] == seed), None)
@@ -37,7 +37,7 @@ def _compared(results: Results) -> tuple[Sample | None, list[Sample], list[Sampl
 
 
 def table(results: Results) -> str:
-    """Every run; backends and seeds with their distance from the baseline."""
+    """Every run; for backends and seeds, also the distance from the baseline."""
     base, others, seeds = _compared(results)
     lines = []
     if base is not None:
@@ -80,9 +80,9 @@ def _row(name: str, run: Sample, base: Sample | None) -> list[str]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Training curves, their distance from the baseline beside the seeds', and validation loss against context.
+    """Training curves, the backends' and seeds' distances from the baseline, and validation loss against context.
 
-    What was not measured has no panel.
+    There is no panel for what was not measured.
     """
     base, others, seeds = _compared(results)
     compared, contexts = base is not None and [*others, *seeds], _runs(results, "context")
@@ -149,7 +149,7 @@ def _judge_backends(results: Results) -> list[Verdict]:
     if base is None or not seeds:
         why = "the experiment has no run of two seeds yet"
         return [Verdict("C12", "loss curves of the backends", "the same", why=why), long_run]
-    # At first two seeds differ by their initial weights more than by what training makes of them.
+    # At first, two seeds differ because of their initial weights rather than because of the training.
     settled = base["steps"] // 4
     spread = statistics.mean(statistics.mean(differences(run, base)) for run in seeds)
     later_spread = statistics.mean(statistics.mean(differences(run, base)[settled:]) for run in seeds)
@@ -186,7 +186,7 @@ def _judge_context(results: Results) -> list[Verdict]:
     what = f"validation loss, context {longest['context']} minus context {shortest['context']}"
     ours = f"{final_loss(longest) - final_loss(shortest):+.3f} nats"
     ordered = all(final_loss(long) < final_loss(short) for short, long in pairwise(runs))
-    # Early in training a longer context learns slower, as it sees fewer sequences: how the gap moves tells more.
+    # Early in training a longer context learns more slowly, as it sees fewer sequences: the gap's trend says more.
     steps = zip(shortest["validation"], longest["validation"], strict=True)
     gaps = ", ".join(f"{long[1] - short[1]:+.3f} at step {short[0]}" for short, long in steps)
     why = (

@@ -1,4 +1,4 @@
-"""One look for every picture: light grid, no frame, a colour a backend that is the same everywhere."""
+"""One style for every picture: a light grid, no frame, and the same colour for a backend everywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by most eyes, and more of Tol's; a brown for his teal, too near their green.
+# Okabe and Ito's colour-blind-safe colours, then some of Tol's; brown replaces his teal, too close to their green.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 COLOURS += ("#882255", "#999933", "#332288", "#5B3A29", "#AA4499", "#DDCC77", "#CC6677", "#9A8CFF", "#661100")
 FIXED = {"flash": "#0072B2", "standard": "#D55E00", "naive": "#E69F00", "sdpa": "#009E73", "paper": "#000000"}
@@ -34,18 +34,18 @@ STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
-    "svg.fonttype": "none",  # text stays text: small files, and it can be searched
-    "svg.hashsalt": "tilegpt",  # the same picture is the same file
+    "svg.fonttype": "none",  # keeps text as text: smaller files, and searchable
+    "svg.hashsalt": "tilegpt",  # the same picture gives the same file
 }
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed; figures and tables do without it."""
+    """Whether matplotlib is installed; only the pictures need it."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def colour(name: str, others: tuple[str, ...] = ()) -> str:
-    """The colour of a series; those without a fixed one take theirs by their place among `others`."""
+    """The colour of a series: its fixed one, or else one chosen by its place among `others`."""
     if name in FIXED:
         return FIXED[name]
     free = [each for each in COLOURS if each not in FIXED.values()]
@@ -55,7 +55,7 @@ def colour(name: str, others: tuple[str, ...] = ()) -> str:
 
 @contextmanager
 def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str) -> Iterator[list[Axes]]:
-    """Axes in a grid of `columns`; saved to `path` (.svg or .png) when the block ends."""
+    """Give the axes of `panels` panels in a grid of `columns`; save to `path` (.svg or .png) when the block ends."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -77,7 +77,7 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str) -> Ite
 
 
 def length_axis(axis: Axes, lengths: list[int]) -> None:
-    """A log2 axis of sequence lengths, written 512, 1k, 2k."""
+    """Make x a log2 axis of sequence lengths, labelled 512, 1k, 2k."""
     axis.set_xlabel("sequence length")
     if not lengths:
         return
@@ -87,6 +87,6 @@ def length_axis(axis: Axes, lengths: list[int]) -> None:
 
 
 def legend(axis: Axes, **options: object) -> None:
-    """A small legend, where there is something to explain."""
+    """Add a small legend if anything on the axis has a label."""
     if axis.get_legend_handles_labels()[0]:
         axis.legend(**{"fontsize": 8, **options})

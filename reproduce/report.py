@@ -1,7 +1,7 @@
-"""`python -m reproduce report`: results/ as one page, REPORT.md and a self-contained report.html.
+"""`python -m reproduce report`: results/ as one page, both as REPORT.md and as a self-contained report.html.
 
-Every claim has its rows: the paper's figure, ours, their ratio, a status and why. What no results file holds is "not
-measured"; a file that cannot be used costs its own rows only, and the page says so.
+Each claim has rows with the paper's figure, ours, their ratio, a status and the reason for it. A figure that is in no
+results file is "not measured". A file that cannot be used loses only its own rows, and the page says so.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .plots import can_draw
 from .results import changed_since, read_all, slug, writing
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
-# The style of each status, the worst first: a claim is shown as its worst figure is. This project's own aims are no
-# claim of a paper's, so that they colour none that has a paper's figure beside ours.
+# Status -> CSS class, in order of precedence: a claim is shown with the first status that any of its figures has.
+# Our own aims come after the papers' figures, so they decide only where no figure was compared with a paper's.
 MARKS = {NOT_REPRODUCED: "bad", REPRODUCED: "good", NOT_COMPARABLE: "grey"}
 MARKS |= {AIM_MISSED: "missed", AIM_MET: "met", NOT_MEASURED: "none"}
 OWN_AIMS = (AIM_MET, AIM_MISSED)
@@ -43,18 +43,18 @@ OWN_AIMS = (AIM_MET, AIM_MISSED)
 
 @dataclass
 class Page:
-    """What the report says, before it has a format."""
+    """The report's content, independent of its format."""
 
     verdicts: dict[str, list[Verdict]] = field(default_factory=lambda: {name: [] for name in CLAIMS})
     documents: list[Results] = field(default_factory=list)
     pictures: list[tuple[str, Path]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    # (experiment, claim) that a GPU's run has a row for
+    # (experiment, claim) pairs with a row measured on a GPU
     on_gpu: set[tuple[str, str]] = field(default_factory=set)
 
 
 def main(argv: list[str]) -> int:
-    """Write the two files and say where."""
+    """Write the two files and print their paths."""
     parser = argparse.ArgumentParser(prog="python -m reproduce report", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
     directory = parser.parse_args(argv).results
@@ -74,14 +74,14 @@ def main(argv: list[str]) -> int:
 
 
 def build(directory: Path) -> Page:
-    """Judge every document below `directory`, draw its picture, and fill in what is not measured."""
+    """Judge every document below `directory`, draw its picture, and add rows for what is not measured."""
     page = Page()
     for document in read_all(directory, page.notes.append):
         experiment = EXPERIMENTS[document["experiment"]]
         where = f"{experiment.name} on {document['device']}"
         if document["state"] != "complete":
             page.notes.append(f"{where} is partial: it was interrupted or ran out of time")
-        # One bad document must not take the others' rows with it.
+        # One bad document must not lose the others' rows.
         try:
             verdicts = experiment.module.judge(document)
             picture = _draw(experiment.module, document, directory)
@@ -102,7 +102,7 @@ def build(directory: Path) -> Page:
 
 
 def _headlines(page: Page, directory: Path) -> Iterator[tuple[str, Path]]:
-    """Of each GPU whose attention and training were both measured, the picture that README shows."""
+    """The picture that README shows, for each GPU on which attention and training were both measured."""
     by_name = {(each["device"], each["experiment"]): each for each in page.documents if _ran_on_gpu(each)}
     for device in sorted({device for device, _ in by_name}):
         needed = [by_name.get((device, name)) for name in ("attention", "training")]
@@ -113,7 +113,7 @@ def _headlines(page: Page, directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _older(documents: list[Results]) -> Iterator[str]:
-    """One note of the runs that other code made than is here now."""
+    """One note that lists the results made by code that has changed since."""
     names: dict[str, list[str]] = {}
     for document in documents:
         if changed_since(document):
@@ -124,7 +124,7 @@ def _older(documents: list[Results]) -> Iterator[str]:
 
 
 def _late(documents: list[Results]) -> Iterator[str]:
-    """A note of each run in which the device waited for the host, whatever was done: so long that was timed too."""
+    """A note for each run with late rounds (see `timing.Timed`), whose times may include waiting for the host."""
     for document in documents:
         rounds: Counter[str] = Counter()
         for sample in document["samples"]:
@@ -144,7 +144,7 @@ def _draw(module: object, document: Results, directory: Path) -> Path | None:
 
 
 def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
-    """A row "not measured" if no document has one for the claim, or no GPU's document where only a GPU can tell."""
+    """A "not measured" row if no document has a row for the claim, or none from a GPU where it takes a GPU."""
     if not claim.experiment:
         yield Verdict(claim.name, "the claim", claim.paper, why=claim.missing)
         return
@@ -161,7 +161,7 @@ def _ran_on_gpu(document: Results) -> bool:
 
 
 def summary(page: Page) -> str:
-    """One line: claims that have a figure, the papers' figures by status, and apart from them our own aims."""
+    """One line: how many claims have a figure, the papers' figures by status and, separately, our own aims."""
     counts = Counter(verdict.status for verdicts in page.verdicts.values() for verdict in verdicts)
     aims = sum(counts[status] for status in OWN_AIMS)
     without = (NOT_MEASURED, *OWN_AIMS)
@@ -182,7 +182,7 @@ def _cells(verdict: Verdict) -> list[str]:
 
 
 def _runs(page: Page) -> list[list[str]]:
-    """A row for each document: what made it."""
+    """A row for each document that says what produced it."""
     rows = []
     for document in page.documents:
         environment = document["environment"]
@@ -268,7 +268,7 @@ figcaption { color: #777; font-size: .88rem; } svg text { font-family: system-ui
 
 
 def as_html(page: Page) -> str:
-    """The report as one HTML page that needs no other file: pictures are inlined as SVG."""
+    """The report as one self-contained HTML page, with the pictures inlined as SVG."""
     e = html.escape
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
@@ -289,7 +289,7 @@ def as_html(page: Page) -> str:
 
 
 def _html_map(page: Page) -> str:
-    """All claims at a glance: a chip each, in the colour of its worst figure."""
+    """All claims at a glance: one chip per claim, coloured by the first of MARKS that it has."""
     chips = []
     for name, verdicts in page.verdicts.items():
         status = next(each for each in MARKS if any(v.status == each for v in verdicts))
@@ -303,7 +303,7 @@ def _html_map(page: Page) -> str:
 
 
 def _html_claims(page: Page) -> str:
-    """One table, a heading row a claim, so that the columns of all claims are aligned."""
+    """One table for all claims, so that their columns are aligned, with a heading row for each claim."""
     row = _html_row(COLUMNS)
     rows = []
     for name, claim in CLAIMS.items():
@@ -336,7 +336,7 @@ def _html_row(header: tuple[str, ...]) -> Callable[[list[str]], str]:
 
 
 def _svg(path: Path) -> str:
-    """The file's <svg> element, without the prologue that names other files."""
+    """The file's <svg> element, without the XML prologue and the metadata."""
     text = path.read_text(encoding="utf-8")
     text = text[text.index("<svg") :]
     return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

@@ -1,12 +1,12 @@
-"""Results on disk: one JSON document an experiment and device, complete or partial, never merged with another's.
+"""Results on disk: one JSON document per experiment and device, complete or partial; documents are never merged.
 
     results/<device>/<name>.json             a complete run
-    results/<device>/<name>.partial.json     a run that was interrupted or ran out of time; the next run goes on
+    results/<device>/<name>.partial.json     a run that was interrupted or ran out of time; the next run resumes it
     results/<device>/<name>.svg              its picture
 
-A document says what made it: command, environment, settings, and each file of code with its hash, comments and
-docstrings left out. A run goes on from a partial document, and is not repeated after a complete one, only if those
-are the same.
+A document records what produced it: command, commit, environment, settings, and a hash of each source file it depends
+on (ignoring comments and docstrings). A run resumes a partial document, or is skipped in favour of a complete one,
+only if device, settings, torch and triton versions and these hashes are the same.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .experiment import EXPERIMENTS, Experiment, OutOfTime, ReproduceError, Resu
 if TYPE_CHECKING:
     import torch
 
-VERSION = 2  # of the document; a file of another version is left alone and not read
+VERSION = 2  # of the document's format; a file of another version is skipped
 ROOT = Path(__file__).parents[1]
 
 
 def slug(device_name: str) -> str:
-    """A device's folder: "NVIDIA H200" -> nvidia-h200; every CPU is "cpu", as its figures are counts."""
+    """The name of a device's folder: "NVIDIA H200" -> nvidia-h200; "cpu" for every CPU, as its figures are counts."""
     return (
         "cpu" if device_name.startswith("CPU") else re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
     )
 
 
 def code_of(experiment: Experiment) -> dict[str, str]:
-    """The source files that the experiment's figures depend on, with their hashes."""
+    """The source files that the experiment's figures depend on: path -> hash."""
     files: list[Path] = []
     for name in (*experiment.code, f"reproduce/{experiment.name}.py"):
         path = ROOT / name
@@ -53,9 +53,10 @@ def code_of(experiment: Experiment) -> dict[str, str]:
 
 
 def changed_since(document: Results) -> list[str]:
-    """The files a document's figures depend on whose code is not what it was when the document was made.
+    """The files that a document's figures depend on and whose code has changed since the document was made.
 
-    A file that is new since then shows in those that import it. Kernels for Hopper GPUs do not count for a CPU.
+    A file added since then needs no entry: the files that import it have changed. A CPU's figures do not depend on
+    the kernels for Hopper GPUs.
     """
     needed = code_of(EXPERIMENTS[document["experiment"]])
     if document["device"].startswith("CPU"):
@@ -78,7 +79,7 @@ def _hash(file: Path) -> str:
 
 @functools.lru_cache(1024)
 def _code_in(source: str) -> str:
-    """Python source without comments, docstrings and blank lines, so that a better sentence makes no figure stale."""
+    """Python source without comments, docstrings and blank lines, so that rewording them makes no figure stale."""
     lines = source.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -92,7 +93,7 @@ def _code_in(source: str) -> str:
 
 
 class Store:
-    """The document of a run in progress, written again after every sample."""
+    """The document of a run in progress, written to disk after every sample."""
 
     def __init__(
         self,
@@ -106,12 +107,12 @@ class Store:
         deadline: float | None = None,
         again: bool = False,
     ) -> None:
-        """A document for a new run, with what an earlier one that was cut short has measured.
+        """Start a run's document with the samples of an earlier run, if that one still applies (see the module).
 
         Args:
             command: the arguments after `python -m reproduce`.
             deadline: on the clock of `time.monotonic`; no sample is started after it.
-            again: start from nothing, whatever is there.
+            again: ignore earlier runs and measure everything.
         """
         from training.environment import device_name, environment
 
@@ -121,7 +122,7 @@ class Store:
         self.picture = self.folder / f"{experiment.name}.svg"
         self.deadline, self.began = deadline, time.monotonic()
         record = environment(device)
-        del record["command"], record["platform"]  # paths and names of one machine say nothing to others
+        del record["command"], record["platform"]  # paths and names specific to this machine
         self.document: Results = {
             "version": VERSION,
             "experiment": experiment.name,
@@ -178,8 +179,8 @@ class Store:
             measured = {"out_of_memory": True}
         except OutOfTime:
             raise
-        # A kernel that one GPU's compiler refuses must not cost the samples after it. It is printed, stored, makes
-        # the exit status 1, and is tried again by the next run.
+        # One failing kernel (say, one that does not compile for this GPU) must not lose the samples after it. The
+        # failure is printed and stored, makes the exit status 1, and is tried again by the next run.
         except Exception as error:
             first_line = (str(error).strip().splitlines() or [""])[0]
             if "No available kernel" in first_line:  # how torch's SDPA refuses
@@ -206,7 +207,7 @@ class Store:
         self.document["samples"] = [each for each in self.document["samples"] if each not in samples]
 
     def _forget_turns_without(self, where: Sample) -> None:
-        """Drop the times of the others from when the contender at `where` failed, so that all are timed together."""
+        """Drop joint timings made without the contender at `where`, which had failed, to time all together again."""
 
         def stale(sample: Sample) -> bool:
             joint = isinstance(sample.get("ms"), dict) and not {"backend", "contender"} & sample.keys()
@@ -222,7 +223,7 @@ class Store:
         return [s for s in self.document["samples"] if s.get("failed")]
 
     def finish(self) -> None:
-        """The run is complete: its document takes its name."""
+        """Mark the document complete, and save it under its final name."""
         self.document["state"] = "complete"
         self.write(self.complete)
         self.partial.unlink(missing_ok=True)
@@ -235,7 +236,7 @@ class Store:
 
 @contextmanager
 def writing(path: Path, option: str) -> Iterator[None]:
-    """Make the folder of `path` and write it; where that may not be, one line names the option for another place."""
+    """Create the folder of `path` for a write inside the block; if it fails, name the option for another place."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -246,7 +247,7 @@ def writing(path: Path, option: str) -> Iterator[None]:
 
 
 def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
-    """The document at `path`; None if there is none of this version, with a line to `say` if it is another's."""
+    """The document at `path`; None if there is none, or, with a line to `say`, if it is unreadable or outdated."""
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError:
@@ -262,9 +263,9 @@ def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
 
 
 def read_all(directory: Path, say: Callable[[str], None] = print) -> Iterator[Results]:
-    """Every experiment's document below `directory`, by device; a partial one only where no complete one is.
+    """Every experiment's document below `directory`, by device; a partial one only if there is no complete one.
 
-    Files of other names are other rooms' results.
+    Documents of --tiny runs are left out. Files with other names are not results of `python -m reproduce NAME`.
     """
     for folder in sorted(path for path in directory.glob("*") if path.is_dir()):
         for name in EXPERIMENTS:

@@ -1,6 +1,6 @@
-"""Training runs read back from their files, and what makes two of them differ.
+"""Read training runs back from their files, and find out what differs between them.
 
-A run is a directory that `train.py` wrote, or a wandb offline folder, read through `wandb leet inspect`.
+A run is a directory that `train.py` wrote, or a wandb offline folder, which is read with `wandb leet inspect`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from training.loggers import csv_cell
 
 from .experiment import ReproduceError
 
-# Settings that can change neither loss nor speed nor memory.
+# Settings that affect neither loss nor speed nor memory.
 _BOOKKEEPING = (
     "logger.*",
     "data.cache_dir",
     "data.workers",
     "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_tokens|sample_prompt)",
 )
-# Facts a run resolved, and the settings it resolved them from; where the facts are known, only they are compared.
+# What a run resolved, and the settings it was resolved from; where all runs recorded the former, only it is compared.
 _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")
 _RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device", "model.(loss|block)")
 _LEET_TIMEOUT = 120
 _SPEED = "perf/tokens_per_second"
-# Beyond these a phase's time is the machine's doing. Of runs of 30 steps on two cores the optimizer varied 1.3 times;
-# 0.15 and 0.9 ms for data were 2 % of a step, and nothing to warn of.
+# A phase that attention does not affect is suspicious if its times in two runs differ by more than this ratio and by
+# more than this share of a step. Between runs of 30 steps on two cores the optimizer's time varied by a factor of
+# 1.3; 0.15 and 0.9 ms for data were 2 % of a step, too little to warn about.
 PHASE_RATIO, PHASE_SHARE = 1.5, 0.05
-# What a step's time goes to, and the column that says how much.
+# Phase of a step -> the column with its time.
 STEP_PHASES = {
     "data": "perf/data_ms",
     "forward+backward": "perf/forward_backward_ms",
@@ -53,12 +54,12 @@ class Run:
     Attributes:
         path: the run directory or wandb folder.
         config: settings by dotted name, as in config.yaml.
-        environment: as in environment.json; empty where it is not known.
-        rows: metrics.csv by column name, cells that were not measured left out.
+        environment: as in environment.json; empty if unknown.
+        rows: the rows of metrics.csv by column name, without empty cells.
         summary: as in summary.json; empty for a run that did not finish.
-        facts: attention, dtype, compiled, loss, block, world_size, corpus: what was resolved, where it is known;
-            of its last part, as are config and environment.
-        label: a name that tells the run from the others; see `name_runs`.
+        facts: what the run resolved, as far as it is known: attention, dtype, compiled, loss, block, world_size,
+            corpus. Of a resumed run, facts, config and environment are those of its last part.
+        label: a name that distinguishes the run from the others; see `name_runs`.
     """
 
     path: Path
@@ -71,7 +72,7 @@ class Run:
 
     @property
     def attention(self) -> str:
-        """The backend that ran; what was asked for where the run never said, its folder where not even that."""
+        """The backend that ran; if that is unknown, the one that was asked for, or else the folder's name."""
         return self.facts.get("attention") or str(self.config.get("attention.name", self.path.name))
 
     @property
@@ -80,7 +81,7 @@ class Run:
 
     @property
     def interpreted(self) -> bool:
-        """Whether Triton interpreted the kernels that the run had in it."""
+        """Whether Triton's interpreter ran the run's Triton kernels."""
         return self.environment.get("TRITON_INTERPRET") == "1"
 
     @property
@@ -92,13 +93,13 @@ class Run:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def last(self, column: str) -> float | None:
-        """The end result in `column`: of the summary, or of the newest row that has it."""
+        """The final value of `column`: from the summary, or else from the last row that has it."""
         if column in self.summary:
             return self.summary[column]
         return next((row[column] for row in reversed(self.rows) if column in row), None)
 
     def speed(self, column: str) -> float | None:
-        """A perf/ figure of the last part: the summary's mean, or the median of an unfinished run's windows."""
+        """A perf/ figure since the last resume: the summary's mean or, if unfinished, the median over the rows."""
         if column in self.summary:
             return self.summary[column]
         values = [row[column] for row in self.last_part if column in row]
@@ -106,17 +107,17 @@ class Run:
 
     @property
     def speed_range(self) -> tuple[float, float] | None:
-        """The slowest and the fastest row's tokens/s in the last part."""
+        """The lowest and the highest tokens/s of a row since the last resume."""
         return speed_range(row[_SPEED] for row in self.last_part if _SPEED in row)
 
     @property
     def resumed(self) -> dict[int, dict[str, list]]:
-        """The steps after which it was resumed, each with the settings that changed: [was, is]."""
+        """The steps after which the run was resumed, each with the settings that changed: [before, after]."""
         return {int(step): changed for step, changed in self.facts.get("resumed", {}).items()}
 
     @property
     def began(self) -> int:
-        """The step after which it was last resumed, 0 if it never was: speeds and memory are of what followed."""
+        """The step after which it was last resumed, or 0; speeds and memory are measured from there on."""
         return max(self.resumed, default=0)
 
     @property
@@ -126,24 +127,24 @@ class Run:
 
     @property
     def whole(self) -> bool:
-        """Whether its rows begin where the training did: not those of a run resumed in another directory."""
+        """Whether the rows begin with the training's first step; not so if it was resumed in another directory."""
         return not self.rows or self.rows[0]["step"] <= 1
 
     def curve(self, column: str, against: str = "tokens") -> tuple[list[float], list[float]]:
-        """(x, y) of the rows that have `column`."""
+        """The x (`against`) and y values of the rows that have `column`."""
         points = [(row[against], row[column]) for row in self.rows if column in row and against in row]
         return [x for x, _ in points], [y for _, y in points]
 
     @property
     def peak_memory(self) -> tuple[str, float] | None:
-        """(allocated or resident, GiB): of the CUDA allocator, or of the process on a CPU."""
+        """("allocated", GiB) from the CUDA allocator, or ("resident", GiB) of the process on a CPU."""
         for kind in ("allocated", "resident"):
             if (peak := self.last(f"perf/peak_{kind}_gib")) is not None:
                 return kind, peak
         return None
 
     def step_split(self) -> dict[str, float] | None:
-        """Milliseconds of each phase of a step, None for a run of which nothing was timed yet.
+        """Milliseconds of each phase of a step; None if nothing has been timed yet.
 
         `other` is the rest of the step: logging and the loop itself.
         """
@@ -154,10 +155,11 @@ class Run:
         return {**split, "other": max(0.0, step_ms - sum(split.values()))}
 
     def time_split(self) -> dict[str, float] | None:
-        """Seconds of the run by what took them, or None where the rows do not tell.
+        """How the run's seconds were spent, or None if the rows do not allow it to be computed.
 
-        steps: each as long as the row after it says, or the mean where that row has no time. start-up: what the
-        first step took beyond an ordinary one (compilation). rest: evaluation, checkpoints, the start of each resume.
+        steps: each counted with the step time in the row that follows it, or with the mean if that row has none.
+        start-up: what the first step took beyond an ordinary one (compilation). rest: evaluation, checkpoints, and
+        the start-up of each resume.
         """
         step_ms = self.speed("perf/step_ms")
         if step_ms is None or not self.rows or self.rows[0]["step"] != 1 or "seconds" not in self.rows[-1]:
@@ -174,8 +176,8 @@ class Run:
 def find_runs(arguments: list[str]) -> list[Run]:
     """The runs that `arguments` name: run directories, sweeps, folders of runs, wandb folders, or globs of them.
 
-    A shell's SWEEP/* also names the files beside the runs: files are passed over, folders without a run with a note
-    on stderr. Raises ReproduceError for what does not exist, and where no run is left.
+    A shell's SWEEP/* also names the files beside the runs: files are skipped silently, folders without a run with a
+    note on stderr. Raises ReproduceError if an argument does not exist, or if there is no run at all.
     """
     paths: dict[Path, None] = {}  # a set that keeps the order
     empty = []
@@ -217,7 +219,7 @@ def _run_paths(path: Path, depth: int) -> list[Path]:
 
 
 def _natural(path: Path | str) -> list[Any]:
-    """Sorts 2_nano before 10_nano."""
+    """Sort key that puts 2_nano before 10_nano."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
@@ -258,7 +260,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv; a killed run's last line may be cut short, and then does not count."""
+    """The rows of metrics.csv. A killed run's last line may be incomplete, and is then ignored."""
     file = path / "metrics.csv"
     if not file.is_file():
         return []
@@ -268,13 +270,13 @@ def _read_rows(path: Path) -> list[dict[str, float]]:
             for cells in csv.DictReader(lines):
                 if None not in cells.values() and cells.get("step"):
                     rows.append({name: float(cell) for name, cell in cells.items() if cell})
-    except ValueError as error:  # no number, or not UTF-8
+    except ValueError as error:  # not a number, or not UTF-8
         raise ReproduceError(f"{file} cannot be read: {error}") from None
     return rows
 
 
 def _read_wandb(path: Path) -> Run:
-    """A wandb folder without its run directory; wandb's own tool reads the file format."""
+    """Read a wandb folder that has no run directory around it, with wandb's own tool for the file format."""
     wandb = Path(sys.executable).with_name("wandb")
     try:
         told = subprocess.run(
@@ -301,7 +303,7 @@ def _read_wandb(path: Path) -> Run:
             config |= (content.get("config") or content).get("update", {})
         elif kind == "history":
             item = content["item"]
-            # With the digits of metrics.csv: with all of wandb's a run would differ from itself.
+            # Rounded as in metrics.csv: with wandb's full precision a run would differ from itself.
             rows.append({k: float(csv_cell(v)) for k, v in item.items() if isinstance(v, int | float)})
         elif kind == "summary":
             summary |= content.get("update", {})
@@ -317,10 +319,10 @@ def _read_wandb(path: Path) -> Run:
 
 
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
-    """What the runs do not have in common beside attention: setting -> its value in each run.
+    """The settings, apart from attention, in which the runs differ: setting -> its value in each run.
 
-    Facts a run resolved (dtype, compiled, ...) stand for the settings they were resolved from. Runs of unknown
-    settings are left out.
+    What a run resolved (dtype, compiled, ...) replaces the settings that it was resolved from. Runs whose settings
+    are unknown do not count.
     """
     known = [run for run in runs if run.config]
     facts_known = all(all(fact in run.facts for fact in _FACTS) for run in known)
@@ -329,7 +331,7 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     settings = dict.fromkeys(key for run in known for key in run.config if not pattern.fullmatch(key))
     values = {key: [run.config.get(key) for run in runs] for key in settings}
     if "trainer.resume" in values and all(run.whole for run in known):
-        del values["trainer.resume"]  # each went on in its own directory
+        del values["trainer.resume"]  # each was resumed in its own directory
     if facts_known:
         values |= {fact: [run.facts.get(fact) for run in runs] for fact in _FACTS}
     is_known = [bool(run.config) for run in runs]
@@ -337,7 +339,7 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
 
 
 def differing_environment(runs: list[Run]) -> dict[str, list[Any]]:
-    """What the machines do not have in common: fact -> its value in each run; runs that never said are left out."""
+    """Where the environments differ: fact -> its value in each run. Runs with no environment do not count."""
     is_known = [bool(run.environment) for run in runs]
     known = list(compress(runs, is_known))
     keys = dict.fromkeys(key for run in known for key in run.environment if key not in ("command", "device"))
@@ -350,11 +352,11 @@ def _differ(values: list[Any]) -> bool:
 
 
 def unexplained_phases(first: Run, other: Run) -> dict[str, tuple[float, float]]:
-    """Phases of a step that attention cannot change and that took another time all the same: ms in each run."""
+    """Phases that attention cannot affect (data, optimizer) but whose times differ: phase -> ms in each run."""
     splits = [run.step_split() for run in (first, other)]
     if None in splits or first.machine != other.machine or differing_settings([first, other]):
         return {}
-    if first.interpreted or other.interpreted:  # beside which other phases are slower too
+    if first.interpreted or other.interpreted:  # the interpreter slows down other phases too
         return {}
     least = PHASE_SHARE * min(sum(split.values()) for split in splits)
     times = {name: tuple(split[name] for split in splits) for name in ("data", "optimizer")}
@@ -366,7 +368,7 @@ def unexplained_phases(first: Run, other: Run) -> dict[str, tuple[float, float]]
 
 
 def same_tokens(first: Run, other: Run) -> bool:
-    """Whether both predict the same tokens, so that their losses can be compared."""
+    """Whether both runs predict the same tokens, so that their losses can be compared."""
     if "corpus" in first.facts and "corpus" in other.facts:
         return first.facts["corpus"] == other.facts["corpus"]
     if not (first.config and other.config):
@@ -375,7 +377,7 @@ def same_tokens(first: Run, other: Run) -> bool:
 
 
 def name_runs(runs: list[Run]) -> None:
-    """Label each run by its attention, then by what else sets it apart, then by its directory."""
+    """Label each run by its attention; if that is ambiguous, also by up to two settings, then by its directory."""
     labels = [run.attention for run in runs]
     differing = {key: values for key, values in differing_settings(runs).items() if key != "corpus"}
     if len(set(labels)) < len(runs) and len(differing) <= 2:

@@ -1,7 +1,7 @@
 """Block-sparse attention: FlashAttention section 3.3, Figure 2 right, and its linear-length rows of Tables 11 and 20.
 
-A block mask is skipped tile by tile, so time should be affine in the share of blocks that are not zero. Backends are
-asked by name for `block_mask`; one that does not have it is left out and said so.
+Tiles that the block mask excludes are skipped, so time should be affine in the share of non-zero blocks. A backend
+that does not support `block_mask` is left out, and the output says so.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .attention import STANDARD, backend_names, gradients, relative_error
 from .attention_figures import OURS
 from .experiment import Options, Results, Sample, Verdict, judged, pick, text_table
 
-BLOCK = 128  # of the seam's block_mask, in queries and in keys
+BLOCK = 128  # queries and keys per block of the attention signature's block_mask
 
 
 @dataclass(frozen=True)
 class Settings:
-    # Names in kernels.ATTENTION; none: all of them that take a block mask. naive masks, but skips nothing.
+    # Names in kernels.ATTENTION; if empty, all that take a block mask. naive is only checked: it skips no tiles.
     backends: tuple[str, ...] = ()
     length: int = 4096
     percents: tuple[int, ...] = (10, 20, 30, 40, 50, 60, 70, 80, 90)
-    # The butterfly mask's.
+    # Lengths for the butterfly mask.
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     batch: int = 16
     heads: int = 8
     head_dim: int = 64
-    # Of the exactness check, and of the work counted on a CPU, for one head.
+    # Length of the exactness check, and of the work counted on a CPU for one head.
     small_length: int = 1280
     seconds: float = 0.2
 
@@ -46,7 +46,7 @@ TINY = Settings(
 
 
 class SparseInputs:
-    """Fresh q, k, v, d_out and a block mask; `attend` runs a backend on them."""
+    """New random q, k, v, d_out and a block mask; `attend` runs a backend on them."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SparseInputs:
 
 
 def random_mask(length: int, percent: float) -> torch.Tensor:
-    """bool (1, 1, blocks, blocks) with the same number of blocks in every row, `percent` of them to the nearest."""
+    """bool (1, 1, blocks, blocks): the same number of random blocks in every row, `percent` of them, rounded."""
     blocks = -(-length // BLOCK)
     kept = max(1, round(blocks * percent / 100))
     generator = torch.Generator().manual_seed(0)
@@ -81,10 +81,10 @@ def random_mask(length: int, percent: float) -> torch.Tensor:
 
 
 def butterfly_mask(length: int) -> torch.Tensor:
-    """bool (1, 1, blocks, blocks): a block sees itself and those whose number differs from its own in one bit.
+    """bool (1, 1, blocks, blocks): a block sees itself and those whose index differs from its own in one bit.
 
-    The fixed butterfly of Dao et al. (Pixelated Butterfly, 2021), which block-sparse FlashAttention uses: log2 + 1
-    blocks a row, so O(N log N) in all.
+    The fixed butterfly of Dao et al. (Pixelated Butterfly, 2021), which block-sparse FlashAttention uses:
+    log2(blocks) + 1 blocks per row, so O(N log N) in all.
     """
     blocks = -(-length // BLOCK)
     number = torch.arange(blocks)
@@ -93,7 +93,7 @@ def butterfly_mask(length: int) -> torch.Tensor:
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     settings, device = options.settings, options.device
     for backend in backend_names(settings.backends):
         if backend == STANDARD:
@@ -119,7 +119,7 @@ def run(options: Options) -> None:
 
 
 def exactness(backend: str, options: Options) -> Sample:
-    """{"worst"}: largest relative difference of out, dq, dk, dv to masked dense attention in float64."""
+    """{"worst", "share"}: the largest relative error of out, dq, dk, dv against masked dense attention in float64."""
     settings, device = options.settings, options.device
     mask = random_mask(settings.small_length, 40)
     resolve_attention(
@@ -151,7 +151,7 @@ def _share(mask: torch.Tensor) -> float:
 
 
 def time_shares(backend: str, options: Options) -> Sample:
-    """Milliseconds, forward and backward, of every share and of no mask at all: {"ms": {share: [...]}, "late"}."""
+    """{"ms": {share or "dense": [...]}, "late"}: forward plus backward at every share, and without a mask."""
     settings = options.settings
     masks = [random_mask(settings.length, percent) for percent in settings.percents]
     named = {_share(mask): mask for mask in masks}
@@ -159,7 +159,7 @@ def time_shares(backend: str, options: Options) -> Sample:
 
 
 def time_butterfly(backend: str, length: int, options: Options) -> Sample:
-    """The same of the butterfly mask, "butterfly", and of no mask, "dense", and the mask's "share"."""
+    """{"ms": {"butterfly": [...], "dense": [...]}, "late", "share"}: with the butterfly mask, and without a mask."""
     mask = butterfly_mask(length)
     return {**_time(backend, length, {"butterfly": mask, "dense": None}, options), "share": _share(mask)}
 
@@ -214,7 +214,7 @@ def table(results: Results) -> str:
 
 
 def _relative_times(sample: Sample) -> dict[float, float]:
-    """Share -> time over the dense time."""
+    """Share of blocks -> time over the dense time."""
     dense = statistics.median(sample["ms"]["dense"])
     return {
         float(name): statistics.median(ms) / dense for name, ms in sample["ms"].items() if name != "dense"

@@ -1,8 +1,8 @@
-"""Standard attention as the papers timed it: their "PyTorch" column, in as few passes as eager PyTorch allows.
+"""Standard attention as the papers timed it (their "PyTorch" column), in as few passes as eager PyTorch allows.
 
-`kernels.naive` is the oracle and shows every pass; its dropout draws a reproducible mask in integer arithmetic, which
-no one would ship. This is the baseline that speed is claimed against: scale folded into q, masks built beforehand
-and filled in place, torch's own fused dropout.
+This is the baseline for speed claims: the scale is folded into q, masks are built beforehand and applied in place,
+and dropout is torch's own fused operator. `kernels.naive` is the oracle for correctness instead: it keeps every pass
+explicit, and its dropout draws a reproducible mask in integer arithmetic, which production code would not do.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def standard_attention(
     """softmax(q k^T / sqrt(head_dim)) v for q, k, v (batch, heads, length, head_dim), -> like q.
 
     Args:
-        hidden: bool, broadcasts to (batch, heads, q_len, kv_len): True where a score must not count.
-        dropout_p: of the probabilities, from torch's global generator.
+        hidden: bool, broadcasts to (batch, heads, q_len, kv_len): True where a score is masked out.
+        dropout_p: dropout on the probabilities, drawn from torch's global generator.
     """
     out = q
     for out in standard_passes(q, k, v, hidden=hidden, dropout_p=dropout_p):  # noqa: B007
@@ -38,7 +38,10 @@ def standard_attention(
 def standard_passes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, hidden: torch.Tensor | None, dropout_p: float
 ) -> Iterator[torch.Tensor]:
-    """The same pass by pass: scores, masked, softmax, dropped, out; FlashAttention's Figure 1 times these five."""
+    """The same, yielding after each of the five passes that FlashAttention's Figure 1 times.
+
+    They are: scores, mask, softmax, dropout, and the product with v, which is the output.
+    """
     x = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
     yield x
     if hidden is not None:
@@ -55,7 +58,7 @@ def standard_passes(
 def hidden_scores(
     length: int, causal: bool, kv_lengths: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
-    """The mask of a workload: True above the diagonal if causal, and at keys from kv_lengths on."""
+    """The mask for `standard_attention`: True above the diagonal if causal, and at keys from kv_lengths on."""
     hidden = None
     if causal:
         hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)

@@ -1,10 +1,11 @@
-"""How everything here is timed: the device's own clock, cold inputs, competitors taking turns.
+"""How everything here is timed: by the device's own clock, with inputs that are not in cache, contenders in turns.
 
-A measured call is a generator: what runs up to its first `yield` is the first phase, and so on, so that one loop
-gives forward, backward and their sum. On CUDA the phases are separated by events on the stream, and the device is
-kept asleep until the host has queued them all: kernels are timed, not the Python that launches them, as in the
-papers' benchmarks, which queue call after call. Where the device woke before that, the round is the host's: it is
-measured again after a longer sleep, and counted as late if the longest is too short.
+A measured call is a generator: what runs before its first `yield` is the first phase, and so on, so that one loop
+times forward and backward separately. On CUDA, events on the stream separate the phases, and the device is kept
+asleep until the host has queued them all. So the kernels are timed, not the Python that launches them, as in the
+papers' benchmarks, which queue one call after another. If the device wakes before everything is queued, the times
+may include waiting for the host: the round is measured again after a longer sleep, and counted as late if even the
+longest sleep is too short.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-# A phase generator: gets the number of the turn, which picks one of the rotating inputs and seeds dropout.
+# A generator of phases. Its argument, the number of the turn, selects one of the rotating inputs and seeds dropout.
 Call = Callable[[int], Iterator[None]]
-# Clock cycles the device sleeps before a call: about 2 ms, in which Python queues most. FlexAttention's forward and
-# backward at 4096 tokens took it some 4 ms.
+# Clock cycles that the device sleeps before a call: about 2 ms, enough for Python to queue most calls. Queuing
+# FlexAttention's forward and backward at 4096 tokens took some 4 ms.
 HEAD_START = 4_000_000
 CLOCK_QUERY = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 
@@ -32,9 +33,10 @@ class Timed(NamedTuple):
     """What was measured.
 
     Attributes:
-        ms: milliseconds of every phase of every round of each call: name -> phases -> rounds.
-        late: of the calls that the host queued too slowly, in how many of their rounds: those may be the host's. A
-            call of more kernels than CUDA's queue holds, about a thousand, counts too.
+        ms: milliseconds of every phase in every round of each call: name -> phases -> rounds.
+        late: name -> the number of rounds that the host queued too slowly, whose times may include waiting for it;
+            calls without such rounds are left out. A call with more kernels than CUDA's queue holds (about a
+            thousand) is always late.
     """
 
     ms: dict[str, list[list[float]]]
@@ -52,19 +54,20 @@ def time_alternating(
 ) -> Timed:
     """Time every phase of each call.
 
-    The calls take turns within a round, so that a change of clocks meets all of them alike. No two turns have the
-    same number, so that whoever comes second in a round does not find in the cache what the first has read.
+    The calls take turns within a round, so that a change of the clock frequency affects all of them alike. No two
+    turns have the same number, so that a call does not find in the cache the inputs that the one before it has read.
 
     Args:
         calls: what to time.
-        seconds: after so much per call it stops, once it has rounds[0] of them; rounds[1] at most.
-        warmup: rounds before the clock starts; a call that takes longer than `seconds` has one.
-        patience: so many times HEAD_START a call's sleep may become, by doubling whenever the host was late. At 1 no
-            round is repeated: for whole training steps, of which a slow host is part.
+        seconds: time budget per call. Measuring stops once seconds * len(calls) have passed, but not before rounds[0]
+            rounds, and after rounds[1] at the latest.
+        warmup: unmeasured rounds at the start; fewer, but at least one, once they have taken the same budget.
+        patience: the longest sleep before a call, in units of HEAD_START; the sleep doubles whenever the host was
+            late. At 1 no round is repeated, for whole training steps, where waiting for a slow host counts.
     """
     samples: dict[str, list[list[float]]] = {}
     late: Counter[str] = Counter()
-    # One that was late once is so again: its next round begins with the sleep that this one needed.
+    # A call that was late once will be late again, so it keeps the longer sleep in the rounds that follow.
     sleeps = dict.fromkeys(calls, HEAD_START)
     turns = itertools.count()
     began = time.perf_counter()
@@ -90,7 +93,7 @@ def time_alternating(
 
 
 def _phases(call: Call, number: int, device: torch.device, sleep: int) -> tuple[list[float], bool]:
-    """Milliseconds of each phase of one call, and whether the device woke from `sleep` before all was queued."""
+    """Milliseconds of each phase of one call, and whether it was late: the device woke before all was queued."""
     if device.type != "cuda":
         stamps = [time.perf_counter()]
         for _ in call(number):
@@ -108,7 +111,7 @@ def _phases(call: Call, number: int, device: torch.device, sleep: int) -> tuple[
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
-    """How many sets of inputs to rotate, so that each is out of the L2 cache when its turn comes again."""
+    """How many sets of inputs to rotate so that each has left the L2 cache by the time it is used again."""
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -116,13 +119,13 @@ def input_sets(bytes_per_set: int, device: torch.device) -> int:
 
 
 def spread(samples: list[float]) -> dict[str, float]:
-    """Median and quartiles, rounded to what a clock can tell."""
+    """Median and quartiles, to four significant digits."""
     quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
     return dict(zip(("low", "median", "high"), (float(f"{value:.4g}") for value in quartiles), strict=True))
 
 
 def matrix_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
-    """FLOP/s of a size^3 matrix product on random data: what "all of this device" is, measured in the same run."""
+    """FLOP/s of a size^3 matrix product on random data: the reference for shares of the matrix rate."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
 
     def call(number: int) -> Iterator[None]:
@@ -134,7 +137,7 @@ def matrix_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
 
 
 def copy_rate(device: torch.device, size: int) -> float:
-    """Bytes/s, read plus written, of a copy of `size` bytes."""
+    """Memory bandwidth of a copy of `size` bytes, in bytes/s read plus written."""
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -147,10 +150,10 @@ def copy_rate(device: torch.device, size: int) -> float:
 
 
 def clocks(device: torch.device) -> str | None:
-    """What nvidia-smi says of clocks (MHz), power, temperature and throttling now; None without it. Reads only."""
+    """nvidia-smi's current clocks (MHz), power, temperature and throttling; None without it. Changes nothing."""
     if device.type != "cuda":
         return None
-    # nvidia-smi counts all GPUs, PyTorch those of CUDA_VISIBLE_DEVICES
+    # By UUID: nvidia-smi numbers all GPUs, PyTorch only those in CUDA_VISIBLE_DEVICES.
     uuid = torch.cuda.get_device_properties(device).uuid
     query = ["nvidia-smi", f"--query-gpu={CLOCK_QUERY}", "--format=csv", f"--id=GPU-{uuid}"]
     try:
@@ -162,10 +165,10 @@ def clocks(device: torch.device) -> str | None:
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that tensors made inside `function` held at one time.
+    """The most bytes that tensors created inside `function` held at one time.
 
-    On CUDA the allocator's peak above what was allocated before; on a CPU the same from every allocation and release
-    that torch's profiler saw, with the cyclic garbage of earlier calls collected first.
+    On CUDA: the allocator's peak minus what was allocated before the call. On a CPU: the same, from the allocations
+    and releases that torch's profiler records; cyclic garbage of earlier calls is collected first.
     """
     gc.collect()
     if device.type == "cuda":

@@ -1,7 +1,8 @@
 """FLOPs and memory traffic, standard against flash: FlashAttention Figure 1 (right) and Figure 2 (left, middle).
 
-A CPU counts (`counting.py`): results/cpu/traffic.json. A GPU times the same shapes and reads its hardware counters.
-Attention's traffic is proportional to batch * heads, so one head is counted and the paper's shape is that times 1024.
+On a CPU they are counted (`counting.py`; results/cpu/traffic.json). On a GPU the same shapes are timed, and hardware
+counters read. Attention's traffic is proportional to batch * heads, so one head is counted; the paper's shape is that
+times 1024.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ PASSES = ("matmul", "mask", "softmax", "dropout", "matmul 2")
 
 @dataclass(frozen=True)
 class Settings:
-    # Names in kernels.ATTENTION and "standard"; none: all of them.
+    # Names in kernels.ATTENTION and "standard"; if empty, all of them.
     backends: tuple[str, ...] = ()
-    # Counted for one head of head_dim 64; 1024 is the paper's.
+    # Lengths counted, for one head of head_dim 64; 1024 is the paper's.
     lengths: tuple[int, ...] = (1024, 512, 256)
-    # The sweep of the forward kernel's BLOCK_M, with the BLOCK_N beside it, at the last of `lengths` counted.
+    # Sweep of the forward kernel's BLOCK_M at this BLOCK_N; counted at the last of `lengths`.
     block_m: tuple[int, ...] = (16, 32, 64, 128)
     block_n: int = 64
-    # Whose tile table is counted: compute capability * 10.
+    # The GPU architecture whose tiles are used for the counts: compute capability * 10.
     architecture: int = 90
-    # The paper's batch and heads, for what a GPU times.
+    # The paper's batch and heads, for timing on a GPU.
     batch: int = 64
     heads: int = 16
-    # Compiled anew for every shape: `attention` times it at one.
+    # Left out because it is compiled again for every shape; `attention` times it.
     compiled: tuple[str, ...] = ("flex",)
-    # Per backend, for what a GPU times.
+    # Measuring time per backend on a GPU.
     seconds: float = 0.3
 
 
@@ -52,7 +53,7 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """See `experiment`."""
+    """Run the experiment; see `experiment.py`."""
     if options.device.type == "cuda" or options.tiny:
         _time(options)
     if options.device.type == "cpu":
@@ -84,7 +85,7 @@ def _count(options: Options) -> None:
 def count(
     backend: str, workload: Workload, architecture: int, forward_tile: tuple[int, int] | None = None
 ) -> Sample:
-    """{"forward": {"read", "written", "flops"}, "backward": ..., "tiles"}, tiles being those our kernels used."""
+    """{"forward": {"read", "written", "flops"}, "backward": ..., "tiles"}; "tiles" are those our kernels used."""
     _refuse(backend, workload, torch.device("cpu"))
     tiles = _tiles(architecture, workload) if backend == OURS else {}
     if forward_tile is not None:
@@ -92,7 +93,7 @@ def count(
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
     attend = attend_with(backend)
     with torch.no_grad():
-        attend(inputs, 0)  # masks are built, and lookups done, before the count
+        attend(inputs, 0)  # builds masks and does lookups, which are not to be counted
     with forced(**tiles), counting.counting() as traffic:
         out = attend(inputs, 0)
         forward = traffic.copy()
@@ -143,7 +144,7 @@ def _time(options: Options) -> None:
             **asdict(workload),
         )  # fmt: skip
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the profiled program is another process on the same device
+        torch.cuda.empty_cache()  # the profiled program is a separate process that needs memory on the same device
     found = [
         options.sample(
             lambda b=backend: hardware_counters.read_counters(b, workload), kind="ncu", backend=backend,
@@ -152,7 +153,7 @@ def _time(options: Options) -> None:
         for backend in (BASELINE, OURS)
     ]  # fmt: skip
     if refused := [each for each in found if "refused" in each]:
-        one = refused[0]  # the other's command is the same but for its name
+        one = refused[0]  # the other's command differs only in the backend's name
         options.say(f"  hardware counters: {one['refused']}; where they can be read:\n  {one['command']}")
 
 
@@ -165,7 +166,10 @@ def _able(backend: str, workload: Workload, options: Options) -> bool:
 
 
 def time_passes(workload: Workload, options: Options) -> Sample:
-    """Milliseconds of each pass of the standard forward, and of our forward at the same shape."""
+    """Milliseconds of each pass of the standard forward, and of our forward at the same shape.
+
+    "flash_mask" is the mask that ours had: "plain" if flash does not support the workload's.
+    """
     device = options.device
     inputs = Inputs(workload, torch.float16, device)
     hidden = torch.arange(workload.length, device=device) >= inputs.kv_lengths[:, None, None, None]
@@ -203,7 +207,7 @@ def _does(backend: str, workload: Workload, device: torch.device) -> bool:
 
 
 def time_tile(tile: tuple[int, int], workload: Workload, options: Options) -> Sample:
-    """Milliseconds of our forward with this tile; the other entries of the table's tile stay."""
+    """Milliseconds of our forward with this BLOCK_M and BLOCK_N; the default tile's other parameters stay."""
     inputs = Inputs(workload, torch.float16, options.device)
     attend = attend_with(OURS)
 

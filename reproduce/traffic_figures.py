@@ -38,7 +38,7 @@ def _compulsory(length: int, head_dim: int) -> int:
 
 
 def table(results: Results) -> str:
-    """Counts of one head, and what was timed."""
+    """Counts for one head, followed by what was timed."""
     rows = []
     for (backend, length, mask), sample in sorted(_counted(results).items(), key=lambda item: item[0][1:]):
         size, work = total(sample), total(sample, "flops")
@@ -118,7 +118,7 @@ def _draw_passes(axis: plots.Axes, sample: Sample) -> None:
         width = statistics.median(values)
         axis.barh([1], [width], left=left, label=name)
         left += width
-    # Not in flash's own colour, which is that of the first pass here.
+    # Not in flash's own colour, which the first pass has here.
     axis.barh([0], [statistics.median(sample[OURS])], label="all in one kernel")
     axis.set_yticks([0, 1], [OURS, BASELINE])
     axis.set_ylim(-0.6, 2.4)
@@ -182,7 +182,7 @@ def _judge_formula(results: Results) -> list[Verdict]:
     sweep = sorted(pick(results, kind="tile count"), key=lambda s: s["block_m"])
     if len(sweep) > 1:
         first, last = sweep[0], sweep[-1]
-        # What a tile of twice the queries saves are re-reads of K and V; the compulsory part stays.
+        # A tile of twice as many queries halves the re-reads of K and V; the compulsory traffic stays.
         floor = counting.compulsory_bytes(first["length"], first["head_dim"])["forward"]
         floor -= 2 * first["length"] * first["head_dim"] * 2
         fall = (phase_total(first, "forward") - floor) / (phase_total(last, "forward") - floor)
@@ -209,7 +209,7 @@ def _judge_times(results: Results) -> list[Verdict]:
 
 
 def _judge_tiles(results: Results) -> list[Verdict]:
-    """C31: a tile of fewer queries stands for a smaller chip."""
+    """C31: a tile of fewer queries stands in for a chip with less on-chip memory."""
     standard = [milliseconds(s, BASELINE, "forward") for s in pick(results, kind="time", mask="plain")]
     sweep = sorted(pick(results, kind="tile time"), key=lambda s: s["block_m"])
     if not standard or len(sweep) < 2:

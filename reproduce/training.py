@@ -1,8 +1,9 @@
 """Training speed and memory of GPT-2: FlashAttention Table 2 and Table 4, FlashAttention-2 Table 1.
 
-A step has the tokens that one of the paper's eight GPUs had in its 512 sequences. Attention is swapped alone (our
-model, one compile mode, every backend) and, apart from that, whole stacks are set beside each other. Contenders of a
-group take turns in one process; before they are timed their logits must agree, and each one's peak memory is read.
+A step has as many tokens as each of the paper's eight GPUs processed of a step's 512 sequences. Attention is swapped
+in isolation (our model, one compile mode, every backend); separately, whole stacks are compared. Before a group is
+timed, each contender's logits must agree with naive attention's in float32 (except nanoGPT's, which has other
+weights), and its peak memory is measured. Then the group's contenders take turns in one process.
 """
 
 from __future__ import annotations
@@ -34,41 +35,41 @@ SHAPES = {
     "gpt3_1.3b": GPTConfig(n_layer=24, n_head=16, n_embd=2048),
     "tiny": GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32),
 }
-# Of logits in half precision against float32; attention that is wrong is off by more than a tenth.
+# Relative error allowed in 16-bit logits against float32; wrong attention is off by more than a tenth.
 LOGIT_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class Settings:
     # small, medium: Hugging Face and ours, eager (Table 2). compiled: ours and nanoGPT, under torch.compile. whole:
-    # the same with the step in one forward. dropout: with the paper's. context: Table 4. largest: the largest batch
-    # that fits. gpt3: FlashAttention-2's Table 1.
+    # the same with the whole step in one forward. dropout: with the paper's dropout. context: Table 4. largest: the
+    # largest micro-batch that fits. gpt3: FlashAttention-2's Table 1.
     parts: tuple[str, ...] = ("small", "compiled", "dropout", "whole", "context", "medium", "largest", "gpt3")
-    # Of the eager parts, as the paper trained.
+    # For the eager parts, as in the paper's training.
     dtype: str = "float16"
-    # Of the compiled parts, as nanoGPT trains.
+    # For the compiled parts, as in nanoGPT's training.
     compiled_dtype: str = "bfloat16"
     dropout: float = 0.1
-    # Names in kernels.ATTENTION for the part `small`; none: all of them. The other parts take `core`.
+    # Names in kernels.ATTENTION for the part `small`; if empty, all but the historical ones. Other parts use `core`.
     backends: tuple[str, ...] = ()
     core: tuple[str, ...] = ("naive", "sdpa", "flash")
-    # Of torch.compile.
+    # torch.compile's backend.
     compiler: str = "inductor"
-    # Of everyone's steps that inductor compiles for a GPU, as train.py has them: a slow host would decide otherwise.
+    # Use CUDA graphs for all contenders that inductor compiles for a GPU, as train.py does: else a slow host decides.
     cuda_graphs: bool = True
-    # Path of a nanoGPT checkout's model.py, which then takes part.
+    # Path of model.py in a nanoGPT checkout, which then takes part.
     nanogpt: str = ""
     small: str = "gpt2_small"
     medium: str = "gpt2_medium"
     large: str = "gpt3_1.3b"
     contexts: tuple[int, ...] = (1024, 2048, 4096)
     gpt3_contexts: tuple[int, ...] = (2048, 8192)
-    # Of a step on one GPU: 512 x 1024 shared by eight, and what a forward takes at equal batch.
+    # Tokens per step on one GPU (512 x 1024 shared by eight), and per forward except in `whole` and `largest`.
     step_tokens: int = 65536
     micro_tokens: int = 16384
     gpt3_step_tokens: int = 16384
     gpt3_micro_tokens: int = 8192
-    # Of measurement per contender, and at least so many steps.
+    # Measuring time per contender, and the least number of steps.
     seconds: float = 3.0
     steps: int = 5
 
@@ -95,7 +96,7 @@ TINY = Settings(
 
 @dataclass(frozen=True)
 class Group:
-    """Contenders that take the same step and are timed in turns; its fields are the coordinates of its samples."""
+    """What contenders that are timed together have in common; the fields are the coordinates of their samples."""
 
     part: str
     model: str
@@ -118,7 +119,7 @@ def run(options: Options) -> None:
             f"parts={sorted(unknown)[0]} is unknown; there are {', '.join(Settings().parts)}"
         )
     if options.settings.nanogpt:
-        nanogpt.load(options.settings.nanogpt)  # a wrong path is said now
+        nanogpt.load(options.settings.nanogpt)  # fail early if the path is wrong
     if options.device.type == "cuda":
         options.sample(partial(_machine, options), kind="machine")
     for group, names in plan(options.settings):
@@ -129,11 +130,11 @@ def run(options: Options) -> None:
 
 
 def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
-    """The groups with their contenders, in order of worth."""
+    """The groups with their contenders, the most useful first."""
     base, small, core = settings.contexts[0], settings.small, settings.core
     everyone = settings.backends or tuple(contenders.backends())
     peers = (NANOGPT, NANOGPT_BIASES) if settings.nanogpt else ()
-    # The attention that the paper's was measured beside, and transformers' default of today.
+    # The attention that the paper compares with, and today's default in transformers.
     huggingface = (HF_EAGER, HF_SDPA)
 
     def group(part: str, model: str, context: int, dropout: float = 0.0, mode: str = "eager") -> Group:
@@ -162,7 +163,7 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
 
 
 def _machine(options: Options) -> Sample:
-    """What this device gives to matrix products, and the peak that MFU is of."""
+    """The rate that this device reaches on matrix products, and the peak that MFU refers to."""
     dtype = getattr(torch, options.settings.dtype)
     return {
         "matmul_flops": timing.matrix_rate(dtype, options.device, 8192),
@@ -183,7 +184,7 @@ def _run_group(options: Options, group: Group, names: tuple[str, ...]) -> None:
         if sample.get("agrees"):
             ready.append(name)
         elif group.mode == "compiled":
-            _forget_compiled()  # after a failure torch.compile takes the next model only in pieces
+            _forget_compiled()  # after a failure torch.compile would compile the next model only in pieces
         _report(options, group, name, sample)
     if ready:
         timed = options.sample(partial(_speed, options, group, ready, built), kind="speed", **asdict(group))
@@ -217,9 +218,9 @@ def _build(options: Options, group: Group, name: str) -> Contender:
 
 
 def _memory(options: Options, group: Group, name: str, built: dict[str, Contender] | None) -> Sample:
-    """Peak bytes of two steps, weights and optimizer included, and how far the logits are from naive float32's.
+    """Peak bytes of two steps, including weights and optimizer, and the logits' error against naive float32.
 
-    The contender stays in `built`, to be timed.
+    The contender is kept in `built`, to be timed later.
     """
     _collect(options.device)
     began = time.perf_counter()
@@ -230,7 +231,7 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
         x.nbytes
         for parameter in contender.model.parameters()
         for x in (parameter, parameter.grad, *states[parameter].values())
-        if x is not None  # only with CUDA graphs are there gradients
+        if x is not None  # before the first step, gradients exist only with CUDA graphs
     )
 
     def two_steps() -> None:
@@ -250,7 +251,7 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
 
 
 def _logit_error(contender: Contender, group: Group) -> float:
-    """Norm of the difference of logits from naive attention's in float32, over the norm of the latter."""
+    """Relative error of the logits (norm of the difference over norm) against our model with naive in float32."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(group.config.vocab_size, (1, group.context), generator=generator).to(
         contender.device
@@ -271,9 +272,9 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
         calls,
         options.device,
         seconds=settings.seconds,
-        warmup=0 if options.tiny else 2,  # the second records CUDA graphs
+        warmup=0 if options.tiny else 2,  # the second step records CUDA graphs
         rounds=(settings.steps, 30),
-        patience=1,  # a step that waits for the host is what one gets
+        patience=1,  # waiting for the host is part of a training step
     )
     tokens = group.micro_batch * group.accumulation * group.context
     milliseconds = {name: contenders.split_phases(phases) for name, phases in timed.ms.items()}
@@ -296,7 +297,7 @@ def step_ms(parts: dict[str, list[float]]) -> float:
 
 
 def _flops_per_token(config: GPTConfig) -> int:
-    """6 N + 12 L H Q T, as the trainer counts; the same for every contender, since they compute the same."""
+    """6 N + 12 L H Q T, as in the trainer; the same for every contender, since all compute the same function."""
     with torch.device("meta"):
         return GPT(config, get_attention("naive")).flops_per_token(config.seq_len)
 
@@ -305,7 +306,7 @@ def _flops_per_token(config: GPTConfig) -> int:
 
 
 def _run_largest(options: Options, group: Group, names: tuple[str, ...]) -> None:
-    """Double each contender's micro-batch until memory or the step's tokens end, then time it there, alone."""
+    """Double each contender's micro-batch until memory or the step's tokens run out, then time it alone there."""
     for name in names:
         largest = None
         current = group
@@ -346,12 +347,12 @@ def _speed_alone(options: Options, group: Group, name: str) -> Sample:
 
 
 def _forget_compiled() -> None:
-    """torch.compile falls back to eager after a few versions of one function; each group starts without any."""
+    """Drop compiled code: torch.compile falls back to eager after recompiling a function a few times."""
     torch.compiler.reset()
 
 
 def _collect(device: torch.device) -> None:
-    """Give back what earlier contenders held, so that a large one finds the memory in one piece."""
+    """Free what earlier contenders held; avoids fragmentation, so that a large contender fits."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

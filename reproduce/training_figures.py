@@ -22,14 +22,15 @@ from .experiment import (
     text_table,
 )
 
-# FlashAttention, arXiv v2. Table 2: days to 400k steps on 8 A100, HuggingFace and FlashAttention.
+# FlashAttention, arXiv v2. Table 2: days for 400k steps on 8 A100s, Hugging Face over FlashAttention.
 TABLE_2_SPEEDUP = {"gpt2_small": 9.5 / 2.7, "gpt2_medium": 21.0 / 6.9}
 # Table 4: days at contexts 1024, 2048, 4096; Megatron-LM at 1024 took 4.7.
 TABLE_4_DAYS = {1024: 2.7, 2048: 3.0, 4096: 3.6}
 TABLE_4_MEGATRON_DAYS = 4.7
-# Where steps differ by more it is said: on an H200 they kept within 8 %, those that waited for the host within 41 %.
+# Slowest over fastest step above which a contender is called not steady. On an H200 steps stayed within 8 %, those
+# that waited for the host within 41 %.
 STEADY = 1.1
-# Tokens/s at 2048 and 4096 over those at 1024 that must come out.
+# The least ratio of tokens/s at context 2048 and 4096 to that at 1024.
 TABLE_4_BOUNDS = {2048: 0.85, 4096: 0.70}
 # FlashAttention-2, Table 1, GPT3-1.3B: TFLOP/s per A100 without flash attention and with FlashAttention-2.
 FA2_TABLE_1 = {2048: (142, 196), 8192: (72, 220)}
@@ -37,17 +38,17 @@ PAPER_TOKENS = 400_000 * 512 * 1024
 
 
 def rate(sample: Sample | None, contender: str) -> float | None:
-    """Tokens/s, if the contender was timed in the sample."""
+    """Tokens/s of the contender; None if it was not timed in the sample."""
     return sample["tokens_per_second"].get(contender) if sample else None
 
 
 def find(results: Results, part: str, **where: object) -> Sample | None:
-    """The timed group of a part of the plan; the first if there are several."""
+    """The timing sample of a part of the plan; the first if there are several."""
     return next(iter(pick(results, kind="speed", part=part, **where)), None)
 
 
 class Row(NamedTuple):
-    """A timed contender: as it is to be called, its sample, and its name there."""
+    """A timed contender: the label to show, its sample, and its name in the sample."""
 
     label: str
     sample: Sample
@@ -55,7 +56,7 @@ class Row(NamedTuple):
 
 
 def _groups(results: Results) -> list[tuple[str, list[Row]]]:
-    """What is shown together, with a title: those that took turns, and those that were timed alone."""
+    """(title, rows) of what is shown together: contenders that took turns, then those that were timed alone."""
     groups = [
         (f"{_title(sample)}, {_sequences(sample)}", [Row(name, sample, name) for name in sample["ms"]])
         for sample in pick(results, kind="speed")
@@ -85,7 +86,7 @@ def _peak_gib(results: Results, sample: Sample, contender: str) -> float | None:
 
 
 def table(results: Results) -> str:
-    """Every timed contender: tokens/s, its ratio to the first of its group, the step's parts, MFU, peak memory."""
+    """Every timed contender: tokens/s, ratio to the first in its group, the step's parts, MFU, peak memory."""
     header = ["", "tokens/s", "ratio", "step ms", "forward", "backward", "optimizer", "MFU", "peak GiB"]
     lines: list[str] = []
     for title, group in _groups(results):
@@ -115,7 +116,7 @@ def table(results: Results) -> str:
 
 
 def _unsteady(sample: Sample, contender: str) -> str | None:
-    """From where to where its steps went, if they were not all as long: their median says less then."""
+    """The range of the contender's step times if they vary by more than STEADY, so that the median says less."""
     steps = [sum(parts) for parts in zip(*sample["ms"][contender].values(), strict=True)]
     if max(steps) <= STEADY * min(steps):
         return None
@@ -131,10 +132,10 @@ def _why_missing(sample: Sample) -> str | None:
 
 
 def draw(results: Results, path: Path) -> None:
-    """A panel a group: each contender's step, split into forward, backward and optimizer."""
+    """A panel for each group: every contender's step, split into forward, backward and optimizer."""
     groups = _groups(results)
     with plots.picture(path, max(1, len(groups)), title=f"Training GPT-2 on {results['device']}") as axes:
-        # strict=False: where no group was timed the one panel stays empty
+        # strict=False: if no group was timed, the single panel stays empty
         for axis, (title, group) in zip(axes, groups, strict=False):
             _draw_group(axis, results, group)
             axis.set_title(textwrap.fill(title, 48), fontsize=8)
@@ -205,7 +206,7 @@ def _judge_table_2(results: Results) -> list[Verdict]:
 
 
 def _judge_stack(results: Results, model: str, mode: str) -> list[Verdict]:
-    """Ours with flash over Hugging Face's eager attention: with the paper's dropout where flash was timed with it."""
+    """Ours with flash over Hugging Face's eager attention; with the paper's dropout if flash was timed with it."""
     part = "small" if model == "gpt2_small" else "medium"
     theirs = find(results, "dropout", model=model, mode="eager")
     ours = find(results, "dropout", model=model, mode=mode)
@@ -236,7 +237,7 @@ def _judge_stack(results: Results, model: str, mode: str) -> list[Verdict]:
 
 
 def _judge_nanogpt(results: Results, device: str) -> list[Verdict]:
-    """What this project set itself, beside the papers: 1.1 times nanoGPT's speed, and half of the matrix peak."""
+    """This project's own aims: 1.1 times nanoGPT's speed, and an MFU of 50 %."""
     found = []
     for sample in pick(results, kind="speed", part="compiled") + pick(results, kind="speed", part="whole"):
         ours = [name for name in ("flash", "flash" + FUSED) if rate(sample, name)]

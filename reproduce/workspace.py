@@ -1,6 +1,6 @@
-"""`python -m reproduce workspace ENTITY/PROJECT`: the comparison as a wandb workspace, for people with an account.
+"""`python -m reproduce workspace ENTITY/PROJECT`: the comparison as a wandb workspace, which needs a wandb account.
 
-It needs the package wandb-workspaces. Runs are grouped by the attention that ran, tokens are the axis.
+It also needs the package wandb-workspaces. Runs are grouped by the attention that ran; the x axis is tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 
 
 def build(entity: str, project: str, group: str | None = None) -> Workspace:
-    """The workspace, not saved yet; needs no network."""
+    """Build the workspace without saving it; needs no network."""
     try:
         import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as workspaces
@@ -83,7 +83,7 @@ def build(entity: str, project: str, group: str | None = None) -> Workspace:
 
 
 def _save(workspace: Workspace) -> str:
-    """Save it on the server; the address of the view."""
+    """Save the workspace on the server; returns the view's URL."""
     import wandb
 
     try:

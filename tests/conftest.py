@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave out of every collection what is imported by now: memory is measured after one, and each took 0.2 s."""
+    """Exempt everything imported by now from garbage collection: memory tests collect first, and each took 0.2 s."""
     gc.freeze()
 
 
@@ -83,7 +83,7 @@ def rows(run: Path) -> list[dict[str, str]]:
 
 
 def measured(run: Path, column: str) -> dict[int, str]:
-    """By step, where there is one."""
+    """Step -> the cell of `column`, for the rows that have one."""
     return {int(row["step"]): row[column] for row in rows(run) if row[column]}
 
 
@@ -92,8 +92,8 @@ CommandLine = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture
 def user_environment() -> dict[str, str]:
-    """The variables of a user's shell: without the interpreter that the tests switch on, without a key, and without
-    what a wandb used by an earlier test of this process left (a child would talk to that one's service)."""
+    """Environment variables as in a user's shell: without the interpreter that the tests switch on, an API key, or
+    what wandb left in an earlier test of this process (a child would talk to that test's service)."""
     ours = ("TRITON_INTERPRET", "WANDB_API_KEY", "WANDB_SERVICE", "_WANDB", "PYTEST_")
     return {k: v for k, v in os.environ.items() if not k.startswith(ours)}
 
@@ -117,7 +117,7 @@ def command_line(tmp_path: Path, user_environment: dict[str, str]) -> CommandLin
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int | str | None]:
-    """The same in this process: launch a task in an empty directory, and say what the process would end with, a
+    """The same in this process: launch a task in an empty directory, and return what the process would exit with, a
     status or an error message."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")

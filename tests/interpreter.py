@@ -28,12 +28,12 @@ def hasten() -> None:
 
 
 def once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`patch` puts the interpreter's functions into triton.language, as the module of a function sees it.
+    """Make `patch` run once per module and launch; it puts the interpreter's functions into triton.language.
 
-    The interpreter does so when it launches a kernel, and to no effect again whenever that calls another function,
-    be it tl.sum: up to half of its time. Now it does so when a launch first comes to a module.
+    The interpreter patches when it launches a kernel and, to no effect, again at every call of another function, even
+    of tl.sum, which takes up to half of its time. Here it patches when a launch first enters a module.
     """
-    scopes = {}  # by module, of the launch under way
+    scopes = {}  # module -> patch scope, for the current launch
 
     def restore() -> None:
         while scopes:
@@ -48,7 +48,7 @@ def once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def once_a_shape(init: Callable[..., None]) -> Callable[..., None]:
-    """A block's type, whose shape is checked and written out when it is first met."""
+    """Make the constructor of block types check and format each shape only once."""
     known = {}
 
     def init_once(self: core.block_type, element_ty: core.dtype, shape: Any) -> None:

@@ -1,4 +1,4 @@
-"""README's tables of speed say what the files in results/ hold. Under 1 s."""
+"""README's speed tables agree with the files in results/. Under 1 s."""
 
 import itertools
 import json

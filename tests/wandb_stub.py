@@ -4,8 +4,8 @@
         ... a subprocess with server.variables in its environment ...
         server.runs["8f3a12c4"].history
 
-It knows one user, `someone`. `stranger` has it know no key, `leaves` has it go once a run has begun, and `silent`
-leaves those who ask it `waiting`.
+It knows one user, `someone`. With `stranger` it knows no key, with `leaves` it goes away once a run has begun, and
+with `silent` it leaves requests unanswered, and counts them in `waiting`.
 """
 
 import json
@@ -87,7 +87,7 @@ class WandbStub:
         return {}
 
     def _known(self, name: str) -> dict[str, Any] | None:
-        """A run that is there already, as a client that goes on with it wants to know it."""
+        """An existing run, as a client that resumes it needs it."""
         if (run := self.runs.get(name)) is None:
             return None
         history, events = (run.lines.get(f"wandb-{kind}.jsonl", []) for kind in ("history", "events"))

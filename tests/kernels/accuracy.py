@@ -31,13 +31,13 @@ def inputs(
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), normal(heads, q_len)
 
 
-# (left side of a window or None, whether there are documents): what bounds the causal mask in tests.
+# (left side of a window or None, whether there are documents): the restrictions of the causal mask to test.
 BOUNDS = [(left, False) for left in (0, 1, 64, 127, 200, 5000)] + [(left, True) for left in (None, 64, 200)]
 
 
 def documents(length: int, batch: int, device: str = "cpu") -> torch.Tensor:
-    """cu_seqlens of `batch` rows of `length` tokens, packed with documents that end at, before and behind tiles of 64
-    and 128, in and across rows; the second is empty, and of several rows the third is longer than one."""
+    """cu_seqlens for `batch` rows of `length` tokens: documents that end at, just before and just after multiples of
+    64 and 128, within and across rows. The second is empty; with several rows, the third is longer than a row."""
     generator = torch.Generator().manual_seed(length)
     sizes = torch.tensor([1, 2, 63, 64, 65, 0, 127, 128, 129, 200, 320, 700])
     picked = sizes[torch.randint(len(sizes), (batch * length,), generator=generator)]
@@ -49,13 +49,13 @@ def documents(length: int, batch: int, device: str = "cpu") -> torch.Tensor:
     return torch.cat([ends, torch.tensor([batch * length])]).to(device, torch.int32)
 
 
-# (q_len, kv_len) of block masks; those whose difference is a multiple of a block under the causal mask too.
+# (q_len, kv_len) for block masks; if the difference is a multiple of a block, also tested with the causal mask.
 LISTED = [(1, 1), (128, 128), (129, 129), (200, 200), (1000, 1000), (1024, 1024), (256, 512), (1100, 844)]
 LISTED += [(1, 239), (113, 203), (700, 30), (65, 1300)]
 
 
 def block_mask(q_len: int, kv_len: int, batch: int, heads: int, share: float = 0.4, device: str = "cpu"):
-    """A random block mask with a block of queries that sees nothing, and one of keys that nobody sees."""
+    """A random block mask with a block of queries that sees no keys, and a block of keys that no query sees."""
     shape = (batch, heads, -(-q_len // 128), -(-kv_len // 128))
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(q_len)) < share
     mask[..., mask.shape[2] // 2, :] &= mask.shape[2] < 3
@@ -74,14 +74,14 @@ def golden(tensors: Sequence[torch.Tensor], d_out: torch.Tensor, **options) -> d
 
 class FlashSoftmax(torch.autograd.Function):
     """Softmax in FlashAttention's order: P = exp(S - lse), and in the backward P * (dP - delta) with delta =
-    rowsum(dO * O), where PyTorch has rowsum(P * dP). lse and delta are float32 there, and here."""
+    rowsum(dO * O), where PyTorch has rowsum(P * dP). As in FlashAttention, lse and delta are float32."""
 
     @staticmethod
     def forward(ctx, scores: torch.Tensor, delta: list[torch.Tensor]) -> torch.Tensor:
         wide = scores.float()
         probabilities = (wide - wide.logsumexp(-1, keepdim=True)).exp().to(scores.dtype)
         ctx.save_for_backward(probabilities)
-        ctx.delta = delta  # a list, because there is none before there is an output
+        ctx.delta = delta  # a list, filled later: delta needs the output, which does not exist yet
         return probabilities
 
     @staticmethod
@@ -93,9 +93,9 @@ class FlashSoftmax(torch.autograd.Function):
 def reordered(
     tensors: Sequence[torch.Tensor], d_out: torch.Tensor, generator: torch.Generator, **options
 ) -> dict[str, torch.Tensor]:
-    """out, dq, dk, dv from PyTorch in the inputs' own precision, its operations reordered: FlashAttention's
-    softmax, the scale moved from the scores to k, and what products sum over in another order: head_dim, and where
-    every query sees every key those too."""
+    """out, dq, dk, dv from PyTorch in the inputs' own precision with its operations reordered: FlashAttention's
+    softmax, the scale moved from the scores to k, and the summation order of the products permuted over head_dim and,
+    where every query sees every key, also over queries and keys."""
     queries, keys, dims = (
         torch.randperm(length, generator=generator).to(d_out.device)
         for length in (d_out.shape[2], tensors[1].shape[2], d_out.shape[3])
@@ -115,7 +115,7 @@ def reordered(
         out = naive_attention(q, k * scale, v, scale=1.0, **options)
     softmax.assert_called_once()
     terms = d_out.float() * out.detach().float()
-    # One by one, as a matrix product adds, but from the end: in the same order dP - delta could be 0 exactly.
+    # Summed one by one like a matrix product, but from the end: in the same order dP - delta could be exactly 0.
     delta.append(sum(reversed(terms.split(1, dim=-1))))
     results = (out.detach(), *torch.autograd.grad(out, (q, k, v), d_out))
     return {
@@ -132,10 +132,10 @@ def assert_as_accurate(
     times: float = 2.0,
     **options,
 ) -> None:
-    """Hold out, lse, dq, dk, dv to twice the error of the same PyTorch computation reordered, plus two ulp.
+    """Allow out, lse, dq, dk, dv twice the error of the same PyTorch computation reordered, plus two ulp.
 
-    See `assert_within`. The peers are 8 orders: where a query sees one key, dq and dk are 0 but for how two sums of
-    the same terms differ, which in any one order may be nothing by chance.
+    See `assert_within`. The peers are 8 random orders: where a query sees a single key, dq and dk are 0 except for
+    the difference between two sums of the same terms, which in a single order may happen to be 0.
     """
     want = golden(tensors, d_out, **options)
     generator = torch.Generator().manual_seed(0)
@@ -149,13 +149,13 @@ def assert_within(
     peers: Sequence[dict[str, torch.Tensor]],
     times: float = 2.0,
 ) -> None:
-    """Hold results to `times` the error of the worst of their peers, each against `want` in float64.
+    """Allow results `times` the error of the worst of their peers, each measured against `want` in float64.
 
-    max error <= times * (max error of the peer + an ulp of the tensor's largest value), and mean error <= 1.25 * the
-    peer's + a quarter ulp of the tensor's mean. In float32, where no rounding to 16 bits drowns the order of
-    operations, the mean as the max: of a single key P is 1 to PyTorch, and to us 2^(S - lse) of two that were
-    rounded, 1.6 ulp off on an AMD EPYC, where P is all of dv. lse, float32 in every precision, within 1e-5 of its
-    size.
+    max error <= times * (the peers' max error + an ulp of the tensor's largest value), and mean error <= 1.25 * the
+    peers' mean error + a quarter ulp of the tensor's mean. In float32, where no rounding to 16 bits masks the order
+    of operations, the mean has the same limit as the max: for a single key P is exactly 1 in PyTorch but 2^(S - lse)
+    of two rounded numbers in ours, 1.6 ulp off on an AMD EPYC, and dv consists of P alone. lse, which is float32 in
+    every precision, must be within 1e-5 of its size.
     """
     for name, result in got.items():
         if name == "lse":
@@ -195,7 +195,7 @@ def _double(value: object) -> object:
 def assert_all_as_exact(
     exact: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 ) -> None:
-    """Each of ours at most twice as far from the exact one as torch's of the same dtype, plus two ulp."""
+    """Each of our results is at most twice as far from the exact one as torch's in the same dtype, plus two ulp."""
     for name, x in exact.items():
         assert ours[name].shape == x.shape, name
         assert ours[name].dtype == theirs[name].dtype, name
@@ -208,7 +208,7 @@ def assert_all_as_exact(
 def assert_all_as_close(
     exact: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 ) -> None:
-    """Each of ours, all elements together, at most half again as far from the exact one as torch's."""
+    """Each of our results, over all elements, is at most 1.5 times as far from the exact one as torch's."""
     for name, x in exact.items():
         error, reference = ((y[name] - x).norm() for y in (ours, theirs))
         assert error <= 1.5 * reference + 1e-6 * x.norm(), f"{name}: {error} with {reference} in torch"

@@ -2,8 +2,8 @@
 
     python -m tests.kernels.compile_fused [MODULES] [--arch 80 90 100] [--width 768 1600]
 
-One line a kernel, in bfloat16 with a float32 residual stream and parameters, with bias and every gradient: where for,
-its name, the model's width, registers, bytes spilled, loads of 16 bytes, loads and stores of 2.
+One line per kernel, in bfloat16 with a float32 residual stream and parameters, with bias and every gradient: the GPU
+architecture, its name, the model's width, registers, bytes spilled, 16-byte loads, 2-byte loads and stores.
 """
 
 import argparse

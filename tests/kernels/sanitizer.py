@@ -1,9 +1,9 @@
-"""Our kernels on shapes as small as show their edges, for NVIDIA's checker of memory, on a GPU:
+"""Our kernels on the smallest shapes that reach their edge cases, to be run under NVIDIA's memory checker on a GPU:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python -m tests.kernels.sanitizer [NAMES]
 
-Without PyTorch's cache every tensor is an allocation of its own, so that a step outside it is seen. The checker of
-races (--tool racecheck) does not know mbarriers: it reports cuBLAS's Hopper kernels as well as ours, and no others.
+Without PyTorch's cache every tensor is a separate allocation, so that an access outside it is detected. The race
+checker (--tool racecheck) does not know mbarriers: it reports cuBLAS's Hopper kernels as well as ours, and no others.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The offline compile gate: lets a shipped tile through, stops a bad one. About 10 s."""
+"""The offline compile gate: it accepts a shipped tile and rejects a bad one. About 10 s."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def compiling(*arguments: str, **options: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, env=environment, stdout=subprocess.PIPE, **options)
 
 
-# Each line it gets is a program to run; each that it answers, what that left as `result` and printed.
+# Each line of its input is a program to run; each line of its output has that program's `result` and what it printed.
 CHILD = """
 import contextlib, io, json, sys
 from kernels import compile_report
@@ -30,7 +30,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[subprocess.Popen[str]]:
-    """One for all tests: to import PyTorch and Triton took 2 s of processor time of each."""
+    """One process for all tests: importing PyTorch and Triton took 2 s of processor time in each."""
     with compiling("-c", CHILD, stdin=subprocess.PIPE) as process:
         yield process
         process.stdin.close()
@@ -108,7 +108,7 @@ for name, (_, tiles, _) in HISTORY.items():
 
 
 def test_what_led_to_flash_reads_back_behind_a_barrier(printed) -> None:
-    """Triton orders no load after a store of another thread, and its interpreter has but one."""
+    """Triton does not order a load after another thread's store, and its interpreter has only one thread."""
     barriers = {name: int(one) + int(other) for name, one, other in printed(BARRIERS)}
     reads_nothing_back = {"two_pass_forward": 0}
     assert (
@@ -145,11 +145,11 @@ for kernel, tile in ("forward", Tile(64, 64, 4, 3)), ("dq", Tile(64, 64, 4, 3)),
 
 
 def test_the_elements_in_a_threads_registers_share_their_philox_calls(printed) -> None:
-    """Eight share a call in S, four in its transpose. Twelve products a call stay in each of the two loops."""
+    """Eight elements share a call in S, four in its transpose. Each of the two loops has twelve products per call."""
     products = printed(PRODUCTS)
     assert len(products) == 3
     for _, wide, high in products:  # a thread has 32 elements in S and 16 in the transpose: four calls a loop
-        # addresses, and what left the loops, come on top
+        # plus products for addresses, and those moved out of the loops
         assert 2 * 4 * 12 <= int(wide) < 2 * 5 * 12, products
         assert high == "0"
 
@@ -178,9 +178,9 @@ for kernel in masks.documents_kernel, masks.block_lists_kernel:
 
 
 def test_what_prepares_masks_compiles_without_spills() -> None:
-    """The interpreter knows no types, nor registers."""
+    """The interpreter checks neither types nor registers."""
     names = ["documents_kernel", "block_lists_kernel"]
-    with compiling("-c", MASKS) as process:  # of its own, for its settings
+    with compiling("-c", MASKS) as process:  # a separate process, because it changes settings
         lines = process.stdout.read().splitlines()
     assert lines == [f"{name} 0" for name in names for _ in range(2)]
 
@@ -203,7 +203,7 @@ print(idle_barriers(ttgir), *(idle_barriers(ttgir.replace(f", {name},", ",", 1))
 
 
 def test_a_barrier_that_no_warp_gets_is_found(printed) -> None:
-    """Each operand of the warps is left out once: 10 of them are barriers."""
+    """Each operand of warp_specialize is left out once; 10 of them are barriers."""
     ((none, *found),) = printed(IDLE)
     assert none == "0"
     assert found.count("1") == 10

@@ -100,7 +100,7 @@ def test_the_operators_are_whole_to_torch_compile():
 
 
 def test_torch_compile_sees_torchs_forward_and_our_gradient():
-    """So that it makes one kernel of the forward and what follows."""
+    """So that torch.compile can fuse the forward with what follows it."""
     seen = []
 
     def noting(graph, inputs):

@@ -1,6 +1,6 @@
-"""Kernels on what lies so far apart that 32 bits do not count it, in the interpreter. About 6 s.
+"""Kernels on tensors whose elements are so far apart that 32-bit offsets overflow, in the interpreter. About 6 s.
 
-In processes of their own, which a wrong address would end.
+Each runs in its own process, which a wrong address would crash.
 """
 
 import os

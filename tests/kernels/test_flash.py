@@ -79,7 +79,7 @@ def test_a_gradient_through_lse() -> None:
 
 
 def test_a_nan_for_the_lse_of_a_query_that_sees_nothing_goes_nowhere() -> None:
-    """What it gets of a merge of parts none of which it sees: the gradient of logaddexp(-inf, -inf) is NaN."""
+    """Such a query gets it when parts are merged and it sees none: the gradient of logaddexp(-inf, -inf) is NaN."""
     *tensors, d_out = inputs(150, 40, 16, torch.float32)  # 110 queries, a tile of dQ's and most of the next
     d_lse = torch.randn(1, 1, 150)
     d_lse[:, :, :110] = 0

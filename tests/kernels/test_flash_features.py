@@ -97,7 +97,7 @@ def test_a_wide_head_whose_dk_and_dv_are_one_loop(options: dict[str, object]) ->
 def test_window_at_unequal_lengths(q_len: int, kv_len: int) -> None:
     check({"causal": False, "window": (20, 5)}, q_len, kv_len)
     check({"window": (20, 5)}, q_len, kv_len)
-    # One key short of them all, all of them, and more than 32 bits hold: the kernels add positions to a side.
+    # All keys but one, all keys, and more than 32 bits hold: the kernels add positions to a window's side.
     for window in [(kv_len - 2, q_len - 2), (kv_len - 1, q_len - 1), (2**40, 2**31 - 1)]:
         check({"causal": False, "window": window}, q_len, kv_len)
 
@@ -127,7 +127,7 @@ def test_softcap(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("cap", [100.0, 1e3, 1e6])
 def test_a_large_softcap_costs_no_digits(cap: float, size: int) -> None:
-    """Scores come to 6, and to 28 with q 5 times as large: past where a cap of 100 takes the series."""
+    """Scores reach 6, and 28 with q 5 times as large: beyond where the kernels use the series for a cap of 100."""
     *tensors, d_out = inputs(130, 200, 16, torch.float32)
     with torch.no_grad():
         tensors[0].mul_(size)

@@ -35,8 +35,8 @@ def test_exact_at_every_length(flash, causal: bool, head_dim: int, dtype: torch.
     single = dtype is torch.float32
     if flash.keywords["tier"] == "auto" and (single or head_dim not in (64, 128)):
         pytest.skip("there are no other kernels than the portable ones for it")
-    # ex2.approx is wrong by 2 ulp where exp is by 1, and cuBLAS splits its sums where we add in order. 16-bit types
-    # hide both; in float32 13 of 16 cases went beyond two times on an H200, by up to 1.9.
+    # ex2.approx is off by 2 ulp where exp is off by 1, and cuBLAS splits its sums where we add in order. 16-bit types
+    # hide both; in float32 13 of 16 cases exceeded the factor of two on an H200, by up to 1.9.
     times = 4.0 if single else 2.0
     lengths = [length for length in LENGTHS if not single or length <= 1024]
     for q_len, kv_len in [(length, length) for length in lengths] + UNEQUAL:
@@ -130,7 +130,7 @@ def test_features_and_their_repeats(flash, name: str, kv_heads: int, head_dim: i
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seed", range(5))
 def test_offsets_in_no_order_are_no_endless_wait(seed: int, head_dim: int) -> None:
-    """Whatever documents they make, both tiers have the same."""
+    """Whichever documents such offsets define, both tiers agree on them."""
     *tensors, d_out = inputs(
         1000, 1000, head_dim, torch.bfloat16, batch=2, heads=4, kv_heads=4, device="cuda"
     )

@@ -24,7 +24,7 @@ OPERATORS = {
 }
 LENGTHS = [(1, 1), (63, 63), (65, 65), (1, 128), (128, 63), (97, 1)]
 LONG = [(200, 200), (200, 130)]  # many tiles of queries by many of keys: half a second each
-# A value that means "used", of those features where a tensor does not.
+# A value that means "used", for those features whose value is not a tensor.
 USED = {"dropout_p": 0.1, "window": (8, 0), "softcap": 5.0, "return_lse": True, "precise_delta": True}
 SOFTMAX = [softmax.safe_softmax, softmax.online_softmax]
 HALF_AND_SINGLE = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])

@@ -1,6 +1,7 @@
 """The Hopper backward kernel alone, on a Hopper GPU: accuracy at every length, views, bit for bit repeats.
 
-Everything with dQ's product in its own step, and a step late, whichever of the two a length would have.
+Tests run with dQ's product in its own step and, except for bounded and listed work items, also one step late,
+whichever of the two a length would use.
 """
 
 import pytest
@@ -101,7 +102,7 @@ class TestOnHopper:
     def test_grouped_heads(
         self, heads: int, kv_heads: int, causal: bool, head_dim: int, dtype: torch.dtype
     ) -> None:
-        """Odd and even numbers of blocks, keys without queries, queries without keys, many works."""
+        """Odd and even numbers of blocks, keys without queries, queries without keys, many work items."""
         for batch, q_len, kv_len in [
             (2, 333, 333),
             (1, 128, 700),
@@ -115,7 +116,7 @@ class TestOnHopper:
             assert_accurate(*tensors, causal)
 
     def test_dropout(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
-        """The mask of kernels/philox.py, which naive attention has too; grouped heads, many works."""
+        """The mask of kernels/philox.py, which naive attention uses too; grouped heads, many work items."""
         many = [(1, 128, 700), (1, 700, 30), (16, 1024, 1024)]
         for batch, q_len, kv_len in [(2, length, length) for length in LENGTHS[:-1]] + many:
             tensors = inputs(
@@ -127,7 +128,7 @@ class TestOnHopper:
     def test_250_repeats_agree_bit_for_bit(
         self, kv_heads: int, causal: bool, head_dim: int, dtype: torch.dtype
     ) -> None:
-        """With several works for each program, so that their order in time varies."""
+        """With several work items for each program, so that their order in time varies."""
         *qkv, d_out = inputs(
             1000, 1000, head_dim, dtype, batch=16, heads=12, kv_heads=kv_heads, device="cuda"
         )  # fmt: skip
@@ -155,7 +156,7 @@ class TestOnHopper:
     def test_any_number_of_programs_gives_the_same(
         self, programs: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One alone has to do all works in an order in which none waits for a later one."""
+        """A single program must process all work items in an order in which none waits for a later one."""
         from kernels import launch
         from kernels.flash import hopper_launch
 
@@ -193,7 +194,7 @@ class TestOnHopper:
         assert not fits_backward(x[..., :48], x[..., :48], x[..., :48], x[..., :48], x[..., :48])
 
 
-@pytest.mark.parametrize("late", [0], indirect=True, ids=["in time"])  # bounded works are never late
+@pytest.mark.parametrize("late", [0], indirect=True, ids=["in time"])  # bounded work items are never late
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 class TestWindowsAndDocuments:

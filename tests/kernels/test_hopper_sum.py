@@ -1,5 +1,5 @@
-"""The Hopper backward's sum of dQ, beside its kernel: in which turn a block of queries begins, that the order its
-threads leave it in is undone, and delta. On any machine, 2 s."""
+"""The parts of the Hopper backward's sum of dQ that are outside its kernel: the turn in which a block of queries
+begins, undoing the order in which the threads store the sum, and delta. On any machine, 2 s."""
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ HALF = 64
 
 
 def laid_down(half: torch.Tensor) -> torch.Tensor:
-    """(64, 64) of a warpgroup as it lays it down, by PTX's picture of wgmma's accumulator.
+    """A (64, 64) block in the order in which a warpgroup stores it, by PTX's layout of wgmma's accumulator.
 
     Number i of lane l of warp w is at row 16 w + l / 4 + 8 (i / 2 mod 2), column 8 (i / 4) + 2 (l mod 4) + i mod 2.
-    The threads lay down four numbers each, side by side, then the next four.
+    All threads store four numbers each, side by side, then the next four.
     """
     i = torch.arange(32).view(8, 1, 1, 4)
     warp, lane = torch.arange(4).view(4, 1, 1), torch.arange(32).view(32, 1)
@@ -32,7 +32,7 @@ def test_the_sum_comes_back_in_rows(head_dim: int, block_m: int, blind: int) -> 
     batch, heads, q_len = 2, 3, 2 * block_m + 5
     blocks = -(-q_len // block_m)
     dq = torch.randn(batch, heads, blocks * block_m, head_dim)
-    across = 1 if head_dim > HALF else 0  # which of a block's axes the two warpgroups share
+    across = 1 if head_dim > HALF else 0  # the axis of a block that the two warpgroups split
     halves = [
         laid_down(half) for block in dq.flatten(0, 2).split(block_m) for half in block.split(HALF, dim=across)
     ]
@@ -52,8 +52,8 @@ def test_the_sum_comes_back_in_rows(head_dim: int, block_m: int, blind: int) -> 
 def test_a_turn_begins_with_the_first_block_that_adds(
     packed: bool, left: int, head_dim: int, block_m: int
 ) -> None:
-    """The works that come to a block of queries are those whose keys one of its queries sees, without a gap. So each
-    finds its turn, whatever the documents."""
+    """The work items that add to a block of queries are those whose keys one of its queries sees, without a gap. So
+    each finds its turn, whatever the documents."""
     batch, heads, length = 2, 3, 1000
     starts = torch.zeros(batch, length, dtype=torch.int32)
     if packed:

@@ -62,7 +62,7 @@ def test_a_graph_replays_forward_and_backward_with_new_numbers_and_new_dropout(f
 
 
 def test_graphs_and_calls_side_by_side_do_not_meet(flash) -> None:
-    """Programs of a kernel share their work by a counter: each launch that runs at a time needs one of its own."""
+    """Programs of a kernel share their work through a counter; launches that run concurrently each need their own."""
     steps = []
     for number in range(3):  # so few heads that all fit on the GPU at a time
         *tensors, d_out = inputs(

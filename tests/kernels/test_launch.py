@@ -1,6 +1,7 @@
-"""What the interpreter skips of a launch: Triton's reading of the arguments, compilation, and the way around both.
+"""The parts of a launch that the interpreter skips: Triton's reading of arguments, compilation, our bypass of both.
 
-About 10 s. In processes of their own, where Triton is told that an H100 is there and a launch is only noted down.
+About 10 s. The tests run in separate processes, where Triton is told that there is an H100 and launches are only
+recorded.
 """
 
 import os
@@ -309,7 +310,7 @@ def said(program: str, **variables: str) -> str:
 
 
 def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels(tmp_path) -> None:
-    # In a cache of its own: another process would take these kernels for whole ones.
+    # With a separate cache: another process would take these kernels for real ones.
     assert said(PORTABLE, TRITON_CACHE_DIR=str(tmp_path)) == "done"
 
 

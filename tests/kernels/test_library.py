@@ -1,4 +1,4 @@
-"""torch's own attention behind the house's signature. About 5 s."""
+"""torch's own attention behind our attention signature. About 5 s."""
 
 import pytest
 import torch

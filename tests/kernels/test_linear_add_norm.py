@@ -30,8 +30,8 @@ def torchs(x, y, weight, bias, gain, shift, dropout_p=0.0, dropout_seed=None, ep
 
 
 def problem(dtype, shape=(7, 48), inner=INNER, stream=None, seed=0):
-    """The inputs by name, the stream in another dtype if there is one, and the outputs' gradients: numbers that
-    bfloat16 has, so that no dtype rounds them."""
+    """The inputs by name (the stream in another dtype if one is given) and the outputs' gradients; all values are
+    representable in bfloat16, so that no dtype rounds them."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     width = shape[-1]
     shapes = (shape, (*shape[:-1], inner), (width, inner), (width,), (width,), (width,))
@@ -165,9 +165,9 @@ def test_eps_is_added_to_the_variance():
 
 
 def test_a_row_far_from_zero_keeps_its_digits():
-    """The variance of 1000 + N(0, 1) is that of what is centred: a difference of squares would have lost it.
+    """The variance of 1000 + N(0, 1) is computed from centred values: a difference of squares would have lost it.
 
-    Of many rows, since how a row's mean is rounded, ours or torch's, is luck.
+    Many rows, since how a single row's mean is rounded, by us or by torch, is chance.
     """
     inputs, directions = problem(torch.float32, (100, 48))
     inputs["x"] += 1000
@@ -259,7 +259,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
 
 
 def test_an_operator_that_comes_late_is_made_known_to_an_inductor_that_would_describe_it(monkeypatch):
-    """To PyTorch before 2.13, for which behind a few of our layers that takes for ever."""
+    """Only to PyTorch before 2.13, whose inductor takes for ever to describe it after a few of our layers."""
     from torch._inductor import lowering
 
     known = {}

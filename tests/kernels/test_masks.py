@@ -18,7 +18,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def bounds_in_torch(cu_seqlens: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last offset up to each token, or its row's start, and the first one behind it, or its row's end."""
+    """For each token, the last offset up to it (or its row's start) and the first one after it (or its row's end)."""
     starts, ends = [], []
     for row_start in range(0, batch * length, length):
         tokens = torch.arange(row_start, row_start + length, device=DEVICE)[:, None]
@@ -38,7 +38,7 @@ def bounds_in_torch(cu_seqlens: torch.Tensor, batch: int, length: int) -> tuple[
         [0, 0, 0, 600, 600, 600],
         list(range(601)),
         [0, 250, 400],  # documents that end early
-        [5, 10, 700],  # that begin late and end late
+        [5, 10, 700],  # documents that begin late and end late
         [-7, 300, 600],
         [700, 900],
     ],
@@ -46,7 +46,7 @@ def bounds_in_torch(cu_seqlens: torch.Tensor, batch: int, length: int) -> tuple[
 )
 def test_document_bounds(bounds: list[int]) -> None:
     bounds = ints(bounds)
-    # Rows of one token, a program each: 600 of them would be 600 of 615 programs, and as the first 70 are.
+    # Rows of one token get a program each. 70 of them suffice: 600 would be 600 of the test's 615 programs.
     for batch, length in ((1, 600), (2, 300), (70, 1)):
         got, want = masks.document_bounds(bounds, batch, length), bounds_in_torch(bounds, batch, length)
         assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
@@ -56,7 +56,7 @@ def test_document_bounds(bounds: list[int]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_offsets_in_no_order_make_documents_that_do_not_overlap(seed: int) -> None:
-    """Or the Hopper kernels would wait for ever: a consumer for a block that nobody fetches."""
+    """Otherwise the Hopper kernels would deadlock: a consumer would wait for a block that is never loaded."""
     generator = torch.Generator().manual_seed(seed)
     bounds = torch.randint(-100, 700, (1 + 3 * seed,), generator=generator).to(DEVICE, torch.int32)
     for batch, length in ((1, 600), (2, 300)):
@@ -64,7 +64,7 @@ def test_offsets_in_no_order_make_documents_that_do_not_overlap(seed: int) -> No
             *(x.tolist() for x in masks.document_bounds(bounds, batch, length)), strict=True
         ):
             token = 0
-            while token < length:  # each document says of all its tokens that they are it
+            while token < length:  # all tokens of a document have that document's start and end
                 end = ends[token]
                 assert token < end <= length
                 assert starts[token:end] == [token] * (end - token)
@@ -77,7 +77,7 @@ def test_no_tokens_have_no_bounds() -> None:
 
 
 def lists_in_torch(mask, q_len, kv_len, causal, left, right):
-    """For each block the list of what it visits, as Python lists: of the queries' blocks, and of the keys'."""
+    """The blocks that each block of queries visits, and those that each block of keys visits, as Python lists."""
     rows, keys = (
         torch.arange(mask.shape[2])[:, None] * 128 + (kv_len - q_len),
         torch.arange(mask.shape[3]) * 128,
@@ -94,7 +94,8 @@ def lists_in_torch(mask, q_len, kv_len, causal, left, right):
 
 
 def assert_lists(got, mask, q_len, kv_len, causal, left, right):
-    """What is visited; in an empty list one block beyond the last; and where keys stand in the lists of queries."""
+    """Check the visited blocks, that an empty list holds one block beyond the last, and the positions of keys' blocks
+    in the lists of queries."""
     want = lists_in_torch(mask, q_len, kv_len, causal, left, right)
     of_queries, of_keys = (of.flatten(0, 2).tolist() for of in got)
     for of, lists, beyond in ((of_queries, want[0], mask.shape[3]), (of_keys, want[1], mask.shape[2])):

@@ -77,7 +77,7 @@ def test_neighbours_do_not_follow_each_other(dropout_p: float) -> None:
 
 
 def test_the_eight_elements_of_a_call_are_independent() -> None:
-    """How often each of their 2^8 patterns comes, by chi squared, at a share where all are likely."""
+    """A chi-squared test on the frequency of their 2^8 patterns, at a dropout rate where all of them are likely."""
     keep = dropout_mask(7, 0.5, 4, 4, 512, 512).long().view(4, 4, 32, 2, 8, 32, 2, 4, 2)
     pattern = sum(
         keep[:, :, :, row, :, :, right, :, odd] << (4 * row + 2 * right + odd)

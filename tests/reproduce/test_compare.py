@@ -49,7 +49,7 @@ def copies(sweep: Path, tmp_path: Path) -> Path:
 
 
 def told(*paths: Path) -> str:
-    """What the command prints of the runs, without its page, whose plots take a second."""
+    """What the command prints about the runs; without the page, whose plots take a second."""
     return text(find_runs([str(path) for path in paths]))
 
 
@@ -120,7 +120,7 @@ def test_a_run_from_before_steps_were_split_is_compared_all_the_same(copies, cap
 
 
 def measured(run: Path, speeds: list[float], **phases_ms: float) -> None:
-    """Write the run's files anew, with these tokens/s row by row and these times of a step in the summary."""
+    """Rewrite the run's files with these tokens/s, row by row, and these step times in the summary."""
     lines = [f"{step},{256 * step},{speed}" for step, speed in enumerate(speeds, 1)]
     (run / "metrics.csv").write_text("\n".join(["step,tokens,perf/tokens_per_second", *lines]) + "\n")
     summary = json.loads((run / "summary.json").read_text())
@@ -297,7 +297,7 @@ def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file):
     config, run = _config(text_file, "naive"), copies / "2"
 
     def said_after(step: int, attention: str) -> list[str]:
-        """What is said of the run, gone on from `step` with another attention."""
+        """The lines about settings changed on resuming, after the run is resumed from `step` with `attention`."""
         resume = str(run / "checkpoints" / f"step-{step:08}") if step else None
         trainer = replace(config.trainer, save_every=3, keep_checkpoints=9, resume=resume)
         train(replace(config, attention=AttentionConfig(attention), trainer=trainer), run)
@@ -311,10 +311,10 @@ def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file):
     rows = [row["step"] for row in find_runs([str(run)])[0].last_part]
     assert rows[0] > 9
     assert rows[-1] == 12
-    # What followed step 9 is gone, and sdpa from 6 on; then from 3 on naive, as before.
+    # Resuming from 6 drops what followed: sdpa runs from 6 on. Then from 3 on it is naive again, as before step 3.
     assert said_after(6, "sdpa") == [f"after step 6 sdpa {naive_to_sdpa}"]
     assert said_after(3, "naive") == []
-    # A wandb folder is of one part, and says the same.
+    # A wandb folder holds a single part of the run, and tells the same.
     assert said_after(3, "sdpa") == [f"after step 3 sdpa {naive_to_sdpa}"]
     newest = max(run.glob("wandb/offline-run-*"), key=lambda path: path.stat().st_mtime)
     assert f"! after step 3 sdpa {naive_to_sdpa}" in told(newest)

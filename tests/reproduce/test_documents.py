@@ -1,4 +1,4 @@
-"""The experiment of documents and windows: what is seen, by whom, and what is concluded. 5 s."""
+"""The documents experiment: the share of visible pairs, which contenders are timed, and the verdicts. 5 s."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ from reproduce.experiment import AIM_MET, AIM_MISSED, pick
 BOUNDS = [(DOCUMENTS, 20), (DOCUMENTS, 500), (WINDOW, 0), (WINDOW, 20), (WINDOW, 500)]
 CPU = torch.device("cpu")
 
-# With a GPU, Triton is there to compile and not to interpret.
+# On a machine with a GPU, the tests have Triton compile, not interpret.
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
 
@@ -36,7 +36,7 @@ def test_documents_have_their_mean_and_end_with_a_row():
     assert set(range(0, 8 * 4096 + 1, 4096)) <= set(offsets.tolist())
     widths = offsets.diff()
     assert widths.min() >= 1
-    # Rows cut 7 of some 130 documents in two.
+    # The ends of rows cut 7 of some 130 documents in two.
     assert 200 < widths.float().mean() < 300
     assert torch.equal(offsets, document_offsets(batch=8, length=4096, mean=256))
 
@@ -46,7 +46,7 @@ def test_the_share_is_of_the_pairs_that_are_seen(bound, size):
     inputs = Inputs(Workload(bound, size, 2, 1, 100, 16), torch.float64, CPU)
     q, k, v = (torch.zeros_like(x.transpose(1, 2)) for x in inputs.qkv)
     features = {"cu_seqlens": inputs.offsets} if bound == DOCUMENTS else {"window": (size, 0)}
-    # Of equal scores the log-sum-exp counts the keys that a row sees.
+    # If all scores are 0, exp(lse) is the number of keys that a row sees.
     _, lse = naive_attention(q, k, v, return_lse=True, **features)
     assert inputs.share() == pytest.approx(lse.double().exp().sum().item() / (2 * 100 * 101 / 2), rel=1e-5)
 
@@ -54,7 +54,7 @@ def test_the_share_is_of_the_pairs_that_are_seen(bound, size):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("size", [20, 500])
 def test_flex_attention_gets_the_same_documents(size, monkeypatch):
-    """FlexAttention as it is, not compiled."""
+    """With FlexAttention uncompiled."""
     monkeypatch.setattr(documents, "compiled_flex_attention", lambda: flex_attention)
     inputs = Inputs(Workload(DOCUMENTS, size, 2, 2, 100, 16), torch.float32, CPU)
     inputs.qkv = [x.detach() for x in inputs.qkv]
@@ -79,7 +79,7 @@ def test_who_does_not_do_it_is_said_in_a_line(tmp_path, capsys):
 
 @interpreted
 def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
-    """Attention that does not know the bound."""
+    """With an attention that ignores documents and windows."""
     asked = {OURS: documents._registered(OURS), "blind": documents._unbounded("naive")}
     monkeypatch.setattr(documents, "contenders", lambda: asked)
     assert all(set(sample["ms"]) == {OURS} for sample in pick(run(tmp_path), kind="time"))
@@ -88,7 +88,7 @@ def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
 
 @interpreted
 def test_every_size_is_checked_at_its_size(tmp_path, monkeypatch):
-    """Attention that takes no window above 20."""
+    """With an attention that cuts windows to 20."""
     naive = documents.get_attention("naive")
 
     def narrow(inputs, number):
@@ -107,7 +107,7 @@ def test_every_size_is_checked_at_its_size(tmp_path, monkeypatch):
 
 
 def results_of(ours: float, share: float, **sample: object) -> dict:
-    """Of 4 ms for the other and 6 without a bound."""
+    """Results with `ours` ms for flash, 4 ms for FlexAttention, and 6 ms for flash without documents or window."""
 
     def phases(ms: float) -> dict:
         return {"forward": [ms / 3] * 3, "backward": [2 * ms / 3] * 3}
@@ -133,7 +133,7 @@ def test_what_is_concluded():
 
 
 def test_who_waited_for_the_host_is_not_compared(tmp_path):
-    """As the run counted it, or, in a file from before it did, as the rounds differ."""
+    """By the run's count of late rounds; in a file from before they were counted, by how much the rounds differ."""
     results = results_of(ours=3.0, share=0.12, late={FLEX: 1})
     assert len(documents.judge(results)) == 1
     assert f"waited for the host, so not compared: {FLEX}, 4 x 16 x 4096 x 128" in documents.table(results)

@@ -1,4 +1,4 @@
-"""The experiments run to the end in their tiny form, resume, and say no in one line. About 30 s on 2 cores."""
+"""The experiments run to the end in their tiny form, resume, and refuse in one line. About 30 s on 2 cores."""
 
 import ast
 import json
@@ -100,7 +100,7 @@ def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert results["state"] == "complete"
     assert results["samples"]
     assert not [sample for sample in results["samples"] if "failed" in sample]
-    if name == "attention":  # refused, as bfloat16 is on a CPU, it would be no failure
+    if name == "attention":  # bfloat16 would be refused on a CPU, which is not a failure
         assert all("flash" in sample["ms"] for sample in pick(results, kind="time"))
     assert {"torch", "triton", "commit"} <= results["environment"].keys()
     assert results["command"][:4] == ["python", "-m", "reproduce", name]
@@ -231,8 +231,8 @@ def test_what_goes_wrong_costs_one_sample(tmp_path):
 
     second = store()
     assert [sample["n"] for sample in second.document["samples"]] == [1, 2, 3, 4, 5]
-    assert "failed" in second.sample(lambda: {"x": 2}, n=5)  # what broke the device is not
-    second.sample(lambda: fail(TypeError("flaky")), n=3)  # is tried again
+    assert "failed" in second.sample(lambda: {"x": 2}, n=5)  # a failure that broke the device is not retried
+    second.sample(lambda: fail(TypeError("flaky")), n=3)  # any other failure is retried
     second.finish()
     third = store()
     assert not third.finished  # 3 is tried once more
@@ -263,7 +263,7 @@ def test_who_failed_once_takes_its_turn_the_next_time(tmp_path, monkeypatch):
         patch.setattr(attention, "check", flaky)
         assert main(command) == 1
         assert who_was_timed() == [["standard"]]
-        patch.setattr(attention, "check", stopped)  # before it has come to what failed
+        patch.setattr(attention, "check", stopped)  # interrupted before the failed sample is tried again
         assert main(command) == 130
     assert main(command) == 0
     assert who_was_timed() == [["standard", "sdpa"]]
@@ -372,7 +372,7 @@ def test_calls_take_turns_and_phases_are_apart():
 
     calls = {"a": call_of("a"), "b": call_of("b")}
     timed = timing.time_alternating(calls, torch.device("cpu"), seconds=0, warmup=1, rounds=(3, 9))
-    # No two of them get the same of the rotating inputs, nor does the first round get those of the warm-up.
+    # No two turns get the same one of the rotating inputs, and the first round does not get those of the warm-up.
     assert order == [(name, 2 * round_ + place) for round_ in range(4) for place, name in enumerate("ab")]
     assert [len(phase) for phase in timed.ms["b"]] == [3, 3]
     assert timed.late == {}  # no device to wait for
@@ -386,7 +386,7 @@ def test_calls_take_turns_and_phases_are_apart():
     ],
 )
 def test_a_round_for_which_the_device_woke_too_early_is_repeated(patience, sleeps, late, monkeypatch):
-    """On a device that does nothing but sleep; the warm-up, which compiles, is not repeated."""
+    """On a simulated device that only sleeps; the warm-up, which compiles, is not repeated."""
     head_starts, slept = {"quick": 0.5, "slow": 3, "endless": 1e9}, {name: [] for name in sleeps}
     asleep, queued = [], []
 
@@ -513,7 +513,7 @@ def test_hardware_counters_are_summed_over_kernels():
 
 
 def test_programs_that_read_the_device_are_asked_and_believed(tmp_path, monkeypatch):
-    """nvidia-smi and ncu stand-ins that print what the real ones print."""
+    """With stand-ins for nvidia-smi and ncu that print what the real ones print."""
     for name, body in {
         "nvidia-smi": """case "$*" in *--id=GPU-1f-2e*) ;; *) exit 1;; esac
 echo 'clocks.current.sm [MHz], power.draw [W]'; echo '1980 MHz, 412.5 W'""",
@@ -563,7 +563,7 @@ def test_one_that_needs_too_much_memory_does_not_cost_the_others_their_time(monk
 
 @pytest.mark.parametrize(("growth", "status"), [(2.4, "reproduced"), (2.6, "not reproduced")])
 def test_block_sparse_time_may_grow_by_a_tenth_more_than_its_blocks(growth, status):
-    """Which at 4096 to 32,768 tokens become 2.29 times as many at a doubling."""
+    """From 4096 to 32,768 tokens, the number of blocks grows 2.29 times with each doubling."""
     samples = [
         {
             "kind": "butterfly",

@@ -1,4 +1,4 @@
-"""The experiment of the head and its loss: who takes part, who is left out and why, what is concluded. 15 s."""
+"""The experiment on the head and its loss: the contenders, which are left out and why, and the verdicts. 15 s."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from reproduce import loss, loss_figures
 from reproduce.__main__ import main
 from reproduce.experiment import AIM_MET, AIM_MISSED, NOT_COMPARABLE, pick
 
-# Of 65,536 x 768 by 50,304, in bytes: hidden, float32 weight and targets, the first two with gradients; the logits.
+# Bytes for 65,536 x 768 times 768 x 50,304: hidden and float32 weight with gradients, and targets; 16-bit logits.
 INPUTS_AND_GRADIENTS, LOGITS = 2 * (65536 * 768 * 2 + 50304 * 768 * 4) + 65536 * 8, 65536 * 50304 * 2
 
 PEER = """
@@ -31,7 +31,7 @@ class LigerFusedLinearCrossEntropyFunction:
         return FACTOR * torch.nn.functional.cross_entropy(logits.float(), targets, reduction=reduction), None
 """
 
-# With a GPU, Triton is there to compile and not to interpret.
+# On a machine with a GPU, the tests have Triton compile, not interpret.
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
 
@@ -42,7 +42,7 @@ def run(folder: Path, *arguments: str) -> dict:
 
 
 def install_peer(folder: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """A package that answers to Liger-Kernel's name, and how far its loss is off."""
+    """Install a stand-in for the Liger-Kernel package, whose loss is off by `factor`."""
     forget_peer(monkeypatch)
     files = {
         "liger_kernel/__init__.py": "",
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_left_out_and_the_rest_timed(tmp_path, capsys, monk
 
 @interpreted
 def test_the_limits_are_of_the_function_that_is_computed(tmp_path):
-    """A head that predicts the padding too is no good fused loss."""
+    """A loss that also predicts the padding fails the check that every contender but Liger-Kernel gets."""
 
     def padding_too(hidden, weight, targets, vocab_size):
         return loss.cross_entropy(hidden, weight, targets, weight.shape[0])
@@ -133,7 +133,7 @@ def test_gradients_alone_can_be_wrong():
 
 
 def on_a_gpu(peak_bytes: float, **ms: float) -> dict:
-    """A run's document in which forward and backward took a half each."""
+    """A GPU run's document in which forward and backward take half of the time each."""
     sizes = {"inputs_and_gradients_bytes": INPUTS_AND_GRADIENTS, "logits_bytes": LOGITS}
     samples = [
         {"kind": "memory", "contender": name, "rows": 65536, "peak_bytes": peak_bytes, **sizes} for name in ms

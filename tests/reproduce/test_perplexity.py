@@ -1,4 +1,4 @@
-"""The perplexity experiment: it is the trainer's run, on any prepared corpus, and concludes what the curves say."""
+"""The perplexity experiment: it trains as the trainer does, on any prepared corpus; its verdicts fit the curves."""
 
 import json
 import subprocess
@@ -130,7 +130,7 @@ def test_curves_coincide_if_they_are_closer_than_two_seeds():
 
 
 def test_seeds_that_differ_at_first_alone_do_not_make_a_curve_close():
-    """By the mean of all steps 0.3 beside 0.5; from a quarter of them on 0.3 beside nothing."""
+    """The mean difference is 0.3 against the seeds' 0.5 over all steps; from a quarter of them on, 0.3 against 0."""
     base, seed, far = curve("naive", 0.0), curve("naive", 0.0, seed=2), curve("flash", 0.3)
     for run, losses in ((base, [5, 4, 3, 2]), (seed, [7, 4, 3, 2]), (far, [5.3, 4.3, 3.3, 2.3])):
         run |= {"losses": losses, "validation": [[4, 2.0, 1.0]], "steps": 4}

@@ -1,4 +1,4 @@
-"""Every recipe composes, is short, and builds its batch on one GPU and on eight."""
+"""Every recipe composes, is short, and can form its batch on one GPU and on eight."""
 
 import pytest
 

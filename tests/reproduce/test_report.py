@@ -1,4 +1,4 @@
-"""The report: every claim has a row, figures come from results/ alone, and a bad file costs only its own. 10 s."""
+"""The report: every claim has a row, figures come only from results/, a bad file loses only its own rows. 10 s."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def shape(figure: str, length: int, mask: str = "plain", **changes: object) -> d
 
 
 def papers_own_attention() -> list[dict]:
-    """Samples that say what the papers say."""
+    """Samples whose figures are the papers'."""
     samples = []
     for mask in ("plain", "padding", "padding+dropout"):
         for length in paper.LENGTHS:
@@ -159,7 +159,7 @@ def test_nor_do_two_of_them(tmp_path):
 
 
 def test_what_only_a_gpu_can_tell_has_its_row_until_a_gpu_has_told(tmp_path):
-    """Whatever a CPU has counted for the claim, and with a GPU's run that did not come so far."""
+    """Even if a CPU has counted something for the claim, and if a GPU's run has not got that far."""
     counted = [
         {"kind": "softmax count", "softmax": name, "accesses": n} for name, n in (("safe", 4), ("online", 3))
     ]
@@ -252,7 +252,7 @@ def test_a_bar_in_a_cell_ends_no_column():
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """A report without its pictures, which take seconds."""
+    """Skip the report's pictures, which take seconds."""
     monkeypatch.setattr("reproduce.report.can_draw", lambda: False)
 
 

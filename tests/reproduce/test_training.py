@@ -1,4 +1,4 @@
-"""The training experiment: its tiny form to the end, who is timed and who is not, and what is concluded."""
+"""The training experiment: its tiny form to the end, which contenders are timed, and the verdicts."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from reproduce.__main__ import main
 from reproduce.contenders import FUSED, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES
 from reproduce.experiment import AIM_MET, AIM_MISSED, NOT_COMPARABLE, NOT_REPRODUCED, REPRODUCED
 
-# With a GPU, Triton is there to compile and not to interpret what the fused loss needs on a CPU.
+# On a machine with a GPU, the tests have Triton compile, not interpret, as the fused loss needs on a CPU.
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
 NANOGPT_LIKE = """
@@ -34,7 +34,7 @@ class GPT(torch.nn.Module):
 """
 
 
-# Half the tokens of the tiny form: with our kernels each costs the interpreter time.
+# Half the tokens of the tiny form: with our kernels, each token takes the interpreter time.
 STEP, CONTEXT = 16, 4
 FEW = (
     *(f"contexts={CONTEXT},{2 * CONTEXT}", f"step_tokens={STEP}", f"micro_tokens={STEP // 2}"),
@@ -213,7 +213,7 @@ def test_contexts_and_gpt3_are_judged_by_their_ratios():
     )
     statuses = [status for (claim, _), (status, _) in found.items() if claim == "C13"]
     assert statuses == [REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE]
-    # Over naive attention, which is nobody's in the papers.
+    # The ratio is over naive attention, which the papers do not compare with.
     gpt3 = {what: verdict for (claim, what), verdict in found.items() if claim == "C23"}
     assert gpt3 == {
         "GPT3-1.3B, context 2048: flash over naive attention": (NOT_COMPARABLE, "1.50x (15 TFLOP/s)"),
@@ -227,7 +227,7 @@ def test_without_figures_nothing_is_claimed():
 
 @pytest.mark.gpu
 def test_a_training_point_on_a_gpu(tmp_path):
-    """Of four sequences: 16 of everybody's take 100 GiB, which other tests on the GPU may not leave."""
+    """With four sequences: 16 take 100 GiB for all contenders, which other tests on the GPU may not leave free."""
     arguments = ["training", "parts=small", "backends=naive,flash", "seconds=0.5"]
     tokens = ["step_tokens=4096", "micro_tokens=4096"]
     assert main([*arguments, *tokens, "--results", str(tmp_path)]) == 0

@@ -46,7 +46,7 @@ def test_a_half_written_checkpoint_is_never_taken_and_is_written_over(tmp_path):
 
 
 def test_rubbish_is_never_in_the_way(tmp_path, monkeypatch):
-    """Of a kill while an old one was deleted, of one put aside, of a folder that cannot be deleted."""
+    """Left by a kill while an old checkpoint was deleted or replaced, or by a folder that cannot be deleted."""
     folder = tmp_path / "checkpoints"
     for step in (5, 10):
         save(tmp_path, step)
@@ -173,7 +173,7 @@ def test_a_kill_leaves_the_old_best(tmp_path, monkeypatch, at):
 
 
 def test_a_best_that_a_copy_made_a_folder_gives_way(tmp_path):
-    """As `cp -rL` does, and whatever knows no links."""
+    """As `cp -rL` does, and anything else that does not preserve links."""
     save(tmp_path / "run", 5, keep=1)
     checkpoint.keep_best(tmp_path / "run", 5, 3.0, keep=1)
     copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")

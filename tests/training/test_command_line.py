@@ -1,4 +1,4 @@
-"""What becomes of a command line: composed, refused, interrupted. In this process, with tasks that train nothing."""
+"""How a command line is composed, refused or interrupted. In this process, with tasks that train nothing."""
 
 import subprocess
 import sys
@@ -82,7 +82,7 @@ def never(_config: Config, _run_dir: Path) -> None:
 )
 def test_a_mistake_is_one_line_with_the_remedy(started, tmp_path, capsys, arguments, said):
     error = started(never, *arguments.split())
-    assert not capsys.readouterr().err  # Hydra has words of its own for what is raised in a task
+    assert not capsys.readouterr().err  # Hydra would print what is raised in a task
     assert error.startswith("error: ")
     assert said in error
     assert "\n" not in error

@@ -48,7 +48,7 @@ def config(text_file: Path, attention: str, dropout: float = 0.0) -> Config:
 
 
 def trained(config: Config, folder: Path) -> tuple[list[float], torch.Tensor]:
-    """Training losses and behind them the validation loss; the state of torch's generator afterwards."""
+    """The training losses followed by the validation loss, and the state of torch's generator afterwards."""
     torch.manual_seed(0)
     summary = train(config, folder)
     losses = list(map(float, measured(folder, "train/loss").values()))

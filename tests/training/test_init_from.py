@@ -80,7 +80,7 @@ def test_a_runs_weights_have_the_loss_that_it_ended_with(config, trained, tmp_pa
 
 
 def test_training_goes_on_from_them_on_another_text(elsewhere, trained, tmp_path):
-    """At step 0, and through a checkpoint of its own, which keeps in mind where the weights began."""
+    """From step 0 on, and through a checkpoint of its own, which records where the weights came from."""
     run, _ = trained
     tuned, drawn = having(elsewhere, init_from=str(run)), Trainer(elsewhere, tmp_path / "drawn", CPU)
     first = Trainer(tuned, tmp_path / "a", CPU)
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_with_what_to_type(config, trained, tmp_pat
 
 
 def test_another_size_is_named_by_its_preset(config, tmp_path):
-    """As who takes GPT-2's weights into the default run sees it."""
+    """As a user sees who loads GPT-2's weights into the default run."""
     from training.init_from import _differing
 
     theirs = GPTConfig(seq_len=512, n_layer=24, n_head=16, n_embd=1024)
@@ -151,7 +151,7 @@ def test_another_size_is_named_by_its_preset(config, tmp_path):
 
 
 def write_ranks(path: Path, tokens: int) -> str:
-    """A tokenizer of so many ranks: the bytes, and pairs of letters that merge."""
+    """A tokenizer with that many ranks: the bytes, and pairs of letters that merge."""
     ranks = [bytes([value]) for value in range(256)]
     pairs = [bytes([first, second]) for first in b"etaoinshrdlu" for second in b"etaoinshrdlu"]
     ranks += pairs[: tokens - 256]

@@ -73,7 +73,7 @@ def test_a_busy_machine_is_told_of_at_the_end(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_phase_is_what_passes_on_the_stream():
-    """The host queues steps of some 20 ms and waits for none; slow data shows, data that is in time does not."""
+    """The host queues steps of some 20 ms and waits for none; late data shows in the times, data in time does not."""
     meter = Throughput(World(torch.device("cuda", torch.cuda.current_device())), warmup_steps=1)
     cycles = _cycles(0.01)
 
@@ -97,7 +97,7 @@ def test_on_a_gpu_a_phase_is_what_passes_on_the_stream():
     split = {"forward_backward": step / 2, "optimizer": step / 2}
     assert measured == pytest.approx({"step": step, "data": 0.0, **split}, abs=0.004)
     queue_steps(5, late=0.05)
-    # All of the first wait, of the others what the device was not busy for.
+    # The first step waits in full, the others only for the time in which the device was not busy.
     data = 0.05 - 4 / 5 * step
     assert meter.mark() == pytest.approx({"step": data + step, "data": data, **split}, abs=0.006)
 
@@ -165,7 +165,7 @@ print(before, full, peak())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak cannot be reset")
 def test_resident_memory_is_the_runs_own(tmp_path):
-    """It rises with what is allocated, falls when a new run begins, and a large parent is not counted."""
+    """It rises with allocations and falls when a new run begins; a large parent process is not counted."""
     ballast = torch.ones(2**28)  # 1 GiB in this process, the parent
     done = subprocess.run(
         [sys.executable, "-c", PEAKS],

@@ -133,7 +133,7 @@ def test_a_validation_loss_that_is_none_is_refused(config, tmp_path):
 
 
 def test_what_came_after_the_start_is_dropped(config, tmp_path):
-    """Also the summary: it is of the branch that is left."""
+    """The summary as well: it belongs to the branch that is abandoned."""
     train(having(config, save_every=2, keep_checkpoints=9), tmp_path)
     start = tmp_path / "checkpoints" / "step-00000004"
     saved = checkpoint.load_training(start, "cpu")["seconds"]
@@ -240,7 +240,7 @@ def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_
 
 
 def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monkeypatch, capsys):
-    """The best of those before it was killed, of those it evaluates again, and of its end."""
+    """The best of the evaluations before the kill, of those repeated after it, and of the one at the end."""
     losses = {2: 3.0, 4: 2.5, 6: 2.7, 8: 2.6, 10: 2.4, 12: 2.5, 14: 2.3}
     evaluate = Trainer._evaluate
     monkeypatch.setattr(
@@ -270,7 +270,7 @@ def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monke
     assert kept() == (10, [10, 12])
     assert checkpoint.find(tmp_path).name == "step-00000012"
     assert "until trainer.keep_best" not in capsys.readouterr().out
-    # It is not looked for any more, and the end does not pass it off as the best.
+    # Without keep_best no best is looked for, and the end of the run does not report the old one as the best.
     train(having(config, steps=14, keep_best=False, resume=str(tmp_path)), tmp_path)
     assert f"{best}: step-00000010, until trainer.keep_best was left out" in capsys.readouterr().out
     model, _ = load_run(best)
@@ -289,7 +289,7 @@ def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monke
 
 
 def test_no_step_is_an_evaluation(config, tmp_path, capsys):
-    """Of weights drawn at random: nothing is saved, nothing that was not measured is said."""
+    """It evaluates the random initial weights; nothing is saved, and nothing that was not measured is reported."""
     config = having(config, steps=0)
     summary = train(config, tmp_path / "run")
     assert summary["val/loss"] == pytest.approx(math.log(257), abs=0.1)
@@ -458,7 +458,7 @@ def test_a_profile_changes_no_loss_and_counts_for_no_speed(config, tmp_path):
 
 
 def test_an_evaluation_that_is_not_made_again_keeps_its_time(config, tmp_path, monkeypatch):
-    """A checkpoint is older than the evaluation of its step, and with other intervals that one is not repeated."""
+    """A checkpoint is saved before its step is evaluated; a run resumed with other intervals does not repeat that."""
     whole, slept = Trainer._evaluate, 0.5
 
     def slow(run, done):
