@@ -470,7 +470,7 @@ def test_counts_that_are_not_the_published_are_not_trusted(parquet: Path, tmp_pa
         def expected(self, tokenizer_sha256: str, val_fraction: float) -> dict[str, int]:
             return {"documents": 401, "train": 1, "val": 1}
 
-    with pytest.raises(DataError, match=r"came to .*'documents': 400.* published are .*'documents': 401"):
+    with pytest.raises(DataError, match=r"has .*'documents': 400.* published counts are .*'documents': 401"):
         prepare(Published((str(parquet),)), "bytes", tmp_path, workers=1)
     assert not list(tmp_path.glob("*/manifest.json"))
 

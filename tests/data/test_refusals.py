@@ -72,7 +72,9 @@ def test_one_text_without_a_separator_is_refused_before_it_is_read(tmp_path: Pat
 
 def test_bad_parquet_columns_are_refused(parquet: Path, tmp_path: Path):
     files = {"source": "text_files", "files": str(parquet)}
-    assert "has no column 'content'; it has text, id" in refused({**files, "column": "content"}, tmp_path)
+    assert "has no column 'content'; choose one of text, id" in refused(
+        {**files, "column": "content"}, tmp_path
+    )
     assert "column 'id' holds int64, not text" in refused({**files, "column": "id"}, tmp_path)
     twice = pyarrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
@@ -110,9 +112,9 @@ def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     assert "nowhere" in refused({"source": "text_files", "files": "nowhere/*.txt"}, tmp_path)
     assert "python_source, text_files" in refused({"source": "c4"}, tmp_path)
     assert "data.repo" in refused({"source": "hub"}, tmp_path)
-    assert "data.roots means nothing to source text_files" in refused({**files, "roots": ["/"]}, tmp_path)
-    assert "data.split means nothing to source text_files" in refused({**files, "split": "test"}, tmp_path)
-    assert "data.column means nothing" in refused({"source": "openwebtext", "column": "content"}, tmp_path)
+    assert "data.roots does not apply to source text_files" in refused({**files, "roots": ["/"]}, tmp_path)
+    assert "data.split does not apply to source text_files" in refused({**files, "split": "test"}, tmp_path)
+    assert "data.column does not apply" in refused({"source": "openwebtext", "column": "content"}, tmp_path)
     assert "40 hexadecimal digits" in refused({"source": "openwebtext", "revision": "main"}, tmp_path)
     assert "data.limit_documents=1: " in refused({**files, "limit_documents": 1}, tmp_path)
     assert "data.files" in refused({"source": "text_files", "files": ""}, tmp_path)
@@ -176,7 +178,7 @@ def test_too_small_a_disk_is_refused_before_it_starts(
 ):
     monkeypatch.setattr("data.files.free_bytes", lambda path: 1234)
     message = refused({"source": "text_files", "files": str(parquet)}, tmp_path)
-    assert "not enough room" in message
+    assert "not enough disk space" in message
     assert "1.23 kB free" in message
 
 
@@ -186,7 +188,7 @@ def test_a_validation_split_without_text_is_refused(tmp_path: Path):
     lines = [json.dumps({"text": "" if row == held_out else "text"}) for row in range(4)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     message = refused({"source": "text_files", "files": str(tmp_path / "a.jsonl")}, tmp_path / "cache")
-    assert "held out are all empty" in message
+    assert "has any text (1 held out)" in message
     assert "data.val_fraction" in message
 
 
@@ -208,4 +210,4 @@ def test_a_script_that_does_not_guard_its_main_part_is_told_so(tmp_path: Path):
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "needs `if __name__ == '__main__':` around what it does" in done.stderr
+    assert "needs `if __name__ == '__main__':` around its main code" in done.stderr
