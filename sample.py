@@ -29,7 +29,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory, or one of its checkpoints")
     parser.add_argument("prompt", nargs="?", default="", help="text to continue (empty: a new document)")
-    parser.add_argument("-n", "--tokens", type=at_least(0, int), default=200, help="most tokens to add (200)")
+    parser.add_argument(
+        "-n", "--tokens", type=at_least(0, int), default=200, help="add at most this many tokens (200)"
+    )
     parser.add_argument(
         "-t",
         "--temperature",

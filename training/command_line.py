@@ -225,7 +225,7 @@ def _explain(error: Exception) -> str:
             return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         quoted = in_quotes(error.override)
-        return f"{error.override}: Hydra cannot parse this; quote the value, and all of it for the shell: {quoted}"
+        return f"{error.override}: Hydra cannot parse this; quote it for Hydra and for the shell: {quoted}"
     text = str(error)
     if match := re.match(r"Ambiguous value for argument '(?P<override>.*)'", text):
         key, _, value = match["override"].partition("=")

@@ -41,7 +41,7 @@ def initial_weights(config: Config) -> InitialWeights:
     path = config.trainer.init_from
     if config.trainer.resume:
         raise ConfigError(
-            f"trainer.resume={config.trainer.resume} already brings its weights: leave out trainer.init_from={path}."
+            f"trainer.resume={config.trainer.resume} already loads the weights: leave out trainer.init_from={path}."
         )
     hugging_face = (Path(path) / "config.json").is_file()
     found = (_from_hugging_face if hugging_face else _from_run)(Path(path), config.data.tokenizer)

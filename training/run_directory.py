@@ -92,7 +92,7 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
         if trainer.init_from and not trainer.resume:
             how = f"replacing trainer.init_from with {here}"
         if in_sweep(run.run_dir):  # -m would make another directory, and all its runs would resume this one
-            how = f"without -m and with this run's settings alone, {how}"
+            how = f"without -m and with only this run's values, {how}"
         print(
             f"stopped at step {done:,} and saved; to resume in the same directory, run the same command {how}",
             flush=True,

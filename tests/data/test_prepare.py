@@ -409,7 +409,7 @@ def test_another_tokenizer_is_refused(parquet: Path, rank_file: str, tmp_path: P
     [
         (None, "no finished corpus"),
         (b"{", "damaged"),
-        (b'{"version": 99}', "version 99, this code reads version 2"),
+        (b'{"version": 99}', "version 99, but this code reads version 2"),
     ],
 )
 def test_without_a_good_manifest_nothing_is_trusted(content: bytes | None, words: str, tmp_path: Path):

@@ -44,7 +44,7 @@ BAD_FILES = {
     "empty.txt": (b"", "no .* file with text|all empty"),
     "separators.txt": (b"\n\n\n\n", "has 0 documents"),
     "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
-    "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl.*CSV say, are read with data=hub data\.repo=FOLDER"),
+    "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl.*such as CSV, use data=hub data\.repo=FOLDER"),
     "latin1.txt": (b"caf\xe9 au lait", r"latin1.txt: byte 3 \(0xe9\) is not UTF-8.*iconv"),
     "digits.jsonl": (b'{"text": "a", "n": %s}\n' % (b"9" * 5000), "byte 0 cannot be read .*4300 digits"),
     "deep.jsonl": (b"[" * 100_000, "byte 0 cannot be read .*recursion"),

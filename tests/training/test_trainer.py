@@ -201,7 +201,7 @@ def test_resuming_says_what_is_not_as_it_was(config, tmp_path, capsys):
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
     assert line.split("  ")[-1].strip() == "optimizer.lr 0.0006 -> 0.0001, trainer.steps 8 -> 9"
     wider = replace(goes_on, seed=1, model=replace(config.model, n_embd=64))
-    said = r"with model.n_embd=32, seed=1337, this run has model.n_embd=64, seed=1; .*a/environment.json"
+    said = r"with model.n_embd=32, seed=1337, but this run has model.n_embd=64, seed=1; .*a/environment.json"
     with pytest.raises(ConfigError, match=said):
         train(wider, tmp_path / "c")
     with pytest.raises(
