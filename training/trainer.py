@@ -420,7 +420,8 @@ def _with_vocabulary(config: Config) -> ModelConfig:
         )
     if config.model.document_end is not None:
         raise ConfigError(
-            "model.document_end is set from the tokenizer; to keep attention within documents, use data.document_mask=true."
+            "model.document_end is set from the tokenizer; to keep attention within documents, use "
+            "data.document_mask=true."
         )
     document_end = tokenizer.eot_token if config.data.document_mask else None
     return dataclasses.replace(config.model, vocab_size=tokenizer.n_vocab, document_end=document_end)
