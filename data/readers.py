@@ -324,7 +324,7 @@ def _decoded(content: bytes | bytearray, path: str, offset: int, errors: str = "
 
 def missing_column(column: str, columns, where: str) -> DataError:
     return DataError(
-        f"{where} has no column {column!r}; choose one of {', '.join(columns)} with data.column=..."
+        f"{where} has no column {column!r}; it has {', '.join(columns)}: name one with data.column=..."
     )
 
 

@@ -400,7 +400,7 @@ def test_a_hub_cache_that_cannot_be_written_is_refused_with_what_moves_it(hub: H
 
 def test_what_is_not_there_is_said(hub: HubStub, tmp_path: Path):
     wrong = {
-        "no column 'content'; choose one of text": {"column": "content"},
+        "no column 'content'; it has text": {"column": "content"},
         "['train']": {"split": "test"},
         "Available: ['plain_text']": {"config": "other"},
         "Repository Not Found": {"repo": "owner/nothing"},
