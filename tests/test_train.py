@@ -373,7 +373,7 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "command again without -m, " in out
+    assert "same command without -m " in out
     assert "'hydra.run.dir=cut short' 'trainer.resume=cut short'" in out  # as a shell takes them
     resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut short")
     assert resumed.returncode == 0, resumed.stderr
