@@ -15,7 +15,9 @@ def at_least(smallest: float, kind: type) -> Callable[[str], float]:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text}: it must be a number") from None
+            raise argparse.ArgumentTypeError(
+                f"{text}: it must be a {'whole ' * (kind is int)}number"
+            ) from None
         if not smallest <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text}: it must be {smallest} or more")
         return value
@@ -26,21 +28,25 @@ def at_least(smallest: float, kind: type) -> Callable[[str], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory, or one of its checkpoints")
-    parser.add_argument("prompt", nargs="?", default="", help="what to continue; empty: a new document")
+    parser.add_argument("prompt", nargs="?", default="", help="text to continue (empty: a new document)")
     parser.add_argument(
-        "-n", "--tokens", type=at_least(0, int), default=200, help="tokens to add at most (200)"
+        "-n", "--tokens", type=at_least(0, int), default=200, help="add at most this many tokens (200)"
     )
     parser.add_argument(
-        "-t", "--temperature", type=at_least(0, float), default=0.8, help="0 takes the likeliest token (0.8)"
+        "-t",
+        "--temperature",
+        type=at_least(0, float),
+        default=0.8,
+        help="0 always takes the likeliest token (0.8)",
     )
     parser.add_argument(
-        "-k", "--top-k", type=at_least(1, int), default=50, help="sample among that many tokens (50)"
+        "-k", "--top-k", type=at_least(1, int), default=50, help="sample among the K likeliest tokens (50)"
     )
     parser.add_argument("--samples", type=at_least(1, int), default=1, help="how many texts (1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default="auto", help="attention backend (auto)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--tokenizer", metavar="PATH", help="where the run's rank file is, if it has moved")
+    parser.add_argument("--tokenizer", metavar="PATH", help="the run's tokenizer file, if it has moved")
     args = parser.parse_intermixed_args()  # the prompt may stand behind the options
 
     import torch

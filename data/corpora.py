@@ -21,7 +21,7 @@ USES = {
     "hub": ("repo", "config", "split", "revision", "column", "files", "streaming"),
 }
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-_OTHERS = "; other formats, CSV say, are read with data=hub data.repo=FOLDER"
+_OTHERS = "; for other formats, such as CSV, use data=hub data.repo=FOLDER"
 
 
 Paths = Sequence[str | os.PathLike] | str | os.PathLike  # one or several
@@ -73,7 +73,7 @@ def make_corpus(
     for values no corpus can have, and for an argument that the source would ignore.
     """
     if source not in USES:
-        raise DataError(f"no data source {source!r}: choose one of {', '.join(USES)}")
+        raise DataError(f"there is no data source {source!r}: choose one of {', '.join(USES)}")
     given = {
         "roots": roots,
         "files": files,
@@ -88,12 +88,12 @@ def make_corpus(
     for name, value in given.items():
         if value and name not in USES[source]:
             raise DataError(
-                f"data.{name} means nothing to source {source}, which uses {', '.join(USES[source])}"
+                f"data.{name} does not apply to source {source}, which uses {', '.join(USES[source])}"
             )
     roots, files = _names(roots), _names(files)
     if limit_documents is not None and limit_documents < 2:
         raise DataError(
-            f"data.limit_documents={limit_documents}: at least 2, one to train on and one to validate on"
+            f"data.limit_documents={limit_documents}: it must be at least 2, one to train on and one to validate on"
         )
     if source == "python_source":
         return PythonSource(_absolute(roots), limit_documents)
@@ -112,9 +112,13 @@ def make_corpus(
         raise DataError("hub needs a dataset: data.repo=owner/name, or a folder that `datasets` can load")
     repo = os.path.expanduser(repo)
     if not os.path.isdir(repo) and (repo.startswith((".", "/")) or repo.count("/") > 1):
-        raise DataError(f"data.repo={repo}: there is no such folder, and a dataset on the Hub is owner/name")
+        raise DataError(
+            f"data.repo={repo}: there is no such folder, and a dataset on the Hub is written owner/name"
+        )
     if revision and os.path.isdir(repo):
-        raise DataError(f"data.revision={revision}: {repo} is a folder here, and folders have none")
+        raise DataError(
+            f"data.revision={revision}: {repo} is a local folder, which has no revisions: leave it out"
+        )
     return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
 
 
@@ -253,8 +257,8 @@ class Unfit(DataError):
 
 def too_few(name: str, documents: int) -> Unfit:
     return Unfit(
-        f"{name} has {documents} {'document' if documents == 1 else 'documents'}, training and validation need one "
-        "each: give more files, or say what else separates the documents in a .txt file, "
+        f"{name} has {documents} {'document' if documents == 1 else 'documents'}, but training and validation need "
+        "one each: give more files, or say what separates the documents within a .txt file, "
         "data.separator='\\n\\n' for paragraphs"
     )
 

@@ -64,10 +64,12 @@ def unwritable(path: Path, error: OSError, setting: str = "data.cache_dir") -> D
     """Return the error for a folder that `setting` can move elsewhere."""
     if error.errno in NO_ROOM:
         return DataError(
-            f"no room to write {path} ({error.strerror}): free some or choose another disk with {setting}; "
-            "what is finished stays, and the same command goes on from there"
+            f"no space to write {path} ({error.strerror}): free some, or choose another disk with {setting}; "
+            "finished work is kept, and the same command continues from there"
         )
-    return DataError(f"cannot write {path} ({error.strerror}): choose a folder you may write with {setting}")
+    return DataError(
+        f"cannot write {path} ({error.strerror}): use {setting} to choose a folder that you can write to"
+    )
 
 
 @contextmanager
@@ -109,11 +111,13 @@ def require_room(needs: Iterable[Need], name: str, what: str, progress: Progress
         disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
     for on_disk in disks.values():
         free = free_bytes(on_disk[0].folder)
-        places = " and ".join(f"{human(need.size)} to {need.folder}" for need in on_disk)
-        text = f"{name}: about {places} ({what}), {human(free)} free"
+        places = " and ".join(f"{human(need.size)} in {need.folder}" for need in on_disk)
+        text = f"{name} needs about {places} ({what}); {human(free)} free"
         if sum(need.size for need in on_disk) > free:
             settings = " or ".join(need.setting for need in on_disk)
-            raise DataError(f"not enough room for {text}: free some, or choose another disk with {settings}")
+            raise DataError(
+                f"not enough disk space: {text}: free some, or choose another disk with {settings}"
+            )
         progress.say(text)
 
 

@@ -16,7 +16,7 @@ from .files import NO_ROOM, sha256_of, unwritable, written_whole
 
 COMMIT = re.compile("[0-9a-f]{40}")
 SECONDS = 5
-GOES_ON = " (the same command goes on from what is done)"
+GOES_ON = " (the same command continues from what is done)"
 
 
 def limit_patience() -> None:
@@ -62,15 +62,15 @@ def require(what: str, remedy: str = "") -> None:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception as error:  # the HTTP library behind it is an implementation detail of huggingface_hub
         raise DataError(
-            f"{what} cannot be had: no answer from {constants.ENDPOINT} ({type(error).__name__}): check the network, "
-            f"or name a mirror in HF_ENDPOINT; what the Hub cache has already is used with HF_HUB_OFFLINE=1{remedy}"
+            f"cannot fetch {what}: no answer from {constants.ENDPOINT} ({type(error).__name__}): check the network, "
+            f"or name a mirror in HF_ENDPOINT; to use what is already in the Hub cache, set HF_HUB_OFFLINE=1{remedy}"
         ) from None
 
 
 def offline(what: str) -> DataError:
     return DataError(
-        f"{what} cannot be had: not in the Hub cache {cache()}, and HF_HUB_OFFLINE is set: unset it, or set HF_HOME "
-        "to a cache that has them"
+        f"cannot fetch {what}: not in the Hub cache {cache()}, and HF_HUB_OFFLINE is set: unset it, or set HF_HOME "
+        "to a cache that has it"
     )
 
 
@@ -79,15 +79,15 @@ def another_commit(repo: str, commit: str, kept: str) -> DataError:
 
     remedy = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "try again"
     return DataError(
-        f"{repo} at {commit} cannot be had: the Hub did not give it, and `datasets` has a copy of {kept} instead: "
-        f"{remedy}, or take that one with data.revision={kept}"
+        f"cannot fetch {repo} at {commit}: the Hub did not return it, and `datasets` has only a copy of {kept}: "
+        f"{remedy}, or use that copy with data.revision={kept}"
     )
 
 
 def arrived_damaged(what: str) -> DataError:
     return DataError(
-        f"{what} arrived damaged (its sha256 is not the one the Hub states) and has been removed: "
-        "the same command downloads it again"
+        f"{what} was damaged in the download (its sha256 is not the one the Hub states) and has been removed: "
+        "run the same command to download it again"
     )
 
 

@@ -123,7 +123,7 @@ class HubDataset:
             builder = load_dataset_builder(self.repo, self.config, revision=revision, data_files=files)
             if self._folder and builder.name == "text":
                 raise DataError(
-                    f"{self.repo} holds .txt files, and `datasets` makes a document of each of their lines, without "
+                    f"{self.repo} holds .txt files, and `datasets` would make each line a document, without "
                     f"its line end: use data=text_files {shlex.quote(f'data.files={self._folder}')}"
                 )
             # Whatever the Hub refuses or drops, `datasets` turns to the newest copy it has, be it of another commit.

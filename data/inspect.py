@@ -1,4 +1,4 @@
-"""What is in a prepared corpus, and is it whole?
+"""Show what a prepared corpus contains, and check that it is intact.
 
     python -m data.inspect CORPUS_OR_RUN [--documents N] [--repair [SHARD]] [--tokenizer PATH]
 
@@ -32,11 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="a corpus folder, or a run directory")
     parser.add_argument("--documents", type=int, default=3, help="decoded documents to show (default 3)")
     parser.add_argument(
-        "--repair", nargs="?", const="", metavar="SHARD", help="make damaged shards again, or this one"
+        "--repair", nargs="?", const="", metavar="SHARD", help="rebuild the damaged shards, or this one"
     )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="where the corpus's rank file is, if it has moved"
-    )
+    parser.add_argument("--tokenizer", metavar="PATH", help="the corpus's tokenizer file, if it has moved")
     options = parser.parse_args(arguments)
     progress = ConsoleProgress()
     sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
@@ -58,7 +56,7 @@ def inspect(options: argparse.Namespace, progress: Progress) -> int:
     if options.repair == "":
         for file in damaged:
             rebuild_shard(corpus, file, progress, options.tokenizer)
-            print(f"{file} made again")
+            print(f"rebuilt {file}")
         damaged = {}
     for file, reason in damaged.items():
         print(corpus.damaged(file, reason))
@@ -75,12 +73,12 @@ def corpus_folder(path: Path) -> Path:
     if not (path / FILE).exists() and named.is_file():
         return Path(named.read_text(encoding="utf-8").strip())
     if not path.is_dir():
-        raise DataError(f"there is no folder {path}: give a corpus folder or a run directory")
+        raise DataError(f"there is no folder {path}: name a corpus folder or a run directory")
     if runs := sorted(path.glob("*/corpus")):
-        raise DataError(f"{path} holds runs: give one of them, for example {runs[0].parent}")
+        raise DataError(f"{path} holds runs: name one of them, for example {runs[0].parent}")
     if not (path / FILE).exists() and (corpora := sorted(path.glob(f"*/{FILE}"))):
         names = ", ".join(each.parent.name for each in corpora)
-        raise DataError(f"{path} holds corpora: give one of them, {names}")
+        raise DataError(f"{path} holds prepared corpora: name one of these folders in it: {names}")
     return path.absolute()
 
 

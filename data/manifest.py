@@ -53,7 +53,7 @@ def read_manifest(directory: Path) -> Manifest:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DataError(
-            f"{directory} holds no finished corpus (no {FILE}): prepare it again; it goes on from what is done"
+            f"{directory} holds no finished corpus (no {FILE}): prepare it again, which continues from what is done"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
@@ -62,7 +62,7 @@ def read_manifest(directory: Path) -> Manifest:
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:
         raise DataError(
-            f"{path} has version {version}, this code reads version {VERSION}: "
+            f"{path} has version {version}, but this code reads version {VERSION}: "
             f"delete {directory} and prepare it again, or use the code that wrote it"
         )
     # Without it, of 1,500 manifests with one bit wrong 11 were taken with other counts, and 109 failed later.

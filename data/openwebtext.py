@@ -41,8 +41,8 @@ class OpenWebText:
     def __post_init__(self) -> None:
         if not hub.COMMIT.fullmatch(self.revision):
             raise DataError(
-                f"data.revision={self.revision}: {OPENWEBTEXT} is read at a commit, 40 hexadecimal digits; "
-                f"a branch or tag with data=hub data.repo={OPENWEBTEXT}"
+                f"data.revision={self.revision}: it must be a commit of {OPENWEBTEXT}, 40 hexadecimal digits; "
+                f"for a branch or tag, use data=hub data.repo={OPENWEBTEXT}"
             )
 
     @property

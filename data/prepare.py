@@ -69,11 +69,9 @@ def prepare(
     """
     progress = progress or Silence()
     if not 0 < val_fraction < 1:
-        raise DataError(
-            f"data.val_fraction={val_fraction}: the part held out lies between 0 and 1, 0.01 for example"
-        )
+        raise DataError(f"data.val_fraction={val_fraction}: it must be between 0 and 1, for example 0.01")
     if workers is not None and workers < 1:
-        raise DataError(f"data.workers={workers}: at least one process, or null for one per core")
+        raise DataError(f"data.workers={workers}: it must be at least 1, or null for one process per core")
     tokenizer = findable(tokenizer)  # for the manifest: inspection or repair may run in another folder
     encoding = load_tokenizer(tokenizer)
     state = source.state()
@@ -93,7 +91,7 @@ def prepare(
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A worker imports the script that started it, anew and as a whole: it would wait here for its own parent.
         raise DataError(
-            "a script that prepares a corpus needs `if __name__ == '__main__':` around what it does"
+            "a script that prepares a corpus needs `if __name__ == '__main__':` around its main code"
         )
     until = time.monotonic() + give_way
     while time.monotonic() < until and not (directory / FILE).exists():
@@ -108,7 +106,7 @@ def prepare(
                 if source.state() != state:
                     raise Unfit(
                         f"the files of {source.name} changed while they were read: prepare them again when nothing "
-                        "writes there (nor does data.cache_dir, if it lies outside data.repo)"
+                        "writes there (data.cache_dir must lie outside data.repo)"
                     )
             except DataError as error:
                 finished = any(workshop.partial.glob("*.json"))
@@ -171,7 +169,7 @@ def _make_shards(
     order = split_order(documents, val_fraction, SPLIT_SEED)
     if len(order) == documents:
         raise Unfit(
-            f"data.val_fraction={val_fraction} of {documents} documents leaves none to train on: take less"
+            f"data.val_fraction={val_fraction} of {documents} documents leaves none to train on: use a smaller one"
         )
     records = _split(units, counts, workshop, documents, order, workers, progress)
     shards = [record["shard"] for record in records if "shard" in record]
@@ -180,7 +178,7 @@ def _make_shards(
         raise Unfit(f"the {documents} documents of {source.name} are all empty")
     if not shards[-1]["utf8_bytes"]:
         raise Unfit(
-            f"the {len(order)} documents of {source.name} that are held out are all empty: "
+            f"no validation document of {source.name} has any text ({len(order)} held out): "
             "hold out more, with a larger data.val_fraction"
         )
     facts: dict[str, Any] = {"shards": shards}
@@ -275,8 +273,8 @@ def _check_expected(source: Source, manifest: Manifest, val_fraction: float) -> 
     counts = {"documents": sum(manifest.documents.values()), **manifest.tokens}
     if expected and counts != expected:
         raise DataError(
-            f"{source.name} came to {counts}, published are {expected}: a source file is not the one pinned; "
-            f"delete {source.name}'s files from the Hub cache and the corpus folder, and prepare it again"
+            f"{source.name} has {counts}, but the published counts are {expected}: a source file is not the "
+            f"pinned one; delete {source.name}'s files from the Hub cache and the corpus folder, and prepare it again"
         )
 
 

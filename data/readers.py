@@ -215,7 +215,7 @@ def _require_found(separator: str, path: Path) -> None:
     if separator.encode() not in start and windows.encode() in start:
         typed = windows.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
         raise DataError(
-            f"{path} has Windows line ends, and the separator was not found in it: data.separator='{typed}'"
+            f"{path} has Windows line ends, so the separator was not found in it: use data.separator='{typed}'"
         )
 
 
@@ -323,12 +323,16 @@ def _decoded(content: bytes | bytearray, path: str, offset: int, errors: str = "
 
 
 def missing_column(column: str, columns, where: str) -> DataError:
-    return DataError(f"{where} has no column {column!r}; it has {', '.join(columns)} (data.column=...)")
+    return DataError(
+        f"{where} has no column {column!r}; it has {', '.join(columns)}: name one with data.column=..."
+    )
 
 
 def damaged_parquet(path: str, error: Exception) -> DataError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"{path} cannot be read as parquet ({reason}): get the file again, then start again")
+    return DataError(
+        f"{path} cannot be read as parquet ({reason}): get the file again, then rerun the command"
+    )
 
 
 def _open_lines(path: str) -> io.BufferedIOBase:

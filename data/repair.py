@@ -24,13 +24,13 @@ def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str 
     manifest = corpus.manifest
     shard = next((shard for shard in manifest.shards if shard["file"] == file), None)
     if shard is None:
-        raise DataError(f"{corpus.directory} has no shard {file!r}: they are {_names(manifest.shards)}")
+        raise DataError(f"{corpus.directory} has no shard {file!r}: its shards are {_names(manifest.shards)}")
     arguments = dict(manifest.source)
     if arguments["source"] == "hub" and hub.COMMIT.fullmatch(manifest.state):  # not a folder, which has none
         arguments["revision"] = manifest.state  # also where `main` was asked for
     source = make_corpus(**arguments)
     changed = DataError(
-        f"the source of {corpus.directory} has changed since, so {file} cannot be made again: prepare a new corpus"
+        f"the source of {corpus.directory} has changed since then, so {file} cannot be rebuilt: prepare a new corpus"
     )
     if source.state() != manifest.state:
         raise changed

@@ -156,7 +156,7 @@ def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
                     block, characters = [], 0
         except OSError as error:
             # pyarrow's own errors, of damaged compression, have no strerror
-            reason = error.strerror or f"{error}: get the file again, then start again"
+            reason = error.strerror or f"{error}: get the file again, then rerun the command"
             raise DataError(f"cannot read {getattr(part, 'path', part)}: {reason}") from None
     if block:
         yield block

@@ -49,7 +49,9 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         return _load_rank_file(Path(findable(name)))
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(sorted(["bytes", *tiktoken.list_encoding_names()]))
-        raise DataError(f"no tokenizer {name!r}: choose one of {known}, or the path of a .tiktoken rank file")
+        raise DataError(
+            f"there is no tokenizer {name!r}: choose one of {known}, or the path of a .tiktoken rank file"
+        )
     if name == "gpt2" and _cached(_rank_url("gpt2")):
         name = "r50k_base"  # the same ranks and pattern, from one file instead of two
     elif name in _ENCODINGS:
@@ -59,7 +61,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     except OSError as error:
         raise DataError(
             f"the vocabulary of {name} cannot be read from {_cache_dir()} ({error.strerror or error}): set "
-            "TIKTOKEN_CACHE_DIR to a folder that can be"
+            "TIKTOKEN_CACHE_DIR to a readable folder"
         ) from None
 
 
@@ -108,12 +110,12 @@ def _load_rank_file(path: Path) -> tiktoken.Encoding:
         ) from None
     except ValueError:
         raise DataError(
-            f"{path} is no rank file: each line should be a base64 token, a space, a rank"
+            f"{path} is not a rank file: each line must be a base64 token, a space and a rank"
         ) from None
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
         raise DataError(
-            f"{path} is no complete rank file: it needs the 256 single bytes and ranks 0 to n-1; get it again"
+            f"{path} is not a complete rank file: it needs the 256 single bytes and ranks 0 to n-1; get it again"
         )
     return tiktoken.Encoding(
         path.stem,

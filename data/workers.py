@@ -72,8 +72,8 @@ class Workers:
                 yield futures.popleft().result()
         except BrokenProcessPool:
             raise DataError(
-                "a tokenising process was killed, by the system if memory ran out: the same command goes on from "
-                f"what is done, and needs less memory with fewer processes, data.workers={self.count // 2}"
+                "a tokenising process was killed, by the system if memory ran out: the same command continues from "
+                f"what is done; fewer processes need less memory, data.workers={self.count // 2}"
             ) from None
         finally:
             for future in futures:

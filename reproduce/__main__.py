@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
 
 
@@ -75,10 +75,10 @@ def listing() -> str:
     lines += [
         "",
         "python -m reproduce NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]",
-        "python -m reproduce all --budget 10m      as many as fit, in this order; goes on where it stopped",
+        "python -m reproduce all --budget 10m      as many as fit, in this order; continues where it stopped",
         *(f"python -m reproduce {name:22}{what}" for name, what in TOOLS.items()),
         "",
-        "Minutes are of one GPU, ~ where they are estimates for an H200; needs cpu: a CPU counts what it can.",
+        "takes: on one GPU; with ~, an estimate for an H200. needs cpu: without a GPU, a CPU counts what it can.",
         "--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing.",
     ]
     return "\n".join(lines)
@@ -111,9 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="auto", help="cuda, cpu, cuda:1; default: cuda where there is one"
     )
     parser.add_argument(
-        "--budget", type=_seconds, metavar="10m", help="stop after so long; run again to go on"
+        "--budget", type=_seconds, metavar="10m", help="stop after this time; run again to continue"
     )
-    parser.add_argument("--again", action="store_true", help="measure again what results/ already has")
+    parser.add_argument("--again", action="store_true", help="measure again, even if results/ has it already")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS}; with --tiny {TINY_RESULTS}")
     return parser
 
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text} is no duration above 0; write 90s, 10m or 1h")
+        raise argparse.ArgumentTypeError(f"{text} is not a duration above 0; write 90s, 10m or 1h")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
 
 
@@ -152,7 +152,7 @@ def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
         again=arguments.again,
     )
     if store.finished:
-        print(f"{experiment.name}: done already by the same code, {store.complete} (--again repeats it)")
+        print(f"{experiment.name}: already done with the same code: {store.complete} (--again repeats it)")
         return 0
     status = 0
     try:
@@ -161,13 +161,13 @@ def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
     except OutOfTime:
         status = OUT_OF_TIME
         print(
-            f"{experiment.name}: out of time; {store.partial} holds what there is, the same command goes on"
+            f"{experiment.name}: out of time; what is done is in {store.partial}, and the same command continues"
         )
     print(module.table(store.document))
     if can_draw():
         module.draw(store.document, store.picture)
     else:
-        print("no picture: matplotlib is not installed (the report draws it where it is)")
+        print("no picture: matplotlib is not installed (the report draws it on a machine that has it)")
     print(
         f"{experiment.name}: {store.document['state']} in {store.document['seconds']:.0f} s, {store.folder}"
     )
@@ -184,13 +184,15 @@ def _device(name: str) -> torch.device:
 def _run_all(arguments: argparse.Namespace) -> int:
     """Run each experiment in its own process, so that one that breaks the device does not stop the others."""
     if arguments.overrides:
-        raise ReproduceError(f"{arguments.overrides[0]}: settings belong to one experiment; name it")
+        raise ReproduceError(
+            f"{arguments.overrides[0]}: settings apply to one experiment: name it instead of all"
+        )
     # A running sample is never interrupted, so a twentieth of the budget is reserved for one to finish.
     end = time.monotonic() + 0.95 * arguments.budget if arguments.budget else None
     chosen = list(EXPERIMENTS.values())
     if _device(arguments.device).type == "cpu" and not arguments.tiny:
         chosen = [each for each in chosen if each.needs == "cpu"]
-        print(f"without a CUDA device: {', '.join(each.name for each in chosen)}")
+        print(f"no CUDA device here, so these alone: {', '.join(each.name for each in chosen)}")
     # First round: each gets its own share of the time. Second: what is left goes to those unfinished, in this order.
     statuses = {each.name: OUT_OF_TIME for each in chosen}
     for shares in (True, False):
@@ -203,7 +205,7 @@ def _run_all(arguments: argparse.Namespace) -> int:
             seconds = min(left, 60 * each.minutes) if left and shares else left
             statuses[each.name] = _start(each.name, arguments, seconds, again=arguments.again and shares)
     if unfinished := ", ".join(name for name, status in statuses.items() if status == OUT_OF_TIME):
-        print(f"the budget is spent; the same command goes on with {unfinished}")
+        print(f"the budget is spent; the same command continues with {unfinished}")
     return int(any(status not in (0, OUT_OF_TIME) for status in statuses.values()))
 
 

@@ -304,7 +304,7 @@ def _judge_head_dim(results: Results) -> list[Verdict]:
     ours = ", ".join(f"d{d}{' causal' if causal else ''} {gain:.1f}x" for (d, causal), gain in means.items())
     passed = means[128, False] < means[64, False] and means[128, True] > means[128, False]
     what, theirs = f"{BASELINE}/{OURS} time, mean over 1k to 8k", "lower at d128 than d64, larger when causal"
-    return [judged("C17", what, theirs, ours, None, passed, "the order is the claim", results["device"])]
+    return [judged("C17", what, theirs, ours, None, passed, "the claim is the order", results["device"])]
 
 
 def _judge_causal(results: Results) -> list[Verdict]:
@@ -345,7 +345,7 @@ def _judge_rates(results: Results) -> list[Verdict]:
                     f"{ours:.0f} TFLOP/s",
                     ours / theirs,
                     ours >= 0.95 * theirs,
-                    f"95 % at least; FA3 on an H100 held at 1830 MHz, as ours is not; FA2 had "
+                    f"95 % at least; FA3 ran on an H100 locked at 1830 MHz, ours is not locked; FA2 had "
                     f"{series['fa2'][8192]:.0f}. In this run: {beside}",
                     results["device"],
                 )
@@ -369,7 +369,7 @@ def _judge_chunks(results: Results) -> list[Verdict]:
             what = f"time of chunked attention over flash, {sample['length']} tokens"
             verdict = judged("C32", what, *figures, "at least 2x", results["device"])
             if gain > 8:  # twice the paper's most
-                why = "chunked is eager PyTorch's operations, and its backward computes each chunk twice more"
+                why = "chunked attention is eager PyTorch operations, and its backward computes each chunk twice more"
                 verdict = replace(verdict, status=NOT_COMPARABLE, why=why)
             verdicts.append(verdict)
     return verdicts

@@ -43,7 +43,9 @@ HEADER = (
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m reproduce compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, a sweep, a wandb folder, or a glob")
-    parser.add_argument("--html", type=Path, help="the page; default: compare.html where the runs are")
+    parser.add_argument(
+        "--html", type=Path, help="where to write the page; default: compare.html beside the runs"
+    )
     arguments = parser.parse_args(argv)
     runs = find_runs(arguments.runs)
     print(text(runs))
@@ -159,25 +161,25 @@ def warnings(runs: list[Run]) -> list[str]:
     said = []
     if settings := differing_settings(runs):
         said.append(
-            f"the runs differ in more than attention: {', '.join(settings)}. Their differences are not attention's "
-            "alone."
+            f"the runs differ in more than attention: {', '.join(settings)}. So their differences are not due to "
+            "attention alone."
         )
     if environment := differing_environment(runs):
         said.append(f"they ran in different environments: {', '.join(environment)}.")
     if silent := [run.label for run in runs if not run.config]:
-        said.append(f"the settings are not known of: {', '.join(silent)}.")
+        said.append(f"settings unknown for: {', '.join(silent)}.")
     if silent := [run.label for run in runs if not run.environment]:
-        said.append(f"where they ran is not known of: {', '.join(silent)}.")
+        said.append(f"environment unknown for: {', '.join(silent)}.")
     if other := [run.label for run in runs if not same_tokens(runs[0], run)]:
         said.append(
             f"losses are not compared: {', '.join(other)} may have predicted other tokens than {runs[0].label}."
         )
     if unfinished := [run.label for run in runs if not run.finished]:
-        said.append(f"not finished: {', '.join(unfinished)}; figures are those so far.")
+        said.append(f"not finished: {', '.join(unfinished)}; their figures cover what has run so far.")
     if resumed := [run.label for run in runs if run.config.get("trainer.resume") and not run.whole]:
-        said.append(f"resumed: {', '.join(resumed)}; times and curves are of the last part.")
+        said.append(f"resumed: {', '.join(resumed)}; times and curves cover only the part since then.")
     said += [
-        f"after step {step:,} {run.label} went on with {changes(changed)}: its losses are of both."
+        f"after step {step:,} {run.label} was resumed with {changes(changed)}: its losses come from both settings."
         for run in runs
         for step, changed in run.resumed.items()
         if changed
@@ -185,11 +187,11 @@ def warnings(runs: list[Run]) -> list[str]:
     if interpreted := [run.label for run in runs if run.interpreted]:
         said.append(
             f"Triton's kernels were interpreted, not compiled (TRITON_INTERPRET=1): {', '.join(interpreted)}. The "
-            "speed of an attention or a layer in Triton is the interpreter's."
+            "speed of their Triton kernels is that of the interpreter."
         )
     said += _noise(runs)
     if len(runs) == 1:
-        said.append("one run only: there is nothing to compare it with.")
+        said.append("only one run was given: name two or more to compare.")
     return said
 
 
@@ -203,39 +205,39 @@ def _noise(runs: list[Run]) -> list[str]:
         if fast > SPREAD * slow
     ]:
         said.append(
-            f"tokens/s varied more than {SPREAD:g}x over a run's own rows: {', '.join(varied)}. The machine did "
-            "something else meanwhile; run again before believing a ratio."
+            f"tokens/s varied more than {SPREAD:g}x within a run: {', '.join(varied)}. Other programs used the "
+            "machine; run again before trusting a ratio."
         )
     for run in runs[1:]:
         for phase, (theirs, ours) in unexplained_phases(runs[0], run).items():
             said.append(
                 f"{phase} took {ours:.2f} ms of a step in {run.label} and {theirs:.2f} in {runs[0].label}: more than "
-                f"{PHASE_RATIO:g}x and {PHASE_SHARE:.0%} of a step, and not attention's doing. Something else held "
-                "one of them up; run again before believing a ratio."
+                f"{PHASE_RATIO:g}x apart, by over {PHASE_SHARE:.0%} of a step, which attention does not explain. "
+                "Something else slowed one of them; run again before trusting a ratio."
             )
     return said
 
 
 def notes(runs: list[Run]) -> list[str]:
     """How to read the figures, one sentence each."""
-    said = [f"ratios and differences are to {runs[0].label}."] if len(runs) > 1 else []
+    said = [f"ratios and differences are relative to {runs[0].label}."] if len(runs) > 1 else []
     said += [
-        f"speed and memory of {run.label} are of its part after step {run.began:,}."
+        f"speed and memory of {run.label} cover only its part after step {run.began:,}."
         for run in runs
         if run.began and run.whole
     ]
     if any(run.peak_memory and run.peak_memory[0] == "resident" for run in runs):
         said.append(
-            "memory on a CPU is the process's resident peak, Python and libraries included, and what an earlier run "
-            "of the same sweep left."
+            "memory on a CPU is the peak resident memory of the process: Python, its libraries and what earlier "
+            "runs of the same sweep left."
         )
     if any(run.step_split() for run in runs):
         said.append(
-            "data / fwd+bwd / opt are ms of a step: until its batch is on the device, forward and backward, the "
-            "optimizer with clipping; on a GPU as the device saw them."
+            "data / fwd+bwd / opt are ms per step: to get the batch onto the device, forward and backward, optimizer "
+            "with clipping; on a GPU, measured on the device."
         )
     if any(run.speed("perf/mfu") for run in runs):
-        said.append("MFU counts 6 N + 12 L H Q T FLOPs a token: attention in full, no recomputation.")
+        said.append("MFU counts 6 N + 12 L H Q T FLOPs per token: attention in full, no recomputation.")
     return said
 
 

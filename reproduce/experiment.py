@@ -255,7 +255,7 @@ def find_experiment(name: str, others: Iterable[str]) -> Experiment:
     if name not in EXPERIMENTS:
         known = [*EXPERIMENTS, *others]
         near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, n=1))
-        raise ReproduceError(f"no experiment is called {name}; there are {', '.join(known)}{near}")
+        raise ReproduceError(f"there is no experiment {name}; choose one of {', '.join(known)}{near}")
     return EXPERIMENTS[name]
 
 
@@ -296,7 +296,7 @@ def parse_settings(defaults: Any, overrides: list[str]) -> Any:
             raise ReproduceError(f"{override} is not key=value")
         if key not in types:
             known = ", ".join(each.name for each in fields(defaults))
-            raise ReproduceError(f"{key} is not a setting here; there are {known}")
+            raise ReproduceError(f"{key} is not a setting of this experiment; it has {known}")
         changes[key] = _parse(key, text, types[key])
     return replace(defaults, **changes)
 
@@ -311,7 +311,7 @@ def _parse(key: str, text: str, kind: Any) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ReproduceError(f"{key}={text}: it must be {kind.__name__}") from None
+        raise ReproduceError(f"{key}={text}: it must be of type {kind.__name__}") from None
 
 
 def judged(

@@ -206,13 +206,11 @@ def _judge_order(results: Results) -> list[Verdict]:
         gains = [milliseconds(s, "flash1", "both") / milliseconds(s, PORTABLE, "both") for s in samples]
         what = f"time of flash1 over flash, both in Triton, head_dim {head_dim}, {'causal' if causal else 'full'}"
         ratio = statistics.geometric_mean(gains) / statistics.geometric_mean(expected)
-        why = f"1.3x at least, at each of {len(samples)} lengths; the paper's two are in CUDA"
+        why = f"1.3x at least, at each of {len(samples)} lengths; the paper compares two CUDA kernels"
         figures = (_span(expected), _span(gains), ratio, min(gains) >= 1.3)
         verdict = judged("C18", what, *figures, why, results["device"])
         if ratio > 2:  # more than the loop order can explain
-            why = (
-                "flash1 is the algorithm as printed, one program a head; the paper's figure is of tuned CUDA"
-            )
+            why = "flash1 is the algorithm as printed, one program per head; the paper measured tuned CUDA"
             verdict = replace(verdict, status=NOT_COMPARABLE, why=why)
         verdicts.append(verdict)
     return verdicts
@@ -232,7 +230,7 @@ def _judge_programs(results: Results) -> list[Verdict]:
             f"one program a head over one a tile of queries, batch * heads {heads}, {sample['length']} tokens"
         )
         passed = gain >= 0.5 * bound if bound > 1 else gain >= 0.9
-        why = "half the bound or more; several programs on a processor can exceed it; the two-pass forward"
+        why = "at least half the bound, which several programs on a processor can exceed; of the two-pass forward"
         figures = (f"up to {bound:.3g}x", f"{gain:.3g}x", gain / bound, passed)
         verdicts.append(judged("C19", what, *figures, why, results["device"]))
     return verdicts
@@ -247,9 +245,9 @@ def _judge_backward(results: Results) -> list[Verdict]:
         right = checks["flash1"]["passed"] and checks["flash"]["passed"]
         figures = ("8 and 4", f"{before:.0f} and {after:.0f}", None, (before, after) == (8, 4) and right)
         why = f"gradients of both {'within' if right else 'not within'} twice naive's error of float64"
-        what = "bytes a query saved for the backward: maximum and sum, log-sum-exp alone"
+        what = "bytes per query saved for the backward: maximum and sum, log-sum-exp alone"
         verdicts.append(judged("C21", what, *figures, why, COUNTED))
-        why = "no two kernels here differ in that alone"
+        why = "no two kernels here differ in this alone"
         verdicts.append(Verdict("C21", "time that either saves", "log-sum-exp a little faster", why=why))
     if {"flash1", "two_pass"} <= counted.keys() & checks.keys():
         one, two = (counted[name]["products"] for name in ("flash1", "two_pass"))
@@ -261,7 +259,7 @@ def _judge_backward(results: Results) -> list[Verdict]:
             None,
             (round(one, 2), round(two, 2)) == (5, 7) and right,
         )
-        what = "matrix products of the backward: delta from dO * O, in a pass of its own"
+        what = "matrix products of the backward: delta from dO * O, delta in a pass of its own"
         verdicts.append(judged("C22", what, *figures, why, COUNTED))
     samples = [
         s for s in pick(results, kind="order", causal=False) if {"flash1", "two_pass"} <= s["ms"].keys()
@@ -273,8 +271,8 @@ def _judge_backward(results: Results) -> list[Verdict]:
         ]
         gain = statistics.geometric_mean(gains)
         why = (
-            f"1.1x at least, geometric mean over {len(gains)} lengths: that fewer products take less time, not that "
-            "it is in proportion, and the paper states no time; both in one program a head"
+            f"at least 1.1x, geometric mean over {len(gains)} lengths: fewer products must take less time, not in "
+            "proportion; the paper states no time; both with one program per head"
         )
         figures = ("1.4x by the products", f"{gain:.2f}x", gain / 1.4, gain >= 1.1)
         what = f"time of the backward in two passes over one, head_dim {head_dim}"
@@ -288,23 +286,29 @@ def _judge_softmax(results: Results) -> list[Verdict]:
     if {"safe", "online"} <= accesses.keys():
         found = (accesses["safe"], accesses["online"])
         figures = ("4 and 3", "{:.3g} and {:.3g}".format(*found), None, found == (4, 3))
-        what = "memory accesses an element: safe, online softmax"
-        verdicts.append(judged("C27", what, *figures, "of a row that is not kept on the chip", COUNTED))
+        what = "memory accesses per element: safe, online softmax"
+        verdicts.append(judged("C27", what, *figures, "for a row that does not stay on the chip", COUNTED))
     names = ("safe, top-k", "online, top-k", "online with top-k")
     if set(names) <= accesses.keys():
         found = [accesses[name] for name in names]
         passed = all(abs(a - b) < 0.05 for a, b in zip(found, (5, 4, 1), strict=True))
         figures = ("5, 4 and 1", ", ".join(f"{each:.2f}" for each in found), None, passed)
-        what = "memory accesses an element: safe softmax then top-k, online then top-k, both in one pass"
+        what = "memory accesses per element: safe softmax then top-k, online then top-k, both in one pass"
         verdicts.append(
-            judged("C28", what, *figures, "with the k results, which the paper leaves out", COUNTED)
+            judged(
+                "C28",
+                what,
+                *figures,
+                "ours includes writing the k results, which the paper leaves out",
+                COUNTED,
+            )
         )
     timed = sorted(pick(results, kind="softmax", rows=4000), key=lambda s: (s["length"], s["k"]))
     for sample in timed[-1:]:
         ms = _medians(sample)
         gain = ms["safe"] / ms["online"]
         what = f"time of safe over online softmax, 4000 rows of {sample['length']}"
-        why = "1.2x at least; rows longer than the L2 cache serves; the paper has it from 4000 on, on a V100"
+        why = "at least 1.2x, at a length beyond what the L2 cache serves; the paper has it from 4000 on, on a V100"
         figures = ("1.3x", f"{gain:.2f}x", gain / 1.3, gain >= 1.2)
         verdicts.append(judged("C27", what, *figures, why, results["device"]))
     for sample in timed:
@@ -315,7 +319,7 @@ def _judge_softmax(results: Results) -> list[Verdict]:
         what = (
             f"time of safe softmax then top-k over one pass, k {sample['k']}, 4000 rows of {sample['length']}"
         )
-        why = "at least the paper's; the top-k of the first is torch's"
+        why = "at least the paper's; the top-k after safe softmax is torch's"
         figures = (f"{theirs:g}x", f"{gain:.2f}x", gain / theirs, gain >= theirs)
         verdicts.append(judged("C28", what, *figures, why, results["device"]))
     return verdicts

@@ -60,21 +60,21 @@ class Milestone:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m reproduce milestones", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run directory, finished or still going")
-    parser.add_argument("--reference", choices=references(), help="default: the recipe nearest to the run's")
+    parser.add_argument("run", metavar="RUN", help="a run directory, finished or still running")
+    parser.add_argument("--reference", choices=references(), help="default: the recipe closest to the run's")
     parser.add_argument("--plot", type=Path, help="default: RUN/milestones.svg")
     arguments = parser.parse_args(argv)
     run = _only(find_runs([arguments.run]), arguments.run)
     tokens, losses = validation_curve(run)
     if not tokens:
         raise ReproduceError(
-            f"{arguments.run} has no validation loss yet; trainer.eval_every decides when it has"
+            f"{arguments.run} has no validation loss yet; trainer.eval_every sets when it is evaluated"
         )
     reference = arguments.reference or nearest_reference(run)
     if not arguments.reference and (other := _other_model(departures(run, reference))):
         raise ReproduceError(
-            f"no published curve is of this model; of {reference}, the nearest, it differs: "
-            f"{', '.join(_told(other))}; --reference {reference} compares all the same"
+            f"no published curve is for this model; the closest, {reference}, differs "
+            f"({', '.join(_told(other))}); --reference {reference} compares with it anyway"
         )
     milestones = read_reference(reference)
     verdicts = [verdict(each, tokens, losses) for each in milestones]
@@ -91,7 +91,9 @@ def main(argv: list[str]) -> int:
 
 def _only(runs: list[Run], argument: str) -> Run:
     if len(runs) > 1:
-        raise ReproduceError(f"{argument} holds {len(runs)} runs; name one of them, as {runs[0].path.name}")
+        raise ReproduceError(
+            f"{argument} holds {len(runs)} runs; name one of them, such as {runs[0].path.name}"
+        )
     return runs[0]
 
 
@@ -208,7 +210,7 @@ def _text(
 ) -> str:
     lines = [f"{run.path.name} against experiment={reference}"]
     if left := departures(run, reference):
-        lines.append("! the run's recipe is not the reference's, so neither pass nor fail says much:")
+        lines.append("! the run's settings differ from the reference's, so a pass or a fail says little:")
         lines += [f"    {each}" for each in _told(left)]
     shown = [pair for pair in zip(milestones, verdicts, strict=True) if pair[1][0] != AHEAD]
     ahead = len(milestones) - len(shown)

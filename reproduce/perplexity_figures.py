@@ -167,7 +167,7 @@ def _judge_backends(results: Results) -> list[Verdict]:
                 None,
                 mean < spread and later < later_spread and val <= final,
                 f"closer than two seeds, which are {spread:.1e} apart in the mean and {final:.1e} in validation; "
-                f"from step {settled} on, past what their initial weights make of it, {later:.1e} beside "
+                f"from step {settled} on, when the initial weights no longer dominate, {later:.1e} against "
                 f"{later_spread:.1e}",
                 results["device"],
             )
@@ -190,8 +190,8 @@ def _judge_context(results: Results) -> list[Verdict]:
     steps = zip(shortest["validation"], longest["validation"], strict=True)
     gaps = ", ".join(f"{long[1] - short[1]:+.3f} at step {short[0]}" for short, long in steps)
     why = (
-        f"a small model and few tokens, so the direction only; the gap: {gaps}; every step to a longer context "
-        f"{'lowers' if ordered else 'does not lower'} the loss"
+        f"a small model and few tokens, so only the direction counts; the gap: {gaps}; every step to a longer "
+        f"context {'lowers' if ordered else 'does not lower'} the loss"
     )
     passed = final_loss(longest) < final_loss(shortest)
     return [judged("C14", what, paper, ours, None, passed, why, results["device"])]

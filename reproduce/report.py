@@ -120,7 +120,7 @@ def _older(documents: list[Results]) -> Iterator[str]:
             names.setdefault(document["device"], []).append(document["experiment"])
     if names:
         listed = "; ".join(f"{', '.join(experiments)} on {device}" for device, experiments in names.items())
-        yield f"code has changed since these were run, which files is under Runs: {listed}"
+        yield f"code has changed since these were run (Runs lists the files): {listed}"
 
 
 def _late(documents: list[Results]) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _late(documents: list[Results]) -> Iterator[str]:
         if rounds:
             listed = ", ".join(f"{name} in {times}" for name, times in rounds.most_common())
             where = f"{document['experiment']} on {document['device']}"
-            yield f"rounds of {where} in which the device waited for the host, and the host was timed: {listed}"
+            yield f"rounds of {where} in which the device waited for the host, so that the host was timed: {listed}"
 
 
 def _draw(module: object, document: Results, directory: Path) -> Path | None:
@@ -152,7 +152,7 @@ def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
         return
     why = f"needs a CUDA device: python -m reproduce {claim.experiment}"
     if any(each["experiment"] == claim.experiment and _ran_on_gpu(each) for each in page.documents):
-        why = f"no run of {claim.experiment} on a GPU has come to it"
+        why = f"no run of {claim.experiment} on a GPU has measured it yet"
     yield Verdict(claim.name, claim.on_gpu or "the claim", claim.paper, why=why)
 
 
@@ -172,7 +172,7 @@ def summary(page: Page) -> str:
     line = f"{measured} of {len(CLAIMS)} claims have a measured figure. "
     line += f"Of {counts.total() - aims} figures of the papers: {figures}."
     own = ", ".join(f"{counts[status]} {status}" for status in OWN_AIMS if counts[status])
-    return line + (f" Of {aims} that no paper states: {own}." if aims else "")
+    return line + (f" Of {aims} figures that no paper states: {own}." if aims else "")
 
 
 def _cells(verdict: Verdict) -> list[str]:
@@ -210,8 +210,8 @@ RUN_COLUMNS = (
 )
 INTRODUCTION = (
     "The papers' figures beside ours. A figure is ours only if a file in results/ holds it; everything else is not "
-    "measured. Ratios are ours over the paper's; what a figure had to reach is under why. Where no paper states a "
-    "figure, ours is held to an aim of this project's own, which has statuses of its own. "
+    "measured. Ratios are ours over the paper's; the column why says what a figure had to reach. Where no paper "
+    "states a figure, ours is held to this project's own aim, with statuses of its own. "
     "Milliseconds, days and out-of-memory points of another GPU are not "
     "compared; a count made on a CPU says so in the last column."
 )

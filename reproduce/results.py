@@ -197,9 +197,7 @@ class Store:
         self.document["samples"].append(known)
         self.write(self.partial)
         if broken:
-            raise ReproduceError(
-                "that sample broke the device; the same command goes on with the one after it"
-            )
+            raise ReproduceError("that sample broke the device; the same command continues with the next one")
         return known
 
     def _forget(self, samples: list[Sample]) -> None:
@@ -242,7 +240,7 @@ def writing(path: Path, option: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ReproduceError(
-            f"{path} cannot be written ({error.strerror}): name another place, {option}"
+            f"{path} cannot be written ({error.strerror}): choose another place with {option}"
         ) from None
 
 
@@ -257,7 +255,7 @@ def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
         return None
     found = document.get("version") if isinstance(document, dict) else None
     if found != VERSION:
-        say(f"{path} is of version {found}, not {VERSION}, and is left out; run the experiment again")
+        say(f"{path} has version {found}, not {VERSION}, and is left out; run the experiment again")
         return None
     return document
 

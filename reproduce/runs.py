@@ -193,7 +193,7 @@ def find_runs(arguments: list[str]) -> list[Run]:
         raise _no_run(empty[0])
     for argument in empty:
         if Path(argument).is_dir():
-            print(f"note: {argument}: no run there", file=sys.stderr)
+            print(f"note: {argument}: no run found", file=sys.stderr)
     runs = [_read_wandb(path) if _wandb_file(path) else _read_directory(path) for path in paths]
     name_runs(runs)
     return runs
@@ -201,7 +201,7 @@ def find_runs(arguments: list[str]) -> list[Run]:
 
 def _no_run(argument: str) -> ReproduceError:
     return ReproduceError(
-        f"{argument}: no run there; a run directory has config.yaml and metrics.csv, a wandb folder a .wandb file"
+        f"{argument}: no run found; a run directory has config.yaml and metrics.csv, a wandb folder a .wandb file"
     )
 
 
@@ -235,7 +235,7 @@ def _read_directory(path: Path) -> Run:
     try:
         config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
         if not isinstance(config, dict):
-            raise ReproduceError(f"{path / 'config.yaml'} holds no settings by name: it is no run's")
+            raise ReproduceError(f"{path / 'config.yaml'} has no named settings, so it is not a run's")
     except FileNotFoundError:
         config = {}
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
@@ -255,7 +255,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:  # not JSON, or not UTF-8
         raise ReproduceError(f"{path} cannot be read: {error}") from None
     if not isinstance(record, dict):
-        raise ReproduceError(f"{path} cannot be read: it holds no values by name")
+        raise ReproduceError(f"{path} cannot be read: it has no named values")
     return record
 
 
@@ -283,11 +283,13 @@ def _read_wandb(path: Path) -> Run:
             [wandb, "leet", "inspect", "--json", path], capture_output=True, text=True, timeout=_LEET_TIMEOUT
         )
     except FileNotFoundError:
-        raise ReproduceError(f"{path} is a wandb folder, and wandb is not installed to read it") from None
+        raise ReproduceError(
+            f"{path} is a wandb folder, and reading it needs wandb: pip install wandb"
+        ) from None
     except subprocess.TimeoutExpired:
         raise ReproduceError(
-            f"{path}: wandb leet inspect did not read it within {_LEET_TIMEOUT} s; the run's own directory is read "
-            "without it"
+            f"{path}: wandb leet inspect did not read it within {_LEET_TIMEOUT} s; name the run's own directory "
+            "instead, which is read without it"
         ) from None
     if told.returncode:
         reason = (told.stderr or told.stdout).strip().splitlines()[-1:]

@@ -158,13 +158,13 @@ def _judge_counts(results: Results) -> list[Verdict]:
         Verdict(
             "C3", "bytes standard/flash", "9.2x (NeurIPS: 8.0x)", f"{ratio:.1f}x to {most:.0f}x", None,
             NOT_COMPARABLE, f"bounds: ours moves {flash_gb:.1f} GB if no cache serves re-reads of K, V, Q, d_out, "
-            f"{floor_gb:.1f} GB if L2 serves all; the paper has 4.4, and hardware counters say which", basis,
+            f"{floor_gb:.1f} GB if L2 serves all; the paper has 4.4; hardware counters tell where ours lies", basis,
         ),
         judged(
             "C3", "FLOPs flash/standard", f"{expected:.2f}x", f"{work:.2f}x", work / expected, work <= 1.25,
-            "1.25x at most; more arithmetic for fewer bytes, as claimed; but 9 matrix products, the paper 7: these "
-            "are the portable kernels, which padding runs on, and their backward recomputes the scores for dq and "
-            "again for dk, dv; a Hopper GPU's own do 7 without padding, 1.17x by arithmetic", basis,
+            "1.25x at most; more arithmetic for fewer bytes, as claimed, but 9 matrix products to the paper's 7: "
+            "padding runs on the portable kernels, whose backward recomputes the scores for dq and again for dk, dv; "
+            "without padding, the Hopper kernels do 7, 1.17x by arithmetic", basis,
         ),
     ]  # fmt: skip
 
@@ -219,8 +219,8 @@ def _judge_tiles(results: Results) -> list[Verdict]:
     tiles = ", ".join(str(s["block_m"]) for s in sweep)
     figures = ("lower on a T4 than on an A100", ", ".join(f"{gain:.1f}x" for gain in gains), None, shrinks)
     why = (
-        "the least under half of the best; the portable kernel; below 64 queries a tile also falls from Hopper's "
-        "tensor core instruction to Ampere's"
+        "the smallest tile's under half of the best; portable kernel; below 64 queries, a tile also falls back from "
+        "Hopper's tensor core instruction to Ampere's"
     )
     what = f"time standard/flash, forward, tiles of {tiles} queries"
     return [judged("C31", what, *figures, why, results["device"])]
@@ -256,7 +256,7 @@ def _judge_counters(results: Results) -> list[Verdict]:
     ratio, excess = moved[BASELINE] / moved[OURS], moved[OURS] / floor
     why = f"hardware counters: {moved[BASELINE] / 1e9:.1f} and {moved[OURS] / 1e9:.2f} GB; 8x at least"
     about_one = "about 1 when K and V fit the L2 cache"
-    near = "1.5x at most: the paper gives no number for how near to 1, and this bar of our own is wide"
+    near = "1.5x at most: the paper does not say how near to 1, so this wide limit is our own"
     what = f"DRAM bytes over compulsory, {ours['length']} tokens"
     return [
         judged(

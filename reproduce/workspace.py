@@ -19,11 +19,15 @@ NAME = "Attention backends"
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m reproduce workspace", description=__doc__)
     parser.add_argument("project", metavar="ENTITY/PROJECT")
-    parser.add_argument("--group", help="only the runs of this wandb group, as a sweep's folder is called")
+    parser.add_argument(
+        "--group", help="only the runs of this wandb group (of a sweep: the name of its folder)"
+    )
     arguments = parser.parse_args(argv)
     entity, _, project = arguments.project.partition("/")
     if not (entity and project) or "/" in project:
-        raise ReproduceError(f"{arguments.project} is not ENTITY/PROJECT, as in wandb's address of a project")
+        raise ReproduceError(
+            f"{arguments.project} is not ENTITY/PROJECT, as in the address of a wandb project"
+        )
     workspace = build(entity, project, arguments.group)
     print(_save(workspace))
     return 0
@@ -36,7 +40,7 @@ def build(entity: str, project: str, group: str | None = None) -> Workspace:
         import wandb_workspaces.workspaces as workspaces
     except ImportError:
         raise ReproduceError(
-            "a workspace is made by the package wandb-workspaces: pip install wandb-workspaces"
+            "this needs the package wandb-workspaces: pip install wandb-workspaces"
         ) from None
 
     def line(title: str, metric: str, x: str = "tokens") -> panels.LinePlot:

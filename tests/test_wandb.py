@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_is_one_wandb_run_in_its_directory_and_another_elsewh
 def test_without_a_server_it_goes_on_offline(start, server, tmp_path):
     server.leave()
     said = ended(start(patience=(2, 20)))
-    assert "offline, since the server did not answer; look: wandb leet run/wandb/offline-run-" in said
+    assert "offline, since the server did not answer; view: wandb leet run/wandb/offline-run-" in said
     assert (tmp_path / "run/summary.json").exists()
 
 
@@ -116,7 +116,7 @@ def test_a_key_that_the_server_does_not_know_is_no_reason_to_stop_unless_online_
     assert err.splitlines()[-1] == refused
     assert "Traceback" not in err
     # In the same directory, where nothing is left that would block a second try.
-    assert "offline, since the server returned error 401; look: wandb leet" in ended(start())
+    assert "offline, since the server returned error 401; view: wandb leet" in ended(start())
 
 
 def test_a_server_that_leaves_costs_the_end_of_a_run_seconds(start, server, tmp_path):
@@ -125,7 +125,10 @@ def test_a_server_that_leaves_costs_the_end_of_a_run_seconds(start, server, tmp_
     until((tmp_path / "run/summary.json").exists)
     assert process.poll() is None  # it waits for wandb last, when the run's own files are whole
     said = ended(process)
-    assert "wandb's server did not take everything within 4 s; later: wandb sync run/wandb/run-" in said
+    assert (
+        "the wandb server did not accept everything within 4 s; to upload the rest later: wandb sync run/wandb/run-"
+        in said
+    )
 
 
 def test_training_outlives_wandbs_own_process(start, tmp_path):
@@ -134,7 +137,7 @@ def test_training_outlives_wandbs_own_process(start, tmp_path):
     until(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 2)
     assert kill_service(tmp_path)
     said = ended(process)
-    assert re.search(r"wandb stopped \(.*\); metrics\.csv has all of the run", said)
+    assert re.search(r"wandb stopped \(.*\); metrics\.csv has the whole run", said)
     assert len(measured(tmp_path / "run", "train/loss")) == 400
 
 
@@ -143,7 +146,7 @@ def test_a_run_begins_offline_if_wandbs_own_process_ends_first(start, server, tm
     process = start()
     until(lambda: server.waiting > 0)
     assert kill_service(tmp_path)
-    assert "offline, since wandb stopped (HandleAbandonedError); look: wandb leet" in ended(process)
+    assert "offline, since wandb stopped (HandleAbandonedError); view: wandb leet" in ended(process)
 
 
 def kill_service(folder: Path) -> int:

@@ -131,7 +131,7 @@ def find(path: str | Path) -> Path:
         return _behind(path)
     if path.is_file():
         raise ConfigError(
-            f"{path} is a file; name a run directory or one of its checkpoints, which are folders."
+            f"{path} is a file; name a run directory or one of its checkpoints, which are directories too."
         )
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; name a run directory or one of its checkpoints.")
@@ -158,5 +158,5 @@ def _load(checkpoint: Path, name: str, device: torch.device | str) -> Any:
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
         older = [path for path in saved(checkpoint.parent.parent) if path.name < checkpoint.name]
-        remedy = f"take the one before it, {older[-1]}" if older else "there is no older checkpoint"
+        remedy = f"use the checkpoint before it, {older[-1]}" if older else "there is no older checkpoint"
         raise ConfigError(f"{checkpoint / name} cannot be read ({reason}); {remedy}.") from error

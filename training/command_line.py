@@ -47,7 +47,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
     if torchrun.launched() and {"-m", "--multirun"} & set(sys.argv):
         sys.exit(
-            "error: -m does not work under torchrun; start one torchrun a setting, with one logger.group."
+            "error: -m does not work under torchrun: start one torchrun per setting, all with the same logger.group."
         )
     sys.argv[1:] = map(_at_home, sys.argv[1:])
     options = _check_words(sys.argv[1:])
@@ -99,12 +99,12 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         if not _nobody_reads(sys.stdout):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
-        print("error: what is printed goes to a pipe that was closed", file=sys.stderr)
+        print("error: the program that this output is piped to has exited", file=sys.stderr)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if begun:
             raise
-        sys.exit(f"error: the run directory cannot be made: {error}")
+        sys.exit(f"error: cannot create the run directory: {error}")
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
         sys.stderr.writelines(f"{each}\n" for each in refused)
         raise
@@ -147,11 +147,13 @@ def _check_words(arguments: list[str]) -> Namespace:
         if word in words and (word.startswith("--") or not re.match(r"~|\+{0,2}[^=+]+=", word))
     ]
     if unknown and not wrong:
-        sys.exit(f"error: {unknown[0]}: put options such as -m before or after all key=value settings")
+        sys.exit(
+            f"error: {unknown[0]}: options such as -m go before or after the key=value settings, not between them"
+        )
     if known.cfg and known.multirun:
-        sys.exit("error: --cfg prints the settings of one run: leave -m out")
+        sys.exit("error: --cfg prints the settings of a single run: leave out -m")
     if known.resolve and not (known.cfg or known.help):
-        sys.exit("error: --resolve goes with --cfg job or --help")
+        sys.exit("error: --resolve works only with --cfg job or --help")
     if not wrong:
         _check_groups(known.overrides)
         _check_directory(known)
@@ -169,13 +171,18 @@ def _check_directory(known: Namespace) -> None:
     for word in known.overrides:
         key, _, value = word.lstrip("+").partition("=")
         if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:  # an unset shell variable
-            sys.exit(f"error: {word}: name a directory, or leave it out: empty is the current one")
+            sys.exit(
+                f"error: {word}: an empty value means the current directory; name a directory, or leave this out"
+            )
         if key == "hydra.run.dir" and sweeps:
             sys.exit(
-                f"error: {word}: -m makes a directory a run: name the one above, hydra.sweep.dir={value}"
+                f"error: {word}: with -m every run gets its own directory; "
+                f"name the parent of them all with hydra.sweep.dir={value}"
             )
         if key in ("hydra.sweep.dir", "hydra.sweep.subdir") and not sweeps:
-            sys.exit(f"error: {word}: a sweep's, with -m; the directory of one run is hydra.run.dir=...")
+            sys.exit(
+                f"error: {word}: this needs -m; without -m, name the run directory with hydra.run.dir=..."
+            )
 
 
 def _check_groups(overrides: list[str]) -> None:
@@ -192,7 +199,7 @@ def _check_groups(overrides: list[str]) -> None:
         except HydraException:
             continue  # Hydra will say that it cannot be parsed
         if value is None or isinstance(value, list | bool | int | float):
-            sys.exit(f"error: {word}: {group} takes one of {', '.join(options_of(group))}")
+            sys.exit(f"error: {word}: {group} must be one of {', '.join(options_of(group))}")
 
 
 def options_of(group: str) -> list[str]:
@@ -218,25 +225,25 @@ def _explain(error: Exception) -> str:
             return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         quoted = in_quotes(error.override)
-        return f"{error.override}: it cannot be read; quote the value in the shell's quotes, {quoted}"
+        return f"{error.override}: Hydra cannot parse this; quote it for Hydra and for the shell: {quoted}"
     text = str(error)
     if match := re.match(r"Ambiguous value for argument '(?P<override>.*)'", text):
         key, _, value = match["override"].partition("=")
-        several = f"{match['override']}: several values are one run each with -m"
+        several = f"{match['override']}: several values need -m, which starts one run for each"
         if (CONFIGS / key).is_dir():
             return several
-        return f"{several}; a list is {key}=[{value}], a text with commas {in_quotes(match['override'])}"
+        return f"{several}; for a list type {key}=[{value}], for a text with commas {in_quotes(match['override'])}"
     if match := re.match(r"Could not override '(?P<key>[^']+)'", text):
         return f"{match['key']} is not a setting; {_hint(match['key'])}"
     first = text.splitlines()[0].removeprefix("Error merging override ").strip()
     if error.__cause__ and (reason := str(error.__cause__).splitlines()):
         key, _, value = first.partition("=")
         if "is not a ListConfig" in reason[0]:
-            return f"{first}: it takes a list, {key}=[{value}]"
+            return f"{first}: the value must be a list: {key}=[{value}]"
         if whole := re.match(
             r"Value '(-?\d+)\.0' of type 'float' could not be converted to Integer", reason[0]
         ):
-            return f"{first}: it takes a whole number, {key}={whole[1]}"
+            return f"{first}: the value must be a whole number: {key}={whole[1]}"
         return f"{first}: {reason[0]}"
     return first
 

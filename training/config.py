@@ -182,7 +182,9 @@ class TrainerConfig:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1.")
         for name in ("steps", "grad_clip", "eval_every", "save_every", "sample_tokens"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be finite, 0 or more.")
+                raise ConfigError(
+                    f"trainer.{name} is {getattr(self, name)}; it must be finite, and 0 or more."
+                )
         for name in ("resume", "init_from"):
             if getattr(self, name) == "":  # from an unset shell variable
                 raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")
@@ -194,7 +196,7 @@ class TrainerConfig:
             steps = (
                 f"it must be from 1 to trainer.steps={self.steps}, or null"
                 if self.steps
-                else "there is no step"
+                else "with trainer.steps=0 there is no step to profile"
             )
             raise ConfigError(f"trainer.profile_step is {self.profile_step}; {steps}.")
 
@@ -228,7 +230,7 @@ class Config:
         self.schedule.final_fraction = self.schedule.resolved_final_fraction
         if self.trainer.batch_tokens % self.model.seq_len:
             raise ConfigError(
-                f"trainer.batch_tokens={self.trainer.batch_tokens} is no multiple of "
+                f"trainer.batch_tokens={self.trainer.batch_tokens} is not a multiple of "
                 f"model.seq_len={self.model.seq_len}; nearest: "
                 f"{_nearest_multiples(self.trainer.batch_tokens, self.model.seq_len)}."
             )
@@ -252,8 +254,8 @@ class Config:
                 *[n for n in divisors if n > micro_batch][:1],
             ]
             raise ConfigError(
-                f"trainer.micro_batch={micro_batch} does not divide the {per_rank} sequences a rank has in a batch "
-                f"of {self.trainer.batch_tokens} tokens; nearest: {' or '.join(map(str, near))}."
+                f"trainer.micro_batch={micro_batch} does not divide the {per_rank} sequences that each rank gets "
+                f"of a batch of {self.trainer.batch_tokens} tokens; nearest: {' or '.join(map(str, near))}."
             )
         return per_rank // micro_batch, micro_batch
 

@@ -55,7 +55,7 @@ def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"{option}{name} is no device; use auto, cpu, cuda or cuda:N.") from None
+        raise ConfigError(f"{option}{name} is not a device; use auto, cpu, cuda or cuda:N.") from None
     if device.type == "cuda":
         if torchrun.launched() and device.index is not None:
             raise ConfigError(
@@ -65,7 +65,9 @@ def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
             raise ConfigError(f"{option}{name}: torch sees no CUDA device; use {option}cpu.")
         index = int(os.environ["LOCAL_RANK"]) if torchrun.launched() else device.index or 0
         if index >= torch.cuda.device_count():
-            raise ConfigError(f"{option}cuda:{index}: there are {torch.cuda.device_count()} CUDA devices.")
+            raise ConfigError(
+                f"{option}cuda:{index}: CUDA devices found: {torch.cuda.device_count()}, counted from cuda:0."
+            )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     elif device.type != "cpu":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .config import ConfigError
 
-REMEDY = "free some room, or name a folder you may write with hydra.run.dir"
+REMEDY = "free some disk space, or name a directory that you can write to: hydra.run.dir=..."
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -41,7 +41,7 @@ def initial_weights(config: Config) -> InitialWeights:
     path = config.trainer.init_from
     if config.trainer.resume:
         raise ConfigError(
-            f"trainer.resume={config.trainer.resume} has weights of its own: leave out trainer.init_from={path}."
+            f"trainer.resume={config.trainer.resume} already loads the weights: leave out trainer.init_from={path}."
         )
     hugging_face = (Path(path) / "config.json").is_file()
     found = (_from_hugging_face if hugging_face else _from_run)(Path(path), config.data.tokenizer)
@@ -59,13 +59,13 @@ def _from_run(path: Path, tokenizer: str) -> InitialWeights:
         found = checkpoint.find(path)
     except ConfigError as error:
         raise ConfigError(
-            f"trainer.init_from: {error} A GPT-2 saved by Hugging Face's save_pretrained serves as well; the "
-            "released one: `hf download openai-community/gpt2 config.json model.safetensors --local-dir gpt2`."
+            f"trainer.init_from: {error} A GPT-2 folder from Hugging Face's save_pretrained works too; "
+            "the released one: `hf download openai-community/gpt2 config.json model.safetensors --local-dir gpt2`."
         ) from None
     config, sha256 = read_run(found)
     theirs = f"data.tokenizer={config.data.tokenizer}"
     if theirs.endswith(".tiktoken"):
-        theirs = f"{typed(theirs)} as it was then"  # the file may have changed, not its name
+        theirs = f"{typed(theirs)} as the file was then"  # the file may have changed, not its name
     same = tokenizer_hash(load_tokenizer(tokenizer)) == sha256
     return InitialWeights(str(found), checkpoint.load_weights(found, "cpu"), config.model, theirs, same)
 
@@ -74,17 +74,17 @@ def _from_hugging_face(path: Path, tokenizer: str) -> InitialWeights:
     try:
         kind = json.loads((path / "config.json").read_text()).get("model_type")
         if kind != "gpt2":
-            raise ValueError(f"its config.json says model_type={kind}, gpt2 is wanted")
+            raise ValueError(f"its config.json says model_type={kind}, not gpt2")
         model = from_huggingface(path, get_attention("naive"))  # any: attention has no weights
     except ImportError:
         raise ConfigError(f"trainer.init_from={path} needs transformers: pip install transformers.") from None
     except Exception as error:  # safetensors, for one, has a kind of its own
         reason = (str(error) or type(error).__name__).splitlines()[0].removesuffix(".")
-        raise ConfigError(f"trainer.init_from={path} is no GPT-2 that can be read: {reason}.") from error
+        raise ConfigError(f"trainer.init_from={path} cannot be read as a GPT-2: {reason}.") from error
     if model.config.vocab_size != _GPT2_VOCABULARY:
         raise ConfigError(
-            f"trainer.init_from={path} has a vocabulary of {model.config.vocab_size}, of a tokenizer that is not "
-            f"known here; GPT-2's is {_GPT2_VOCABULARY}."
+            f"trainer.init_from={path} has a vocabulary of {model.config.vocab_size}, so its tokenizer is unknown; "
+            f"GPT-2's is {_GPT2_VOCABULARY}."
         )
     # It does not say which tokenizer it was trained with.
     same = load_tokenizer(tokenizer).n_vocab == _GPT2_VOCABULARY

@@ -167,7 +167,7 @@ class WandbLogger:
         if self.mode == "disabled":
             return [("wandb", "disabled by WANDB_MODE")]
         look, upload = f"wandb leet {self._folder}", f"wandb sync {self._folder}"
-        return [("wandb", f"{self._why}; look: {look}"), ("", f"upload: {upload}")]
+        return [("wandb", f"{self._why}; view: {look}"), ("", f"upload: {upload}")]
 
     @property
     def _folder(self) -> str:
@@ -192,14 +192,14 @@ class WandbLogger:
         try:
             call()
         except TimeoutError:
-            told = f"wandb's server did not take everything within {END_SECONDS} s"
-            tqdm.write(f"{told}; later: wandb sync {self._folder}")
+            told = f"the wandb server did not accept everything within {END_SECONDS} s"
+            tqdm.write(f"{told}; to upload the rest later: wandb sync {self._folder}")
         except Exception as error:  # of many classes, some of them private
             import wandb
 
             self._gone = True
-            told = f"wandb stopped ({type(error).__name__}: {error}); metrics.csv has all of the run"
-            tqdm.write(f"{told}, what wandb has: wandb sync {self._folder}")
+            told = f"wandb stopped ({type(error).__name__}: {error}); metrics.csv has the whole run"
+            tqdm.write(f"{told}; to upload what wandb recorded: wandb sync {self._folder}")
             with suppress(Exception):
                 wandb.teardown()  # otherwise it tries again when Python exits, with a traceback
 
@@ -220,7 +220,7 @@ def wandb_mode(mode: WandbMode) -> str:
     if mode is WandbMode.auto:
         chosen = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         if chosen not in _WANDB_MODES:
-            raise ConfigError(f"WANDB_MODE={chosen}: it must be {', '.join(_WANDB_MODES)}, or not set.")
+            raise ConfigError(f"WANDB_MODE={chosen}: it must be {', '.join(_WANDB_MODES)}, or unset.")
     else:
         chosen = mode.value
     if chosen == "online" and not _has_wandb_key():

@@ -25,7 +25,7 @@ def profiled(what: str, path: Path, device: torch.device, say: Callable[[str], N
         yield
         if on_gpu:
             torch.cuda.synchronize(device)
-    where = f"trace in {path}, for https://ui.perfetto.dev"
+    where = f"trace in {path}; open it at https://ui.perfetto.dev"
     try:
         profiler.export_chrome_trace(str(path))
     except OSError as error:  # the run is worth more than its trace
@@ -49,4 +49,4 @@ def _costliest(profiler: profile, on_gpu: bool) -> str:
         for name, (microseconds, count) in shown
     ]
     calls = sum(count for _, count in times.values())
-    return "\n".join([*lines, f"  of {total / 1e3:.2f} ms in {calls} calls"])
+    return "\n".join([*lines, f"  total: {total / 1e3:.2f} ms in {calls} calls"])

@@ -24,12 +24,12 @@ def banner(run: Trainer) -> Rows:
     if run.graphs:
         how += ", CUDA graphs"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        how += ", Triton's kernels interpreted"
-    asked = "" if config.attention.name == run.attention_name else f" (asked: {config.attention.name})"
+        how += ", Triton kernels interpreted"
+    asked = "" if config.attention.name == run.attention_name else f" (requested: {config.attention.name})"
     tier = f", {run.attention_tier} kernels" if run.attention_tier else ""
     tokens = config.trainer.steps * config.trainer.batch_tokens
     batch = sequences = f"{plural(run.micro_batch, 'sequence')} of {model.seq_len}"
-    length = "no step: evaluation only"
+    length = "no steps: evaluation only"
     if config.trainer.steps:
         batch = f"{config.trainer.batch_tokens:,} tokens a step: {sequences}"
         batch += f" x {run.accumulation} accumulated" if run.accumulation > 1 else ""
@@ -67,7 +67,7 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_bes
     """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
     # Empty after an evaluation alone, or if a run was resumed at its last step in another directory.
     saved = checkpoint.saved(run_dir)
-    speed = f"not measured: no step{' came after the warm-up' if summary['steps'] else ''}"
+    speed = f"not measured: no step ran{' after the warm-up' if summary['steps'] else ''}"
     if "perf/step_ms" in summary:
         speed = f"{summary['perf/tokens_per_second']:,.0f} tokens/s, {summary['perf/step_ms']:.1f} ms a step"
     if "perf/mfu" in summary:
@@ -110,7 +110,7 @@ def _best(run_dir: Path, keep_best: bool) -> Rows:
     """Where the checkpoint with the lowest validation loss is, if it was kept."""
     if not (best := checkpoint.best(run_dir)):
         return []
-    ended = "" if keep_best else ", until trainer.keep_best was left out"
+    ended = "" if keep_best else ", the best while trainer.keep_best was on"
     where = f"{run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best[0].name}{ended}"
     return [("best", f"loss {best[1]:.4f}, {where}")]
 
@@ -122,8 +122,8 @@ def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:
         return []
     spins = os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
     on_cpu = "perf/peak_resident_gib" in summary
-    remedy = "; OMP_WAIT_POLICY=passive suffers less" if on_cpu and spins else ""
-    return [("", f"varied from {slow:,.0f} to {fast:,.0f}: the machine did something else meanwhile{remedy}")]
+    remedy = "; with OMP_WAIT_POLICY=passive a run suffers less" if on_cpu and spins else ""
+    return [("", f"varied from {slow:,.0f} to {fast:,.0f} tokens/s: other programs used the machine{remedy}")]
 
 
 def dtype_name(dtype: object) -> str:

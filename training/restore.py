@@ -50,13 +50,13 @@ def resume(run: Trainer, path: str) -> Resumed:
     if differing := [name for name in now if was.get(name) != now[name]]:
         theirs, ours = (", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now))
         raise ConfigError(
-            f"trainer.resume={path}: it was trained with {theirs}, this run has {ours}; the command it was "
+            f"trainer.resume={path} was trained with {theirs}, but this run has {ours}; the command it was "
             f"trained with is in {run_dir / 'environment.json'}."
         )
     if state["step"] > run.config.trainer.steps:
         raise ConfigError(
             f"trainer.resume={path} is at step {state['step']}, beyond trainer.steps={run.config.trainer.steps}; "
-            f"trainer.init_from={path} trainer.steps=0 evaluates it."
+            f"to evaluate it, use trainer.init_from={path} trainer.steps=0."
         )
     run.model.load_state_dict(checkpoint.load_weights(found, run.world.device))
     settings = [{k: v for k, v in g.items() if k != "params"} for g in run.optimizer.param_groups]
@@ -119,7 +119,9 @@ def read_run(found: Path) -> tuple[Config, str]:
     files = [found.parent.parent / name for name in ("config.yaml", "tokenizer.json")]
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"{file} is missing; a checkpoint needs the run directory it was written in.")
+            raise ConfigError(
+                f"{file} is missing; a checkpoint can be read only in the run directory it was saved in."
+            )
     config = load_config(files[0])
     try:
         return config, json.loads(files[1].read_text())["sha256"]
@@ -143,8 +145,8 @@ def load_run(
     tokenizer = load_tokenizer(tokenizer_name)
     if tokenizer_hash(tokenizer) != sha256:
         raise ConfigError(
-            f"{path} was trained with another tokenizer than {tokenizer_name} is now: put that back, or say "
-            "where it is with --tokenizer PATH."
+            f"{path} was trained with a tokenizer other than the present {tokenizer_name}: restore the original, "
+            "or say where it is with --tokenizer PATH."
         )
     device = resolve_device(device_name, "--device ")
     _, attention = resolve_attention(

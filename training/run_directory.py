@@ -33,10 +33,10 @@ def refusal(config: Config, run_dir: Path) -> str | None:
     if not (kept or (run_dir / "metrics.csv").exists()) or _goes_on(config, run_dir):
         return None
     if in_sweep(run_dir):  # not all runs of a sweep can resume this one
-        return f"{run_dir} holds a run already: choose another hydra.sweep.dir."
+        return f"{run_dir} already holds a run: choose another hydra.sweep.dir."
     resume = typed(f"trainer.resume={run_dir}")
-    remedy = f"go on with it by {resume}" if kept else "delete it: it has no checkpoint"
-    return f"{run_dir} holds a run already: choose another hydra.run.dir, or {remedy}."
+    remedy = f"resume that run with {resume}" if kept else "delete it: it has no checkpoint"
+    return f"{run_dir} already holds a run: choose another hydra.run.dir, or {remedy}."
 
 
 def _goes_on(config: Config, run_dir: Path) -> bool:
@@ -54,7 +54,7 @@ def open_run(run: Trainer) -> list[Logger]:
         run_dir.mkdir(parents=True, exist_ok=True)
         # Drop what is newer than the step to resume from: checkpoints first, since a restart looks for the newest.
         if gone := checkpoint.drop_after(run_dir, run.start):
-            print(f"removed {', '.join(gone)}: newer than the step this run goes on from", flush=True)
+            print(f"removed {', '.join(gone)}: newer than the step this run resumes from", flush=True)
         for end in ("summary.json", "sample.txt"):
             (run_dir / end).unlink(missing_ok=True)
     except OSError as error:  # the directory is a colleague's, or archived
@@ -85,16 +85,16 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
     if not summary:
         trainer = run.config.trainer
         if not trainer.steps:
-            print("stopped in the evaluation", flush=True)
+            print("stopped during the evaluation", flush=True)
             return
         here = f"{typed(f'hydra.run.dir={run.run_dir}')} {typed(f'trainer.resume={run.run_dir}')}"
-        adding = f" and add {here}"
+        how = f"adding {here}"
         if trainer.init_from and not trainer.resume:
-            adding = f", with {here} in place of trainer.init_from"
+            how = f"replacing trainer.init_from with {here}"
         if in_sweep(run.run_dir):  # -m would make another directory, and all its runs would resume this one
-            adding = f" without -m, what the sweep varies as this run has it{adding}"
+            how = f"without -m and with only this run's values, {how}"
         print(
-            f"stopped at step {done:,} and saved; to go on in its directory, give this run's command again{adding}",
+            f"stopped at step {done:,} and saved; to resume in the same directory, run the same command {how}",
             flush=True,
         )
         return

@@ -290,11 +290,16 @@ class Trainer:
             names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
             broken = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
             # The backward begins at the end of the model, so the last of these is nearest to the cause.
-            whose = f" (not finite in {len(broken)} of {len(names)}, the last {broken[-1]})" if broken else ""
+            whose = (
+                f" (not finite in {len(broken)} of {len(names)} parameters, the last of them {broken[-1]})"
+                if broken
+                else ""
+            )
             self._give_up(f"the gradient norm is {norm}{whose}", done)
         if self.scaler.get_scale() < 1:
             self._give_up(
-                "fp16 finds no gradient scale: step after step overflows and is skipped, also", done
+                "fp16 gradients overflow at every gradient scale down to 1, so step after step is skipped; gave up",
+                done,
             )
         return {
             "train/loss": mean,
@@ -397,7 +402,7 @@ def _out_of_memory(config: Config, ranks: World) -> str:
     _, micro_batch = config.accumulation_steps(ranks.size)
     full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
     if micro_batch == 1:
-        return f"{full}: one sequence at a time is too much; lower model.seq_len or take a smaller model."
+        return f"{full}: one sequence at a time is too much; lower model.seq_len or choose a smaller model."
     half = max(n for n in range(1, micro_batch // 2 + 1) if micro_batch % n == 0)
     return (
         f"{full}: use trainer.micro_batch={half}; gradients accumulate, so the global batch stays "
@@ -414,6 +419,9 @@ def _with_vocabulary(config: Config) -> ModelConfig:
             f"{tokenizer.n_vocab} tokens; leave model.vocab_size out."
         )
     if config.model.document_end is not None:
-        raise ConfigError("model.document_end is the tokenizer's; use data.document_mask=true.")
+        raise ConfigError(
+            "model.document_end is set from the tokenizer; to keep attention within documents, use "
+            "data.document_mask=true."
+        )
     document_end = tokenizer.eot_token if config.data.document_mask else None
     return dataclasses.replace(config.model, vocab_size=tokenizer.n_vocab, document_end=document_end)

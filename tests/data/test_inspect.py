@@ -76,7 +76,7 @@ def test_damage_is_found_told_and_repaired(inspect: Inspect, corpus: Corpus):
     assert found.stdout.count("--repair") == 2
     repaired = inspect(corpus.directory, "--repair")
     assert repaired.returncode == 0, repaired.stderr
-    assert "train-00001.bin made again" in repaired.stdout
+    assert "rebuilt train-00001.bin" in repaired.stdout
     assert inspect(corpus.directory).returncode == 0
 
 
@@ -91,12 +91,14 @@ def test_a_reader_that_stops_early_is_no_error(corpus: Corpus):
 
 
 def test_of_a_folder_of_runs_or_corpora_one_is_asked_for(corpus: Corpus, tmp_path: Path):
-    with pytest.raises(DataError, match=f"holds corpora: give one of them, {corpus.directory.name}$"):
+    with pytest.raises(
+        DataError, match=f"holds prepared corpora: name one of these folders in it: {corpus.directory.name}$"
+    ):
         corpus_folder(corpus.directory.parent)
     for run in ("0_nano_naive", "1_nano_sdpa"):
         (tmp_path / run).mkdir()
         (tmp_path / run / "corpus").write_text("anywhere")
-    with pytest.raises(DataError, match=r"give one of them, for example .*/0_nano_naive$"):
+    with pytest.raises(DataError, match=r"name one of them, for example .*/0_nano_naive$"):
         corpus_folder(tmp_path)
 
 
@@ -165,7 +167,7 @@ def test_a_rank_file_named_from_its_folder_is_found_from_another(
     )
     repaired = inspect(corpus.directory, "--repair", "--tokenizer", moved)
     assert repaired.returncode == 0, repaired.stderr
-    assert repaired.stdout == f"train-00000.bin made again\n{shown.stdout}"
+    assert repaired.stdout == f"rebuilt train-00000.bin\n{shown.stdout}"
     wrong = inspect(corpus.directory, "--tokenizer", "bytes")
     assert wrong.stderr == (
         f"error: {corpus.directory} was made with tokenizer {ranks}, bytes is another: give that one, or prepare "

@@ -243,7 +243,7 @@ def test_out_of_room_in_the_middle(parquet: Path, tmp_path: Path, undisturbed: d
     full = run(parquet, tmp_path, file_bytes=20_000)
     assert full.returncode == 1
     assert len(full.stderr.strip().splitlines()) == 1
-    assert "no room to write" in full.stderr
+    assert "no space to write" in full.stderr
     assert "data.cache_dir" in full.stderr
     assert not manifests(tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))

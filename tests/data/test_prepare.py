@@ -409,7 +409,7 @@ def test_another_tokenizer_is_refused(parquet: Path, rank_file: str, tmp_path: P
     [
         (None, "no finished corpus"),
         (b"{", "damaged"),
-        (b'{"version": 99}', "version 99, this code reads version 2"),
+        (b'{"version": 99}', "version 99, but this code reads version 2"),
     ],
 )
 def test_without_a_good_manifest_nothing_is_trusted(content: bytes | None, words: str, tmp_path: Path):
@@ -470,7 +470,7 @@ def test_counts_that_are_not_the_published_are_not_trusted(parquet: Path, tmp_pa
         def expected(self, tokenizer_sha256: str, val_fraction: float) -> dict[str, int]:
             return {"documents": 401, "train": 1, "val": 1}
 
-    with pytest.raises(DataError, match=r"came to .*'documents': 400.* published are .*'documents': 401"):
+    with pytest.raises(DataError, match=r"has .*'documents': 400.* published counts are .*'documents': 401"):
         prepare(Published((str(parquet),)), "bytes", tmp_path, workers=1)
     assert not list(tmp_path.glob("*/manifest.json"))
 

@@ -44,7 +44,7 @@ BAD_FILES = {
     "empty.txt": (b"", "no .* file with text|all empty"),
     "separators.txt": (b"\n\n\n\n", "has 0 documents"),
     "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
-    "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl.*CSV say, are read with data=hub data\.repo=FOLDER"),
+    "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl.*such as CSV, use data=hub data\.repo=FOLDER"),
     "latin1.txt": (b"caf\xe9 au lait", r"latin1.txt: byte 3 \(0xe9\) is not UTF-8.*iconv"),
     "digits.jsonl": (b'{"text": "a", "n": %s}\n' % (b"9" * 5000), "byte 0 cannot be read .*4300 digits"),
     "deep.jsonl": (b"[" * 100_000, "byte 0 cannot be read .*recursion"),
@@ -110,9 +110,9 @@ def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     assert "nowhere" in refused({"source": "text_files", "files": "nowhere/*.txt"}, tmp_path)
     assert "python_source, text_files" in refused({"source": "c4"}, tmp_path)
     assert "data.repo" in refused({"source": "hub"}, tmp_path)
-    assert "data.roots means nothing to source text_files" in refused({**files, "roots": ["/"]}, tmp_path)
-    assert "data.split means nothing to source text_files" in refused({**files, "split": "test"}, tmp_path)
-    assert "data.column means nothing" in refused({"source": "openwebtext", "column": "content"}, tmp_path)
+    assert "data.roots does not apply to source text_files" in refused({**files, "roots": ["/"]}, tmp_path)
+    assert "data.split does not apply to source text_files" in refused({**files, "split": "test"}, tmp_path)
+    assert "data.column does not apply" in refused({"source": "openwebtext", "column": "content"}, tmp_path)
     assert "40 hexadecimal digits" in refused({"source": "openwebtext", "revision": "main"}, tmp_path)
     assert "data.limit_documents=1: " in refused({**files, "limit_documents": 1}, tmp_path)
     assert "data.files" in refused({"source": "text_files", "files": ""}, tmp_path)
@@ -176,7 +176,7 @@ def test_too_small_a_disk_is_refused_before_it_starts(
 ):
     monkeypatch.setattr("data.files.free_bytes", lambda path: 1234)
     message = refused({"source": "text_files", "files": str(parquet)}, tmp_path)
-    assert "not enough room" in message
+    assert "not enough disk space" in message
     assert "1.23 kB free" in message
 
 
@@ -186,7 +186,7 @@ def test_a_validation_split_without_text_is_refused(tmp_path: Path):
     lines = [json.dumps({"text": "" if row == held_out else "text"}) for row in range(4)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     message = refused({"source": "text_files", "files": str(tmp_path / "a.jsonl")}, tmp_path / "cache")
-    assert "held out are all empty" in message
+    assert "has any text (1 held out)" in message
     assert "data.val_fraction" in message
 
 
@@ -208,4 +208,4 @@ def test_a_script_that_does_not_guard_its_main_part_is_told_so(tmp_path: Path):
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "needs `if __name__ == '__main__':` around what it does" in done.stderr
+    assert "needs `if __name__ == '__main__':` around its main code" in done.stderr

@@ -174,7 +174,7 @@ def test_a_finished_result_is_kept_unless_again_or_other_settings(tmp_path, caps
     run(tmp_path, "sparse", "backends=naive")
     before = document(tmp_path, "sparse")
     run(tmp_path, "sparse", "backends=naive")
-    assert "done already" in capsys.readouterr().out
+    assert "already done" in capsys.readouterr().out
     run(tmp_path, "sparse", "backends=naive", "--again")
     again = document(tmp_path, "sparse")
     assert before["samples"] != again["samples"]
@@ -202,13 +202,13 @@ def test_all_shares_its_budget_in_order_of_worth(tmp_path, capsys, monkeypatch):
     assert main(["all", "--tiny", "--device", "cpu", "--budget", "1s"]) == 0
     assert not started
     said = capsys.readouterr().out
-    assert said == f"the budget is spent; the same command goes on with {', '.join(EXPERIMENTS)}\n"
+    assert said == f"the budget is spent; the same command continues with {', '.join(EXPERIMENTS)}\n"
 
 
 def test_no_budget_is_not_taken_for_one_without_end(capsys):
     with pytest.raises(SystemExit):
         main(["all", "--tiny", "--budget", "0s"])
-    assert "0s is no duration above 0; write 90s, 10m or 1h" in capsys.readouterr().err
+    assert "0s is not a duration above 0; write 90s, 10m or 1h" in capsys.readouterr().err
 
 
 def test_what_goes_wrong_costs_one_sample(tmp_path):
@@ -305,15 +305,15 @@ def test_a_reader_that_stops_early_is_no_error():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tracing"], "no experiment is called tracing; there are attention"),
+        (["tracing"], "there is no experiment tracing; choose one of attention"),
         (["comapre"], "all, report, compare, milestones, workspace; did you mean compare?"),
-        (["numerics", "lenghts=3"], "lenghts is not a setting here; there are backends"),
-        (["numerics", "repeats=many"], "repeats=many: it must be int"),
+        (["numerics", "lenghts=3"], "lenghts is not a setting of this experiment; it has backends"),
+        (["numerics", "repeats=many"], "repeats=many: it must be of type int"),
         (["numerics", "repeats"], "repeats is not key=value"),
         (["attention", "backends=flesh"], "no attention is called flesh; there are standard, "),
         (["training", "--device", "cpu"], "needs a CUDA device"),
-        (["numerics", "--device", "tpu"], "--device tpu is no device; use auto, cpu, cuda or cuda:N."),
-        (["all", "repeats=3"], "settings belong to one experiment"),
+        (["numerics", "--device", "tpu"], "--device tpu is not a device; use auto, cpu, cuda or cuda:N."),
+        (["all", "repeats=3"], "settings apply to one experiment"),
     ],
 )
 def test_mistakes_are_one_line(arguments, words, tmp_path, capsys):
@@ -333,7 +333,9 @@ def test_a_place_that_cannot_be_written_is_one_line_with_the_remedy(command, in_
     (tmp_path / in_the_way).touch()
     assert main([*command, "--results", str(tmp_path / "results")]) == 1
     error = capsys.readouterr().err
-    assert re.search(r"^error: .*cannot be written \(.*\): name another place, --results FOLDER$", error)
+    assert re.search(
+        r"^error: .*cannot be written \(.*\): choose another place with --results FOLDER$", error
+    )
     assert error.count("\n") == 1
 
 
@@ -344,7 +346,7 @@ def test_a_full_disk_is_the_same_line(tmp_path, capsys):
         assert run(tmp_path, "numerics", "backends=naive") == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = "numerics.partial.json cannot be written (File too large): name another place, --results FOLDER\n"
+    said = "numerics.partial.json cannot be written (File too large): choose another place with --results FOLDER\n"
     assert capsys.readouterr().err.endswith(said)
 
 

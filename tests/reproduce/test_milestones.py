@@ -58,7 +58,7 @@ def test_another_recipe_is_named(tmp_path, capsys):
     run = write_run(tmp_path / "run", {1000: 5.0}, "trainer.batch_tokens=262144", *OTHER_TEXT)
     assert main(["milestones", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "the run's recipe is not the reference's" in said
+    assert "the run's settings differ from the reference's" in said
     assert "    trainer.batch_tokens is 262144, not 524288\n" in said
     assert "    data.source is python_source, not openwebtext\n" in said
     assert "data.tokenizer" not in said
@@ -72,7 +72,7 @@ def test_another_model_is_refused_unless_a_reference_is_named(tmp_path, capsys):
     for said in (
         "model.n_layer is 4, not 12",
         "data.tokenizer is bytes, not gpt2",
-        "of paper/gpt2_small, the nearest,",
+        "the closest, paper/gpt2_small, differs",
         "--reference paper/gpt2_small compares",
     ):
         assert said in error

@@ -179,7 +179,7 @@ def test_what_only_a_gpu_can_tell_has_its_row_until_a_gpu_has_told(tmp_path):
         (True, True),
     ]
     write(tmp_path, "history", [], state="partial")
-    assert [("not measured" in row, "has come to it" in row) for row in rows()] == [
+    assert [("not measured" in row, "has measured it yet" in row) for row in rows()] == [
         (False, False),
         (True, True),
     ]
@@ -214,7 +214,7 @@ def test_what_no_paper_states_is_counted_apart_and_colours_no_claim():
     page.verdicts["C2"] = [own_aim("C2", "memory", "1x", "3x", True, GPU)]
     assert summary(page) == (
         "1 of 33 claims have a measured figure. Of 1 figures of the papers: 1 reproduced. "
-        "Of 2 that no paper states: 1 own aim met, 1 own aim missed."
+        "Of 2 figures that no paper states: 1 own aim met, 1 own aim missed."
     )
     missed = page.verdicts["C1"][1]
     assert (missed.paper, missed.why) == (
@@ -234,7 +234,10 @@ def test_rounds_that_were_the_hosts_are_said(tmp_path, capsys):
         sample["late"] = late
     write(tmp_path, "attention", samples)
     assert main(["report", "--results", str(tmp_path)]) == 0
-    assert "waited for the host, and the host was timed: standard in 3, flash in 2" in capsys.readouterr().out
+    assert (
+        "waited for the host, so that the host was timed: standard in 3, flash in 2"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_backend_has_one_colour_in_every_picture():
@@ -268,14 +271,11 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
     assert main(["report", "--results", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "numerics on NVIDIA Test 3000 cannot be judged" in out
-    assert "is of version" in out
+    assert "has version" in out
     assert "perplexity.json cannot be read" in out
     assert "prepare.json" not in out
     assert "traffic on NVIDIA Test 3000 is partial" in out
-    assert (
-        f"code has changed since these were run, which files is under Runs: attention, traffic on {GPU}"
-        in out
-    )
+    assert f"code has changed since these were run (Runs lists the files): attention, traffic on {GPU}" in out
     report = (tmp_path / "REPORT.md").read_text()
     assert re.search(r"\| traffic \|.*\| kernels/naive.py, kernels/gone.py \|", report)
     assert "20.4x" in report
@@ -288,7 +288,7 @@ def test_a_kernel_for_hopper_makes_no_cpu_stale(tmp_path, capsys):
     write(tmp_path, "traffic", [], code=code, device="CPU (Test)")
     assert main(["report", "--results", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert f"which files is under Runs: attention on {GPU}\n" in out
+    assert f"(Runs lists the files): attention on {GPU}\n" in out
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -109,7 +109,7 @@ def test_a_truncated_file_is_named(tmp_path):
         checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
     newer = save(tmp_path, 10)
     (newer / "weights.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"take the one before it, .*step-00000005"):
+    with pytest.raises(ConfigError, match=r"use the checkpoint before it, .*step-00000005"):
         checkpoint.load_weights(newer, "cpu")
 
 

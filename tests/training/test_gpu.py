@@ -69,7 +69,7 @@ def test_a_profiled_step_says_which_kernels_took_its_time(text_file, tmp_path, c
     shares = [int(share) for share in re.findall(r"^ +(\d+)% +[\d.]+ ms +\d+ x  ", said, re.MULTILINE)]
     assert len(shares) == 8
     assert 20 < sum(shares) <= 100
-    assert int(re.search(r"of [\d.]+ ms in (\d+) calls", said)[1]) > 50
+    assert int(re.search(r"total: [\d.]+ ms in (\d+) calls", said)[1]) > 50
 
 
 def test_with_dropout_nothing_draws_but_torchs_attention(text_file, tmp_path):

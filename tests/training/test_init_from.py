@@ -123,16 +123,16 @@ def test_what_does_not_fit_is_refused_with_what_to_type(config, trained, tmp_pat
     (of_ranks / "config.yaml").write_text(text.replace("tokenizer: bytes", "tokenizer: /a=b c/own.tiktoken"))
     (of_ranks / "tokenizer.json").write_text('{"sha256": "another"}')
     refused(
-        r"""needs "data\.tokenizer='/a=b c/own\.tiktoken'" as it was then; this run has data\.tokenizer=bytes""",
+        r"""needs "data\.tokenizer='/a=b c/own\.tiktoken'" as the file was then; this run has data\.tokenizer=byt""",
         init_from=str(of_ranks),
     )
     refused(r"leave out trainer\.init_from", resume=str(run))
     refused(r"openai-community.gpt2 does not exist.*hf download", init_from="openai-community/gpt2")
     refused(r"holds no checkpoint.*hf download", init_from=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    refused(r"is no GPT-2 that can be read: .*model_type=llama", init_from=str(tmp_path))
+    refused(r"cannot be read as a GPT-2: .*model_type=llama", init_from=str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    refused(r"is no GPT-2 that can be read", init_from=str(tmp_path))
+    refused(r"cannot be read as a GPT-2", init_from=str(tmp_path))
 
 
 def test_another_size_is_named_by_its_preset(config, tmp_path):

@@ -66,7 +66,10 @@ def test_a_busy_machine_is_told_of_at_the_end(monkeypatch):
     summary |= {"steps": 1, "val/tokens": 1, "perf/peak_resident_gib": 1.0}
     idle, busy = (str(result(summary, Path("run"), [100.0, speed, 130.0], False)) for speed in (199.0, 201.0))
     assert "varied" not in idle
-    assert "varied from 100 to 201: the machine did something else meanwhile; OMP_WAIT_POLICY=passive" in busy
+    assert (
+        "varied from 100 to 201 tokens/s: other programs used the machine; with OMP_WAIT_POLICY=passive"
+        in busy
+    )
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert "OMP_WAIT_POLICY" not in str(result(summary, Path("run"), [100.0, 201.0, 130.0], False))
 

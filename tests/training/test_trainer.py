@@ -107,7 +107,7 @@ def test_a_step_that_fp16_skips_is_none_to_stop_at(config, tmp_path):
 
 def test_a_scale_that_fp16_does_not_find_ends_the_run(config, tmp_path):
     run = poisoned(having(config, precision=Precision.fp16, steps=40), tmp_path, math.inf, at=1)
-    with pytest.raises(ConfigError, match=r"no gradient scale.*at step 17.*no checkpoint was saved"):
+    with pytest.raises(ConfigError, match=r"at every gradient scale.*at step 17.*no checkpoint was saved"):
         run.run()
 
 
@@ -201,11 +201,11 @@ def test_resuming_says_what_is_not_as_it_was(config, tmp_path, capsys):
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
     assert line.split("  ")[-1].strip() == "optimizer.lr 0.0006 -> 0.0001, trainer.steps 8 -> 9"
     wider = replace(goes_on, seed=1, model=replace(config.model, n_embd=64))
-    said = r"with model.n_embd=32, seed=1337, this run has model.n_embd=64, seed=1; .*a/environment.json"
+    said = r"with model.n_embd=32, seed=1337, but this run has model.n_embd=64, seed=1; .*a/environment.json"
     with pytest.raises(ConfigError, match=said):
         train(wider, tmp_path / "c")
     with pytest.raises(
-        ConfigError, match=r"at step 8, beyond trainer.steps=7; trainer.init_from=.* evaluates it"
+        ConfigError, match=r"at step 8, beyond trainer.steps=7; to evaluate it, use trainer.init_from="
     ):
         train(having(goes_on, steps=7), tmp_path / "c")
 
@@ -226,7 +226,7 @@ def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_
     monkeypatch.chdir(tmp_path / "here")
     write([*ranks, b"he", b"th"])
     load_tokenizer.cache_clear()
-    with pytest.raises(ConfigError, match=r"another tokenizer than .*own\.tiktoken is now"):
+    with pytest.raises(ConfigError, match=r"a tokenizer other than the present .*own\.tiktoken:"):
         load_run(Path("run"))
     write([*ranks, b"th", b"he"])
     Path("own.tiktoken").rename("moved.tiktoken")
@@ -269,10 +269,10 @@ def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monke
     train(having(config, steps=12, eval_every=12, resume=str(tmp_path)), tmp_path)
     assert kept() == (10, [10, 12])
     assert checkpoint.find(tmp_path).name == "step-00000012"
-    assert "until trainer.keep_best" not in capsys.readouterr().out
+    assert "while trainer.keep_best" not in capsys.readouterr().out
     # Without keep_best no best is looked for, and the end of the run does not report the old one as the best.
     train(having(config, steps=14, keep_best=False, resume=str(tmp_path)), tmp_path)
-    assert f"{best}: step-00000010, until trainer.keep_best was left out" in capsys.readouterr().out
+    assert f"{best}: step-00000010, the best while trainer.keep_best was on" in capsys.readouterr().out
     model, _ = load_run(best)
     saved = checkpoint.load_weights(checkpoint.at(tmp_path, 10), "cpu")
     assert torch.equal(model.wte.weight, saved["wte.weight"])
@@ -300,8 +300,8 @@ def test_no_step_is_an_evaluation(config, tmp_path, capsys):
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert [row["step"] for row in rows(tmp_path / "run")] == ["0"]
     said = capsys.readouterr()
-    assert "no step: evaluation only" in said.out
-    assert "not measured: no step\n" in said.out
+    assert "no steps: evaluation only" in said.out
+    assert "not measured: no step ran\n" in said.out
     assert "sample.py" not in said.out  # which would find no checkpoint
     assert "0/0" not in said.err
     compare.main([str(tmp_path / "run")])
@@ -394,7 +394,7 @@ def test_ranks_refuse_and_stop_alike(config, tmp_path, user_environment):
     ends = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
     assert ends[0] == ends[1]
     diverged, *stopped = ends[0]
-    assert diverged.startswith("ConfigError the gradient norm is nan (not finite in 1 of 16,")
+    assert diverged.startswith("ConfigError the gradient norm is nan (not finite in 1 of 16 parameters,")
     assert stopped == [f"SystemExit {128 + signal.SIGTERM}"] * 2
     assert steps_saved(tmp_path / "diverged") == []
     assert steps_saved(tmp_path / "stopped") == [4]
@@ -421,7 +421,7 @@ def test_told_to_stop_in_its_last_evaluation_a_run_is_whole_and_makes_it_when_it
     assert not (tmp_path / "told/summary.json").exists()
     again = train(having(config, steps=3, resume=str(tmp_path / "told")), tmp_path / "told")
     assert again["val/loss"] == whole["val/loss"]
-    assert stopped(tmp_path / "looked", steps=0).endswith("stopped in the evaluation\n")
+    assert stopped(tmp_path / "looked", steps=0).endswith("stopped during the evaluation\n")
 
 
 # ---- a profile ----------------------------------------------------------------------------------
@@ -486,7 +486,9 @@ def test_a_run_directory_that_may_not_be_changed_is_one_line(config, tmp_path):
     train(config, tmp_path)
     (tmp_path / "summary.json").unlink()
     (tmp_path / "summary.json").mkdir()  # cannot be removed as a file, by root either
-    with pytest.raises(ConfigError, match=r"cannot be written \(.*\): free some room, or name a folder"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be written \(.*\): free some disk space, or name a directory"
+    ):
         train(having(config, steps=10, resume=str(tmp_path)), tmp_path)
 
 
