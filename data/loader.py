@@ -48,12 +48,12 @@ class Corpus:
         if tokenizer_hash(encoding) != self.manifest.tokenizer["sha256"]:
             if name == made_with:  # a rank file
                 raise DataError(
-                    f"{name} has changed since {self.directory} was made with it: put the old file back, or prepare "
+                    f"{name} has changed since {self.directory} was made with it: restore the old file, or prepare "
                     "the corpus again with this one"
                 )
             raise DataError(
-                f"{self.directory} was made with tokenizer {made_with}, {name} is another: "
-                f"give that one, or prepare the corpus again with {name}"
+                f"{self.directory} was made with tokenizer {made_with}, and {name} is a different one: "
+                f"name the original, or prepare the corpus again with {name}"
             )
         return encoding
 
@@ -63,7 +63,7 @@ class Corpus:
         wanted = shard["tokens"] * np.dtype(self.manifest.dtype).itemsize
         size = path.stat().st_size if path.exists() else None
         if size != wanted:
-            return "is missing" if size is None else f"has {size:,} bytes, the manifest says {wanted:,}"
+            return "is missing" if size is None else f"has {size:,} bytes, but the manifest says {wanted:,}"
         if hashed and sha256_of(path) != shard["sha256"]:
             return "does not have the sha256 in the manifest"
         return None
@@ -123,7 +123,7 @@ class TokenSplit:
             if piece.max() >= self.corpus.n_vocab:
                 raise self.corpus.damaged(
                     self.shards[shard]["file"],
-                    f"holds token {piece.max()}, the vocabulary has {self.corpus.n_vocab}",
+                    f"holds token {piece.max()}, but the vocabulary has {self.corpus.n_vocab}",
                 )
             filled += len(piece)
         return tokens
@@ -141,7 +141,7 @@ class Batches:
         _check_sizes(seq_len, sequences_per_batch)
         if split.tokens <= seq_len:
             raise DataError(
-                f"the {split.name} split of {split.corpus.name} has {split.tokens:,} tokens, one sequence takes "
+                f"the {split.name} split of {split.corpus.name} has {split.tokens:,} tokens, but one sequence takes "
                 f"{seq_len + 1:,}: give more text, or a model.seq_len of at most {max(1, split.tokens - 1)}"
             )
         self.split, self.seq_len, self.sequences_per_batch, self.seed = (
@@ -203,7 +203,7 @@ class EvaluationBatches:
     def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
         if not 0 <= n < len(self):
-            raise DataError(f"evaluation batch {n}: this split has 0 to {len(self) - 1}")
+            raise DataError(f"evaluation batch {n}: this split has batches 0 to {len(self) - 1}")
         windows = n * self.sequences_per_batch + _share(self.sequences_per_batch, rank, world_size)
         inputs = np.zeros((len(windows), self.seq_len), np.int64)
         targets = np.full((len(windows), self.seq_len), IGNORED, np.int64)
@@ -230,7 +230,7 @@ def _share(sequences: int, rank: int, world_size: int) -> np.ndarray:
     if sequences % world_size:
         nearest = max(1, round(sequences / world_size)) * world_size
         raise DataError(
-            f"{sequences} sequences a batch cannot be shared by {world_size} ranks: {nearest} can"
+            f"a batch of {sequences} sequences cannot be shared equally by {world_size} ranks: {nearest} can"
         )
     each = sequences // world_size
     return np.arange(rank * each, (rank + 1) * each)
@@ -254,7 +254,7 @@ def prefetch(
     import torch
 
     if depth < 1:  # a queue takes 0 as no limit
-        raise DataError(f"depth={depth}: at least one batch is made ahead")
+        raise DataError(f"depth={depth}: it must be at least 1")
     if stop is None and isinstance(batches, EvaluationBatches):
         stop = len(batches)
 

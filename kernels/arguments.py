@@ -133,7 +133,7 @@ def check_features(
             _check_tensor(name, tensor, q.device)
             if tensor.shape != (heads,) or not tensor.is_floating_point():
                 got = f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise AttentionError(f"{name} must be floating point ({heads},), one a head, got {got}")
+                raise AttentionError(f"{name} must be floating point ({heads},), one per head, got {got}")
     if kv_lengths is not None:
         _check_tensor("kv_lengths", kv_lengths, q.device, torch.int32)
         if kv_lengths.shape != (batch,):
@@ -160,7 +160,7 @@ def refuse_features(name: str, features: dict[str, object]) -> None:
     """Check that all of `features`, the arguments that attention `name` lacks, have their "not used" value."""
     used = used_features(features)
     if used:
-        raise AttentionError(f"attention={name} does not do {sorted(used)[0]}; attention=naive does")
+        raise AttentionError(f"attention={name} does not support {sorted(used)[0]}; attention=naive does")
 
 
 def _check_tensor(

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.exit("kernels.compile_report compiles, and TRITON_INTERPRET=1 interprets: unset it")
+    sys.exit("kernels.compile_report compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -335,9 +335,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--arch", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--feature", choices=sorted(FEATURES), help="compile every tile with it instead")
     parser.add_argument(
-        "--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help="instead of the table's"
+        "--feature", choices=sorted(FEATURES), help="compile every tile with this feature instead"
+    )
+    parser.add_argument(
+        "--tile",
+        type=int,
+        nargs=4,
+        metavar=("M", "N", "WARPS", "STAGES"),
+        help="compile this tile instead of the shipped ones",
     )
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
     options = parser.parse_args(arguments)

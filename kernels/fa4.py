@@ -20,7 +20,7 @@ def _refuses(request: AttentionRequest) -> str | None:
     if request.dtype not in HALF:
         return f"it takes float16 and bfloat16, not {request.dtype}"
     if request.head_dim % 8 or request.head_dim > 256:
-        return f"it takes head_dim that is a multiple of 8 up to 256, not {request.head_dim}"
+        return f"it takes a head_dim that is a multiple of 8, up to 256, not {request.head_dim}"
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:

@@ -38,7 +38,7 @@ def _sdpa(
     elif causal and q_len > 1:  # a single query, as in decoding, sees every key
         if backend is SDPBackend.FLASH_ATTENTION and q.device.type == "cuda":
             raise AttentionError(
-                "attention=sdpa_flash takes no mask, so causal needs q_len == kv_len; sdpa can"
+                "attention=sdpa_flash takes no mask, so causal needs q_len == kv_len; use attention=sdpa"
             )
         mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - q_len)
     options = {
@@ -135,7 +135,7 @@ def _refuses_cudnn(request: AttentionRequest) -> str | None:
     if request.dtype not in HALF:
         return f"it takes float16 and bfloat16, not {request.dtype}"
     if request.head_dim % 8 or request.head_dim > 128:
-        return f"it takes head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
+        return f"it takes a head_dim that is a multiple of 8, up to 128, not {request.head_dim}"
     return request.unsupported({"dropout_p"})
 
 

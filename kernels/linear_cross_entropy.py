@@ -58,7 +58,7 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vo
         raise ValueError(f"hidden must be (rows, width) and weight (padded vocabulary, width), got {got}")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         got = f"{targets.dtype} {tuple(targets.shape)}"
-        raise ValueError(f"targets must be int64 ({hidden.shape[0]},), one a row of hidden, got {got}")
+        raise ValueError(f"targets must be int64 ({hidden.shape[0]},), one per row of hidden, got {got}")
     for name, tensor in (("weight", weight), ("targets", targets)):
         if tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, but hidden on {hidden.device}")

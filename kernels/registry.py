@@ -66,7 +66,7 @@ class AttentionRequest:
     def unsupported(self, supported: set[str]) -> str | None:
         """A reason to refuse, naming the first used feature that is not in `supported`, or None."""
         missing = sorted(self.features - supported)
-        return f"it does not do {_in_words(missing[0])}" if missing else None
+        return f"it does not support {_in_words(missing[0])}" if missing else None
 
 
 def _in_words(feature: str) -> str:
@@ -115,9 +115,13 @@ def register_attention(
 
 def _backend(name: str) -> Backend:
     if name == "auto":
-        raise AttentionError("attention=auto needs to know for what: use resolve_attention(name, device=...)")
+        raise AttentionError(
+            "attention=auto depends on device, dtype and head_dim: use resolve_attention(name, device=...)"
+        )
     if name not in ATTENTION:
-        raise AttentionError(f"attention={name} is unknown; known are auto, {', '.join(sorted(ATTENTION))}")
+        raise AttentionError(
+            f"attention={name} is unknown; choose one of auto, {', '.join(sorted(ATTENTION))}"
+        )
     return ATTENTION[name]
 
 
@@ -133,7 +137,7 @@ def used_features(features: Mapping[str, object]) -> frozenset[str]:
     """Names of the features whose value differs from "not used". AttentionError for an unknown argument."""
     unknown = sorted(set(features) - set(FEATURES) - _COMMON)
     if unknown:
-        raise AttentionError(f"unknown attention argument {unknown[0]}; known are {', '.join(FEATURES)}")
+        raise AttentionError(f"unknown attention argument {unknown[0]}; choose one of {', '.join(FEATURES)}")
     return frozenset(
         name
         for name, value in features.items()
@@ -179,11 +183,11 @@ def resolve_attention(
         if not able:
             if tier != "auto":  # only one backend has tiers
                 raise AttentionError(
-                    f"attention=auto: {_reason(PREFERENCE[0], request)}; attention.tier is {PREFERENCE[0]}'s alone: "
-                    "leave it out for another"
+                    f"attention.tier={tier} applies to {PREFERENCE[0]} only, which cannot be used here: "
+                    f"{_reason(PREFERENCE[0], request)}; leave attention.tier out to get another backend"
                 )
             asked = ", ".join(map(_in_words, sorted(request.features)))
-            raise AttentionError(f"attention=auto: no backend can do {asked}")
+            raise AttentionError(f"attention=auto: no backend supports {asked}")
         name = able[0]
     elif (reason := _reason(name, request)) is not None:
         nearest = f"; use attention={able[0]}" if able else ""
@@ -237,5 +241,5 @@ def _reason(name: str, request: AttentionRequest) -> str | None:
     """The reason why the backend cannot serve the request, or None."""
     backend = _backend(name)
     if request.tier != "auto" and backend.tier is None:
-        return f"attention.tier={request.tier}: it has no tiers"
+        return f"it has no kernel tiers (leave out attention.tier={request.tier})"
     return backend.refuses(request)

@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write here instead of the user's cache")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        sys.exit("kernels.tune times kernels on a GPU, and there is no CUDA device here")
+        sys.exit("kernels.tune times kernels on a GPU, but there is no CUDA device here")
     found = list(cases(options.head_dim))
     shortest = [case for case in found if case.length == LENGTHS[0]]  # kernels are not specialised on length
     with ProcessPoolExecutor(min(8, os.cpu_count()), mp_context=multiprocessing.get_context("spawn")) as pool:

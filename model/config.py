@@ -23,12 +23,11 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(
-                f"dropout={self.dropout}: it is a probability, from 0.0 up to but not including 1.0"
-            )
+            raise ValueError(f"dropout={self.dropout}: it must be at least 0.0 and below 1.0")
         if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
             raise ValueError(
-                f"document_end={self.document_end}: it is a token id, 0 to {self.vocab_size - 1} with this vocab_size"
+                f"document_end={self.document_end}: it must be a token id, 0 to {self.vocab_size - 1} with "
+                "this vocab_size"
             )
         if self.n_embd % self.n_head:
             below, above = (

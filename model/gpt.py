@@ -233,7 +233,7 @@ class GPT(nn.Module):
         super().__init__()
         if not callable(attention):
             raise TypeError(
-                f"attention is {attention!r}: give the function alone, as get_attention(name) returns it"
+                f"attention is {attention!r}: pass the function alone, as get_attention(name) returns it"
             )
         self.config = config
         self.loss = loss

@@ -42,7 +42,7 @@ def from_huggingface(
     if isinstance(source, str | os.PathLike):
         source = _load(Path(source))
     if "GPT2LMHeadModel" not in (each.__name__ for each in type(source).__mro__):
-        raise ValueError(f"source is a {type(source).__name__}; a directory or a GPT2LMHeadModel is wanted")
+        raise ValueError(f"source must be a directory or a GPT2LMHeadModel, got a {type(source).__name__}")
     theirs = source.config
     for name, accepted in _REQUIRED.items():
         if getattr(theirs, name) not in accepted:
@@ -107,7 +107,7 @@ def _load(directory: Path) -> "GPT2LMHeadModel":
     """The checkpoint in a directory, whole: transformers draws at random what it does not find, with a warning."""
     if not (directory / "config.json").is_file():
         raise ValueError(
-            f"{directory} is no transformers checkpoint: a directory with a config.json is wanted"
+            f"{directory} is not a transformers checkpoint, which is a directory with a config.json"
         )
     with _transformers_imports():
         from transformers import GPT2LMHeadModel

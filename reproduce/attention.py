@@ -353,7 +353,7 @@ def backend_names(chosen: tuple[str, ...]) -> tuple[str, ...]:
     known = (STANDARD, *ATTENTION)
     for name in chosen:
         if name not in known:
-            raise ReproduceError(f"no attention is called {name}; there are {', '.join(known)}")
+            raise ReproduceError(f"there is no attention {name}; choose from {', '.join(known)}")
     return chosen or known
 
 

@@ -21,7 +21,7 @@ VOCABULARY = 50304
 def load(path: str) -> ModuleType:
     """The module at `path`. Raises ReproduceError if it is not nanoGPT's model.py."""
     if not Path(path).is_file():
-        raise ReproduceError(f"nanogpt={path} is no file; name model.py of a nanoGPT checkout")
+        raise ReproduceError(f"nanogpt={path} is not a file; name model.py of a nanoGPT checkout")
     module = load_nanogpt(Path(path))
     if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
         raise ReproduceError(f"nanogpt={path} has no GPT and GPTConfig; name model.py of a nanoGPT checkout")

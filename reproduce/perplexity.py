@@ -82,13 +82,15 @@ def run(options: Options) -> None:
     settings = options.settings
     if unknown := set(settings.parts) - set(Settings().parts):
         raise ReproduceError(
-            f"parts={sorted(unknown)[0]} is unknown; there are {', '.join(Settings().parts)}"
+            f"parts={sorted(unknown)[0]} is unknown; choose from {', '.join(Settings().parts)}"
         )
     if unknown := set(settings.backends) - set(ATTENTION):
-        raise ReproduceError(f"backends={sorted(unknown)[0]} is unknown; there are {', '.join(ATTENTION)}")
+        raise ReproduceError(f"backends={sorted(unknown)[0]} is unknown; choose from {', '.join(ATTENTION)}")
     for context in (settings.context, *settings.contexts):
         if settings.batch_tokens % context:
-            raise ReproduceError(f"batch_tokens={settings.batch_tokens} is no multiple of context {context}")
+            raise ReproduceError(
+                f"batch_tokens={settings.batch_tokens} is not a multiple of context {context}"
+            )
     corpus = _corpus(options)
     about = {
         "corpus": corpus.directory.name,

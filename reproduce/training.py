@@ -116,7 +116,7 @@ def run(options: Options) -> None:
     unknown = set(options.settings.parts) - set(Settings().parts)
     if unknown:
         raise ReproduceError(
-            f"parts={sorted(unknown)[0]} is unknown; there are {', '.join(Settings().parts)}"
+            f"parts={sorted(unknown)[0]} is unknown; choose from {', '.join(Settings().parts)}"
         )
     if options.settings.nanogpt:
         nanogpt.load(options.settings.nanogpt)  # fail early if the path is wrong

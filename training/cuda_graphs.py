@@ -23,7 +23,7 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World) -> bool:
     elif ranks.size > 1:
         lacking = f"one GPU, not {ranks.size} ranks"
     if asked and lacking:
-        raise ConfigError(f"trainer.cuda_graphs=true needs {lacking}; leave it out, or say false.")
+        raise ConfigError(f"trainer.cuda_graphs=true needs {lacking}; leave it out, or set it to false.")
     return lacking is None and asked is not False
 
 

@@ -29,7 +29,7 @@ class ScheduleConfig:
             if self.final_fraction is not None:
                 raise ValueError(
                     f"schedule.final_fraction is {self.final_fraction}, but with schedule=constant nothing decays: "
-                    "leave it out, or take schedule=cosine or linear."
+                    "leave it out, or use schedule=cosine or linear."
                 )
         elif not 0 <= self.resolved_final_fraction <= 1:
             raise ValueError(f"schedule.final_fraction is {self.final_fraction}; it must be between 0 and 1.")

@@ -137,7 +137,7 @@ def test_a_rank_file_that_changed_is_said_to_have(
     refused = inspect(corpus.directory)
     assert refused.returncode == 1
     changed = f"error: {ranks} has changed since {corpus.directory} was made with it"
-    assert refused.stderr == f"{changed}: put the old file back, or prepare the corpus again with this one\n"
+    assert refused.stderr == f"{changed}: restore the old file, or prepare the corpus again with this one\n"
     ranks.write_text("".join([*lines, last]))
     assert inspect(corpus.directory).returncode == 0
 
@@ -170,6 +170,6 @@ def test_a_rank_file_named_from_its_folder_is_found_from_another(
     assert repaired.stdout == f"rebuilt train-00000.bin\n{shown.stdout}"
     wrong = inspect(corpus.directory, "--tokenizer", "bytes")
     assert wrong.stderr == (
-        f"error: {corpus.directory} was made with tokenizer {ranks}, bytes is another: give that one, or prepare "
-        "the corpus again with bytes\n"
+        f"error: {corpus.directory} was made with tokenizer {ranks}, and bytes is a different one: name "
+        "the original, or prepare the corpus again with bytes\n"
     )

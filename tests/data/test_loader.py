@@ -158,7 +158,7 @@ def test_a_batch_depends_on_n_and_seed_alone_and_is_found_at_once(corpus: Corpus
 
 
 def test_ranks_that_do_not_divide_a_batch_are_refused(corpus: Corpus):
-    with pytest.raises(DataError, match="8 sequences a batch cannot be shared by 3 ranks: 9 can"):
+    with pytest.raises(DataError, match="a batch of 8 sequences cannot be shared equally by 3 ranks: 9 can"):
         Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0).batch(0, 0, 3)
 
 
@@ -173,10 +173,10 @@ def test_what_is_outside_is_refused(corpus: Corpus):
                 each.batch(0, rank, world_size)
     last = len(evaluation) - 1
     for n in (-1, last + 1):
-        with pytest.raises(DataError, match=f"^evaluation batch {n}: this split has 0 to {last}$"):
+        with pytest.raises(DataError, match=f"^evaluation batch {n}: this split has batches 0 to {last}$"):
             evaluation.batch(n)
     for depth in (0, -1):
-        with pytest.raises(DataError, match=f"^depth={depth}: at least one batch"):
+        with pytest.raises(DataError, match=f"^depth={depth}: it must be at least 1"):
             prefetch(batches, depth=depth)
 
 
@@ -194,7 +194,7 @@ def test_a_corpus_shorter_than_a_sequence_is_refused(corpus: Corpus):
     tokens = corpus.val.tokens
     assert Batches(corpus.val, tokens - 1, 1, seed=0).batch(5)[0].shape == (1, tokens - 1)
     with pytest.raises(
-        DataError, match=f"has {tokens:,} tokens, one sequence takes {tokens + 1:,}.*model.seq_len"
+        DataError, match=f"has {tokens:,} tokens, but one sequence takes {tokens + 1:,}.*model.seq_len"
     ):
         Batches(corpus.val, tokens, 1, seed=0)
 
@@ -240,7 +240,7 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_shard(corpus: Corpus
     damaged = Corpus(corpus.directory)
     damaged.n_vocab = 100
     with pytest.raises(
-        DataError, match=r"train-0000\d.bin holds token \d+, the vocabulary has 100.*--repair"
+        DataError, match=r"train-0000\d.bin holds token \d+, but the vocabulary has 100.*--repair"
     ):
         Batches(damaged.train, 1000, PER_BATCH, seed=0).batch(0)
 

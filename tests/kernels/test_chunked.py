@@ -57,7 +57,11 @@ def test_never_more_scores_than_a_pair_of_chunks_has(monkeypatch: pytest.MonkeyP
 
 def test_what_it_does_not_do_is_refused_by_name() -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
-    with pytest.raises(AttentionError, match="attention=chunked does not do window; attention=naive does"):
+    with pytest.raises(
+        AttentionError, match="attention=chunked does not support window; attention=naive does"
+    ):
         kernels.get_attention("chunked")(q, k, v, window=(3, 0))
-    with pytest.raises(AttentionError, match="attention=chunked cannot be used here: it does not do softcap"):
+    with pytest.raises(
+        AttentionError, match="attention=chunked cannot be used here: it does not support softcap"
+    ):
         kernels.resolve_attention("chunked", device="cpu", dtype=torch.float32, head_dim=16, softcap=5.0)

@@ -28,9 +28,9 @@ def test_shapes_scale_and_mask_are_handed_over(causal: bool) -> None:
 
 def test_what_it_does_not_do_is_refused_by_name() -> None:
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(AttentionError, match="attention=fa4 does not do window"):
+    with pytest.raises(AttentionError, match="attention=fa4 does not support window"):
         fa4(q, q, q, flash_attn_func=as_the_package, window=(2, 0))
-    with pytest.raises(AttentionError, match="attention=fa4 does not do dropout_p"):
+    with pytest.raises(AttentionError, match="attention=fa4 does not support dropout_p"):
         fa4(q, q, q, flash_attn_func=as_the_package, dropout_p=0.1, dropout_seed=1)
     with pytest.raises(AttentionError, match="k and v must share a shape"):
         fa4(q, q[..., :4], q, flash_attn_func=as_the_package)
@@ -60,8 +60,8 @@ def test_a_run_is_told_before_its_first_step(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
     assert why_not() is None
     assert why_not(torch.float32) == "it takes float16 and bfloat16, not torch.float32"
-    assert why_not(torch.bfloat16, "dropout_p") == "it does not do dropout_p"
-    assert why_not(head_dim=20) == "it takes head_dim that is a multiple of 8 up to 256, not 20"
+    assert why_not(torch.bfloat16, "dropout_p") == "it does not support dropout_p"
+    assert why_not(head_dim=20) == "it takes a head_dim that is a multiple of 8, up to 256, not 20"
 
 
 @pytest.mark.gpu

@@ -255,11 +255,13 @@ def test_forward_mode_gradients_are_refused_and_not_lost(name: str) -> None:
 def test_every_feature_is_refused_by_name(name: str, feature: str) -> None:
     options = {feature: USED.get(feature, torch.ones(1))}
     with pytest.raises(
-        AttentionError, match=f"attention={name} cannot be used here: it does not do {feature}(;| [(])"
+        AttentionError, match=f"attention={name} cannot be used here: it does not support {feature}(;| [(])"
     ):
         kernels.resolve_attention(name, device="cpu", dtype=torch.float32, head_dim=16, **options)
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
-    with pytest.raises(AttentionError, match=f"attention={name} does not do {feature}; attention=naive does"):
+    with pytest.raises(
+        AttentionError, match=f"attention={name} does not support {feature}; attention=naive does"
+    ):
         kernels.get_attention(name)(q, k, v, dropout_seed=7, **options)
     off = {feature: FEATURES[feature]}
     assert kernels.get_attention(name)(q, k, v, dropout_seed=7, **off).shape == q.shape

@@ -79,7 +79,7 @@ def test_compiles_whole_at_lengths_that_vary() -> None:
 def test_what_sdpa_cannot_do_is_refused(feature: dict[str, object]) -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
     with pytest.raises(
-        AttentionError, match=f"attention=sdpa does not do {next(iter(feature))}; attention=naive does"
+        AttentionError, match=f"attention=sdpa does not support {next(iter(feature))}; attention=naive does"
     ):
         get_attention("sdpa")(q, k, v, **feature)
 

@@ -77,7 +77,10 @@ def test_a_target_beyond_the_vocabulary_makes_the_loss_nan_and_no_other_rows_gra
     [
         ({"hidden": lambda x: x[None]}, r"hidden must be \(rows, width\) and weight .* got \(1, 37, 48\)"),
         ({"weight": lambda x: x[:, :40]}, r"got \(37, 48\) and \(9024, 40\)"),
-        ({"targets": lambda x: x[:3]}, r"targets must be int64 \(37,\), one a row of hidden, got .* \(3,\)"),
+        (
+            {"targets": lambda x: x[:3]},
+            r"targets must be int64 \(37,\), one per row of hidden, got .* \(3,\)",
+        ),
         ({"targets": lambda x: x.float()}, r"targets must be int64 .* got torch.float32"),
         ({"targets": lambda x: x.to("meta")}, "targets is on meta, but hidden on"),
         ({"hidden": lambda x: x.double()}, r"^hidden is torch\.float64; fused layers take float32, bfloat16"),

@@ -23,7 +23,7 @@ YAML = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
         ({"n_embd": 4, "n_head": 6}, "n_embd=4 is not divisible by n_head=6: set n_embd=6, or n_head=4"),
         ({"n_layer": 0}, "n_layer=0: it must be at least 1"),
         ({"vocab_size": -1}, "vocab_size=-1: it must be at least 1"),
-        ({"dropout": 1.0}, "dropout=1.0: it is a probability"),
+        ({"dropout": 1.0}, "dropout=1.0: it must be at least 0.0 and below 1.0"),
     ],
 )
 def test_errors_name_the_nearest_valid_values(changes, message):

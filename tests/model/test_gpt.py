@@ -304,7 +304,7 @@ def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match=r"\(batch, length\), got shape \(4,\)"):
         tiny()(some_tokens(1, 4)[0])
     for mistaken in ("flash", ("flash", plain_attention)):  # the second is what resolve_attention returns
-        with pytest.raises(TypeError, match=r"attention is .*'flash'.*: give the function alone"):
+        with pytest.raises(TypeError, match=r"attention is .*'flash'.*: pass the function alone"):
             GPT(tiny().config, mistaken)
 
 

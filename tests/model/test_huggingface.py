@@ -102,7 +102,7 @@ def test_another_architecture_is_refused(changes, message):
 
 
 def test_what_is_no_gpt2_with_one_table_for_both_ends_is_refused():
-    with pytest.raises(ValueError, match="source is a GPT2Model; a directory or a GPT2LMHeadModel is wanted"):
+    with pytest.raises(ValueError, match="source must be a directory or a GPT2LMHeadModel, got a GPT2Model"):
         from_huggingface(their_model().transformer, plain_attention)
     theirs = their_model()
     theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight + 1)
@@ -124,7 +124,9 @@ def test_a_compiled_model_and_one_that_is_trained_by_ranks_go_there_too():
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no transformers checkpoint: a directory with a config\.json"):
+    with pytest.raises(
+        ValueError, match=r"not a transformers checkpoint, which is a directory with a config\.json"
+    ):
         from_huggingface(tmp_path, plain_attention)
 
 

@@ -310,7 +310,7 @@ def test_a_reader_that_stops_early_is_no_error():
         (["numerics", "lenghts=3"], "lenghts is not a setting of this experiment; it has backends"),
         (["numerics", "repeats=many"], "repeats=many: it must be of type int"),
         (["numerics", "repeats"], "repeats is not key=value"),
-        (["attention", "backends=flesh"], "no attention is called flesh; there are standard, "),
+        (["attention", "backends=flesh"], "there is no attention flesh; choose from standard, "),
         (["training", "--device", "cpu"], "needs a CUDA device"),
         (["numerics", "--device", "tpu"], "--device tpu is not a device; use auto, cpu, cuda or cuda:N."),
         (["all", "repeats=3"], "settings apply to one experiment"),

@@ -99,7 +99,7 @@ def test_it_needs_neither_datasets_nor_hydra_nor_wandb(tmp_path):
         ("corpus=nowhere", "nowhere"),
         ("backends=flsh", "backends=flsh is unknown"),
         ("parts=all", "parts=all is unknown"),
-        ("contexts=24", "batch_tokens=128 is no multiple of context 24"),
+        ("contexts=24", "batch_tokens=128 is not a multiple of context 24"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, capsys, override, said):

@@ -120,8 +120,8 @@ def test_a_nanogpt_checkout_takes_part(tmp_path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("parts=large", "parts=large is unknown; there are small"),
-        ("nanogpt=nowhere.py", "nanogpt=nowhere.py is no file"),
+        ("parts=large", "parts=large is unknown; choose from small"),
+        ("nanogpt=nowhere.py", "nanogpt=nowhere.py is not a file"),
         (f"nanogpt={pytest.__file__}", "has no GPT and GPTConfig"),
     ],
 )

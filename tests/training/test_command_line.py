@@ -86,7 +86,7 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("hydra/launcher=joblib", "hydra/launcher/joblib"),
         ("model.n_embd=32 model.n_head=3", "set model.n_embd=30 or 33, or model.n_head=2 or 4"),
         ("model.vocab_size=0", "model.vocab_size=0: it must be at least 1"),
-        ("model.dropout=1.5", "model.dropout=1.5: it is a probability"),
+        ("model.dropout=1.5", "model.dropout=1.5: it must be at least 0.0"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_remedy(started, tmp_path, capsys, arguments, said):
