@@ -6,7 +6,7 @@ import torch
 
 from kernels.flash.hopper_dq import delta_kernel, round_kernel
 from kernels.flash.hopper_work import BLOCK_M, KEYS
-from kernels.flash.masks import ANY, document_bounds
+from kernels.flash.masks import ANY, block_lists, document_bounds, list_strides
 from tests.kernels.accuracy import documents
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,8 +28,12 @@ def laid_down(half: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("head_dim", "block_m"), BLOCK_M.items())
 @pytest.mark.parametrize("blind", [0, 3, 70, 130])
-def test_the_sum_comes_back_in_rows(head_dim: int, block_m: int, blind: int) -> None:
-    batch, heads, q_len = 2, 3, 2 * block_m + 5
+@pytest.mark.parametrize("masks", [None, (2, 3), (1, 3), (2, 1)], ids=str)
+def test_the_sum_comes_back_in_rows(
+    masks: tuple[int, int] | None, head_dim: int, block_m: int, blind: int
+) -> None:
+    """masks: batches and heads that have a block mask of their own, whose second 128 queries see nothing."""
+    batch, heads, q_len = 2, 3, 2 * KEYS.value + 5
     blocks = -(-q_len // block_m)
     dq = torch.randn(batch, heads, blocks * block_m, head_dim)
     across = 1 if head_dim > HALF else 0  # the axis of a block that the two warpgroups split
@@ -38,11 +42,20 @@ def test_the_sum_comes_back_in_rows(head_dim: int, block_m: int, blind: int) -> 
     ]
     found = torch.full((batch, heads, q_len, head_dim), float("nan"), device=DEVICE)
     total, strides = torch.cat(halves).to(DEVICE), found.stride()[:3]
+    lists = None
+    if masks:
+        mask = torch.ones(*masks, 3, 3, dtype=torch.bool, device=DEVICE)
+        mask[-1, -1, 1] = False
+        lists, _ = block_lists(mask, q_len, q_len, False, -1, -1)
     round_kernel[(heads, blocks, batch)](
-        total, found, *strides, q_len, blind, 0.5, BLOCK_M=block_m, HEAD_DIM=head_dim
-    )
+        total, found, lists, *strides, q_len, blind, *list_strides(lists), 0.5,
+        BLOCK_M=block_m, HEAD_DIM=head_dim, KEYS=KEYS.value,
+    )  # fmt: skip
     expected = 0.5 * dq[:, :, :q_len]
     expected[:, :, :blind] = 0
+    if masks:
+        of_batches, of_heads = (slice(0 if own == 1 else own - 1, None) for own in masks)
+        expected[of_batches, of_heads, 128:256] = 0
     assert torch.equal(found.cpu(), expected)
 
 
