@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, processors
+from .launch import launch, sm_count
 from .philox import row_threshold
 from .row_dropout import kept
 
@@ -103,7 +103,7 @@ def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int,
     """(columns in a block, warps per program, programs)."""
     block = triton.next_power_of_2(width)
     warps = min(max(block // (32 * tile.columns), 1), 16)
-    return block, warps, min(processors(device) * max(tile.warps // warps, 1), triton.cdiv(rows, tile.rows))
+    return block, warps, min(sm_count(device) * max(tile.warps // warps, 1), triton.cdiv(rows, tile.rows))
 
 
 def _vector(x: torch.Tensor, update: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, processors
+from .launch import launch, sm_count
 
 
 class Tile(NamedTuple):
@@ -71,7 +71,7 @@ def backward(d_out: torch.Tensor, pre: torch.Tensor, bias: torch.Tensor, d_pre: 
 def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int, int]:
     """The grid: (programs across the columns, programs down the rows)."""
     across = triton.cdiv(width, tile.columns)
-    down = max(processors(device) * tile.programs // across, 1)
+    down = max(sm_count(device) * tile.programs // across, 1)
     return across, min(down, triton.cdiv(rows, tile.rows))
 
 

@@ -208,19 +208,21 @@ def _hopper_constants(job: Job) -> dict[str, object]:
     if job.kernel == "hopper_forward":
         lengths = job.length, job.length + ragged
         spec = hopper_tiles.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
-        return {"SPEC": spec, **absent} | ({} if spec.CLAIMED.value else {"Counter": None})
+        return {"SPEC": spec, **absent} | ({} if spec.DYNAMIC.value else {"Counter": None})
     row_blocks = job.length // hopper_work.BLOCK_M[job.head_dim]
-    late = 0 if bounded or listed else hopper_backward.steps_late(job.head_dim, job.causal, row_blocks)
+    dq_delay = (
+        0 if bounded or listed else hopper_backward.choose_dq_delay(job.head_dim, job.causal, row_blocks)
+    )
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
     drop = drop_of(0.1 if job.feature.startswith("dropout") else 0.0)
     if drop is None:
         absent["Seed"] = None
-    return {**rules, "LATE": late, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, **absent}
+    return {**rules, "DQ_DELAY": dq_delay, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, **absent}
 
 
 def _descriptor(name: str, job: Job) -> str:
     """The type of a TMA descriptor: its block, and the block's layout in shared memory."""
-    if name == "sum_desc":
+    if name == "dq_sum_desc":
         block, dtype = hopper_dq.SUM_BLOCK.value, torch.float32
     else:
         queries = (

@@ -134,7 +134,7 @@ def _is_watched() -> bool:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Number of streaming multiprocessors (SMs); 1 for the interpreter."""
     if device.type != "cuda":
         return 1

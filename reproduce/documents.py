@@ -299,7 +299,7 @@ def draw(results: Results, path: Path) -> None:
     pairs = [(sample, name) for sample in timed for name in sample["ms"] if name != WHOLE]
     names = list(dict.fromkeys(name for sample, name in pairs if not waited(sample, name)))
     hidden = ", ".join(dict.fromkeys(name for sample, name in pairs if waited(sample, name)))
-    title = f"Documents and windows over causal attention without them, {results['device']}"
+    title = f"Forward + backward with documents or windows over without, {results['device']}"
     title += f"\nnot shown where it waited for the host: {hidden}" if hidden else ""
     with plots.picture(path, max(1, len(shapes)), columns=2, title=title) as axes:
         for axis, (length, head_dim) in zip(axes, shapes, strict=False):
@@ -316,7 +316,7 @@ def draw(results: Results, path: Path) -> None:
             axis.set_yticks(range(len(samples)), [f"{s['bound']} of {s['size']}" for s in samples])
             axis.set_ylim(len(samples) - 0.5, -0.5)
             axis.grid(axis="y", visible=False)
-            axis.set_xlabel("time over unbounded, forward and backward")
+            axis.set_xlabel("time over unbounded")
             axis.set_title(f"length {length}, head_dim {head_dim}")
         plots.legend(axes[-1], loc="center right")
 

@@ -20,7 +20,7 @@ import torch
 
 from kernels import AttentionError, get_attention, resolve_attention
 from kernels.flash.tiles import Tile
-from kernels.launch import processors
+from kernels.launch import sm_count
 
 from . import counting, timing
 from .attention import Inputs, Workload, attend_with, check, race
@@ -249,7 +249,7 @@ def time_programs(workload: Workload, options: Options) -> Sample:
         return call
 
     timed = _timed({"one": call_of(1), "many": call_of(None)}, options)
-    return {**timed, "processors": processors(options.device)}
+    return {**timed, "processors": sm_count(options.device)}
 
 
 def time_softmax(rows: int, length: int, k: int, options: Options) -> Sample:

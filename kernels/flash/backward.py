@@ -24,10 +24,10 @@ from .rules import (
     LOG2_E,
     block_list,
     listed,
-    modify,
-    parts,
+    modify_scores,
     rules_of,
-    score_unit,
+    score_exp2_scale,
+    split_by_mask,
     visible_keys,
     visible_rows,
 )
@@ -74,8 +74,8 @@ def dq_kernel(
     if DLse is not None:  # d lse / d S = P, so a gradient of lse joins dS = P * (dP - delta) through delta
         # Except in a fully masked row. Its lse is constant, its d_lse may be NaN (logaddexp of -inf and -inf produces
         # one), and P = 0 times NaN would put NaN into the gradients of all keys.
-        blind = load_vector(Lse + statistics, first_row, q_len, SPEC.BLOCK_M) == float("-inf")
-        delta -= tl.where(blind, 0.0, load_vector(DLse + statistics, first_row, q_len, SPEC.BLOCK_M))
+        fully_masked = load_vector(Lse + statistics, first_row, q_len, SPEC.BLOCK_M) == float("-inf")
+        delta -= tl.where(fully_masked, 0.0, load_vector(DLse + statistics, first_row, q_len, SPEC.BLOCK_M))
     rows = first_row + tl.arange(0, SPEC.BLOCK_M)
     tl.store(Delta + statistics + rows, delta, mask=rows < q_len)
     if SPEC.DROPOUT_P > 0:
@@ -87,7 +87,7 @@ def dq_kernel(
     keys = rules.kv_end
     first_0, last_0 = visible_keys(first_row, rules, SPEC)
     first_1, last_1 = visible_keys(tl.minimum(first_row + SPEC.BLOCK_M, q_len) - 1, rules, SPEC)
-    begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
+    begin, full, tail, end = split_by_mask(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
     BlockList = None
     if Blocks is not None:
         BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len, 1)
@@ -130,20 +130,20 @@ def add_dq(
         rows, keys = first_row + row_index, first_key + key_index
         k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, MASKED)
         v = load_rows(V, first_key, kv_len, stride_vn, SPEC, SPEC.BLOCK_N, MASKED)
-        scores, gain = modify(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
+        scores, derivative = modify_scores(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
             first, last = visible_keys(rows, rules, SPEC)
             scores = tl.where(keys < last, scores, float("-inf"))
             if SPEC.LEFT >= 0 or SPEC.DOCUMENTS:
                 scores = tl.where(keys >= first, scores, float("-inf"))
-        p = tl.exp2(scores * score_unit(rules, SPEC) - lse_log2[:, None])
+        p = tl.exp2(scores * score_exp2_scale(rules, SPEC) - lse_log2[:, None])
         dp = tl.dot(d_out, v.T, input_precision="ieee")
         if SPEC.DROPOUT_P > 0:  # in this order a predicated multiply-add, without a select
             keep = is_kept(first_row, row_index, first_key, key_index, rules, SPEC)
             ds = p * -delta[:, None]
-            ds = tl.where(keep, ds + p * dp, ds) * gain
+            ds = tl.where(keep, ds + p * dp, ds) * derivative
         else:
-            ds = p * (dp - delta[:, None]) * gain
+            ds = p * (dp - delta[:, None]) * derivative
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -187,7 +187,7 @@ def dkdv_kernel(
         whole = tl.cdiv(q_len, SPEC.BLOCK_M) * SPEC.BLOCK_M
         first_0, last_0 = visible_rows(first_key, whole, rules, SPEC)
         first_1, last_1 = visible_rows(tl.minimum(first_key + SPEC.BLOCK_N, kv_len) - 1, whole, rules, SPEC)
-        begin, full, tail, end = parts(first_0, last_0, first_1, last_1, whole, SPEC.BLOCK_M)
+        begin, full, tail, end = split_by_mask(first_0, last_0, first_1, last_1, whole, SPEC.BLOCK_M)
         # Above head_dim 128 dK and dV leave registers for one loop: with a second, unmasked one, 32x64 spills 36 B.
         bounded: tl.constexpr = SPEC.CAUSAL or SPEC.LEFT >= 0 or SPEC.RIGHT >= 0 or SPEC.DOCUMENTS
         one_loop: tl.constexpr = bounded and SPEC.BLOCK_D > 128
@@ -263,7 +263,7 @@ def add_dkdv(
         else:
             lse_log2 = load_vector(Lse, first_row, rules.q_len, SPEC.BLOCK_M) * LOG2_E
         delta = load_vector(Delta, first_row, rules.q_len, SPEC.BLOCK_M)
-        scores_t, gain = modify(tl.dot(k, q.T, input_precision="ieee"), rows, keys, rules, SPEC)
+        scores_t, derivative = modify_scores(tl.dot(k, q.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
             first, last = visible_rows(keys, rules.q_len, rules, SPEC)
             if SPEC.CAUSAL or SPEC.RIGHT >= 0 or SPEC.DOCUMENTS:
@@ -271,15 +271,15 @@ def add_dkdv(
             if SPEC.LEFT >= 0 or SPEC.DOCUMENTS:
                 scores_t = tl.where(rows < last, scores_t, float("-inf"))
             lse_log2 = tl.maximum(lse_log2, LOWEST)
-        p_t = tl.exp2(scores_t * score_unit(rules, SPEC) - lse_log2[None, :])
+        p_t = tl.exp2(scores_t * score_exp2_scale(rules, SPEC) - lse_log2[None, :])
         kept_t = p_t
         if SPEC.DROPOUT_P > 0:
             kept_t = tl.where(is_kept(first_row, row_index, first_key, key_index, rules, SPEC), p_t, 0.0)
         dv = tl.dot(kept_t.to(d_out.dtype), d_out, dv, input_precision="ieee")
         dp_t = tl.dot(v, d_out.T, input_precision="ieee")
         if SPEC.DROPOUT_P > 0:  # from the dropped P, so that no predicate stays live until dP
-            ds_t = (kept_t * dp_t - p_t * (delta * (1 - SPEC.DROPOUT_P))[None, :]) * gain
+            ds_t = (kept_t * dp_t - p_t * (delta * (1 - SPEC.DROPOUT_P))[None, :]) * derivative
         else:
-            ds_t = p_t * (dp_t - delta[None, :]) * gain
+            ds_t = p_t * (dp_t - delta[None, :]) * derivative
         dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv

@@ -14,10 +14,10 @@ from .rules import (
     LOG2_E,
     block_list,
     listed,
-    modify,
-    parts,
+    modify_scores,
     rules_of,
-    score_unit,
+    score_exp2_scale,
+    split_by_mask,
     visible_keys,
 )
 
@@ -75,7 +75,7 @@ def forward_kernel(
     keys = rules.kv_end
     first_0, last_0 = visible_keys(first_row, rules, SPEC)
     first_1, last_1 = visible_keys(tl.minimum(first_row + SPEC.BLOCK_M, q_len) - 1, rules, SPEC)
-    begin, full, tail, end = parts(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
+    begin, full, tail, end = split_by_mask(first_0, last_0, first_1, last_1, keys, SPEC.BLOCK_N)
     BlockList = None
     if Blocks is not None:  # visit the listed blocks, all of them masked
         BlockList = block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first_row, kv_len, 1)
@@ -96,9 +96,9 @@ def forward_kernel(
             rules, SPEC, False, stride_kn, stride_vn,
         )  # fmt: skip
 
-    # A fully masked row (`blind`) has row_sum 0: out 0, lse -inf.
-    blind = row_sum == 0
-    row_sum = tl.where(blind, 1.0, row_sum)
+    # A fully masked row has row_sum 0: out 0, lse -inf.
+    fully_masked = row_sum == 0
+    row_sum = tl.where(fully_masked, 1.0, row_sum)
     share = row_sum * (1 - SPEC.DROPOUT_P) if SPEC.DROPOUT_P > 0 else row_sum
     out = acc / share[:, None]
     store_rows(Out, out, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
@@ -106,7 +106,7 @@ def forward_kernel(
         OutLow += batch_64 * stride_ob + q_head * stride_oh
         low = out - out.to(Out.dtype.element_ty).to(tl.float32)
         store_rows(OutLow, low, first_row, q_len, stride_om, SPEC, SPEC.BLOCK_M)
-    lse = tl.where(blind, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
+    lse = tl.where(fully_masked, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
     rows = first_row + tl.arange(0, SPEC.BLOCK_M)
     tl.store(Lse + rows, lse, mask=rows < q_len)
 
@@ -128,15 +128,15 @@ def attend(
         row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[:, None], tl.arange(0, SPEC.BLOCK_N)[None, :]
         rows, keys = first_row + row_index, first_key + key_index
         k = load_rows(K, first_key, kv_len, stride_kn, SPEC, SPEC.BLOCK_N, MASKED)
-        scores, _ = modify(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
+        scores, _ = modify_scores(tl.dot(q, k.T, input_precision="ieee"), rows, keys, rules, SPEC)
         if MASKED:
             first, last = visible_keys(rows, rules, SPEC)
             scores = tl.where(keys < last, scores, float("-inf"))
             if SPEC.LEFT >= 0 or SPEC.DOCUMENTS:
                 scores = tl.where(keys >= first, scores, float("-inf"))
-        unit = score_unit(rules, SPEC)
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
-        p = tl.exp2(scores * unit - new_max[:, None])
+        exp2_scale = score_exp2_scale(rules, SPEC)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * exp2_scale)
+        p = tl.exp2(scores * exp2_scale - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)  # the softmax sum includes dropped elements
         if SPEC.DROPOUT_P > 0:

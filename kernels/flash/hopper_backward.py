@@ -7,7 +7,7 @@ asynchronously, in FlashAttention-3's schedule (Shah et al. 2024), on the transp
 backward.py does. dQ is a sum over keys, and so over work items: two more warps accumulate it in global memory
 (hopper_dq.py).
 
-dQ of a tile needs dS of both warpgroups, which would have to synchronise in every step. In long loops (LATE) dQ's
+dQ of a tile needs dS of both warpgroups, which would have to synchronise in every step. In long loops (DQ_DELAY) dQ's
 product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
 Covers plain attention with or without dropout (hopper_dropout.py), windows and documents under the causal mask
@@ -28,27 +28,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
+from .hopper_backward_masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
 from .hopper_blocks import LISTS, Blocks
-from .hopper_bounds import Bounds, end_rows
-from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
-from .hopper_dq import SUM_BLOCK, add_dq, by_thread
+from .hopper_bounds import Bounds
+from .hopper_dq import SUM_BLOCK, reduce_dq, to_thread_order
 from .hopper_dropout import Draw, negate, pack_positive
+from .hopper_scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .hopper_softmax import unpack
-from .hopper_work import KEYS, Sizes, block_at, plan
+from .hopper_work import HALF, KEYS, BackwardSizes, block_at, decode_work_item
 
-HALF = gl.constexpr(64)  # keys of a warpgroup: M of one wgmma
-NEVER = gl.constexpr(1 << 24)  # more rows than a work item has
 STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q, dO, dS and dQ
-LATE_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
+DELAY_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
 
 
-def steps_late(head_dim: int, causal: bool, row_blocks: int) -> int:
+def choose_dq_delay(head_dim: int, causal: bool, row_blocks: int) -> int:
     """1 if dQ's product is delayed by a step, so that the warpgroups need not wait for each other; else 0.
 
     The delay costs each work item an extra product (the first step's, which the second repeats), and the last product
     runs after the loop with nothing to overlap.
     """
-    return int(row_blocks // (2 if causal else 1) >= LATE_FROM[head_dim])
+    return int(row_blocks // (2 if causal else 1) >= DELAY_FROM[head_dim])
 
 
 class Shared(NamedTuple):
@@ -63,13 +62,13 @@ class Shared(NamedTuple):
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     rows_full: gl.shared_memory_descriptor
-    ds: Ring  # barriers only if LATE: a pair of arrays, one for each warpgroup
-    sums: Ring
+    ds: Ring  # barriers only if DQ_DELAY: a pair of arrays, one for each warpgroup
+    dqs: Ring
     claims: Ring
 
 
 @gluon.jit
-def meet():
+def sync_consumers():
     """Synchronise the two consumer warpgroups, by named barrier 8."""
     one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     token = gl.full([128], 0, gl.int32, one_each)
@@ -82,46 +81,52 @@ def load_tiles(
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The load warp: claim work items, load K and V once for each, and Q and dO as their stages become free."""
-    place = 0
-    count = 0
+    ordinal = 0
+    tiles_before = 0
     index = 0
     while index >= 0:
-        index = tell(ask(Counter), shared.claims, place, sizes.key_blocks * sizes.sequences)
+        index = publish_claim(
+            issue_claim(Counter), shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads
+        )
         if index >= 0:
-            work = plan(index, sizes, BLOCK_M, CAUSAL)
-            for step in range(work.steps):
-                stage = (count + step) % STAGES
-                phase = (count + step) // STAGES & 1
-                spot = [work.batch, work.head, block_at(work, step, sizes, BLOCK_M) * BLOCK_M, 0]
-                fetch(q_desc, spot, shared.queries, stage, phase)
+            item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
+            for step in range(item.steps):
+                stage = (tiles_before + step) % STAGES
+                phase = (tiles_before + step) // STAGES & 1
+                coordinates = [item.batch, item.head, block_at(item, step, sizes, BLOCK_M) * BLOCK_M, 0]
+                fetch(q_desc, coordinates, shared.queries, stage, phase)
                 if step == 0:  # after Q, whose stage is free before the previous item's last step
-                    mbarrier.wait(shared.kv_empty, (place & 1) ^ 1)
+                    mbarrier.wait(shared.kv_empty, (ordinal & 1) ^ 1)
                     mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                    kv_spot = [work.batch, work.head // GROUP, work.key_block * KEYS, 0]
-                    tma.async_copy_global_to_shared(k_desc, kv_spot, shared.kv_full, shared.k_tiles.index(0))
-                    tma.async_copy_global_to_shared(v_desc, kv_spot, shared.kv_full, shared.v_tiles.index(0))
-                fetch(do_desc, spot, shared.d_outs, stage, phase)
-            count += work.steps
-        place += 1
+                    kv_coordinates = [item.batch, item.head // GROUP, item.key_block * KEYS, 0]
+                    tma.async_copy_global_to_shared(
+                        k_desc, kv_coordinates, shared.kv_full, shared.k_tiles.index(0)
+                    )
+                    tma.async_copy_global_to_shared(
+                        v_desc, kv_coordinates, shared.kv_full, shared.v_tiles.index(0)
+                    )
+                fetch(do_desc, coordinates, shared.d_outs, stage, phase)
+            tiles_before += item.steps
+        ordinal += 1
 
 
 @gluon.jit
-def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr):
+def load_row_statistics(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr):
     """Stage the rows' lse (base 2) and delta beside the tiles of Q; with dropout delta / DROP.SCALE."""
     BLOCK_M: gl.constexpr = shared.lse.shape[1]
     offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-    place = 0
-    count = 0
-    index = claimed(shared.claims, place)
+    ordinal = 0
+    tiles_before = 0
+    index = read_claim(shared.claims, ordinal)
     while index >= 0:
-        mbarrier.arrive(shared.claims.empty.index(place % CLAIMS))
-        work = plan(index, sizes, BLOCK_M, CAUSAL)
-        first = work.sequence * sizes.q_len
-        block = work.last
-        for step in range(work.steps):
-            stage = (count + step) % STAGES
+        mbarrier.arrive(shared.claims.empty.index(ordinal % CLAIM_STAGES))
+        item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
+        first = item.flat_head * sizes.q_len
+        block = item.last_block
+        for step in range(item.steps):
+            stage = (tiles_before + step) % STAGES
             if sizes.blocks is not None:
-                block = block_at(work, step, sizes, BLOCK_M)
+                block = block_at(item, step, sizes, BLOCK_M)
             rows = block * BLOCK_M + offsets
             lse = gl.load(Lse + (first + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
             delta = gl.load(Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
@@ -129,81 +134,84 @@ def load_rows(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexp
                 delta /= DROP.SCALE
             # +inf for fully masked rows and rows beyond the end, whose P = exp2(S - inf) is then 0.
             lse = gl.where(lse == float("-inf"), float("inf"), lse)
-            mbarrier.wait(shared.queries.empty.index(stage), ((count + step) // STAGES & 1) ^ 1)
+            mbarrier.wait(shared.queries.empty.index(stage), ((tiles_before + step) // STAGES & 1) ^ 1)
             shared.lse.index(stage).store(lse)
             shared.delta.index(stage).store(delta)
             mbarrier.arrive(shared.rows_full.index(stage))
             block -= 1
-        count += work.steps
-        place += 1
-        index = claimed(shared.claims, place)
+        tiles_before += item.steps
+        ordinal += 1
+        index = read_claim(shared.claims, ordinal)
 
 
 @gluon.jit
 def consume(
     dk_desc, dv_desc, shared, sizes, scale,
-    WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, DROP: gl.constexpr,
+    WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, LATE steps behind."""
+    """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, DQ_DELAY steps behind."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    place = 0
-    count = 0  # query tiles before this work item
-    index = claimed(shared.claims, place)
+    ordinal = 0
+    tiles_before = 0  # query tiles before this work item
+    index = read_claim(shared.claims, ordinal)
     while index >= 0:
-        work = plan(index, sizes, BLOCK_M, CAUSAL)
+        item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         dk = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
         dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
         zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
-        mbarrier.wait(shared.kv_full, place & 1)
-        # Wait until TMA has read the previous item's dK and dV from the dS tile where `store` staged them. The other
-        # warpgroup learns of it through ds.empty, or in `meet`: the first step writes the other dS tile.
+        mbarrier.wait(shared.kv_full, ordinal & 1)
+        # Wait until TMA has read the previous item's dK and dV from the dS tile where `store_dk_dv` staged them. The
+        # other warpgroup learns of it through ds.empty, or in `sync_consumers`: the first step writes the other dS
+        # tile.
         if HEAD_DIM == 64 and WHICH == 0:
             tma.store_wait(0)
             gl.barrier()
-        # Release the previous item's last dS tile, which finish_dq read and, at head_dim 64, `store` reused.
-        if LATE and place > 0:
-            arrive(shared.ds.empty[WHICH].index((count - 1) % STAGES))
+        # Release the previous item's last dS tile, which finish_dq read and, at head_dim 64, `store_dk_dv` reused.
+        if DQ_DELAY and ordinal > 0:
+            arrive(shared.ds.empty[WHICH].index((tiles_before - 1) % STAGES))
         if MASKED:
-            seen_from = first_rows(WHICH, work, CAUSAL, scores_layout)
+            first_visible = first_visible_rows(WHICH, item, CAUSAL, scores_layout)
         if sizes.bounds is not None:
-            seen_until = last_rows(WHICH, work, sizes.bounds, BLOCK_M, scores_layout)
-        for step in range(work.steps):
+            end_visible = end_visible_rows(WHICH, item, sizes.bounds, BLOCK_M, scores_layout)
+        for step in range(item.steps):
             # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
             bias = zeros
-            if MASKED and (step >= work.clear or step < work.begun):
-                bias = mask(zeros, seen_from, step * BLOCK_M, CAUSAL)
+            if MASKED and (step >= item.masked_from or step < item.masked_until):
+                bias = masked_bias(zeros, first_visible, step * BLOCK_M, CAUSAL)
                 if sizes.bounds is not None:
-                    bias = mask_ends(bias, seen_until, step * BLOCK_M)
+                    bias = mask_from_end(bias, end_visible, step * BLOCK_M)
             draw: gl.constexpr = None
             if DROP is not None:
-                row, key = (work.last - step) * BLOCK_M, work.key_block * KEYS + WHICH * HALF
-                draw = Draw(gl.load(sizes.Seed), work.batch, work.head, row, key)
-            dk, dv = advance(dk, dv, bias, draw, step, count, shared, sizes, scale, WHICH, MASKED, LATE, DROP)
-        count += work.steps
-        if LATE:
-            finish_dq(shared, count - 1, WHICH)
+                row, key = (item.last_block - step) * BLOCK_M, item.key_block * KEYS + WHICH * HALF
+                draw = Draw(gl.load(sizes.Seed), item.batch, item.head, row, key)
+            dk, dv = process_query_tile(
+                dk, dv, bias, draw, step, tiles_before, shared, sizes, scale, WHICH, MASKED, DQ_DELAY, DROP
+            )
+        tiles_before += item.steps
+        if DQ_DELAY:
+            finish_dq(shared, tiles_before - 1, WHICH)
         if HEAD_DIM == 64:
             arrive(shared.kv_empty)
         # Recomputed: kept live through the loop it would take registers.
-        work = plan(opaque(index), sizes, BLOCK_M, CAUSAL)
+        item = decode_work_item(opaque(index), sizes, BLOCK_M, CAUSAL)
         if DROP is not None:
             dk *= DROP.SCALE
             dv *= DROP.SCALE
-        store(dk_desc, dv_desc, dk * scale, dv, shared, work, (count - 1) % STAGES, WHICH)
-        place += 1
-        index = claimed(shared.claims, place)
-        arrive(shared.claims.empty.index((place - 1) % CLAIMS))
+        store_dk_dv(dk_desc, dv_desc, dk * scale, dv, shared, item, (tiles_before - 1) % STAGES, WHICH)
+        ordinal += 1
+        index = read_claim(shared.claims, ordinal)
+        arrive(shared.claims.empty.index((ordinal - 1) % CLAIM_STAGES))
     if WHICH == 0:
         tma.store_wait(0)
 
 
 @gluon.jit
-def advance(
-    dk, dv, bias, draw, step, count, shared, sizes, scale,
-    WHICH: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, DROP: gl.constexpr,
+def process_query_tile(
+    dk, dv, bias, draw, step, tiles_before, shared, sizes, scale,
+    WHICH: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     """One step: add a query tile's contributions to dK and dV, and compute half of a dQ tile.
 
@@ -214,16 +222,16 @@ def advance(
     dtype: gl.constexpr = shared.k_tiles.dtype
     scores_layout: gl.constexpr = bias.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    tile = count + step
+    tile = tiles_before + step
     stage = tile % STAGES
     phase = tile // STAGES & 1
     # Always 0, but the compilers cannot tell. Otherwise they hoist the wgmma descriptors of the loop-invariant
     # operands out of the loop, more than there are uniform registers, and spill them. At head_dim 64 without the
     # delay only dQ's product needs it (LOG.md).
-    hidden = (step + sizes.q_len) >> 31
-    same = hidden if HEAD_DIM > 64 or LATE else 0
-    k = shared.k_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
-    v = shared.v_tiles.index(same).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
+    opaque_zero = (step + sizes.q_len) >> 31
+    kv_index = opaque_zero if HEAD_DIM > 64 or DQ_DELAY else 0
+    k = shared.k_tiles.index(kv_index).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
+    v = shared.v_tiles.index(kv_index).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
     q = shared.queries.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
     d_out = shared.d_outs.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
     zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
@@ -252,27 +260,27 @@ def advance(
         dp = warpgroup_mma_wait(0, [dp])
         delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
         ds = (gl.maximum(p, 0.0) * dp - gl.abs(p) * delta[None, :]).to(dtype)
-    if LATE:
+    if DQ_DELAY:
         mbarrier.wait(shared.ds.empty[1 - WHICH].index(stage), phase ^ 1)
     shared.ds.tiles.index(stage).slice(WHICH * HALF, HALF).store(ds)
     fence_async_shared()
-    # If LATE, the first step multiplies its own dS, as the second will again, and discards the result: this way no
-    # wait is conditional on the step.
-    done = tile
+    # If DQ_DELAY, the first step multiplies its own dS, as the second will again, and discards the result: this way
+    # no wait is conditional on the step.
+    dq_tile = tile
     ready = True
-    if LATE:
+    if DQ_DELAY:
         ready = step > 0
-        done = tile - ready.to(gl.int32)
-    buffer = done % STAGES
-    turn = done // STAGES & 1
-    if LATE:
+        dq_tile = tile - ready.to(gl.int32)
+    dq_stage = dq_tile % STAGES
+    dq_phase = dq_tile // STAGES & 1
+    if DQ_DELAY:
         gl.barrier()
         arrive(shared.ds.full[WHICH].index(stage))
-        mbarrier.wait(shared.ds.full[1 - WHICH].index(buffer), turn)
+        mbarrier.wait(shared.ds.full[1 - WHICH].index(dq_stage), dq_phase)
     else:
-        meet()
-    keys = shared.k_tiles.index(hidden).reshape([KEYS, HEAD_DIM])
-    dq = multiply_dq(shared.ds.tiles.index(buffer), keys, WHICH)
+        sync_consumers()
+    keys = shared.k_tiles.index(opaque_zero).reshape([KEYS, HEAD_DIM])
+    dq = multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH)
     rounded_ds = gl.convert_layout(ds, operand)
     dk = warpgroup_mma(rounded_ds, q, dk, is_async=True)
     # The register A operands stay live until they have been read: ptxas before 13.3 reuses their registers at once.
@@ -280,10 +288,10 @@ def advance(
         dv, dq, rounded_p = warpgroup_mma_wait(1, [dv, dq, rounded_p])
     else:
         dq = warpgroup_mma_wait(1, [dq])
-    mbarrier.wait(shared.sums.empty.index(buffer), turn ^ 1)
-    hand_over(dq, shared.sums, 2 * buffer + WHICH, ready)
-    if LATE:
-        arrive(shared.ds.empty[WHICH].index(buffer), ready)
+    mbarrier.wait(shared.dqs.empty.index(dq_stage), dq_phase ^ 1)
+    stage_dq(dq, shared.dqs, 2 * dq_stage + WHICH, ready)
+    if DQ_DELAY:
+        arrive(shared.ds.empty[WHICH].index(dq_stage), ready)
     dk, rounded_ds = warpgroup_mma_wait(0, [dk, rounded_ds])
     arrive(shared.queries.empty.index(stage))
     return dk, dv
@@ -291,33 +299,33 @@ def advance(
 
 @gluon.jit
 def finish_dq(shared, tile, WHICH: gl.constexpr):
-    """If LATE: half of the last dQ tile, which no further step multiplies."""
-    buffer = tile % STAGES
-    turn = tile // STAGES & 1
+    """If DQ_DELAY: half of the last dQ tile, which no further step multiplies."""
+    dq_stage = tile % STAGES
+    dq_phase = tile // STAGES & 1
     # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers here too.
     keys = shared.k_tiles.index(tile >> 30).reshape([KEYS, shared.k_tiles.shape[4]])
-    mbarrier.wait(shared.ds.full[1 - WHICH].index(buffer), turn)
-    dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(buffer), keys, WHICH)])
-    mbarrier.wait(shared.sums.empty.index(buffer), turn ^ 1)
-    hand_over(dq, shared.sums, 2 * buffer + WHICH)
+    mbarrier.wait(shared.ds.full[1 - WHICH].index(dq_stage), dq_phase)
+    dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH)])
+    mbarrier.wait(shared.dqs.empty.index(dq_stage), dq_phase ^ 1)
+    stage_dq(dq, shared.dqs, 2 * dq_stage + WHICH)
 
 
 @gluon.jit
-def hand_over(dq, sums, tile, pred=True):
+def stage_dq(dq, dqs, tile, pred=True):
     """Store half of a dQ tile to shared memory and signal the warp that adds it, unless pred is False."""
-    sums.tiles.index(tile).store(by_thread(dq))
+    dqs.tiles.index(tile).store(to_thread_order(dq))
     fence_async_shared()
     gl.barrier()
-    arrive(sums.full.index(tile), pred)
+    arrive(dqs.full.index(tile), pred)
 
 
 @gluon.jit
-def store(dk_desc, dv_desc, dk, dv, shared, work, stage, WHICH: gl.constexpr):
+def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constexpr):
     """Start the TMA stores of dK and dV. At head_dim 64 they are staged in the last dS tile, so that the next item's
     K and V can be loaded meanwhile; at 128 they do not fit there and are staged in K's and V's own tiles."""
     HEAD_DIM: gl.constexpr = dk.shape[1]
     dtype: gl.constexpr = shared.k_tiles.dtype
-    meet()  # both warpgroups are done with dS, K and V
+    sync_consumers()  # both warpgroups are done with dS, K and V
     if HEAD_DIM == 64:
         both = shared.ds.tiles.index(stage)._reinterpret(dtype, [2, 1, 1, KEYS, HEAD_DIM], dk_desc.layout)
         dk_tile = both.index(0)
@@ -328,11 +336,11 @@ def store(dk_desc, dv_desc, dk, dv, shared, work, stage, WHICH: gl.constexpr):
     dk_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF).store(dk.to(dtype))
     dv_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF).store(dv.to(dtype))
     fence_async_shared()
-    meet()
+    sync_consumers()
     if WHICH == 0:
-        spot = [work.batch, work.head, work.key_block * KEYS, 0]
-        tma.async_copy_shared_to_global(dk_desc, spot, dk_tile)
-        tma.async_copy_shared_to_global(dv_desc, spot, dv_tile)
+        coordinates = [item.batch, item.head, item.key_block * KEYS, 0]
+        tma.async_copy_shared_to_global(dk_desc, coordinates, dk_tile)
+        tma.async_copy_shared_to_global(dv_desc, coordinates, dv_tile)
         if HEAD_DIM > 64:
             tma.store_wait(0)
     if HEAD_DIM > 64:
@@ -352,57 +360,23 @@ def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
     return warpgroup_mma(ds_tile.permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
 
 
-@gluon.jit
-def first_rows(WHICH: gl.constexpr, work, CAUSAL: gl.constexpr, scores_layout: gl.constexpr):
-    """The first row that sees each key of a warpgroup, relative to block `last`'s first row; NEVER beyond kv_len."""
-    keys = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores_layout))
-    first = keys * 0
-    if CAUSAL:
-        first = keys + work.diagonal
-    return gl.where(keys < work.keys_left, first, NEVER)
-
-
-@gluon.jit
-def last_rows(WHICH: gl.constexpr, work, bounds, BLOCK_M: gl.constexpr, scores_layout: gl.constexpr):
-    """One past the last row that sees each key of a warpgroup, relative to block `last`'s first row."""
-    keys = work.key_block * KEYS + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores_layout))
-    return end_rows(keys, work.batch, bounds) - work.last * BLOCK_M
-
-
-@gluon.jit
-def mask(zeros, seen_from, passed, CAUSAL: gl.constexpr):
-    """zeros, with -inf where the causal mask or kv_len hides a key. passed: rows from this block to block `last`."""
-    if CAUSAL:
-        rows = gl.arange(0, zeros.shape[1], gl.SliceLayout(0, zeros.type.layout))[None, :]
-        own = rows & 6  # subtracted, a thread's columns are constants and take no registers
-        return gl.where(rows - own >= (seen_from + passed)[:, None] - own, zeros, float("-inf"))
-    return gl.where(seen_from[:, None] == 0, zeros, float("-inf"))
-
-
-@gluon.jit
-def mask_ends(bias, seen_until, passed):
-    """bias, with -inf where a window or document of the key ends before the query. passed: as for `mask`."""
-    rows = gl.arange(0, bias.shape[1], gl.SliceLayout(0, bias.type.layout))[None, :]
-    own = rows & 6  # as in `mask`: without it 464 B are spilled
-    return gl.where(rows - own < (seen_until + passed)[:, None] - own, bias, float("-inf"))
-
-
-@gluon.jit(do_not_specialize=[*Sizes._fields, "left", *LISTS])
+@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", *LISTS])
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
     QueryBlocks, Seed,
-    heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, left, stride_lb, stride_lh,
-    width, scale,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, BOUNDED: gl.constexpr,
+    heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, left,
+    stride_lb, stride_lh, width, scale,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
     LISTED: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the float32 sum dQ / scale. Grid: (programs,), one per SM but no more than work items.
 
     dK and dV have every query head; K and V have one head for each GROUP of them. The sum has two SUM_BLOCKs for each
-    block of queries, in the element order of `by_thread`; blocks that see no key are not written. Lse, Delta: float32
-    (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item counter, as
-    `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (hopper_bounds.py). QueryBlocks,
-    stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (hopper_blocks.py). Seed: int64, if DROP.
+    block of queries, in the element order of `to_thread_order`; blocks that see no key are not written. Lse, Delta:
+    float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item
+    counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (hopper_bounds.py).
+    QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (hopper_blocks.py). Seed: int64,
+    if DROP.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -413,10 +387,11 @@ def hopper_backward_kernel(
     blocks: gl.constexpr = None
     if LISTED:
         blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)
-    sizes = Sizes(
-        heads, sequences, together, in_group, q_len, kv_len, offset, row_blocks, key_blocks, bounds, blocks, Seed
+    sizes = BackwardSizes(
+        heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, bounds,
+        blocks, Seed,
     )  # fmt: skip
-    Counter = Turns + row_blocks * sequences
+    Counter = Turns + row_blocks * flat_heads
 
     k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
     v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
@@ -428,11 +403,11 @@ def hopper_backward_kernel(
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
     ds_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, BLOCK_M], ds_layout)
-    sum_shape: gl.constexpr = [2 * STAGES, SUM_BLOCK[0], SUM_BLOCK[1]]  # two halves of each tile
-    sum_tiles = gl.allocate_shared_memory(gl.float32, sum_shape, sum_desc.layout)
-    sums = Ring(sum_tiles, make_barriers(2 * STAGES, 1), make_barriers(STAGES, 1))
+    dq_shape: gl.constexpr = [2 * STAGES, SUM_BLOCK[0], SUM_BLOCK[1]]  # two halves of each tile
+    dq_tiles = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum_desc.layout)
+    dqs = Ring(dq_tiles, make_barriers(2 * STAGES, 1), make_barriers(STAGES, 1))
     # Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
-    if LATE:
+    if DQ_DELAY:
         # One array for each warpgroup: in a common one, Triton puts a barrier between arrival and wait (LOG.md).
         ds_full = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
         ds_empty = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
@@ -442,20 +417,26 @@ def hopper_backward_kernel(
     kv_full = make_barriers(1, 1).index(0)
     kv_empty = make_barriers(1, 2).index(0)
     rows_full = make_barriers(STAGES, 1)
-    claims = make_claims(5)  # read by two consumers, load_rows and two add_dq warps
+    claims = make_claims(5)  # read by two consumers, load_row_statistics and two reduce_dq warps
     shared = Shared(
-        k_tiles, v_tiles, kv_full, kv_empty, queries, d_outs, lse, delta, rows_full, ds, sums, claims
+        k_tiles, v_tiles, kv_full, kv_empty, queries, d_outs, lse, delta, rows_full, ds, dqs, claims
     )
     fence_async_shared()  # make the initialised barriers visible to TMA
 
     gl.warp_specialize(
         [
-            (consume, (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(0), CAUSAL, MASKED, LATE, DROP)),
-            (consume, (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(1), CAUSAL, MASKED, LATE, DROP)),
+            (
+                consume,
+                (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(0), CAUSAL, MASKED, DQ_DELAY, DROP),
+            ),
+            (
+                consume,
+                (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(1), CAUSAL, MASKED, DQ_DELAY, DROP),
+            ),
             (load_tiles, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, BLOCK_M, CAUSAL)),
-            (load_rows, (Lse, Delta, shared, sizes, CAUSAL, DROP)),
-            (add_dq, (sum_desc, Turns, sums, claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0))),
-            (add_dq, (sum_desc, Turns, sums, claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1))),
+            (load_row_statistics, (Lse, Delta, shared, sizes, CAUSAL, DROP)),
+            (reduce_dq, (dq_sum_desc, Turns, dqs, claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0))),
+            (reduce_dq, (dq_sum_desc, Turns, dqs, claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1))),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],

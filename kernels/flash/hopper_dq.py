@@ -3,7 +3,7 @@
 Two warps of each program add its dQ tiles to global memory by TMA reductions, every other tile each. A turn counter
 for each block of queries serialises the additions in ascending order of keys: a tile waits until all earlier blocks
 of keys that its queries see have been added. Those are earlier work items, already claimed by running programs
-(hopper_claims.py), so the wait cannot deadlock.
+(hopper_scheduler.py), so the wait cannot deadlock.
 
 Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
 the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or behind that
@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .hopper_blocks import LISTS, list_of
 from .hopper_bounds import first_keys
-from .hopper_claims import CLAIMS, claimed
-from .hopper_work import KEYS, block_at, plan
+from .hopper_scheduler import CLAIM_STAGES, read_claim
+from .hopper_work import KEYS, block_at, decode_work_item
 
 # One warpgroup's half of a dQ tile, in the shape in which TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
@@ -39,7 +39,7 @@ def tma_add(descriptor, coordinates, source, _semantic=None):
 
 
 # Spin until the counter reaches the turn. The acquire makes all earlier additions visible.
-WAIT_TURN = gl.constexpr("""{
+ACQUIRE = gl.constexpr("""{
     .reg .pred other;
     .reg .b32 now;
     again:
@@ -50,7 +50,7 @@ WAIT_TURN = gl.constexpr("""{
     mov.b32 $0, now;
 }""")
 # Wait until this warp's additions are complete in global memory, then pass the turn on.
-PASS_TURN = gl.constexpr("""{
+RELEASE = gl.constexpr("""{
     cp.async.bulk.wait_group 0;
     bar.warp.sync 0xffffffff;
     fence.proxy.async;
@@ -60,67 +60,73 @@ PASS_TURN = gl.constexpr("""{
 
 
 @gluon.jit
-def take(TURN: gl.constexpr, Counter, turn):
-    """Execute WAIT_TURN or PASS_TURN on a counter."""
-    gl.inline_asm_elementwise(TURN, "=r,l,r", [Counter, turn], gl.int32, False, 1)
+def acquire_turn(Counter, turn):
+    gl.inline_asm_elementwise(ACQUIRE, "=r,l,r", [Counter, turn], gl.int32, False, 1)
 
 
 @gluon.jit
-def add_dq(
-    sum_desc, Turns, sums, claims, sizes,
+def release_turn(Counter, next_turn):
+    gl.inline_asm_elementwise(RELEASE, "=r,l,r", [Counter, next_turn], gl.int32, False, 1)
+
+
+@gluon.jit
+def reduce_dq(
+    dq_sum_desc, Turns, dqs, claims, sizes,
     BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """One of the two accumulating warps: add every other dQ tile, those of parity WHICH, each in its turn."""
-    place = 0
-    count = 0
-    index = claimed(claims, place)
+    ordinal = 0
+    tiles_before = 0
+    index = read_claim(claims, ordinal)
     while index >= 0:
-        mbarrier.arrive(claims.empty.index(place % CLAIMS))
-        work = plan(index, sizes, BLOCK_M, CAUSAL)
-        for step in range((count + WHICH) & 1, work.steps, 2):
-            own = block_at(work, step, sizes, BLOCK_M)
-            first, turn = turns(work, own, sizes, BLOCK_M)
-            block = work.sequence * sizes.row_blocks + own
+        mbarrier.arrive(claims.empty.index(ordinal % CLAIM_STAGES))
+        item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
+        for step in range((tiles_before + WHICH) & 1, item.steps, 2):
+            row_block = block_at(item, step, sizes, BLOCK_M)
+            first, turn = turns_of(item, row_block, sizes, BLOCK_M)
+            flat_block = item.flat_head * sizes.row_blocks + row_block
             # A list may name a block beyond the end, which has no sum.
-            here = True if sizes.blocks is None else own < sizes.row_blocks
-            if here:
-                take(WAIT_TURN, Turns + block, turn)
+            exists = True if sizes.blocks is None else row_block < sizes.row_blocks
+            if exists:
+                acquire_turn(Turns + flat_block, turn)
             for half in gl.static_range(2):
                 tile = 2 * WHICH + half
-                mbarrier.wait(sums.full.index(tile), (count + step) >> 1 & 1)
-                spot = [(2 * block + half) * SUM_BLOCK[0], 0]
-                if here:
+                mbarrier.wait(dqs.full.index(tile), (tiles_before + step) >> 1 & 1)
+                coordinates = [(2 * flat_block + half) * SUM_BLOCK[0], 0]
+                if exists:
                     if turn == first:
-                        tma.async_copy_shared_to_global(sum_desc, spot, sums.tiles.index(tile))
+                        tma.async_copy_shared_to_global(dq_sum_desc, coordinates, dqs.tiles.index(tile))
                     else:
-                        tma_add(sum_desc, spot, sums.tiles.index(tile))
+                        tma_add(dq_sum_desc, coordinates, dqs.tiles.index(tile))
             tma.store_wait(0)
-            mbarrier.arrive(sums.empty.index(WHICH))
-            if here:
-                take(PASS_TURN, Turns + block, turn + 1)
-        count += work.steps
-        place += 1
-        index = claimed(claims, place)
+            mbarrier.arrive(dqs.empty.index(WHICH))
+            if exists:
+                release_turn(Turns + flat_block, turn + 1)
+        tiles_before += item.steps
+        ordinal += 1
+        index = read_claim(claims, ordinal)
 
 
 @gluon.jit
-def turns(work, block, sizes, BLOCK_M: gl.constexpr):
+def turns_of(item, row_block, sizes, BLOCK_M: gl.constexpr):
     """The first turn of a block of queries, and this work item's: its block of keys, or that block's position in the
     queries' list."""
     first = 0
-    turn = work.key_block
+    turn = item.key_block
     if sizes.bounds is not None:
-        first = first_keys(block * BLOCK_M, work.batch, sizes.bounds) // KEYS
+        first = first_keys(row_block * BLOCK_M, item.batch, sizes.bounds) // KEYS
     if sizes.blocks is not None:
         # Behind its own list, a block of keys has its positions in the lists of the queries (`masks.block_lists`).
-        List = list_of(work.key_block, work.head, work.batch, sizes.blocks)
+        List = list_of(item.key_block, item.head, item.batch, sizes.blocks)
         behind = 1 + sizes.blocks.width // 2
-        turn = gl.load(List + behind + block // (KEYS // BLOCK_M), mask=block < sizes.row_blocks, other=0)
+        turn = gl.load(
+            List + behind + row_block // (KEYS // BLOCK_M), mask=row_block < sizes.row_blocks, other=0
+        )
     return first, turn
 
 
 @gluon.jit
-def by_thread(dq):
+def to_thread_order(dq):
     """Permute dQ (HALF, HALF) to SUM_BLOCK: four elements of a thread, then four of the next thread, and so on.
 
     Threads thus store adjacent 16-byte vectors; row-major stores had bank conflicts. `round_kernel` undoes the
@@ -144,7 +150,7 @@ def delta_kernel(
     hopper_bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch).
     """
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    sequence = batch * tl.num_programs(0) + head
+    flat_head = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < q_len)[:, None]
     dims = tl.arange(0, HEAD_DIM)[None, :]
@@ -154,39 +160,39 @@ def delta_kernel(
     d_out = tl.load(DOut + rows[:, None].to(tl.int64) * stride_dom + dims, mask=inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if DLse is not None:
-        lse = tl.load(Lse + sequence * q_len + rows, mask=rows < q_len, other=float("-inf"))
+        lse = tl.load(Lse + flat_head * q_len + rows, mask=rows < q_len, other=float("-inf"))
         # Where lse is -inf the row is fully masked, and its d_lse may be NaN.
-        delta -= tl.load(DLse + sequence * q_len + rows, mask=lse != float("-inf"), other=0.0)
-    tl.store(Delta + sequence * q_len + rows, delta, mask=rows < q_len)
+        delta -= tl.load(DLse + flat_head * q_len + rows, mask=lse != float("-inf"), other=0.0)
+    tl.store(Delta + flat_head * q_len + rows, delta, mask=rows < q_len)
     first = tl.maximum(block * BLOCK_M - left, 0)
     if DocumentStart is not None:
         first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
-    tl.store(Turns + sequence * tl.num_programs(1) + block, first // KEYS)
-    if sequence + block == 0:  # the work item counter is stored behind the turns
+    tl.store(Turns + flat_head * tl.num_programs(1) + block, first // KEYS)
+    if flat_head + block == 0:  # the work item counter is stored behind the turns
         tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 
 
-@triton.jit(do_not_specialize=["q_len", "blind", *LISTS])
+@triton.jit(do_not_specialize=["q_len", "masked_rows", *LISTS])
 def round_kernel(
-    Sum, DQ, KeyBlocks, stride_qb, stride_qh, stride_qm, q_len, blind, stride_lb, stride_lh, width, scale,
+    Sum, DQ, KeyBlocks, stride_qb, stride_qh, stride_qm, q_len, masked_rows, stride_lb, stride_lh, width, scale,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * its float32 sum, rounded and back in row order. Grid as delta_kernel's.
 
-    Fully masked rows have no sum and get 0: the first `blind` ones, and with KeyBlocks those with an empty list.
+    Fully masked rows have no sum and get 0: the first `masked_rows`, and with KeyBlocks those with an empty list.
     """
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    sequence = batch * tl.num_programs(0) + head
+    flat_head = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     dims = tl.arange(0, HEAD_DIM)[None, :]
-    Sum += (sequence * tl.num_programs(1) + block) * (BLOCK_M * HEAD_DIM)
+    Sum += (flat_head * tl.num_programs(1) + block) * (BLOCK_M * HEAD_DIM)
     dq = (tl.load(Sum + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale).to(DQ.dtype.element_ty)
-    # Two halves, of the queries or of the dimensions, each in the order of `by_thread`.
+    # Two halves, of the queries or of the dimensions, each in the order of `to_thread_order`.
     dq = dq.reshape(2, 8, 4, 8, 4, 2, 2)
     dq = dq.permute(0, 2, 5, 3, 1, 4, 6) if BLOCK_M > HEAD_DIM else dq.permute(2, 5, 3, 0, 1, 4, 6)
     if KeyBlocks is not None:
         List = KeyBlocks + batch * stride_lb + head * stride_lh + block * BLOCK_M // KEYS * width
-        blind = tl.where(tl.load(List) > 0, blind, q_len)
-    dq = tl.where(rows >= blind, dq.reshape(BLOCK_M, HEAD_DIM), 0.0)
+        masked_rows = tl.where(tl.load(List) > 0, masked_rows, q_len)
+    dq = tl.where(rows >= masked_rows, dq.reshape(BLOCK_M, HEAD_DIM), 0.0)
     DQ += batch * stride_qb + head * stride_qh
     tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq, mask=rows < q_len)

@@ -25,9 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper import LOG2_E, Ring, arrive, fetch, make_ring
 from .hopper_blocks import LISTS, Blocks, count_visited, list_of
 from .hopper_bounds import Bounds, first_keys
-from .hopper_claims import CLAIMS, ask, claimed, make_claims, tell
-from .hopper_softmax import first_softmax, hide, hide_before, pack, softmax, unpack, widen
-from .hopper_tiles import BLOCK_N, ROWS, Sizes, count_dealt, dealt, first_block, key_blocks, tile_at
+from .hopper_scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .hopper_softmax import first_softmax, mask_before, mask_scores, pack, softmax, unpack, widen
+from .hopper_tiles import (
+    BLOCK_N,
+    ROWS,
+    ForwardSizes,
+    count_key_blocks,
+    count_static_tiles,
+    decode_tile,
+    first_key_block,
+    static_tile,
+)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 Q_STAGES = gl.constexpr(2)
@@ -52,60 +61,64 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def following(stage, phase, STAGES: gl.constexpr):
+def next_position(stage, phase, STAGES: gl.constexpr):
     """The ring's next stage, and the phase parity of its barriers."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), phase ^ last.to(gl.int32)
 
 
 @gluon.jit
-def fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC: gl.constexpr):
+def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC: gl.constexpr):
     """Load the index-th tile of queries, then all blocks of keys and values that it sees, the last block first.
 
     Returns the ring position (stage, phase) behind the last block.
     """
-    first_row, head, batch = tile_at(index, sizes, SPEC)
+    first_row, head, batch = decode_tile(index, sizes, SPEC)
     for which in gl.static_range(SPEC.CONSUMERS):
-        slot = place % Q_STAGES * SPEC.CONSUMERS + which
+        slot = ordinal % Q_STAGES * SPEC.CONSUMERS + which
         row = first_row + which * ROWS
-        fetch(q_desc, [batch, head, row, 0], rings.q, slot, place // Q_STAGES & 1)
+        fetch(q_desc, [batch, head, row, 0], rings.q, slot, ordinal // Q_STAGES & 1)
     if SPEC.LISTED:
         List = list_of(first_row // BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
     else:
-        blocks = key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
+        blocks = count_key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
     kv_head = head // SPEC.GROUP
-    for passed in range(blocks - first_block(first_row, batch, sizes, SPEC)):
+    for passed in range(blocks - first_key_block(first_row, batch, sizes, SPEC)):
         first_key = (blocks - 1 - passed) * BLOCK_N
         if SPEC.LISTED:
             first_key = gl.load(List + blocks - passed) * BLOCK_N
         fetch(k_desc, [batch, kv_head, first_key, 0], rings.k, stage, phase)
         fetch(v_desc, [batch, kv_head, first_key, 0], rings.v, stage, phase)
-        stage, phase = following(stage, phase, SPEC.STAGES)
+        stage, phase = next_position(stage, phase, SPEC.STAGES)
     return stage, phase
 
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC: gl.constexpr):
-    """The producer warp: load one tile of queries after another, claimed or dealt (hopper_tiles.py)."""
+    """The producer warp: load one tile of queries after another, in the order of hopper_tiles.py."""
     stage = 0
     phase = 0
-    if SPEC.CLAIMED:
-        place = 0
-        index = tell(ask(Counter), claims, place, sizes.tiles)
+    if SPEC.DYNAMIC:
+        ordinal = 0
+        index = publish_claim(issue_claim(Counter), claims, ordinal, sizes.tiles)
         while index >= 0:
-            answer = ask(Counter)
-            stage, phase = fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC)
-            place += 1
-            index = tell(answer, claims, place, sizes.tiles)
+            pending = issue_claim(Counter)
+            stage, phase = fetch_tile(
+                index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC
+            )
+            ordinal += 1
+            index = publish_claim(pending, claims, ordinal, sizes.tiles)
     else:
-        for place in range(count_dealt(sizes)):
-            index = dealt(place, sizes)
-            stage, phase = fetch_tile(index, place, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC)
+        for ordinal in range(count_static_tiles(sizes)):
+            index = static_tile(ordinal, sizes)
+            stage, phase = fetch_tile(
+                index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC
+            )
 
 
 @gluon.jit
-def skip(blocks, rings, stage, phase, SPEC: gl.constexpr):
+def skip_key_blocks(blocks, rings, stage, phase, SPEC: gl.constexpr):
     """Release blocks of keys that only the other consumers' rows see.
 
     Waiting for each one first keeps this consumer's arrivals in the right phase.
@@ -115,12 +128,12 @@ def skip(blocks, rings, stage, phase, SPEC: gl.constexpr):
         mbarrier.arrive(rings.k.empty.index(stage))
         mbarrier.wait(rings.v.full.index(stage), phase)
         mbarrier.arrive(rings.v.empty.index(stage))
-        stage, phase = following(stage, phase, SPEC.STAGES)
+        stage, phase = next_position(stage, phase, SPEC.STAGES)
     return stage, phase
 
 
 @gluon.jit
-def start_scores(rings, slot, stage, phase, SEEN: gl.constexpr):
+def issue_qk(rings, slot, stage, phase, SEEN: gl.constexpr):
     """Issue q k^T for the first SEEN keys of `stage`, asynchronously: float32 (ROWS, SEEN)."""
     HEAD_DIM: gl.constexpr = rings.q.tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SEEN, 16])
@@ -134,19 +147,19 @@ def start_scores(rings, slot, stage, phase, SEEN: gl.constexpr):
 
 
 @gluon.jit
-def start_output(p, acc, rings, stage, phase, SPEC: gl.constexpr):
+def issue_pv(p, acc, rings, stage, phase, SPEC: gl.constexpr):
     """Issue acc + p v for the values of `stage`, asynchronously. p: packed, as `pack` returns it."""
     v = rings.v.tiles.index(stage).reshape([BLOCK_N, acc.shape[1]])
     p = unpack(p, rings.v.tiles.dtype, acc.type.layout)
-    if not SPEC.EARLY:
+    if not SPEC.EXP_BEFORE_WAIT:
         mbarrier.wait(rings.v.full.index(stage), phase)
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
-def advance(
+def pipelined_step(
     acc, p, row_max, row_sum, rings, slot, stage, phase,
-    unit, first_row, first_key, first_seen, sizes, SPEC: gl.constexpr,
+    exp2_scale, first_row, first_key, first_seen, sizes, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One pipelined step: acc += p v for the block at `stage`, overlapped with scores and softmax of the next block.
 
@@ -155,17 +168,17 @@ def advance(
 
     Returns the new acc (rescaled to the new maximum), the next block's packed p, the softmax state, and its stage.
     """
-    next_stage, next_phase = following(stage, phase, SPEC.STAGES)
-    scores = start_scores(rings, slot, next_stage, next_phase, BLOCK_N)
-    acc = start_output(p, acc, rings, stage, phase, SPEC)
+    next_stage, next_phase = next_position(stage, phase, SPEC.STAGES)
+    scores = issue_qk(rings, slot, next_stage, next_phase, BLOCK_N)
+    acc = issue_pv(p, acc, rings, stage, phase, SPEC)
     scores = warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(rings.k.empty.index(next_stage))
     if not SPEC.ALIGNED:
-        scores = hide(scores, first_row, first_key, sizes, SPEC)
+        scores = mask_scores(scores, first_row, first_key, sizes, SPEC)
     if first_seen is not None:
-        scores = hide_before(scores, first_seen, first_key)
-    new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, unit)
-    if SPEC.EARLY:
+        scores = mask_before(scores, first_seen, first_key)
+    new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, exp2_scale)
+    if SPEC.EXP_BEFORE_WAIT:
         # ptxas moves nothing across this wait. Without it the exponentials sink below the next wait, the one for P V:
         # 1.07 to 1.12 of the time with head_dim 128 and a causal mask, but 0.94 to 0.98 without a mask (LOG.md).
         mbarrier.wait(rings.v.full.index(next_stage), next_phase)
@@ -177,15 +190,15 @@ def advance(
 
 
 @gluon.jit
-def finish(acc, row_max, row_sum, output, first_row, head, batch, sizes):
-    """Divide by the softmax sums, store out and lse. A fully masked row (`blind`) has sum 0: out 0, lse -inf."""
+def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes):
+    """Divide by the softmax sums, store out and lse. A fully masked row has sum 0: out 0, lse -inf."""
     HEAD_DIM: gl.constexpr = acc.shape[1]
     row_layout: gl.constexpr = row_max.type.layout
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
-    blind = row_sum == 0
-    row_sum = gl.where(blind, 1.0, row_sum)
-    lse = gl.where(blind, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
+    fully_masked = row_sum == 0
+    row_sum = gl.where(fully_masked, 1.0, row_sum)
+    lse = gl.where(fully_masked, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
     rows = first_row + gl.arange(0, ROWS, layout=row_layout)
     Lse = output.Lse + (batch.to(gl.int64) * sizes.heads + head) * sizes.q_len
     gl.store(Lse + rows, lse, mask=rows < sizes.q_len)
@@ -200,102 +213,105 @@ def finish(acc, row_max, row_sum, output, first_row, head, batch, sizes):
 
 @gluon.jit
 def attend(
-    index, place, rings, stage, phase, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr
+    index, ordinal, rings, stage, phase, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
     """Attention for this consumer's 64 rows, from WHICH * 64 on, of the index-th tile of queries.
 
-    place: how many tiles this program did before; it selects the Q slot and phase. Returns the K/V ring position.
+    ordinal: how many tiles this program did before; it selects the Q slot and phase. Returns the K/V ring position.
     """
     HEAD_DIM: gl.constexpr = rings.q.tiles.shape[4]
     dtype: gl.constexpr = rings.q.tiles.dtype
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     SEEN: gl.constexpr = BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else BLOCK_N
-    tile_row, head, batch = tile_at(index, sizes, SPEC)
+    tile_row, head, batch = decode_tile(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
     if SPEC.LISTED:
         List = list_of(tile_row // BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
         last_key = gl.load(List + blocks) * BLOCK_N
     else:
-        blocks = key_blocks(first_row + ROWS, sizes, SPEC)
-        skipped = key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
-        stage, phase = skip(skipped, rings, stage, phase, SPEC)
+        blocks = count_key_blocks(first_row + ROWS, sizes, SPEC)
+        skipped = count_key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
+        stage, phase = skip_key_blocks(skipped, rings, stage, phase, SPEC)
         last_key = (blocks - 1) * BLOCK_N  # first key of the last block
-    slot = place % Q_STAGES * SPEC.CONSUMERS + WHICH
-    mbarrier.wait(rings.q.full.index(slot), place // Q_STAGES & 1)
+    slot = ordinal % Q_STAGES * SPEC.CONSUMERS + WHICH
+    mbarrier.wait(rings.q.full.index(slot), ordinal // Q_STAGES & 1)
 
-    scores = warpgroup_mma_wait(0, [start_scores(rings, slot, stage, phase, SEEN)])
+    scores = warpgroup_mma_wait(0, [issue_qk(rings, slot, stage, phase, SEEN)])
     mbarrier.arrive(rings.k.empty.index(stage))
-    scores = hide(scores, first_row, last_key, sizes, SPEC)
+    scores = mask_scores(scores, first_row, last_key, sizes, SPEC)
     if SPEC.BOUNDED:
         rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores.type.layout))
         first_seen = first_keys(rows, batch, sizes.bounds)
-        scores = hide_before(scores, first_seen, last_key)
-    p, row_max, row_sum = first_softmax(scores, unit, dtype)
+        scores = mask_before(scores, first_seen, last_key)
+    p, row_max, row_sum = first_softmax(scores, exp2_scale, dtype)
     if SEEN < BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
-    if SPEC.EARLY:
+    if SPEC.EXP_BEFORE_WAIT:
         mbarrier.wait(rings.v.full.index(stage), phase)
-    clear = blocks - 1  # blocks still to come that need no mask
+    unmasked = blocks - 1  # blocks still to come that need no mask
     if SPEC.BOUNDED:
-        begin = first_block(first_row, batch, sizes, SPEC)
+        begin = first_key_block(first_row, batch, sizes, SPEC)
         begin_of_last = first_keys(gl.minimum(first_row + ROWS, sizes.q_len) - 1, batch, sizes.bounds)
-        clear = gl.minimum(gl.maximum(clear - gl.cdiv(begin_of_last, BLOCK_N), 0), clear - begin)
-    for passed in range(clear):
+        unmasked = gl.minimum(gl.maximum(unmasked - gl.cdiv(begin_of_last, BLOCK_N), 0), unmasked - begin)
+    for passed in range(unmasked):
         first_key = (blocks - 2 - passed) * BLOCK_N
-        acc, p, row_max, row_sum, stage, phase = advance(
+        acc, p, row_max, row_sum, stage, phase = pipelined_step(
             acc, p, row_max, row_sum, rings, slot, stage, phase,
-            unit, first_row, first_key, None, sizes, SPEC,
+            exp2_scale, first_row, first_key, None, sizes, SPEC,
         )  # fmt: skip
     if SPEC.BOUNDED:
-        for block in range(blocks - 2 - clear, begin - 1, -1):
+        for block in range(blocks - 2 - unmasked, begin - 1, -1):
             first_key = block * BLOCK_N
-            acc, p, row_max, row_sum, stage, phase = advance(
+            acc, p, row_max, row_sum, stage, phase = pipelined_step(
                 acc, p, row_max, row_sum, rings, slot, stage, phase,
-                unit, first_row, first_key, first_seen, sizes, SPEC,
+                exp2_scale, first_row, first_key, first_seen, sizes, SPEC,
             )  # fmt: skip
     mbarrier.arrive(rings.q.empty.index(slot))
-    acc = warpgroup_mma_wait(0, [start_output(p, acc, rings, stage, phase, SPEC)])
+    acc = warpgroup_mma_wait(0, [issue_pv(p, acc, rings, stage, phase, SPEC)])
     mbarrier.arrive(rings.v.empty.index(stage))
-    finish(acc, row_max, row_sum, output, first_row, head, batch, sizes)
-    stage, phase = following(stage, phase, SPEC.STAGES)
+    store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes)
+    stage, phase = next_position(stage, phase, SPEC.STAGES)
     if SPEC.BOUNDED:
-        stage, phase = skip(begin - first_block(tile_row, batch, sizes, SPEC), rings, stage, phase, SPEC)
+        skipped = begin - first_key_block(tile_row, batch, sizes, SPEC)
+        stage, phase = skip_key_blocks(skipped, rings, stage, phase, SPEC)
     return stage, phase
 
 
 @gluon.jit
-def consume(rings, claims, output, sizes, unit, WHICH: gl.constexpr, SPEC: gl.constexpr):
+def consume(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC: gl.constexpr):
     """A consumer warpgroup: rows WHICH * 64 to WHICH * 64 + 63 of each tile of queries."""
     stage = 0
     phase = 0
-    if SPEC.CLAIMED:
-        place = 0
-        index = claimed(claims, place)
+    if SPEC.DYNAMIC:
+        ordinal = 0
+        index = read_claim(claims, ordinal)
         while index >= 0:
-            stage, phase = attend(index, place, rings, stage, phase, output, sizes, unit, WHICH, SPEC)
-            place += 1
-            index = claimed(claims, place)
-            arrive(claims.empty.index((place - 1) % CLAIMS))  # read a whole tile ago
+            stage, phase = attend(index, ordinal, rings, stage, phase, output, sizes, exp2_scale, WHICH, SPEC)
+            ordinal += 1
+            index = read_claim(claims, ordinal)
+            arrive(claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole tile ago
     else:
         # A counted loop: one that runs until no tile is left took 1.01 to 1.03 of the time, without a mask (LOG.md).
-        for place in range(count_dealt(sizes)):
-            index = dealt(place, sizes)
-            stage, phase = attend(index, place, rings, stage, phase, output, sizes, unit, WHICH, SPEC)
+        for ordinal in range(count_static_tiles(sizes)):
+            index = static_tile(ordinal, sizes)
+            stage, phase = attend(index, ordinal, rings, stage, phase, output, sizes, exp2_scale, WHICH, SPEC)
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "together", "tiles", "left", *LISTS])
+@gluon.jit(
+    do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left", *LISTS]
+)
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, Out, Lse, Counter, DocumentStart, KeyBlocks, stride_ob, stride_oh, stride_om,
-    q_len, kv_len, heads, batches, together, tiles, left, stride_lb, stride_lh, width,
+    q_len, kv_len, heads, batches, heads_per_group, tiles, left, stride_lb, stride_lh, width,
     scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(q k^T * scale) v, and lse. Grid: (programs,), one for each SM but no more than there are tiles.
 
     The descriptors move (1, 1, 64, head_dim) of Q and (1, 1, 128, head_dim) of K and V. Lse: float32 (batch, heads,
-    q_len), contiguous. Counter: int32 0, the tile counter, if SPEC.CLAIMED (hopper_claims.py). DocumentStart, left:
-    if SPEC.BOUNDED (hopper_bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys, if
+    q_len), contiguous. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (hopper_scheduler.py). DocumentStart,
+    left: if SPEC.BOUNDED (hopper_bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys, if
     SPEC.LISTED (hopper_blocks.py).
     """
     q = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
@@ -308,19 +324,19 @@ def hopper_forward_kernel(
     blocks: gl.constexpr = None
     if SPEC.LISTED:
         blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)
-    sizes = Sizes(q_len, kv_len, heads, batches, together, tiles, bounds, blocks)
+    sizes = ForwardSizes(q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, blocks)
     output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
     # Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
     claims: gl.constexpr = None
-    if SPEC.CLAIMED:
+    if SPEC.DYNAMIC:
         claims = make_claims(SPEC.CONSUMERS)
-    unit = scale * LOG2_E
+    exp2_scale = scale * LOG2_E
     fence_async_shared()  # make the initialised barriers visible to TMA
     if SPEC.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (rings, claims, output, sizes, unit, gl.constexpr(0), SPEC)),
-                (consume, (rings, claims, output, sizes, unit, gl.constexpr(1), SPEC)),
+                (consume, (rings, claims, output, sizes, exp2_scale, gl.constexpr(0), SPEC)),
+                (consume, (rings, claims, output, sizes, exp2_scale, gl.constexpr(1), SPEC)),
                 (produce, (q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC)),
             ],
             [4, 1],
@@ -329,9 +345,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (rings, claims, output, sizes, unit, gl.constexpr(0), SPEC)),
-                (consume, (rings, claims, output, sizes, unit, gl.constexpr(1), SPEC)),
-                (consume, (rings, claims, output, sizes, unit, gl.constexpr(2), SPEC)),
+                (consume, (rings, claims, output, sizes, exp2_scale, gl.constexpr(0), SPEC)),
+                (consume, (rings, claims, output, sizes, exp2_scale, gl.constexpr(1), SPEC)),
+                (consume, (rings, claims, output, sizes, exp2_scale, gl.constexpr(2), SPEC)),
                 (produce, (q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC)),
             ],
             [4, 4, 1],

@@ -5,13 +5,13 @@ import functools
 import torch
 import triton
 
-from ..launch import Launch, launch, processors
+from ..launch import Launch, launch, sm_count
 from .hopper import Descriptor, fits_tma, rows_of
-from .hopper_backward import hopper_backward_kernel, steps_late
+from .hopper_backward import choose_dq_delay, hopper_backward_kernel
 from .hopper_dq import SUM_BLOCK, delta_kernel, round_kernel
 from .hopper_dropout import drop_of
 from .hopper_forward import hopper_forward_kernel
-from .hopper_tiles import BLOCK_N, ROWS, claims, specify
+from .hopper_tiles import BLOCK_N, ROWS, is_dynamic, specify
 from .hopper_work import BLOCK_M, KEYS
 from .masks import ANY, list_strides
 from .tiers import DTYPES, HEAD_DIMS
@@ -72,33 +72,33 @@ def forward(
         (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
         spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, listed)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
-        together = _forward_together(k, heads // kv_heads, spec.CLAIMED.value) if causal else 1
-        sizes = (q_len, kv_len, heads, batch, together, tiles, _left(left), *list_strides(key_blocks))
+        heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
+        sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left), *list_strides(key_blocks))
         numbers = (*out.stride()[:3], *sizes, scale, spec)
-        return hopper_forward_kernel, (min(tiles, processors(q.device)), 1, 1), numbers, {}
+        return hopper_forward_kernel, (min(tiles, sm_count(q.device)), 1, 1), numbers, {}
 
     strides = out.stride(), list_strides(key_blocks)
     key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left)
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
-    counter = q.new_zeros(1, dtype=torch.int32) if claims(q.shape[2], bounded or listed) else None
+    counter = q.new_zeros(1, dtype=torch.int32) if is_dynamic(q.shape[2], bounded or listed) else None
     pointers = (out, lse, counter, document_starts, key_blocks)
     launch(pointers, key, prepare, (q, k, v), _describe_forward)
 
 
-def _forward_together(k: Tensor, group: int, claimed: bool) -> int:
+def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool) -> int:
     """Query heads in a scheduling group, where tiles are sorted by number of keys. group: query heads per key head.
 
-    Claimed tiles balance well with groups of any size, so the groups are those whose K and V fit the L2 cache. Dealt
-    tiles balance only in groups of half as many heads as there are programs: by count, the busiest of 132 programs
-    then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache.
+    Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
+    cache. Statically scheduled ones balance only in groups of half as many heads as there are programs: by count, the
+    busiest of 132 programs then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache.
     """
-    if not claimed:
-        return max(1, processors(k.device) // 2)
+    if not dynamic:
+        return max(1, sm_count(k.device) // 2)
     batch, kv_heads, kv_len, head_dim = k.shape
-    sequences = batch * kv_heads
-    groups = triton.cdiv(sequences * 4 * kv_len * head_dim, CACHED)
-    return group * triton.cdiv(sequences, groups)
+    flat_heads = batch * kv_heads
+    groups = triton.cdiv(flat_heads * 4 * kv_len * head_dim, CACHED)
+    return group * triton.cdiv(flat_heads, groups)
 
 
 def _left(left: int) -> int:
@@ -183,23 +183,23 @@ def backward(
         return delta_kernel, grid, (*strides, q_len, _left(left), *tile, KEYS.value), {}
 
     def prepare_main() -> Launch:
-        sequences, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
-        together = _backward_together(causal, row_blocks, q.device)
+        flat_heads, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
+        heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
         sizes = (
-            *(heads, sequences, together, together * columns),
+            *(heads, flat_heads, heads_per_group, heads_per_group * columns),
             *(q_len, kv_len, kv_len - q_len, row_blocks, columns, _left(left), *list_strides(query_blocks)),
         )
         masked = causal or kv_len % KEYS.value != 0
         # With a window, documents or a block mask a work item has few steps.
-        late = 0 if bounded or listed else steps_late(head_dim, causal, row_blocks)
-        spec = (heads // kv_heads, causal, masked, late, bounded, listed, drop)
-        programs = min(sequences * columns, processors(q.device))
+        dq_delay = 0 if bounded or listed else choose_dq_delay(head_dim, causal, row_blocks)
+        spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
+        programs = min(flat_heads * columns, sm_count(q.device))
         return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), {}
 
     def prepare_round() -> Launch:
-        blind = max(q_len - kv_len, 0) if causal else 0
+        masked_rows = max(q_len - kv_len, 0) if causal else 0
         whole = scale * (drop.SCALE.value if drop else 1.0)
-        numbers = (*dq.stride()[:3], q_len, blind, *list_strides(key_blocks), whole)
+        numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
         return round_kernel, grid, (*numbers, *tile, KEYS.value), {}
 
     lists = list_strides(key_blocks), list_strides(query_blocks)
@@ -228,11 +228,11 @@ def _describe_backward(
     )  # fmt: skip
 
 
-def _backward_together(causal: bool, row_blocks: int, device: torch.device) -> int:
+def _backward_heads_per_group(causal: bool, row_blocks: int, device: torch.device) -> int:
     """How many heads run concurrently. With few, their tiles stay in the L2 cache; with many, fewer work items of one
     head, which wait for one another's dQ, are in flight at a time.
 
     Three items of a head under the causal mask; otherwise a quarter of its blocks of queries. LOG.md has the times.
     """
-    side_by_side = 3 if causal else max(3, row_blocks // 4)
-    return max(1, processors(device) // side_by_side)
+    items_at_once = 3 if causal else max(3, row_blocks // 4)
+    return max(1, sm_count(device) // items_at_once)

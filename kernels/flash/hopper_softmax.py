@@ -1,8 +1,8 @@
 """Online softmax and masking of the Hopper forward, on (64, keys) score tiles in a warpgroup's registers.
 
-Scores are the raw products; `unit` = scale * log2(e) turns them into exponents of 2. Between blocks of keys, a row
-carries its running maximum and eight partial sums, each owned by one thread, so that sums are reduced across threads
-only once, at the end.
+Scores are the raw products; `exp2_scale` = scale * log2(e) turns them into exponents of 2. Between blocks of keys, a
+row carries its running maximum and eight partial sums, each owned by one thread, so that sums are reduced across
+threads only once, at the end.
 """
 
 from triton.experimental import gluon
@@ -43,7 +43,7 @@ def partial_sums(p):
 
 
 @gluon.jit
-def hide(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
+def mask_scores(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
     """Apply the causal mask and the end of the keys: -inf where a row may not see a key."""
     layout: gl.constexpr = scores.type.layout
     end = sizes.kv_len - first_key
@@ -60,22 +60,22 @@ def hide(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def hide_before(scores, first_seen, first_key):
+def mask_before(scores, first_seen, first_key):
     """Apply a window's or a document's start: -inf before first_seen, the first visible key of each row."""
     layout: gl.constexpr = scores.type.layout
     # Opaque; otherwise ptxas precomputes this for a later block, and spills with head_dim 128.
     first = gl.convert_layout(first_seen, gl.SliceLayout(1, layout))[:, None] - opaque(first_key)
     keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    # As in `hide`, but for two consumers too: a masked step takes 535 instructions instead of 574 to 639.
+    # As in `mask_scores`, but for two consumers too: a masked step takes 535 instructions instead of 574 to 639.
     own = keys & 6
     return gl.where(keys - own >= first - own, scores, float("-inf"))
 
 
 @gluon.jit
-def first_softmax(scores, unit, dtype: gl.constexpr):
+def first_softmax(scores, exp2_scale, dtype: gl.constexpr):
     """Softmax of the rows' first block of keys: packed exponentials, row maximum (base 2) and partial sums."""
-    row_max = gl.maximum(gl.max(scores, 1) * unit, LOWEST)
-    p = gl.exp2(scores * unit - row_max[:, None])
+    row_max = gl.maximum(gl.max(scores, 1) * exp2_scale, LOWEST)
+    p = gl.exp2(scores * exp2_scale - row_max[:, None])
     return pack(p, dtype), row_max, partial_sums(p)
 
 
@@ -92,11 +92,11 @@ def widen(p, row_max, row_sum, dtype: gl.constexpr):
 
 
 @gluon.jit
-def softmax(scores, row_max, row_sum, unit):
+def softmax(scores, row_max, row_sum, exp2_scale):
     """Softmax of a later block: exponentials (float32, not packed), the new row maximum and partial sums, and
     `rescale`, the factor exp2(old maximum - new maximum) for the accumulator."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * unit)
-    p = gl.exp2(scores * unit - new_max[:, None])
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * exp2_scale)
+    p = gl.exp2(scores * exp2_scale - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     return p, new_max, row_sum + partial_sums(p), rescale

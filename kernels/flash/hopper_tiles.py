@@ -1,7 +1,7 @@
 """Tile scheduling of the Hopper forward, the keys that a tile sees, and the compile-time choices for each shape.
 
 The kernel is persistent: one program for each SM takes one tile of queries after another. Few queries are scheduled
-statically (tiles are "dealt"), more of them dynamically ("claimed": hopper_claims.py).
+statically, more of them dynamically (hopper_scheduler.py).
 """
 
 import functools
@@ -16,11 +16,11 @@ from .hopper_bounds import Bounds, first_keys
 
 ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
 BLOCK_N = gl.constexpr(128)  # keys
-CLAIMED_FROM = 2048  # queries; with fewer, claiming took up to 1.06 of the time of dealing
+DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
 
 
 @dataclass(frozen=True)
-class Spec:
+class ForwardSpec:
     """Compile-time parameters of the forward, passed as one argument."""
 
     GROUP: gl.constexpr  # query heads per key head
@@ -30,16 +30,16 @@ class Spec:
     HALVED: gl.constexpr
     BOUNDED: gl.constexpr  # window or documents (hopper_bounds.py)
     LISTED: gl.constexpr  # block mask (hopper_blocks.py)
-    CLAIMED: gl.constexpr  # dynamic tile scheduling (hopper_claims.py); else static
-    EARLY: gl.constexpr  # exponentials come before the wait for P V, not after it (`advance`)
+    DYNAMIC: gl.constexpr  # dynamic tile scheduling (hopper_scheduler.py); else static
+    EXP_BEFORE_WAIT: gl.constexpr  # exponentials before the wait for P V, not after it (`pipelined_step`)
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr  # tiles in shared memory of each of K and V
     REGISTERS: gl.constexpr  # per consumer thread
 
 
-def claims(q_len: int, uneven: bool) -> bool:
+def is_dynamic(q_len: int, uneven: bool) -> bool:
     """Whether tiles are scheduled dynamically. uneven: the cost of a tile depends on data only the device knows."""
-    return q_len >= CLAIMED_FROM or uneven
+    return q_len >= DYNAMIC_FROM or uneven
 
 
 @functools.lru_cache(4096)
@@ -51,7 +51,7 @@ def specify(
     group: int = 1,
     bounded: bool = False,
     listed: bool = False,
-) -> Spec:
+) -> ForwardSpec:
     """The compile-time parameters for a shape. LOG.md has the times.
 
     Args:
@@ -64,8 +64,8 @@ def specify(
     # but 1.22 at 1024 (causal). Bounded rows see as few keys as short sequences; a block mask has blocks of 128 rows.
     many = head_dim == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed)
     consumers, stages, registers = (3, 3, 160) if many else (2, 256 // head_dim, 240)
-    claimed = claims(q_len, bounded or listed)
-    return Spec(
+    dynamic = is_dynamic(q_len, bounded or listed)
+    return ForwardSpec(
         GROUP=gl.constexpr(group),
         CAUSAL=gl.constexpr(causal),
         ALIGNED=gl.constexpr(not causal or (kv_len - q_len) % ROWS.value == 0),
@@ -74,59 +74,59 @@ def specify(
         ),
         BOUNDED=gl.constexpr(bounded),
         LISTED=gl.constexpr(listed),
-        CLAIMED=gl.constexpr(claimed),
-        EARLY=gl.constexpr(claimed and causal and (many or head_dim == 128)),
+        DYNAMIC=gl.constexpr(dynamic),
+        EXP_BEFORE_WAIT=gl.constexpr(dynamic and causal and (many or head_dim == 128)),
         CONSUMERS=gl.constexpr(consumers),
         STAGES=gl.constexpr(stages),
         REGISTERS=gl.constexpr(registers),
     )
 
 
-class Sizes(NamedTuple):
+class ForwardSizes(NamedTuple):
     """The problem sizes of a launch, as runtime values."""
 
     q_len: gl.tensor
     kv_len: gl.tensor
     heads: gl.tensor
     batches: gl.tensor
-    together: gl.tensor  # heads in a scheduling group
+    heads_per_group: gl.tensor  # heads in a scheduling group
     tiles: gl.tensor  # of queries, over all heads and batches
     bounds: Bounds  # if SPEC.BOUNDED
     blocks: Blocks  # of keys, if SPEC.LISTED
 
 
 @gluon.jit
-def tile_at(index, sizes, SPEC: gl.constexpr):
+def decode_tile(index, sizes, SPEC: gl.constexpr):
     """First row, head and batch of the index-th tile of queries.
 
     Heads come in groups; within a group, tiles with the most keys come first.
     """
     blocks = gl.cdiv(sizes.q_len, ROWS * SPEC.CONSUMERS)
-    first_head = index // (sizes.together * blocks) * sizes.together
-    index -= first_head * blocks
-    together = gl.minimum(sizes.together, sizes.heads * sizes.batches - first_head)
-    head = first_head + index % together
-    block = blocks - 1 - index // together
-    return block * ROWS * SPEC.CONSUMERS, head % sizes.heads, head // sizes.heads
+    first_flat_head = index // (sizes.heads_per_group * blocks) * sizes.heads_per_group
+    index -= first_flat_head * blocks
+    heads_per_group = gl.minimum(sizes.heads_per_group, sizes.heads * sizes.batches - first_flat_head)
+    flat_head = first_flat_head + index % heads_per_group
+    block = blocks - 1 - index // heads_per_group
+    return block * ROWS * SPEC.CONSUMERS, flat_head % sizes.heads, flat_head // sizes.heads
 
 
 @gluon.jit
-def dealt(place, sizes):
-    """Static schedule: the place-th tile of this program. Round-robin, with every other round in reverse order."""
+def static_tile(ordinal, sizes):
+    """Static schedule: the ordinal-th tile of this program. Round-robin, with every other round in reverse order."""
     programs = gl.num_programs(0)
     own = gl.program_id(0)
-    return place * programs + gl.where(place % 2 == 1, programs - 1 - own, own)
+    return ordinal * programs + gl.where(ordinal % 2 == 1, programs - 1 - own, own)
 
 
 @gluon.jit
-def count_dealt(sizes):
+def count_static_tiles(sizes):
     """How many tiles the static schedule gives this program."""
     rounds = sizes.tiles // gl.num_programs(0)
-    return rounds + (dealt(rounds, sizes) < sizes.tiles).to(gl.int32)
+    return rounds + (static_tile(rounds, sizes) < sizes.tiles).to(gl.int32)
 
 
 @gluon.jit
-def key_blocks(rows, sizes, SPEC: gl.constexpr):
+def count_key_blocks(rows, sizes, SPEC: gl.constexpr):
     """How many blocks of keys the first `rows` rows see; at least 1, which may be fully masked."""
     end = sizes.kv_len
     if SPEC.CAUSAL:
@@ -135,7 +135,7 @@ def key_blocks(rows, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def first_block(row, batch, sizes, SPEC: gl.constexpr):
+def first_key_block(row, batch, sizes, SPEC: gl.constexpr):
     """The block that holds the first visible key of a row, or of the last row if `row` lies beyond it."""
     first = 0
     if SPEC.BOUNDED:

@@ -119,7 +119,7 @@ def visible_rows(key, rows, rules, SPEC: tl.constexpr):
 
 
 @triton.jit
-def parts(first_0, last_0, first_1, last_1, length, BLOCK: tl.constexpr):
+def split_by_mask(first_0, last_0, first_1, last_1, length, BLOCK: tl.constexpr):
     """Split what a tile sees into ranges of whole BLOCKs: [begin, full) masked, [full, tail) unmasked, [tail, end)
     masked.
 
@@ -157,9 +157,9 @@ def listed(step, BlockList):
 
 
 @triton.jit
-def modify(products, rows, keys, rules, SPEC: tl.constexpr):
-    """Map q k^T to scores, in units of `score_unit`, and give d score / d (scale * q k^T) too, 1 without softcap."""
-    gain = 1.0
+def modify_scores(products, rows, keys, rules, SPEC: tl.constexpr):
+    """Map q k^T to scores, in units of `score_exp2_scale`; also d score / d (scale * q k^T), 1 without softcap."""
+    derivative = 1.0
     if SPEC.SOFTCAP > 0:
         tanh = 1 - 2 / (tl.exp2(products * (2 * LOG2_E / SPEC.SOFTCAP * rules.scale)) + 1)
         if SPEC.SOFTCAP > 64:
@@ -171,18 +171,18 @@ def modify(products, rows, keys, rules, SPEC: tl.constexpr):
             series = x - x * square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))
             tanh = tl.where(square < 0.04, series, tanh)
         products = tanh * (SPEC.SOFTCAP * LOG2_E)
-        gain = 1 - tanh * tanh
+        derivative = 1 - tanh * tanh
     elif SPEC.ALIBI:
         products = products * (rules.scale * LOG2_E)
     if SPEC.ALIBI:
         products -= rules.slope * LOG2_E * tl.abs(keys - rows - (rules.kv_len - rules.q_len))
-    return products, gain
+    return products, derivative
 
 
 @triton.jit
-def score_unit(rules, SPEC: tl.constexpr):
+def score_exp2_scale(rules, SPEC: tl.constexpr):
     """The factor from scores to exponents of 2. Plain scores stay unscaled, since exp2's multiply-add applies it."""
-    unit = rules.scale * LOG2_E
+    exp2_scale = rules.scale * LOG2_E
     if SPEC.SOFTCAP > 0 or SPEC.ALIBI:
-        unit = 1.0
-    return unit
+        exp2_scale = 1.0
+    return exp2_scale

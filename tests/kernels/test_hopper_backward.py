@@ -21,7 +21,7 @@ def force(late: int, patch: pytest.MonkeyPatch) -> None:
     from kernels import launch
     from kernels.flash import hopper_launch
 
-    patch.setattr(hopper_launch, "steps_late", lambda head_dim, causal, row_blocks: late)
+    patch.setattr(hopper_launch, "choose_dq_delay", lambda head_dim, causal, row_blocks: late)
     patch.setattr(launch, "_known", {})  # earlier launches, whose key does not say whether they were late
 
 
@@ -168,7 +168,7 @@ class TestOnHopper:
             tensors = forward(*qkv, d_out, causal, **features)
             got = gradients(tensors, causal, **features)
             with monkeypatch.context() as patch:
-                patch.setattr(hopper_launch, "processors", lambda device: programs)
+                patch.setattr(hopper_launch, "sm_count", lambda device: programs)
                 patch.setattr(launch, "_known", {})
                 other = gradients(tensors, causal, **features)
             assert all(torch.equal(got[name], other[name]) for name in got)
@@ -235,7 +235,7 @@ class TestWindowsAndDocuments:
             tensors = forward(*qkv, d_out, True, **bounds)
             got = gradients(tensors, True, **bounds)
             with monkeypatch.context() as patch:
-                patch.setattr(hopper_launch, "processors", lambda device: programs)
+                patch.setattr(hopper_launch, "sm_count", lambda device: programs)
                 patch.setattr(launch, "_known", {})
                 other = gradients(tensors, True, **bounds)
             assert all(torch.equal(got[name], other[name]) for name in got)
@@ -285,7 +285,7 @@ class TestBlockMasks:
         tensors = forward(*qkv, d_out, causal, block_mask=mask)
         got = gradients(tensors, causal, block_mask=mask)
         with monkeypatch.context() as patch:
-            patch.setattr(hopper_launch, "processors", lambda device: programs)
+            patch.setattr(hopper_launch, "sm_count", lambda device: programs)
             patch.setattr(launch, "_known", {})
             other = gradients(tensors, causal, block_mask=mask)
         assert all(torch.equal(got[name], other[name]) for name in got)

@@ -161,7 +161,7 @@ def test_any_number_of_programs_gives_the_same(
         tensors = normal(q_len, kv_len, head_dim, torch.bfloat16, batch=2, heads=6, kv_heads=3)
         got = run(*tensors, True, **bounds)
         with monkeypatch.context() as patch:
-            patch.setattr(hopper_launch, "processors", lambda device: programs)
+            patch.setattr(hopper_launch, "sm_count", lambda device: programs)
             patch.setattr(launch, "_known", {})
             other = run(*tensors, True, **bounds)
         assert all(torch.equal(*pair) for pair in zip(got, other, strict=True))

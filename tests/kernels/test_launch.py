@@ -212,7 +212,7 @@ from kernels import launch
 from kernels.flash import hopper_launch, tiers
 
 assert triton.__version__ in tiers.VERIFIED_TRITON
-hopper_launch.processors = lambda device: 132
+hopper_launch.sm_count = lambda device: 132
 count_slow([hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_kernel])
 count_slow([hopper_launch.delta_kernel, hopper_launch.round_kernel])
 
