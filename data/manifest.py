@@ -53,7 +53,8 @@ def read_manifest(directory: Path) -> Manifest:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DataError(
-            f"{directory} holds no finished corpus (no {FILE}): prepare it again, which continues from what is done"
+            f"{directory} holds no finished corpus (no {FILE}): name another folder; or, if it was being prepared, "
+            "prepare it again, which continues from what is done"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None

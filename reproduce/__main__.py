@@ -119,10 +119,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text} is not a duration above 0; write 90s, 10m or 1h")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
+    number = r"(\d+(?:\.\d+)?)"
+    match = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s?)?", text)
+    hours, minutes, seconds = (float(part or 0) for part in match.groups()) if match else (0, 0, 0)
+    total = 3600 * hours + 60 * minutes + seconds
+    if not total:
+        raise argparse.ArgumentTypeError(f"{text} is not a duration above 0; write 90s, 9m30s or 1h")
+    return total
 
 
 def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:

@@ -72,7 +72,7 @@ def _draw_steps(axis: plots.Axes, results: Results) -> None:
         axis.barh(
             place, thousands, color=plots.colour("flash") if name.startswith("flash") else OTHERS, height=0.62
         )
-        axis.text(thousands, place, f" {thousands:.0f}", va="center")
+        plots.beside(axis, thousands, place, f"{thousands:.0f}")
     axis.set_yticks(range(len(shown)), [STEPS[name] for name in shown])
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)

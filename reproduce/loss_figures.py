@@ -74,7 +74,7 @@ def draw(results: Results, path: Path) -> None:
             memory_label = "GiB at the peak (dotted: the logits alone)"
             for axis, values, what in ((times, left, "ms"), (peaks, gib, memory_label)):
                 for place, value in enumerate(values):
-                    axis.text(value, place, f" {value:.3g}", va="center", fontsize=8)
+                    plots.beside(axis, value, place, f"{value:.3g}", fontsize=8)
                 axis.set_xlim(0, 1.2 * max(values))
                 axis.set_ylim(len(names) - 0.5, -0.5)
                 axis.set_xlabel(what)

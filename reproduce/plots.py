@@ -86,6 +86,11 @@ def length_axis(axis: Axes, lengths: list[int]) -> None:
     axis.minorticks_off()
 
 
+def beside(axis: Axes, end: float, place: float, text: str, **options: object) -> None:
+    """A text 3 points to the right of the end of a horizontal bar. (An SVG viewer drops a leading space.)"""
+    axis.annotate(text, (end, place), (3, 0), textcoords="offset points", va="center", **options)
+
+
 def legend(axis: Axes, **options: object) -> None:
     """Add a small legend if anything on the axis has a label."""
     if axis.get_legend_handles_labels()[0]:

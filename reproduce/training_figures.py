@@ -153,8 +153,8 @@ def _draw_group(axis: plots.Axes, results: Results, group: list[Row]) -> None:
         peak = _peak_gib(results, row.sample, row.name)
         memory = f", {peak:.1f} GiB" if peak is not None else ""
         steady = ", not steady" if _unsteady(row.sample, row.name) else ""
-        speed = f" {rate(row.sample, row.name):,.0f}/s{memory}{steady}"
-        axis.text(end, place, speed, va="center", fontsize=7)
+        speed = f"{rate(row.sample, row.name):,.0f}/s{memory}{steady}"
+        plots.beside(axis, end, place, speed, fontsize=7)
     axis.set_xlim(0, max(left) * 1.55)
     axis.set_ylim(max(len(group), 4) - 0.5, -0.5)
     axis.grid(axis="y", visible=False)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from .config import ConfigError
 
-REMEDY = "free some disk space, or name a directory that you can write to: hydra.run.dir=..."
+REMEDY = (
+    "free some disk space, or name a writable directory: hydra.run.dir=..., or with -m hydra.sweep.dir=..."
+)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -1,6 +1,6 @@
 """The Hopper backward kernel alone, on a Hopper GPU: accuracy at every length, views, bit for bit repeats.
 
-Tests run with dQ's product in its own step and, except for bounded and listed work items, also one step late,
+Tests run with dQ's product in its own step and, except for bounded and listed work items, also one step later,
 whichever of the two a length would use.
 """
 
@@ -17,16 +17,16 @@ LENGTHS = [1, 17, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2048, 4096]
 UNEQUAL = [(1, 239), (113, 203), (256, 512), (512, 256), (1023, 1024), (1024, 1023), (1, 4096), (700, 30)]
 
 
-def force(late: int, patch: pytest.MonkeyPatch) -> None:
+def force(delay: int, patch: pytest.MonkeyPatch) -> None:
     from kernels import launch
     from kernels.flash import hopper_launch
 
-    patch.setattr(hopper_launch, "choose_dq_delay", lambda head_dim, causal, row_blocks: late)
-    patch.setattr(launch, "_known", {})  # earlier launches, whose key does not say whether they were late
+    patch.setattr(hopper_launch, "choose_dq_delay", lambda head_dim, causal, row_blocks: delay)
+    patch.setattr(launch, "_known", {})  # earlier launches, whose key does not say whether they were delayed
 
 
-@pytest.fixture(autouse=True, params=[0, 1], ids=["in time", "late"])
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+@pytest.fixture(autouse=True, params=[0, 1], ids=["no delay", "delay"])
+def delay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     force(request.param, monkeypatch)
     return request.param
 
@@ -139,16 +139,16 @@ class TestOnHopper:
             assert all(torch.equal(again[name], first[name]) for name in first)
 
     def test_late_or_not_is_the_same_bit_for_bit(
-        self, late: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+        self, delay: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         *qkv, d_out = inputs(
             1000, 1000, head_dim, dtype, batch=2, heads=12, kv_heads=12, device="cuda"
         )  # fmt: skip
         for features in ({}, {"dropout_p": 0.1, "dropout_seed": 5}):
-            force(late, monkeypatch)
+            force(delay, monkeypatch)
             tensors = forward(*qkv, d_out, causal, **features)
             got = gradients(tensors, causal, **features)
-            force(1 - late, monkeypatch)
+            force(1 - delay, monkeypatch)
             other = gradients(tensors, causal, **features)
             assert all(torch.equal(got[name], other[name]) for name in got)
 
@@ -194,7 +194,9 @@ class TestOnHopper:
         assert not fits_backward(x[..., :48], x[..., :48], x[..., :48], x[..., :48], x[..., :48])
 
 
-@pytest.mark.parametrize("late", [0], indirect=True, ids=["in time"])  # bounded work items are never late
+@pytest.mark.parametrize(
+    "delay", [0], indirect=True, ids=["no delay"]
+)  # bounded work items are never delayed
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 class TestWindowsAndDocuments:
@@ -241,7 +243,7 @@ class TestWindowsAndDocuments:
             assert all(torch.equal(got[name], other[name]) for name in got)
 
 
-@pytest.mark.parametrize("late", [0], indirect=True, ids=["in time"])  # nor are listed ones
+@pytest.mark.parametrize("delay", [0], indirect=True, ids=["no delay"])  # nor are listed ones
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 class TestBlockMasks:

@@ -98,7 +98,7 @@ def test_several_tiles_a_program(causal: bool, head_dim: int) -> None:
         (4137, 4100, True),
     ],
 )
-def test_several_claimed_tiles_a_program(q_len: int, kv_len: int, causal: bool, head_dim: int) -> None:
+def test_several_dynamic_tiles_a_program(q_len: int, kv_len: int, causal: bool, head_dim: int) -> None:
     """Of two consumers and, with head_dim 64, of three."""
     assert_accurate(*normal(q_len, kv_len, head_dim, torch.bfloat16, batch=1, heads=16, kv_heads=16), causal)
 
