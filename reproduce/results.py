@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 2  # of the document's format; a file of another version is skipped
+# What every document has; see Store.
+FIELDS = ("experiment", "state", "tiny", "device", "command", "commit", "code", "settings", "environment")
+FIELDS += ("date", "seconds", "samples")
 ROOT = Path(__file__).parents[1]
 
 
@@ -257,16 +260,26 @@ def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
     if found != VERSION:
         say(f"{path} has version {found}, not {VERSION}, and is left out; run the experiment again")
         return None
+    if missing := [name for name in FIELDS if name not in document]:
+        say(f"{path} has no {', '.join(missing)} and is left out; run the experiment again")
+        return None
     return document
 
 
 def read_all(directory: Path, say: Callable[[str], None] = print) -> Iterator[Results]:
     """Every experiment's document below `directory`, by device; a partial one only if there is no complete one.
 
-    Documents of --tiny runs are left out. Files with other names are not results of `python -m reproduce NAME`.
+    Documents of --tiny runs are left out, and, with a line to `say`, those in another's place. Files with other names
+    are not results of `python -m reproduce NAME`.
     """
     for folder in sorted(path for path in directory.glob("*") if path.is_dir()):
         for name in EXPERIMENTS:
             document = read(folder / f"{name}.json", say) or read(folder / f"{name}.partial.json", say)
-            if document is not None and not document["tiny"]:
-                yield document
+            if document is None or document["tiny"]:
+                continue
+            place = directory / slug(document["device"]) / f"{document['experiment']}.json"
+            if place != folder / f"{name}.json":
+                what = f"{document['experiment']} on {document['device']}"
+                say(f"{folder / name}.json holds {what} and is left out; its place is {place}")
+                continue
+            yield document

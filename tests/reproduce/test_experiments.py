@@ -23,7 +23,7 @@ from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
-from reproduce.results import VERSION, Store, code_of, slug
+from reproduce.results import FIELDS, VERSION, Store, code_of, slug
 from training.environment import device_name
 
 ROOT = Path(__file__).parents[2]
@@ -272,7 +272,7 @@ def test_who_failed_once_takes_its_turn_the_next_time(tmp_path, monkeypatch):
 def test_the_list_says_what_the_whole_experiment_took(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "results" / "gpu"
     folder.mkdir(parents=True)
-    document = {"version": VERSION, "seconds": 60.0}
+    document = dict.fromkeys(FIELDS) | {"version": VERSION, "seconds": 60.0}
     command = ["python", "-m", "reproduce"]
     whole, part = [*command, "loss", "--budget=2m"], [*command, "perplexity", "parts=backends"]
     (folder / "loss.json").write_text(json.dumps(document | {"command": whole}))

@@ -12,7 +12,7 @@ from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.experiment import EXPERIMENTS, STATUSES, judged, own_aim
 from reproduce.report import MARKS, Page, _html_map, _markdown_table, summary
-from reproduce.results import VERSION
+from reproduce.results import VERSION, slug
 
 GPU = "NVIDIA Test 3000"
 
@@ -44,14 +44,14 @@ def papers_own_attention() -> list[dict]:
 
 
 def write(directory, name: str, samples: list[dict], **changes: object) -> None:
-    folder = directory / "nvidia-test-3000"
-    folder.mkdir(parents=True, exist_ok=True)
     document = {
         "version": VERSION, "experiment": name, "state": "complete", "tiny": False, "device": GPU,
         "code": {"kernels/naive.py": "0", "kernels/gone.py": "0", "kernels/add_norm.py": "attention has none of it"},
         "command": ["python", "-m", "reproduce", name], "commit": "0123456789", "date": "2026-01-01", "seconds": 1.0,
         "settings": {}, "environment": {"device": "cuda", "torch": "2", "triton": "3"}, "samples": samples, **changes,
     }  # fmt: skip
+    folder = directory / slug(document["device"])
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(document))
 
 
@@ -163,11 +163,9 @@ def test_what_only_a_gpu_can_tell_has_its_row_until_a_gpu_has_told(tmp_path):
     counted = [
         {"kind": "softmax count", "softmax": name, "accesses": n} for name, n in (("safe", 4), ("online", 3))
     ]
-    (tmp_path / "cpu").mkdir()
     write(
         tmp_path, "history", counted, device="CPU", environment={"device": "cpu", "torch": "2", "triton": "3"}
     )
-    (tmp_path / "nvidia-test-3000" / "history.json").rename(tmp_path / "cpu" / "history.json")
 
     def rows() -> list[str]:
         assert main(["report", "--results", str(tmp_path)]) == 0
@@ -279,6 +277,23 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
     report = (tmp_path / "REPORT.md").read_text()
     assert re.search(r"\| traffic \|.*\| kernels/naive.py, kernels/gone.py \|", report)
     assert "20.4x" in report
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_is_no_whole_document_or_in_anothers_place_is_left_out_with_a_line(tmp_path, capsys):
+    write(tmp_path, "attention", papers_own_attention())
+    folder = tmp_path / "nvidia-test-3000"
+    text = (folder / "attention.json").read_text()
+    (folder / "history.json").write_text(text)
+    (folder / "sparse.json").write_text(text.replace(GPU, "NVIDIA Other"))
+    (folder / "traffic.json").write_text(text.replace('"samples"', '"simples"'))
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    line = f"history.json holds attention on {GPU} and is left out; its place is {folder}/attention.json"
+    assert line in out
+    assert f"its place is {tmp_path}/nvidia-other/attention.json" in out
+    assert "traffic.json has no samples and is left out; run the experiment again" in out
+    assert (tmp_path / "REPORT.md").read_text().count("peak memory at 4096") == 1
 
 
 @pytest.mark.usefixtures("undrawn")
