@@ -184,6 +184,6 @@ def _time_split(axes: Axes, runs: list[Run]) -> bool:
         axes.barh(range(len(splits)), seconds, left=left, color=shade, height=0.6, label=name)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     _name_bars(axes, [label for label, _ in splits])
-    axes.margins(x=0.05)
+    axes.set_xlim(right=1.05 * max(left))  # an empty last part would hold the axis at the bar's end
     axes.set(title="Where the time went", xlabel="seconds")
     return True
