@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 def _only(runs: list[Run], argument: str) -> Run:
     if len(runs) > 1:
         raise ReproduceError(
-            f"{argument} holds {len(runs)} runs; name one of them, such as {runs[0].path.name}"
+            f"{argument} holds {len(runs)} runs; name one of them, such as {os.path.relpath(runs[0].path)}"
         )
     return runs[0]
 

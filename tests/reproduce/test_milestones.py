@@ -104,6 +104,13 @@ def test_a_resumed_run_has_the_curve_of_all_its_parts(tmp_path, capsys):
     assert "4 passed, 0 failed" in capsys.readouterr().out  # up to step 10,000
 
 
+def test_of_a_sweep_one_run_is_to_be_named(tmp_path, capsys):
+    (tmp_path / "sweep").mkdir()
+    first, _ = (write_run(tmp_path / "sweep" / name, {1000: 5.0}) for name in ("0_naive", "1_sdpa"))
+    assert main(["milestones", str(tmp_path / "sweep")]) == 1
+    assert f"holds 2 runs; name one of them, such as {os.path.relpath(first)}\n" in capsys.readouterr().err
+
+
 def test_a_run_without_validation_says_so(tmp_path, capsys):
     assert main(["milestones", str(write_run(tmp_path / "run", {}))]) == 1
     assert "no validation loss yet" in capsys.readouterr().err
