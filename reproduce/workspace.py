@@ -93,7 +93,7 @@ def _save(workspace: Workspace) -> str:
     try:
         return workspace.save().url
     except (wandb.errors.Error, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ReproduceError(
             f"the workspace was not saved: {reason}; `wandb login` first, and {workspace.entity}/{workspace.project} "
             "must be yours to write to"
