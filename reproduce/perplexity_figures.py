@@ -172,6 +172,9 @@ def _judge_backends(results: Results) -> list[Verdict]:
                 results["device"],
             )
         )
+    if chosen := results["settings"]["backends"]:
+        why = f"this run was of backends={','.join(chosen)} beside {BASELINE}"
+        found.append(Verdict("C12", "loss curves of the other backends", "the curves coincide", why=why))
     return [*found, long_run]
 
 

@@ -117,8 +117,8 @@ def curve(backend: str, offset: float, seed: int = 1, context: int = 64, part: s
     return where | {"losses": [5 + offset, 4 + offset], "validation": [[2, 4 + offset, 1.0]]}
 
 
-def judged(*samples: dict) -> list[tuple[str, str]]:
-    results = {"device": "GPU", "settings": {"seeds": [1, 2]}, "samples": list(samples)}
+def judged(*samples: dict, backends: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    results = {"device": "GPU", "settings": {"seeds": [1, 2], "backends": backends}, "samples": list(samples)}
     return [(verdict.claim, verdict.status) for verdict in perplexity.judge(results)]
 
 
@@ -134,12 +134,19 @@ def test_seeds_that_differ_at_first_alone_do_not_make_a_curve_close():
     base, seed, far = curve("naive", 0.0), curve("naive", 0.0, seed=2), curve("flash", 0.3)
     for run, losses in ((base, [5, 4, 3, 2]), (seed, [7, 4, 3, 2]), (far, [5.3, 4.3, 3.3, 2.3])):
         run |= {"losses": losses, "validation": [[4, 2.0, 1.0]], "steps": 4}
-    results = {"device": "GPU", "settings": {"seeds": [1, 2]}, "samples": [base, seed, far]}
+    settings = {"seeds": [1, 2], "backends": []}
+    results = {"device": "GPU", "settings": settings, "samples": [base, seed, far]}
     verdict, *_ = perplexity.judge(results)
     assert verdict.status == NOT_REPRODUCED
     assert (
         "from step 1 on, when the initial weights no longer dominate, 3.0e-01 against 0.0e+00" in verdict.why
     )
+
+
+def test_backends_that_were_left_out_are_said_to_be_not_measured():
+    curves = [curve("naive", 0.0), curve("naive", 0.03, seed=2), curve("flash", 0.001)]
+    statuses = [status for claim, status in judged(*curves, backends=("flash",)) if claim == "C12"]
+    assert statuses == [REPRODUCED, NOT_MEASURED, NOT_MEASURED]
 
 
 def test_without_a_second_seed_nothing_is_claimed():
