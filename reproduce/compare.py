@@ -78,7 +78,8 @@ def table(runs: list[Run]) -> list[list[str]]:
 
 
 def _row(first: Run, run: Run) -> list[str]:
-    loss, perplexity = run.last("val/loss"), run.last("val/perplexity")
+    loss = run.last("val/loss")
+    perplexity = run.last("val/perplexity") if same_tokens(first, run) else None
     bits, mfu = run.last("val/bits_per_byte"), run.speed("perf/mfu")
     step_ms, seconds = run.speed("perf/step_ms"), run.last("seconds")
     return [
@@ -119,8 +120,10 @@ def _duration(seconds: float | None) -> str:
 
 def _loss_difference(first: Run, run: Run) -> str:
     """Validation loss minus the first run's: at the end if both have as many steps, else at the last common step."""
-    if run is first or not same_tokens(first, run):
+    if run is first:
         return ""
+    if not same_tokens(first, run):
+        return " (other tokens)"
     ends = [each.summary.get("val/loss") for each in (first, run)]
     if None not in ends and first.summary.get("steps") == run.summary.get("steps"):
         return f" ({_signed(ends[1] - ends[0])})"

@@ -103,6 +103,8 @@ def _loss_by_time(axes: Axes, runs: list[Run]) -> bool:
 def _loss(axes: Axes, runs: list[Run], against: str, label: str) -> bool:
     drawn = False
     for run, shade in _coloured(runs):
+        if not same_tokens(runs[0], run):
+            continue
         x, y = run.curve("train/loss", against)
         axes.plot(x, y, color=shade, linewidth=_width(run, runs), label=run.label)
         drawn |= bool(x)
