@@ -71,7 +71,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_is_wandbs_while_and_after_it_runs(start, server, tmp_path):
+def test_a_run_is_one_wandb_run_also_resumed_in_its_directory_and_another_elsewhere(start, server, tmp_path):
     said = ended(start("logger.group=both", "logger.tags=[mine]", "attention=naive"))
     ((name, run),) = server.runs.items()
     assert f"{server.url}/someone/tilegpt/runs/{name}" in said
@@ -88,13 +88,11 @@ def test_a_run_is_wandbs_while_and_after_it_runs(start, server, tmp_path):
     assert run.summary["val/perplexity"] > 1
     assert run.exit_code == 0
 
-
-def test_a_run_that_goes_on_is_one_wandb_run_in_its_directory_and_another_elsewhere(start, server):
-    ended(start("trainer.steps=12"))
     ended(start("trainer.steps=15", "trainer.resume=run"))
-    (run,) = server.runs.values()
+    assert list(server.runs.values()) == [run]
     assert [row["step"] for row in run.history] == list(range(1, 16))
     assert run.summary["steps"] == 15
+
     ended(start("trainer.steps=18", "trainer.resume=run", run="other"))
     _, other = server.runs.values()
     assert [row["step"] for row in other.history] == [16, 17, 18]
