@@ -96,25 +96,16 @@ def prepare(
     until = time.monotonic() + give_way
     while time.monotonic() < until and not (directory / FILE).exists():
         time.sleep(0.05)
-    make_folder(workshop.partial)
     with lock(directory, progress):
         if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
-            make_folder(workshop.partial)
-            workshop.remove_half_written()  # by processes that were killed: gigabytes, of large units
-            try:
+            # readable() is inside, as its DataError decides what is kept
+            with _resumable(workshop), readable():
                 facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
                 if source.state() != state:
                     raise Unfit(
                         f"the files of {source.name} changed while they were read: prepare them again when nothing "
                         "writes there (data.cache_dir must lie outside data.repo)"
                     )
-            except DataError as error:
-                finished = any(workshop.partial.glob("*.json"))
-                if isinstance(error, Unfit) or not finished:  # there is nothing to go on from
-                    shutil.rmtree(directory, ignore_errors=True)
-                raise
-            finally:
-                workshop.remove_half_written()
             manifest = Manifest(
                 name=source.name,
                 tokenizer={
@@ -133,11 +124,25 @@ def prepare(
     return open_corpus(directory)
 
 
-@readable()
+@contextmanager
+def _resumable(workshop: Workshop) -> Iterator[None]:
+    """Keep of unfinished work what a later preparation can go on from; nothing, where the text makes no corpus."""
+    make_folder(workshop.partial)
+    workshop.remove_half_written()  # by processes that were killed: gigabytes, of large units
+    try:
+        yield
+    except DataError as error:
+        if isinstance(error, Unfit) or not any(workshop.partial.glob("*.json")):
+            shutil.rmtree(workshop.directory, ignore_errors=True)
+        raise
+    finally:
+        workshop.remove_half_written()
+
+
 def _make(
     source: Source, workshop: Workshop, val_fraction: float, workers: int, progress: Progress
 ) -> dict[str, Any]:
-    """Write all shards; return the counts and shards of the manifest."""
+    """Fetch the text and write all shards; return the counts and shards of the manifest."""
     source.fetch(progress, workshop.directory)
     units = group(source.parts(SHARD_BYTES), SHARD_BYTES)
     if not units:
