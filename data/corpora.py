@@ -108,17 +108,7 @@ def make_corpus(
 
     if source == "openwebtext":
         return OpenWebText(tuple(files), revision or OPENWEBTEXT_COMMIT, limit_documents)
-    if not repo:
-        raise DataError("hub needs a dataset: data.repo=owner/name, or a folder that `datasets` can load")
     repo = os.path.expanduser(repo)
-    if not os.path.isdir(repo) and (repo.startswith((".", "/")) or repo.count("/") > 1):
-        raise DataError(
-            f"data.repo={repo}: there is no such folder, and a dataset on the Hub is written owner/name"
-        )
-    if revision and os.path.isdir(repo):
-        raise DataError(
-            f"data.revision={revision}: {repo} is a local folder, which has no revisions: leave it out"
-        )
     return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
 
 

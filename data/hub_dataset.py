@@ -36,6 +36,18 @@ class HubDataset:
     streaming: bool = False
     limit_documents: int | None = None
 
+    def __post_init__(self) -> None:
+        if not self.repo:
+            raise DataError("hub needs a dataset: data.repo=owner/name, or a folder that `datasets` can load")
+        if not self._folder and (self.repo.startswith((".", "/")) or self.repo.count("/") > 1):
+            raise DataError(
+                f"data.repo={self.repo}: there is no such folder, and a dataset on the Hub is written owner/name"
+            )
+        if self._folder and self.revision:
+            raise DataError(
+                f"data.revision={self.revision}: {self.repo} is a local folder, which has no revisions: leave it out"
+            )
+
     @property
     def name(self) -> str:
         name = self._folder.name if self._folder else self.repo
