@@ -88,9 +88,9 @@ class HubDataset:
             return self.revision
         if constants.HF_HUB_OFFLINE:
             return hub.remembered_commit(self.repo, self.revision)
-        hub.require(self.repo)
+        hub.require_reachable(self.repo)
         try:
-            return HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.SECONDS).sha
+            return HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.TIMEOUT_SECONDS).sha
         except Exception as error:  # not there, private, gated, ...: the Hub's own words are the best
             raise hub.refused(self.repo, error) from error
 
@@ -123,7 +123,7 @@ class HubDataset:
 
         hub.limit_retries()
         if not self._folder and not constants.HF_HUB_OFFLINE:
-            hub.require(self.repo)
+            hub.require_reachable(self.repo)
             hub.remove_unfinished(self.repo)
         files = list(self.files) or None
         if self._folder and not files and (self._folder / "state.json").exists():

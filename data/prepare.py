@@ -20,7 +20,7 @@ from . import DataError
 from .corpora import Source, Unfit, too_few
 from .files import Need, make_folder, readable, require_room, unwritable
 from .loader import Corpus, open_corpus
-from .manifest import FILE, Manifest, fingerprint
+from .manifest import MANIFEST_FILE, Manifest, fingerprint
 from .progress import Progress, Silence
 from .readers import Part
 from .shards import (
@@ -85,7 +85,7 @@ def prepare(
     name = fingerprint(tokenizer=tokenizer_hash(encoding), **settings)
     directory = Path(cache_root).expanduser().absolute() / f"{source.name}-{name}"
     workshop = Workshop(directory, tokenizer, dtype_for(encoding))
-    if (directory / FILE).exists() and not workshop.partial.exists():
+    if (directory / MANIFEST_FILE).exists() and not workshop.partial.exists():
         return open_corpus(directory)
 
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -94,10 +94,10 @@ def prepare(
             "a script that prepares a corpus needs `if __name__ == '__main__':` around its main code"
         )
     until = time.monotonic() + give_way
-    while time.monotonic() < until and not (directory / FILE).exists():
+    while time.monotonic() < until and not (directory / MANIFEST_FILE).exists():
         time.sleep(0.05)
     with lock(directory, progress):
-        if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
+        if not (directory / MANIFEST_FILE).exists():  # finished meanwhile, or killed before it tidied up
             # readable() is inside, as its DataError decides what is kept
             with _resumable(workshop), readable():
                 facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
@@ -207,7 +207,7 @@ def _tokenise(
             if documents is None:
                 report.finished(unit)
             if limit is not None and sum(counts) >= limit:
-                report.finish()
+                report.skip_rest()
                 break
     return counts
 
@@ -240,7 +240,7 @@ def _split(
 
 
 class _Report:
-    """Tells progress of finished units, in bytes of text."""
+    """Reports finished units to Progress, in bytes of text."""
 
     def __init__(self, stage: str, units: list[list[Part]], todo: list[int], progress: Progress):
         self._stage, self._progress = stage, progress
@@ -253,7 +253,7 @@ class _Report:
         self._done += self._sizes[unit]
         self._show()
 
-    def finish(self) -> None:
+    def skip_rest(self) -> None:
         self._done = self._total
         self._show()
 

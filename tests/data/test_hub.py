@@ -48,7 +48,7 @@ class Progress:
 # It maps files through torch, which takes a second to load.
 data.loader.mapped = lambda path, dtype: numpy.memmap(path, dtype, mode="r")
 if "HURRY" in os.environ:  # a twentieth of every wait for an answer, a hundredth of every pause between two tries
-    data.hub.SECONDS /= 20
+    data.hub.TIMEOUT_SECONDS /= 20
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds / 100)
 if "FILE_BYTES" in os.environ:  # as on a full disk
