@@ -29,10 +29,17 @@ _ENOUGH_TOKENS = 4 * (_SHOWN_CHARACTERS + 1)  # a token has at least a byte, and
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.inspect", description=__doc__.splitlines()[0]
+        prog=f"python -m {__package__}.inspect",
+        # argparse would put the path last, where --repair takes it for a shard
+        usage="%(prog)s CORPUS_OR_RUN [--documents N] [--repair [SHARD]] [--tokenizer PATH]",
+        description=__doc__.splitlines()[0],
     )
-    parser.add_argument("path", type=Path, help="a corpus folder, or a run directory")
-    parser.add_argument("--documents", type=int, default=3, help="decoded documents to show (default 3)")
+    parser.add_argument(
+        "path", metavar="CORPUS_OR_RUN", type=Path, help="a corpus folder, or a run directory"
+    )
+    parser.add_argument(
+        "--documents", metavar="N", type=int, default=3, help="decoded documents to show (default 3)"
+    )
     parser.add_argument(
         "--repair", nargs="?", const="", metavar="SHARD", help="rebuild the damaged shards, or this one"
     )
