@@ -21,8 +21,7 @@ USES = {
     "hub": ("repo", "config", "split", "revision", "column", "files", "streaming"),
 }
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-_OTHERS = "; for other formats, such as CSV, use data=hub data.repo=FOLDER"
-
+_OTHER_FORMATS = "; for other formats, such as CSV, use data=hub data.repo=FOLDER"
 
 Paths = Sequence[str | os.PathLike] | str | os.PathLike  # one or several
 
@@ -208,13 +207,13 @@ class TextFiles(LocalFiles):
                 paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
             if not paths:
                 raise DataError(
-                    f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}{_OTHERS}"
+                    f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}{_OTHER_FORMATS}"
                 )
             found.update(dict.fromkeys(paths))
         for path in found:
             if not path.name.endswith(SUFFIXES):
                 raise DataError(
-                    f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHERS}"
+                    f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHER_FORMATS}"
                 )
             if not path.name.endswith((".txt", ".jsonl")) and not _is_utf8(str(path)):
                 raise DataError(f"the name of {path} is not UTF-8, and such a file cannot be read: rename it")

@@ -165,6 +165,7 @@ def _make_shards(
     workers: Workers,
     progress: Progress,
 ) -> dict[str, Any]:
+    """Do both steps of shards.py for every unit; refuse what makes no corpus as soon as its counts are known."""
     counts = _tokenise(units, workshop, source.limit_documents, workers, progress)
     documents = sum(counts)
     if source.limit_documents is not None:
