@@ -1,4 +1,4 @@
-"""The real `datasets` and `huggingface_hub` clients against a local Hub, in subprocesses (60 s)."""
+"""The real `datasets` and `huggingface_hub` clients against a local Hub, in subprocesses (100 CPU seconds)."""
 
 import io
 import json
