@@ -21,8 +21,7 @@ USES = {
     "hub": ("repo", "config", "split", "revision", "column", "files", "streaming"),
 }
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-_OTHERS = "; for other formats, such as CSV, use data=hub data.repo=FOLDER"
-
+_OTHER_FORMATS = "; for other formats, such as CSV, use data=hub data.repo=FOLDER"
 
 Paths = Sequence[str | os.PathLike] | str | os.PathLike  # one or several
 
@@ -108,17 +107,7 @@ def make_corpus(
 
     if source == "openwebtext":
         return OpenWebText(tuple(files), revision or OPENWEBTEXT_COMMIT, limit_documents)
-    if not repo:
-        raise DataError("hub needs a dataset: data.repo=owner/name, or a folder that `datasets` can load")
     repo = os.path.expanduser(repo)
-    if not os.path.isdir(repo) and (repo.startswith((".", "/")) or repo.count("/") > 1):
-        raise DataError(
-            f"data.repo={repo}: there is no such folder, and a dataset on the Hub is written owner/name"
-        )
-    if revision and os.path.isdir(repo):
-        raise DataError(
-            f"data.revision={revision}: {repo} is a local folder, which has no revisions: leave it out"
-        )
     return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
 
 
@@ -218,13 +207,13 @@ class TextFiles(LocalFiles):
                 paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
             if not paths:
                 raise DataError(
-                    f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}{_OTHERS}"
+                    f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}{_OTHER_FORMATS}"
                 )
             found.update(dict.fromkeys(paths))
         for path in found:
             if not path.name.endswith(SUFFIXES):
                 raise DataError(
-                    f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHERS}"
+                    f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHER_FORMATS}"
                 )
             if not path.name.endswith((".txt", ".jsonl")) and not _is_utf8(str(path)):
                 raise DataError(f"the name of {path} is not UTF-8, and such a file cannot be read: rename it")

@@ -15,11 +15,11 @@ from . import DataError
 from .files import NO_ROOM, sha256_of, unwritable, written_whole
 
 COMMIT = re.compile("[0-9a-f]{40}")
-SECONDS = 5
+TIMEOUT_SECONDS = 5
 GOES_ON = " (the same command continues from what is done)"
 
 
-def limit_patience() -> None:
+def limit_timeouts() -> None:
     """Make every request to the Hub wait no longer than this for an answer, unless the user has set a timeout.
 
     huggingface_hub waits 60 s for the headers of a file in each of its last six tries: six minutes without an answer.
@@ -27,12 +27,12 @@ def limit_patience() -> None:
     from huggingface_hub import get_session
 
     hooks = get_session().event_hooks["request"]
-    if _in_a_hurry not in hooks:
-        hooks.append(_in_a_hurry)
+    if _limit_timeouts_of not in hooks:
+        hooks.append(_limit_timeouts_of)
 
 
-def _in_a_hurry(request: Any) -> None:
-    longest = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", SECONDS))
+def _limit_timeouts_of(request: Any) -> None:
+    longest = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", TIMEOUT_SECONDS))
     timeouts = request.extensions["timeout"]
     for phase in ("connect", "read"):
         timeouts[phase] = min(timeouts[phase] or longest, longest)
@@ -46,20 +46,20 @@ def limit_retries() -> None:
     """
     import datasets
 
-    limit_patience()
+    limit_timeouts()
     for kind in ("READ", "OPEN"):
         setattr(datasets.config, f"STREAMING_{kind}_MAX_RETRIES", 1)
         setattr(datasets.config, f"STREAMING_{kind}_RETRY_INTERVAL", 0)
 
 
-def require(what: str, remedy: str = "") -> None:
+def require_reachable(what: str, remedy: str = "") -> None:
     """Fail within seconds if the Hub cannot be reached; its clients would retry for half a minute or more."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         raise offline(what)
     try:
-        get_session().head(constants.ENDPOINT, timeout=SECONDS)
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
     except Exception as error:  # the HTTP library behind it is an implementation detail of huggingface_hub
         raise DataError(
             f"cannot fetch {what}: no answer from {constants.ENDPOINT} ({type(error).__name__}): check the network, "
@@ -138,7 +138,7 @@ def failed(what: str, error: BaseException, remedy: str = "") -> DataError:
 
     try:
         if not os.path.isdir(what) and not constants.HF_HUB_OFFLINE:
-            require(what, remedy)
+            require_reachable(what, remedy)
     except DataError as unreachable:
         return unreachable
     if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):  # as `datasets` says that it has none

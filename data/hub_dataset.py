@@ -36,6 +36,18 @@ class HubDataset:
     streaming: bool = False
     limit_documents: int | None = None
 
+    def __post_init__(self) -> None:
+        if not self.repo:
+            raise DataError("hub needs a dataset: data.repo=owner/name, or a folder that `datasets` can load")
+        if not self._folder and (self.repo.startswith((".", "/")) or self.repo.count("/") > 1):
+            raise DataError(
+                f"data.repo={self.repo}: there is no such folder, and a dataset on the Hub is written owner/name"
+            )
+        if self._folder and self.revision:
+            raise DataError(
+                f"data.revision={self.revision}: {self.repo} is a local folder, which has no revisions: leave it out"
+            )
+
     @property
     def name(self) -> str:
         name = self._folder.name if self._folder else self.repo
@@ -76,9 +88,9 @@ class HubDataset:
             return self.revision
         if constants.HF_HUB_OFFLINE:
             return hub.remembered_commit(self.repo, self.revision)
-        hub.require(self.repo)
+        hub.require_reachable(self.repo)
         try:
-            return HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.SECONDS).sha
+            return HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.TIMEOUT_SECONDS).sha
         except Exception as error:  # not there, private, gated, ...: the Hub's own words are the best
             raise hub.refused(self.repo, error) from error
 
@@ -111,7 +123,7 @@ class HubDataset:
 
         hub.limit_retries()
         if not self._folder and not constants.HF_HUB_OFFLINE:
-            hub.require(self.repo)
+            hub.require_reachable(self.repo)
             hub.remove_unfinished(self.repo)
         files = list(self.files) or None
         if self._folder and not files and (self._folder / "state.json").exists():

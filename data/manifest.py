@@ -14,7 +14,7 @@ from . import DataError
 from .files import flush_to_disk, written_whole
 
 VERSION = 2
-FILE = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Manifest:
     def write(self, directory: Path, scratch: Path) -> None:
         """Flush the shards that it lists to the disk, then write it."""
         flush_to_disk(directory / shard["file"] for shard in self.shards)
-        with written_whole(directory / FILE, scratch) as file:
+        with written_whole(directory / MANIFEST_FILE, scratch) as file:
             content = asdict(self)
             file.write((json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode())
             file.flush()
@@ -48,13 +48,13 @@ class Manifest:
 
 def read_manifest(directory: Path) -> Manifest:
     """Raises DataError when there is none, or not one that this code can read."""
-    path = directory / FILE
+    path = directory / MANIFEST_FILE
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DataError(
-            f"{directory} holds no finished corpus (no {FILE}): name another folder; or, if it was being prepared, "
-            "prepare it again, which continues from what is done"
+            f"{directory} holds no finished corpus (no {MANIFEST_FILE}): name another folder; or, if it was being "
+            "prepared, prepare it again, which continues from what is done"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None

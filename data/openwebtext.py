@@ -75,7 +75,7 @@ class OpenWebText:
             token_bytes = 2 * tokens * needed // len(OPENWEBTEXT_FILES)
             needs = [Need(hub.cache(), missing * file_bytes, "HF_HOME"), Need(directory, token_bytes)]
             require_room(needs, self.name, "parquet, then tokens", progress)
-            hub.require(f"{missing} of {needed} files of {OPENWEBTEXT} at {self.revision}")
+            hub.require_reachable(f"{missing} of {needed} files of {OPENWEBTEXT} at {self.revision}")
         received = _Received(progress, (needed - missing) * file_bytes, needed * file_bytes)
         if self.limit_documents is None:
             with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
@@ -129,7 +129,7 @@ def _download(name: str, revision: str, received: "_Received") -> Path:
     """Return the file in the Hub cache, downloaded if it was not there (or in part), and whole."""
     from huggingface_hub import hf_hub_download
 
-    hub.limit_patience()
+    hub.limit_timeouts()
     try:
         path = hf_hub_download(
             OPENWEBTEXT,

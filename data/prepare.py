@@ -20,7 +20,7 @@ from . import DataError
 from .corpora import Source, Unfit, too_few
 from .files import Need, make_folder, readable, require_room, unwritable
 from .loader import Corpus, open_corpus
-from .manifest import FILE, Manifest, fingerprint
+from .manifest import MANIFEST_FILE, Manifest, fingerprint
 from .progress import Progress, Silence
 from .readers import Part
 from .shards import (
@@ -85,7 +85,7 @@ def prepare(
     name = fingerprint(tokenizer=tokenizer_hash(encoding), **settings)
     directory = Path(cache_root).expanduser().absolute() / f"{source.name}-{name}"
     workshop = Workshop(directory, tokenizer, dtype_for(encoding))
-    if (directory / FILE).exists() and not workshop.partial.exists():
+    if (directory / MANIFEST_FILE).exists() and not workshop.partial.exists():
         return open_corpus(directory)
 
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -94,27 +94,18 @@ def prepare(
             "a script that prepares a corpus needs `if __name__ == '__main__':` around its main code"
         )
     until = time.monotonic() + give_way
-    while time.monotonic() < until and not (directory / FILE).exists():
+    while time.monotonic() < until and not (directory / MANIFEST_FILE).exists():
         time.sleep(0.05)
-    make_folder(workshop.partial)
     with lock(directory, progress):
-        if not (directory / FILE).exists():  # finished meanwhile, or killed before it tidied up
-            make_folder(workshop.partial)
-            workshop.remove_half_written()  # by processes that were killed: gigabytes, of large units
-            try:
+        if not (directory / MANIFEST_FILE).exists():  # finished meanwhile, or killed before it tidied up
+            # readable() is inside, as its DataError decides what is kept
+            with _resumable(workshop), readable():
                 facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
                 if source.state() != state:
                     raise Unfit(
                         f"the files of {source.name} changed while they were read: prepare them again when nothing "
                         "writes there (data.cache_dir must lie outside data.repo)"
                     )
-            except DataError as error:
-                finished = any(workshop.partial.glob("*.json"))
-                if isinstance(error, Unfit) or not finished:  # there is nothing to go on from
-                    shutil.rmtree(directory, ignore_errors=True)
-                raise
-            finally:
-                workshop.remove_half_written()
             manifest = Manifest(
                 name=source.name,
                 tokenizer={
@@ -133,11 +124,25 @@ def prepare(
     return open_corpus(directory)
 
 
-@readable()
+@contextmanager
+def _resumable(workshop: Workshop) -> Iterator[None]:
+    """Keep of unfinished work what a later preparation can go on from; nothing, where the text makes no corpus."""
+    make_folder(workshop.partial)
+    workshop.remove_half_written()  # by processes that were killed: gigabytes, of large units
+    try:
+        yield
+    except DataError as error:
+        if isinstance(error, Unfit) or not any(workshop.partial.glob("*.json")):
+            shutil.rmtree(workshop.directory, ignore_errors=True)
+        raise
+    finally:
+        workshop.remove_half_written()
+
+
 def _make(
     source: Source, workshop: Workshop, val_fraction: float, workers: int, progress: Progress
 ) -> dict[str, Any]:
-    """Write all shards; return the counts and shards of the manifest."""
+    """Fetch the text and write all shards; return the counts and shards of the manifest."""
     source.fetch(progress, workshop.directory)
     units = group(source.parts(SHARD_BYTES), SHARD_BYTES)
     if not units:
@@ -160,6 +165,7 @@ def _make_shards(
     workers: Workers,
     progress: Progress,
 ) -> dict[str, Any]:
+    """Do both steps of shards.py for every unit; refuse what makes no corpus as soon as its counts are known."""
     counts = _tokenise(units, workshop, source.limit_documents, workers, progress)
     documents = sum(counts)
     if source.limit_documents is not None:
@@ -202,7 +208,7 @@ def _tokenise(
             if documents is None:
                 report.finished(unit)
             if limit is not None and sum(counts) >= limit:
-                report.finish()
+                report.skip_rest()
                 break
     return counts
 
@@ -235,7 +241,7 @@ def _split(
 
 
 class _Report:
-    """Tells progress of finished units, in bytes of text."""
+    """Reports finished units to Progress, in bytes of text."""
 
     def __init__(self, stage: str, units: list[list[Part]], todo: list[int], progress: Progress):
         self._stage, self._progress = stage, progress
@@ -248,7 +254,7 @@ class _Report:
         self._done += self._sizes[unit]
         self._show()
 
-    def finish(self) -> None:
+    def skip_rest(self) -> None:
         self._done = self._total
         self._show()
 

@@ -50,12 +50,12 @@ class Workshop:
     def staged_record(self, unit: int) -> Path:
         return self.partial / f"{unit:05d}.tokens.json"
 
-    def val_part(self, unit: int) -> Path:
+    def held_out(self, unit: int) -> Path:
         """The validation documents of a unit, in document order."""
         return self.partial / f"{unit:05d}.val"
 
     def split_record(self, unit: int) -> Path:
-        """Written when a unit's shard and val_part are whole."""
+        """Written when a unit's shard and held_out are whole."""
         return self.partial / f"{unit:05d}.split.json"
 
     def shard(self, split: str, unit: int) -> Path:
@@ -184,7 +184,7 @@ def split_order(documents: int, val_fraction: float, seed: int) -> np.ndarray:
 def split_unit(
     workshop: Workshop, unit: int, first_document: int, documents: int, val_documents: np.ndarray
 ) -> dict[str, Any]:
-    """Turn the staged file of a unit into its training shard and its validation part; return its record.
+    """Turn the staged file of a unit into its training shard and its held-out documents; return its record.
 
     first_document: number of the document the unit starts in; documents: how many the corpus has;
     val_documents: the validation documents in this unit, sorted.
@@ -204,7 +204,7 @@ def split_unit(
         "val_lengths": np.diff(edges)[val].tolist(),
     }
     if len(val):
-        with written_whole(workshop.val_part(unit), workshop.partial) as file:
+        with written_whole(workshop.held_out(unit), workshop.partial) as file:
             for index in val:
                 for block in _read(workshop, staged, edges[index], edges[index + 1]):
                     file.write(block)
@@ -228,7 +228,7 @@ def write_val_shard(workshop: Workshop, records: list[dict[str, Any]], order: np
         for document, (start, stop) in zip(record["val_documents"], pairwise(edges), strict=True):
             pieces.setdefault(document, []).append((unit, start, stop))
     blocks = chain.from_iterable(
-        _read(workshop, workshop.val_part(unit), start, stop)
+        _read(workshop, workshop.held_out(unit), start, stop)
         for document in order
         for unit, start, stop in pieces[int(document)]
     )
@@ -304,7 +304,7 @@ def split_result(workshop: Workshop, unit: int) -> dict[str, Any] | None:
         return None
     shard_tokens = record["shard"]["tokens"] if "shard" in record else 0
     whole = _holds(workshop, workshop.shard("train", unit), shard_tokens) and _holds(
-        workshop, workshop.val_part(unit), sum(record["val_lengths"])
+        workshop, workshop.held_out(unit), sum(record["val_lengths"])
     )
     return record if whole else None
 

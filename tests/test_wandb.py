@@ -71,7 +71,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_is_wandbs_while_and_after_it_runs(start, server, tmp_path):
+def test_a_run_is_one_wandb_run_also_resumed_in_its_directory_and_another_elsewhere(start, server, tmp_path):
     said = ended(start("logger.group=both", "logger.tags=[mine]", "attention=naive"))
     ((name, run),) = server.runs.items()
     assert f"{server.url}/someone/tilegpt/runs/{name}" in said
@@ -88,26 +88,17 @@ def test_a_run_is_wandbs_while_and_after_it_runs(start, server, tmp_path):
     assert run.summary["val/perplexity"] > 1
     assert run.exit_code == 0
 
-
-def test_a_run_that_goes_on_is_one_wandb_run_in_its_directory_and_another_elsewhere(start, server):
-    ended(start("trainer.steps=12"))
     ended(start("trainer.steps=15", "trainer.resume=run"))
-    (run,) = server.runs.values()
+    assert list(server.runs.values()) == [run]
     assert [row["step"] for row in run.history] == list(range(1, 16))
     assert run.summary["steps"] == 15
+
     ended(start("trainer.steps=18", "trainer.resume=run", run="other"))
     _, other = server.runs.values()
     assert [row["step"] for row in other.history] == [16, 17, 18]
 
 
-def test_without_a_server_it_goes_on_offline(start, server, tmp_path):
-    server.leave()
-    said = ended(start(patience=(2, 20)))
-    assert "offline, since the server did not answer; view: wandb leet run/wandb/offline-run-" in said
-    assert (tmp_path / "run/summary.json").exists()
-
-
-def test_a_key_that_the_server_does_not_know_is_no_reason_to_stop_unless_online_was_asked_for(start, server):
+def test_a_server_of_no_use_ends_a_run_only_if_online_was_asked_for(start, server, tmp_path):
     server.stranger = True
     process = start("logger.mode=online")
     _, err = process.communicate(timeout=60)
@@ -115,8 +106,11 @@ def test_a_key_that_the_server_does_not_know_is_no_reason_to_stop_unless_online_
     refused = "error: logger.mode=online: the server returned error 401; use logger.mode=offline, or auto."
     assert err.splitlines()[-1] == refused
     assert "Traceback" not in err
+    server.leave()
     # In the same directory, where nothing is left that would block a second try.
-    assert "offline, since the server returned error 401; view: wandb leet" in ended(start())
+    said = ended(start(patience=(2, 20)))
+    assert "offline, since the server did not answer; view: wandb leet run/wandb/offline-run-" in said
+    assert (tmp_path / "run/summary.json").exists()
 
 
 def test_a_server_that_leaves_costs_the_end_of_a_run_seconds(start, server, tmp_path):

@@ -502,30 +502,26 @@ def test_console_progress_shows_the_disk_and_a_bar_on_standard_error(parquet: Pa
 
 def test_of_two_ranks_the_one_that_shows_how_far_it_is_prepares(parquet: Path, tmp_path: Path):
     code = """if True:
-        import os, sys, time
-        import torch.distributed as dist
+        import sys
         from training.config import DataConfig
         from training.corpus import prepare_corpus
-        files, cache, store = sys.argv[1:]
-        rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-        time.sleep(1 - rank)  # the other is there first
-        config = DataConfig("text_files", files=files, cache_dir=cache, workers=1)
-        prepare_corpus(config, quiet=rank > 0)
-        dist.destroy_process_group()"""
-    arguments = [str(parquet), str(tmp_path / "cache"), str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
+        files, cache, rank = sys.argv[1:]
+        print("begins", flush=True)
+        prepare_corpus(DataConfig("text_files", files=files, cache_dir=cache, workers=1), quiet=rank != "0")"""
+    ranks, shown = {}, {}
+    for rank in "10":  # the other is there first
+        ranks[rank] = subprocess.Popen(
+            [sys.executable, "-c", code, str(parquet), str(tmp_path), rank],
             env={**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
         )
-        for rank in "01"
-    ]
-    shown = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], shown
-    assert "tokenising: 100%" in shown[0]
-    assert "another process" not in shown[0]
-    assert "tokenising" not in shown[1]
+        assert ranks[rank].stdout.readline() == "begins\n"
+    for rank, process in ranks.items():
+        _, shown[rank] = process.communicate(timeout=60)
+        assert process.returncode == 0, shown[rank]
+    assert "tokenising: 100%" in shown["0"]
+    assert "another process" not in shown["0"]
+    assert "tokenising" not in shown["1"]
