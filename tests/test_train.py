@@ -276,7 +276,8 @@ def test_options_stand_before_or_after_the_settings(command_line, tmp_path, scri
 def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
     done = command_line("train.py", *tiny, "hydra.run.dir=/proc/run")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: cannot create the run directory")
+    assert done.stderr.splitlines()[-1].startswith("error: cannot create the run directory (")
+    assert "name a writable directory: hydra.run.dir=" in done.stderr
 
 
 def test_a_full_disk_is_one_line(command_line, tiny, tmp_path):

@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from . import torchrun
 from .config import Config, ConfigError, from_hydra, is_users_mistake
 from .console import in_quotes
+from .files import REMEDY
 
 _ALL = "`python train.py --cfg job` prints all settings"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -104,7 +105,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     except OSError as error:
         if begun:
             raise
-        sys.exit(f"error: cannot create the run directory: {error}")
+        sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
         sys.stderr.writelines(f"{each}\n" for each in refused)
         raise
