@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from . import torchrun
 from .config import Config, ConfigError, from_hydra, is_users_mistake
-from .console import in_quotes
+from .console import quoted_for_shell
 from .files import REMEDY
 
 _ALL = "`python train.py --cfg job` prints all settings"
@@ -225,7 +225,7 @@ def _explain(error: Exception) -> str:
             near = f"did you mean {' or '.join(likely)}? " if likely else ""
             return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
-        quoted = in_quotes(error.override)
+        quoted = quoted_for_shell(error.override)
         return f"{error.override}: Hydra cannot parse this; quote it for Hydra and for the shell: {quoted}"
     text = str(error)
     if match := re.match(r"Ambiguous value for argument '(?P<override>.*)'", text):
@@ -233,7 +233,8 @@ def _explain(error: Exception) -> str:
         several = f"{match['override']}: several values need -m, which starts one run for each"
         if (CONFIGS / key).is_dir():
             return several
-        return f"{several}; for a list type {key}=[{value}], for a text with commas {in_quotes(match['override'])}"
+        quoted = quoted_for_shell(match["override"])
+        return f"{several}; for a list type {key}=[{value}], for a text with commas {quoted}"
     if match := re.match(r"Could not override '(?P<key>[^']+)'", text):
         return f"{match['key']} is not a setting; {_hint(match['key'])}"
     first = text.splitlines()[0].removeprefix("Error merging override ").strip()

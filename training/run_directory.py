@@ -9,7 +9,7 @@ import torch
 
 from . import checkpoint
 from .config import Config, ConfigError, to_yaml
-from .console import printable, table, typed
+from .console import for_shell, printable, table
 from .environment import environment
 from .files import unwritable, write_json, write_whole
 from .loggers import CsvLogger, Logger, WandbLogger, check_names, wandb_mode
@@ -34,7 +34,7 @@ def refusal(config: Config, run_dir: Path) -> str | None:
         return None
     if in_sweep(run_dir):  # not all runs of a sweep can resume this one
         return f"{run_dir} already holds a run: choose another hydra.sweep.dir."
-    resume = typed(f"trainer.resume={run_dir}")
+    resume = for_shell(f"trainer.resume={run_dir}")
     remedy = f"resume that run with {resume}" if kept else "delete it: it has no checkpoint"
     return f"{run_dir} already holds a run: choose another hydra.run.dir, or {remedy}."
 
@@ -87,7 +87,7 @@ def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
         if not trainer.steps:
             print("stopped during the evaluation", flush=True)
             return
-        here = f"{typed(f'hydra.run.dir={run.run_dir}')} {typed(f'trainer.resume={run.run_dir}')}"
+        here = f"{for_shell(f'hydra.run.dir={run.run_dir}')} {for_shell(f'trainer.resume={run.run_dir}')}"
         how = f"adding {here}"
         if trainer.init_from and not trainer.resume:
             how = f"replacing trainer.init_from with {here}"
