@@ -27,7 +27,7 @@ from .cuda_graphs import compiled_to_graphs, resolve_graphs
 from .distributed import World, world
 from .evaluation import Evaluation, evaluate
 from .init_from import initial_weights
-from .interrupt import Interrupt, Told
+from .interrupt import Interrupt, StopRequested
 from .layers import BLOCKS, LOSSES, resolve_layers
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer, update
@@ -151,7 +151,7 @@ class Trainer:
         def evaluated() -> Evaluation:
             try:
                 evaluation = self._evaluate(done)
-            except Told:
+            except StopRequested:
                 if config.steps and not checkpoint.at(self.run_dir, done).exists():
                     self._save(done)
                 raise
@@ -163,7 +163,7 @@ class Trainer:
 
         try:
             with (
-                suppress(Told),  # a run that was told to stop ends below, as a finished one does
+                suppress(StopRequested),  # the run then ends below, as a finished one does
                 closing(progress),
                 self.interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
@@ -179,17 +179,17 @@ class Trainer:
                     saving = _due(done, config.save_every) or done == config.steps
                     # The metrics of a step are checked before it is saved, so that no broken model is kept.
                     logging = saving or _due(done, config.log_every) or done == 1
-                    told = self.interrupt.requested() and done < config.steps
+                    stopping = self.interrupt.requested() and done < config.steps
                     # Only here does the host wait for the device.
-                    if logging or told:
+                    if logging or stopping:
                         metrics = self._training_metrics(done, loss, grad_norms)
                         log(metrics)
                         progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
                     # Saved before the evaluation, so that nothing an evaluation breaks is lost.
-                    if saving or told:
+                    if saving or stopping:
                         self._save(done)
-                    if told:
-                        raise Told
+                    if stopping:
+                        raise StopRequested
                     if self.evaluates_at(done):
                         evaluation = evaluated()
                 summary = self._summary(evaluation)
@@ -322,17 +322,17 @@ class Trainer:
         return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
 
     def _evaluate(self, done: int) -> Evaluation:
-        """Evaluate the whole validation split. Raises Told if the run is told to stop: it can take minutes."""
+        """Evaluate the whole validation split. Raises StopRequested between batches: it can take minutes."""
 
-        def until_told(batches: Iterator[tuple]) -> Iterator[tuple]:
+        def until_stopped(batches: Iterator[tuple]) -> Iterator[tuple]:
             for batch in batches:
                 if self.interrupt.requested():
-                    raise Told
+                    raise StopRequested
                 yield batch
 
         with closing(self._load(self.validation, 0, len(self.validation))) as batches:
             evaluation = evaluate(
-                self.forward, until_told(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
+                self.forward, until_stopped(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
             )
         if not math.isfinite(evaluation.loss):
             self._give_up(f"the validation loss is {evaluation.loss}", done)
