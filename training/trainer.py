@@ -120,16 +120,17 @@ class Trainer:
         self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else FROM_THE_START
         self.start = self.resumed.step
 
-        # `parallel` trains and `forward` evaluates. DDP goes inside torch.compile, which then splits the graph at
-        # DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
-        self.forward: torch.nn.Module = self.model
-        self.parallel: torch.nn.Module = self.model
+        # What trains and what evaluates: the same weights. DDP goes inside torch.compile, which then splits the graph
+        # at DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
+        self.train_model: torch.nn.Module = self.model
+        self.eval_model: torch.nn.Module = self.model
         if ranks.size > 1:
-            self.parallel = DistributedDataParallel(self.model)
+            self.train_model = DistributedDataParallel(self.model)
         if self.compiled:
             torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
             make = compiled_to_graphs if self.graphs else compiled
-            self.forward, self.parallel = compiled(self.forward, self.dtype), make(self.parallel, self.dtype)
+            self.eval_model = compiled(self.eval_model, self.dtype)
+            self.train_model = make(self.train_model, self.dtype)
         self.throughput = Throughput(ranks)
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -246,9 +247,9 @@ class Trainer:
             exchange = self.world.size == 1 or micro == self.accumulation - 1
             if self.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with nullcontext() if exchange else self.parallel.no_sync():
+            with nullcontext() if exchange else self.train_model.no_sync():
                 with self.autocast():
-                    loss = self.parallel(x, y, dropout_seed=self._dropout_seed(step, micro))
+                    loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
                 self.scaler.scale(loss / self.accumulation).backward()
             total += loss.detach() / self.accumulation
         self.throughput.optimizer_begins()
@@ -332,7 +333,7 @@ class Trainer:
 
         with closing(self._load(self.validation, 0, len(self.validation))) as batches:
             evaluation = evaluate(
-                self.forward, until_stopped(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
+                self.eval_model, until_stopped(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
             )
         if not math.isfinite(evaluation.loss):
             self._give_up(f"the validation loss is {evaluation.loss}", done)
