@@ -35,7 +35,7 @@ from .precision import compiled, resolve_precision
 from .profiling import profiled
 from .report import dtype_name
 from .restore import FROM_THE_START, identity, resume
-from .run_directory import close_run, open_run, refusal
+from .run_directory import close_run, open_run, refusal, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
 
@@ -194,8 +194,10 @@ class Trainer:
                     if self.evaluates_at(done):
                         evaluation = evaluated()
                 summary = self._summary(evaluation)
-            if self.world.is_main:
-                close_run(self, summary, done)
+            if self.world.is_main and summary:
+                close_run(self, summary)
+            elif self.world.is_main:
+                print(stopped(self, done), flush=True)
         except BaseException:
             summary = {}  # tells the loggers that the run failed
             raise
