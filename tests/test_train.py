@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def only_run(folder: Path) -> Path:
 
 def losses_by_step(run: Path) -> dict[int, float]:
     return {step: float(loss) for step, loss in measured(run, "train/loss").items()}
+
+
+def wait_until(process: subprocess.Popen, ready: Callable[[], bool]) -> None:
+    while not ready():
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
+def has_logged(run: Path) -> bool:
+    metrics = run / "metrics.csv"
+    return metrics.exists() and metrics.read_text().count("\n") >= 5
 
 
 def losses(run: Path) -> list[float]:
@@ -155,7 +167,6 @@ def test_a_mistake_is_one_line_that_names_it(command_line, tmp_path, override, s
         (["model.block=fused"], "use model.block=torch"),
         (["data.files=nowhere/*.txt"], "nowhere/*.txt"),
         (["model.seq_len=65536", "trainer.batch_tokens=65536"], "a model.seq_len of at most"),
-        (["model.vocab_size=100"], "leave model.vocab_size out"),
         (["model.vocab_size=50257"], "the tokenizer bytes has 257 tokens; leave model.vocab_size out"),
         (["trainer.resume=nowhere"], "nowhere does not exist"),
         (["trainer.device=cuda:7"], "cuda:7"),
@@ -276,7 +287,8 @@ def test_options_stand_before_or_after_the_settings(command_line, tmp_path, scri
 def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
     done = command_line("train.py", *tiny, "hydra.run.dir=/proc/run")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: cannot create the run directory")
+    assert done.stderr.splitlines()[-1].startswith("error: cannot create the run directory (")
+    assert "name a writable directory: hydra.run.dir=" in done.stderr
 
 
 def test_a_full_disk_is_one_line(command_line, tiny, tmp_path):
@@ -367,10 +379,7 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(
         stderr=subprocess.PIPE,
         text=True,
     )
-    metrics = tmp_path / "cut short" / "metrics.csv"
-    while not metrics.exists() or metrics.read_text().count("\n") < 5:
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(process, lambda: has_logged(tmp_path / "cut short"))
     (tmp_path / "multirun.yaml").touch()  # as a sweep leaves it
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
@@ -413,10 +422,7 @@ def test_a_run_whose_terminal_closes_saves_too(user_environment, tiny, tmp_path)
         start_new_session=True,
     )
     os.close(theirs)
-    metrics = tmp_path / "run" / "metrics.csv"
-    while not metrics.exists() or metrics.read_text().count("\n") < 5:
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(process, lambda: has_logged(tmp_path / "run"))
     os.close(ours)
     assert process.wait(timeout=60) == 128 + signal.SIGHUP
     assert [path.name[:5] for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-"]
@@ -456,9 +462,7 @@ def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, user
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    while len(list((tmp_path / "cut").glob("checkpoints/step-*"))) < 3:
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_until(process, lambda: len(list((tmp_path / "cut").glob("checkpoints/step-*"))) >= 3)
     process.kill()
     process.wait()
     done = command_line("sample.py", "cut", "the", "--tokens", "5")

@@ -36,7 +36,7 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
     final = at(run_dir, step)
     partial = final.with_suffix(".partial")
     files = partial / "weights.pt", partial / "training.pt"
-    _sweep(run_dir)
+    _remove_leftovers(run_dir)
     try:
         partial.mkdir(parents=True, exist_ok=True)
         torch.save(weights, files[0])
@@ -59,9 +59,9 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
 def _prune(run_dir: Path, keep: int) -> None:
     with suppress(OSError):  # the new one is saved: failing to remove an old one must not end the run
         for old in saved(run_dir)[:-keep]:
-            if old != _behind(run_dir / FOLDER / BEST):
+            if old != _link_target(run_dir / FOLDER / BEST):
                 _put_aside(old)
-    _sweep(run_dir)
+    _remove_leftovers(run_dir)
 
 
 def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
@@ -86,21 +86,21 @@ def best(run_dir: Path) -> tuple[Path, float] | None:
     link = run_dir / FOLDER / BEST
     if not (link / "validation_loss").is_file():
         return None
-    return _behind(link), float((link / "validation_loss").read_text())
+    return _link_target(link), float((link / "validation_loss").read_text())
 
 
-def _behind(path: Path) -> Path:
+def _link_target(path: Path) -> Path:
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
 def drop_after(run_dir: Path, step: int) -> list[str]:
     """Remove the checkpoints newer than `step`, where the run resumes, and return their names."""
     newer = [path for path in saved(run_dir) if int(path.name.removeprefix("step-")) > step]
-    if _behind(run_dir / FOLDER / BEST) in newer:
+    if _link_target(run_dir / FOLDER / BEST) in newer:
         (run_dir / FOLDER / BEST).unlink()
     for path in newer:
         _put_aside(path)
-    _sweep(run_dir)
+    _remove_leftovers(run_dir)
     return [path.name for path in newer]
 
 
@@ -115,20 +115,20 @@ def saved(run_dir: Path) -> list[Path]:
 
 
 def _put_aside(path: Path) -> None:
-    """Rename it to what _sweep removes. If it were deleted in place, a kill could leave half of it under its name."""
+    """Rename it to what _remove_leftovers takes. Deleted in place, half of it could outlive a kill under its name."""
     path.rename(path.with_suffix(f".{time.time_ns()}"))  # a unique one: earlier leftovers may still be there
 
 
-def _sweep(run_dir: Path) -> None:
-    for rubbish in (run_dir / FOLDER).glob("*.*"):
-        shutil.rmtree(rubbish, ignore_errors=True)
+def _remove_leftovers(run_dir: Path) -> None:
+    for leftover in (run_dir / FOLDER).glob("*.*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def find(path: str | Path) -> Path:
     """The checkpoint directory that `path` names: itself, or the newest of a run directory or its checkpoints/."""
     path = Path(path)
     if (path / "weights.pt").is_file():
-        return _behind(path)
+        return _link_target(path)
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; name a run directory or one of its checkpoints, which are directories too."

@@ -28,7 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from . import torchrun
 from .config import Config, ConfigError, from_hydra, is_users_mistake
-from .console import in_quotes
+from .console import quoted_for_shell
+from .files import REMEDY
 
 _ALL = "`python train.py --cfg job` prints all settings"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -45,19 +46,15 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     """
     sys.stdout.reconfigure(errors="replace")  # for a model's text, where the terminal or file is not UTF-8
     makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
-    if torchrun.launched() and {"-m", "--multirun"} & set(sys.argv):
-        sys.exit(
-            "error: -m does not work under torchrun: start one torchrun per setting, all with the same logger.group."
-        )
-    sys.argv[1:] = map(_at_home, sys.argv[1:])
-    options = _check_words(sys.argv[1:])
+    arguments = [_expand_home(word) for word in sys.argv[1:]]
+    options = _checked(arguments)
     ours = [] if makes_run else ["hydra.run.dir=."]
     if usage:
         ours.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
     # Right after the user's settings, since Hydra takes settings in one block only; without any, before all options.
-    theirs = list(options.overrides)
-    end = len(sys.argv) - sys.argv[::-1].index(theirs[-1]) if theirs else 1
-    sys.argv[end:end] = ours
+    theirs = options.overrides
+    end = len(arguments) - arguments[::-1].index(theirs[-1]) if theirs else 0
+    sys.argv[1:] = [*arguments[:end], *ours, *arguments[end:]]
     OmegaConf.register_new_resolver("run_name", _run_name, use_cache=True, replace=True)
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
@@ -68,14 +65,14 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     def main(cfg: DictConfig) -> None:
         nonlocal begun
         begun = True
-        settings = HydraConfig.get()
-        run_dir = Path(settings.runtime.output_dir)
-        sweeps = settings.mode is RunMode.MULTIRUN
+        hydra_config = HydraConfig.get()
+        run_dir = Path(hydra_config.runtime.output_dir)
+        sweeps = hydra_config.mode is RunMode.MULTIRUN
         try:
             config = from_hydra(cfg)
             if sweeps and config.logger.group is None:
                 config.logger.group = run_dir.parent.name
-            if recipe := settings.runtime.choices.get("experiment"):
+            if recipe := hydra_config.runtime.choices.get("experiment"):
                 config.logger.tags.append(recipe)
             task(config, Path(os.path.relpath(run_dir)))
         except ValueError as error:
@@ -104,7 +101,7 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     except OSError as error:
         if begun:
             raise
-        sys.exit(f"error: cannot create the run directory: {error}")
+        sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
         sys.stderr.writelines(f"{each}\n" for each in refused)
         raise
@@ -130,45 +127,53 @@ def composed(*overrides: str) -> Config:
         return from_hydra(hydra.compose("train", list(overrides)))
 
 
-def _at_home(word: str) -> str:
+def _expand_home(word: str) -> str:
     """The setting with ~ expanded: shells do not expand it after =, and Hydra cannot parse it."""
     if word.startswith("-") or re.search("['\"]", word):
         return word
     return re.sub(r"(?<=[=\[,])~(?=/)", lambda _: os.path.expanduser("~"), word)
 
 
-def _check_words(arguments: list[str]) -> Namespace:
+def _checked(arguments: list[str]) -> Namespace:
     """The arguments as Hydra parses them; exits with a correction if one is not key=value, as in trainer.steps 5."""
-    known, unknown = get_args_parser().parse_known_args(arguments)
-    words = {*unknown, *known.overrides}
+    options, unknown = get_args_parser().parse_known_args(arguments)
+    words = {*unknown, *options.overrides}
     wrong = [
         word
         for word in arguments
         if word in words and (word.startswith("--") or not re.match(r"~|\+{0,2}[^=+]+=", word))
     ]
-    if unknown and not wrong:
+    if wrong:
+        sys.exit(f"error: {_correction(' '.join(wrong))}")
+    if unknown:
         sys.exit(
             f"error: {unknown[0]}: options such as -m go before or after the key=value settings, not between them"
         )
-    if known.cfg and known.multirun:
+    if options.multirun and torchrun.launched():
+        sys.exit(
+            "error: -m does not work under torchrun: start one torchrun per setting, all with the same logger.group."
+        )
+    if options.cfg and options.multirun:
         sys.exit("error: --cfg prints the settings of a single run: leave out -m")
-    if known.resolve and not (known.cfg or known.help):
+    if options.resolve and not (options.cfg or options.help):
         sys.exit("error: --resolve works only with --cfg job or --help")
-    if not wrong:
-        _check_groups(known.overrides)
-        _check_directory(known)
-        return known
-    told = " ".join(wrong)
-    key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", told).groups()
+    _check_groups(options.overrides)
+    _check_directory(options)
+    return options
+
+
+def _correction(wrong: str) -> str:
+    """What to type instead of `trainer.steps 5`, `--steps 5` or `--steps=5`."""
+    key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", wrong).groups()
     near = _nearest(key)
     hint = f"did you mean {near}={value or 'VALUE'}?" if near else f"settings are written key=value; {_ALL}"
-    sys.exit(f"error: {told}: {hint}")
+    return f"{wrong}: {hint}"
 
 
-def _check_directory(known: Namespace) -> None:
+def _check_directory(options: Namespace) -> None:
     """Exit if the run directory is an empty string, or a setting that Hydra ignores with or without -m."""
-    sweeps = known.multirun or "hydra.mode=MULTIRUN" in known.overrides
-    for word in known.overrides:
+    sweeps = options.multirun or "hydra.mode=MULTIRUN" in options.overrides
+    for word in options.overrides:
         key, _, value = word.lstrip("+").partition("=")
         if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:  # an unset shell variable
             sys.exit(
@@ -224,7 +229,7 @@ def _explain(error: Exception) -> str:
             near = f"did you mean {' or '.join(likely)}? " if likely else ""
             return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
-        quoted = in_quotes(error.override)
+        quoted = quoted_for_shell(error.override)
         return f"{error.override}: Hydra cannot parse this; quote it for Hydra and for the shell: {quoted}"
     text = str(error)
     if match := re.match(r"Ambiguous value for argument '(?P<override>.*)'", text):
@@ -232,7 +237,8 @@ def _explain(error: Exception) -> str:
         several = f"{match['override']}: several values need -m, which starts one run for each"
         if (CONFIGS / key).is_dir():
             return several
-        return f"{several}; for a list type {key}=[{value}], for a text with commas {in_quotes(match['override'])}"
+        quoted = quoted_for_shell(match["override"])
+        return f"{several}; for a list type {key}=[{value}], for a text with commas {quoted}"
     if match := re.match(r"Could not override '(?P<key>[^']+)'", text):
         return f"{match['key']} is not a setting; {_hint(match['key'])}"
     first = text.splitlines()[0].removeprefix("Error merging override ").strip()
@@ -253,12 +259,14 @@ def _hint(key: str) -> str:
     if near := _nearest(key):
         return f"did you mean {near}?"
     group = key.split(".")[0]
-    inside = [each.removeprefix(f"{group}.") for each in _keys(Config) if each.startswith(f"{group}.")]
+    inside = [
+        each.removeprefix(f"{group}.") for each in _setting_names(Config) if each.startswith(f"{group}.")
+    ]
     return f"{group} has: {', '.join(inside)}" if inside else _ALL
 
 
-# nanoGPT's names for settings that take the same values.
-_ELSEWHERE = {
+# For settings that take the same values.
+_NANOGPT_NAMES = {
     "learning_rate": "optimizer.lr",
     "max_iters": "trainer.steps",
     "batch_size": "trainer.micro_batch",
@@ -273,10 +281,10 @@ _ELSEWHERE = {
 
 def _nearest(key: str) -> str | None:
     """The setting or group meant by `key`: one with its last word, since people forget groups, or the most alike."""
-    settings = list(_keys(Config))
+    settings = list(_setting_names(Config))
     word = key.split(".")[-1]
-    if word in _ELSEWHERE:
-        return _ELSEWHERE[word]
+    if word in _NANOGPT_NAMES:
+        return _NANOGPT_NAMES[word]
     if same := [each for each in settings if each.split(".")[-1] == word]:
         return get_close_matches(key, same, n=1, cutoff=0)[0]
     groups = [] if "." in key else [path.name for path in CONFIGS.iterdir() if path.is_dir()]
@@ -287,10 +295,10 @@ def _nearest(key: str) -> str | None:
     return by_last_word[near[0]] if near else None
 
 
-def _keys(schema: type, prefix: str = "") -> Iterator[str]:
+def _setting_names(schema: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a dataclass tree, but for the groups themselves."""
     for f in fields(schema):
         if is_dataclass(f.default_factory):
-            yield from _keys(f.default_factory, f"{prefix}{f.name}.")
+            yield from _setting_names(f.default_factory, f"{prefix}{f.name}.")
         else:
             yield prefix + f.name

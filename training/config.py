@@ -128,10 +128,7 @@ class DataConfig:
     streaming: bool = False
 
     def __post_init__(self) -> None:
-        self.roots, self.files = (
-            list(map(str, given)) if isinstance(given, list | tuple) else [str(given)] if given else []
-            for given in (self.roots, self.files)
-        )
+        self.roots, self.files = _strings(self.roots), _strings(self.files)
         if not self.cache_dir:  # it would be the current directory
             raise ConfigError("data.cache_dir is empty: name a folder, or leave it out.")
 
@@ -258,6 +255,13 @@ class Config:
                 f"of a batch of {self.trainer.batch_tokens} tokens; nearest: {' or '.join(map(str, near))}."
             )
         return per_rank // micro_batch, micro_batch
+
+
+def _strings(given: Any) -> list[str]:
+    """A string or a list, as a list of strings."""
+    if isinstance(given, list | tuple):
+        return [str(each) for each in given]
+    return [str(given)] if given else []
 
 
 def _nearest_multiples(value: int, unit: int) -> str:

@@ -50,13 +50,13 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)", "\ufffd", text)
 
 
-def typed(setting: str) -> str:
+def for_shell(setting: str) -> str:
     """key=value as one types it: the value in Hydra's quotes where it needs them, and all in the shell's."""
     plain = re.fullmatch(r"[^=]+=[\w./ +-]*", setting, re.ASCII)
-    return shlex.quote(setting) if plain else in_quotes(setting)
+    return shlex.quote(setting) if plain else quoted_for_shell(setting)
 
 
-def in_quotes(setting: str) -> str:
+def quoted_for_shell(setting: str) -> str:
     """key=value as one types it where the value is to be one text to Hydra, whatever is in it."""
     key, _, value = setting.partition("=")
     # Within its quotes Hydra reads a backslash as one unless a quote follows, that of the end included.

@@ -15,7 +15,7 @@ from model.huggingface import from_huggingface
 
 from . import checkpoint
 from .config import Config, ConfigError, ModelConfig
-from .console import typed
+from .console import for_shell
 from .restore import read_run
 
 _SIZES = ("n_layer", "n_head", "n_embd")
@@ -65,7 +65,7 @@ def _from_run(path: Path, tokenizer: str) -> InitialWeights:
     config, sha256 = read_run(found)
     theirs = f"data.tokenizer={config.data.tokenizer}"
     if theirs.endswith(".tiktoken"):
-        theirs = f"{typed(theirs)} as the file was then"  # the file may have changed, not its name
+        theirs = f"{for_shell(theirs)} as the file was then"  # the file may have changed, not its name
     same = tokenizer_hash(load_tokenizer(tokenizer)) == sha256
     return InitialWeights(str(found), checkpoint.load_weights(found, "cpu"), config.model, theirs, same)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .distributed import World
 
 
-class Told(Exception):
+class StopRequested(Exception):
     """The run was told to stop."""
 
 
@@ -27,7 +27,7 @@ class Interrupt:
         # leaves the others waiting for ever.
         self._hosts = dist.new_group(backend="gloo") if ranks.size > 1 else None
         # Two numbers, since a signal may come while the ranks are agreeing that there was none.
-        self._told: int = 0  # what this process was sent
+        self._received: int = 0  # what this process was sent
         self.signal: int = 0  # what the run was sent, as agreed by all ranks
 
     @contextmanager
@@ -41,13 +41,13 @@ class Interrupt:
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
         def note(number: int, _frame: object) -> None:
-            if self._told and number == signal.SIGINT:
+            if self._received and number == signal.SIGINT:
                 raise KeyboardInterrupt
             # Writing to a closed terminal raises, and the run is not saved yet.
             if number == hangup:
                 for stream in terminals:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-            self._told = number
+            self._received = number
 
         heard = [signal.SIGINT, signal.SIGTERM]
         if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:  # under nohup the run continues
@@ -63,8 +63,8 @@ class Interrupt:
 
     def requested(self) -> bool:
         """Whether to stop here; every rank must ask as often as the others, and all get the same answer."""
-        told = torch.tensor(self._told)
+        agreed = torch.tensor(self._received)
         if self._hosts:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._hosts)
-        self.signal = int(told)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._hosts)
+        self.signal = int(agreed)
         return self.signal != 0

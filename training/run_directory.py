@@ -9,7 +9,7 @@ import torch
 
 from . import checkpoint
 from .config import Config, ConfigError, to_yaml
-from .console import printable, table, typed
+from .console import for_shell, printable, table
 from .environment import environment
 from .files import unwritable, write_json, write_whole
 from .loggers import CsvLogger, Logger, WandbLogger, check_names, wandb_mode
@@ -30,19 +30,19 @@ def refusal(config: Config, run_dir: Path) -> str | None:
         except ConfigError as error:
             return str(error)
     kept = checkpoint.saved(run_dir)
-    if not (kept or (run_dir / "metrics.csv").exists()) or _goes_on(config, run_dir):
+    if not (kept or (run_dir / "metrics.csv").exists()) or _resumes_in_place(config, run_dir):
         return None
     if in_sweep(run_dir):  # not all runs of a sweep can resume this one
         return f"{run_dir} already holds a run: choose another hydra.sweep.dir."
-    resume = typed(f"trainer.resume={run_dir}")
+    resume = for_shell(f"trainer.resume={run_dir}")
     remedy = f"resume that run with {resume}" if kept else "delete it: it has no checkpoint"
     return f"{run_dir} already holds a run: choose another hydra.run.dir, or {remedy}."
 
 
-def _goes_on(config: Config, run_dir: Path) -> bool:
+def _resumes_in_place(config: Config, run_dir: Path) -> bool:
     """Whether the run is resumed in its own directory."""
     resume = config.trainer.resume
-    return resume is not None and run_dir.resolve() in (Path(resume) / "x").resolve().parents
+    return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
 def open_run(run: Trainer) -> list[Logger]:
@@ -80,24 +80,22 @@ def open_run(run: Trainer) -> list[Logger]:
     return loggers
 
 
-def close_run(run: Trainer, summary: dict[str, Any], done: int) -> None:
-    """Print how it ended; a finished run gets its summary.json and a sample."""
-    if not summary:
-        trainer = run.config.trainer
-        if not trainer.steps:
-            print("stopped during the evaluation", flush=True)
-            return
-        here = f"{typed(f'hydra.run.dir={run.run_dir}')} {typed(f'trainer.resume={run.run_dir}')}"
-        how = f"adding {here}"
-        if trainer.init_from and not trainer.resume:
-            how = f"replacing trainer.init_from with {here}"
-        if in_sweep(run.run_dir):  # -m would make another directory, and all its runs would resume this one
-            how = f"without -m and with only this run's values, {how}"
-        print(
-            f"stopped at step {done:,} and saved; to resume in the same directory, run the same command {how}",
-            flush=True,
-        )
-        return
+def stopped(run: Trainer, done: int) -> str:
+    """What to say of a run that was told to stop: where it is, and what to type to resume it."""
+    trainer = run.config.trainer
+    if not trainer.steps:
+        return "stopped during the evaluation"
+    here = f"{for_shell(f'hydra.run.dir={run.run_dir}')} {for_shell(f'trainer.resume={run.run_dir}')}"
+    how = f"adding {here}"
+    if trainer.init_from and not trainer.resume:
+        how = f"replacing trainer.init_from with {here}"
+    if in_sweep(run.run_dir):  # -m would make another directory, and all its runs would resume this one
+        how = f"without -m and with only this run's values, {how}"
+    return f"stopped at step {done:,} and saved; to resume in the same directory, run the same command {how}"
+
+
+def close_run(run: Trainer, summary: dict[str, Any]) -> None:
+    """Write and print the results of a finished run, and a sample from its model."""
     write_json(run.run_dir / "summary.json", summary)
     if run.config.trainer.sample_tokens:
         text = _sample(run)

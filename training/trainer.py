@@ -27,7 +27,7 @@ from .cuda_graphs import compiled_to_graphs, resolve_graphs
 from .distributed import World, world
 from .evaluation import Evaluation, evaluate
 from .init_from import initial_weights
-from .interrupt import Interrupt, Told
+from .interrupt import Interrupt, StopRequested
 from .layers import BLOCKS, LOSSES, resolve_layers
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer, update
@@ -35,7 +35,7 @@ from .precision import compiled, resolve_precision
 from .profiling import profiled
 from .report import dtype_name
 from .restore import FROM_THE_START, identity, resume
-from .run_directory import close_run, open_run, refusal
+from .run_directory import close_run, open_run, refusal, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
 
@@ -120,16 +120,17 @@ class Trainer:
         self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else FROM_THE_START
         self.start = self.resumed.step
 
-        # `parallel` trains and `forward` evaluates. DDP goes inside torch.compile, which then splits the graph at
-        # DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
-        self.forward: torch.nn.Module = self.model
-        self.parallel: torch.nn.Module = self.model
+        # What trains and what evaluates: the same weights. DDP goes inside torch.compile, which then splits the graph
+        # at DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
+        self.train_model: torch.nn.Module = self.model
+        self.eval_model: torch.nn.Module = self.model
         if ranks.size > 1:
-            self.parallel = DistributedDataParallel(self.model)
+            self.train_model = DistributedDataParallel(self.model)
         if self.compiled:
             torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
             make = compiled_to_graphs if self.graphs else compiled
-            self.forward, self.parallel = compiled(self.forward, self.dtype), make(self.parallel, self.dtype)
+            self.eval_model = compiled(self.eval_model, self.dtype)
+            self.train_model = make(self.train_model, self.dtype)
         self.throughput = Throughput(ranks)
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class Trainer:
         def evaluated() -> Evaluation:
             try:
                 evaluation = self._evaluate(done)
-            except Told:
+            except StopRequested:
                 if config.steps and not checkpoint.at(self.run_dir, done).exists():
                     self._save(done)
                 raise
@@ -163,7 +164,7 @@ class Trainer:
 
         try:
             with (
-                suppress(Told),  # a run that was told to stop ends below, as a finished one does
+                suppress(StopRequested),  # the run then ends below, as a finished one does
                 closing(progress),
                 self.interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
@@ -179,22 +180,24 @@ class Trainer:
                     saving = _due(done, config.save_every) or done == config.steps
                     # The metrics of a step are checked before it is saved, so that no broken model is kept.
                     logging = saving or _due(done, config.log_every) or done == 1
-                    told = self.interrupt.requested() and done < config.steps
+                    stopping = self.interrupt.requested() and done < config.steps
                     # Only here does the host wait for the device.
-                    if logging or told:
+                    if logging or stopping:
                         metrics = self._training_metrics(done, loss, grad_norms)
                         log(metrics)
                         progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
                     # Saved before the evaluation, so that nothing an evaluation breaks is lost.
-                    if saving or told:
+                    if saving or stopping:
                         self._save(done)
-                    if told:
-                        raise Told
+                    if stopping:
+                        raise StopRequested
                     if self.evaluates_at(done):
                         evaluation = evaluated()
                 summary = self._summary(evaluation)
-            if self.world.is_main:
-                close_run(self, summary, done)
+            if self.world.is_main and summary:
+                close_run(self, summary)
+            elif self.world.is_main:
+                print(stopped(self, done), flush=True)
         except BaseException:
             summary = {}  # tells the loggers that the run failed
             raise
@@ -246,9 +249,9 @@ class Trainer:
             exchange = self.world.size == 1 or micro == self.accumulation - 1
             if self.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with nullcontext() if exchange else self.parallel.no_sync():
+            with nullcontext() if exchange else self.train_model.no_sync():
                 with self.autocast():
-                    loss = self.parallel(x, y, dropout_seed=self._dropout_seed(step, micro))
+                    loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
                 self.scaler.scale(loss / self.accumulation).backward()
             total += loss.detach() / self.accumulation
         self.throughput.optimizer_begins()
@@ -322,17 +325,17 @@ class Trainer:
         return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
 
     def _evaluate(self, done: int) -> Evaluation:
-        """Evaluate the whole validation split. Raises Told if the run is told to stop: it can take minutes."""
+        """Evaluate the whole validation split. Raises StopRequested between batches: it can take minutes."""
 
-        def until_told(batches: Iterator[tuple]) -> Iterator[tuple]:
+        def until_stopped(batches: Iterator[tuple]) -> Iterator[tuple]:
             for batch in batches:
                 if self.interrupt.requested():
-                    raise Told
+                    raise StopRequested
                 yield batch
 
         with closing(self._load(self.validation, 0, len(self.validation))) as batches:
             evaluation = evaluate(
-                self.forward, until_told(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
+                self.eval_model, until_stopped(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
             )
         if not math.isfinite(evaluation.loss):
             self._give_up(f"the validation loss is {evaluation.loss}", done)

@@ -61,7 +61,7 @@ def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> Non
             if run.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with run.autocast():
-                loss = run.parallel(inputs, targets, dropout_seed=None)
+                loss = run.train_model(inputs, targets, dropout_seed=None)
             loss.backward()
             return {"loss": loss.detach()} | {name: each.grad for name, each in parameters.items()}
 

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import reproduce.__main__
 import sample
 from training.config import Config, ConfigError
-from training.console import in_quotes, typed
+from training.console import for_shell, quoted_for_shell
 
 
 def never(_config: Config, _run_dir: Path) -> None:
@@ -194,7 +194,7 @@ def test_sample_and_reproduce_catch_no_bug_either(monkeypatch):
     ["runs/a", "a b", "lr=3", "p (1),x", "it's", 'a "b"', "$HOME/`x`", "a\\\\b\\' \\", "ü~", "{a}", "[1,2]"],
 )
 def test_what_is_said_to_be_typed_is_read_as_it_was_meant(value):
-    for write in (typed, in_quotes):
+    for write in (for_shell, quoted_for_shell):
         words = subprocess.run(
             ["bash", "-c", f"printf %s {write(f'trainer.resume={value}')}"], capture_output=True, text=True
         ).stdout

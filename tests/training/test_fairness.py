@@ -52,7 +52,7 @@ def trained(config: Config, folder: Path) -> tuple[list[float], torch.Tensor]:
     torch.manual_seed(0)
     summary = train(config, folder)
     losses = list(map(float, measured(folder, "train/loss").values()))
-    assert len(losses) == STEPS
+    assert len(losses) == config.trainer.steps
     return [*losses, summary["val/loss"]], torch.get_rng_state()
 
 
@@ -106,13 +106,20 @@ def test_fused_layers_are_the_same_layers(text_file, tmp_path, option):
 
 
 def test_fused_layers_draw_their_dropout_from_a_seed(text_file, tmp_path):
-    """And not from the generator that torch's attention moves, so the masks are the same with any attention."""
+    """And not from the generator that torch's attention moves, so the masks are the same with any attention.
+
+    One layer and two steps: the interpreter draws a mask row by row, and took 17 s with two and four.
+    """
     plain = config(text_file, "naive", dropout=0.2)
-    fused = replace(plain, model=replace(plain.model, block=Layers.fused))
+    fused = replace(
+        plain,
+        model=replace(plain.model, block=Layers.fused, n_layer=1),
+        trainer=replace(plain.trainer, steps=2),
+    )
     losses, state = trained(fused, tmp_path / "fused")
     flash, _ = trained(replace(fused, attention=AttentionConfig("flash")), tmp_path / "flash")
     assert flash == pytest.approx(losses, rel=1e-5)
-    torch.manual_seed(stream_seed(fused.seed, "dropout", STEPS - 1, 0, 0))  # where the last step put it
+    torch.manual_seed(stream_seed(fused.seed, "dropout", 1, 0, 0))  # where the last step put it
     assert torch.equal(torch.get_rng_state(), state)
 
 

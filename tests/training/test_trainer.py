@@ -488,7 +488,7 @@ def test_a_run_directory_that_may_not_be_changed_is_one_line(config, tmp_path):
     (tmp_path / "summary.json").unlink()
     (tmp_path / "summary.json").mkdir()  # cannot be removed as a file, by root either
     with pytest.raises(
-        ConfigError, match=r"cannot be written \(.*\): free some disk space, or name a directory"
+        ConfigError, match=r"cannot be written \(.*\): free some disk space, or name a writable directory"
     ):
         train(having(config, steps=10, resume=str(tmp_path)), tmp_path)
 
