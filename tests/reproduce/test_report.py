@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from kernels import ATTENTION
-from reproduce import attention_figures, headline, paper, plots, traffic
+from reproduce import attention_figures, headline, history_figures, paper, plots, traffic
 from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.experiment import EXPERIMENTS, STATUSES, judged, own_aim
@@ -195,6 +195,24 @@ def test_more_than_chunks_can_explain_is_not_comparable():
         samples = [{"kind": "time", **shape("fa1", 1024), "ms": ms}]
         verdicts = attention_figures.judge({"device": GPU, "samples": samples})
         assert [verdict.status for verdict in verdicts if verdict.claim == "C32"] == [status]
+
+
+@pytest.mark.parametrize(
+    ("heads", "gain", "status"),
+    [
+        (1, 67, "reproduced"),  # the bound is 132x
+        (1, 65, "not reproduced"),
+        (128, 0.95, "reproduced"),  # the bound is 1.03x, half of which would be a loss
+        (128, 0.85, "not reproduced"),
+    ],
+)
+def test_parallelism_over_the_sequence_gains_where_heads_are_few_and_costs_nothing_elsewhere(
+    heads, gain, status
+):
+    ms = {"one": [gain], "many": [1.0]}
+    sample = {"kind": "programs", "heads": heads, "length": 16384, "processors": 132, "ms": ms}
+    (verdict,) = history_figures.judge({"device": GPU, "samples": [sample]})
+    assert (verdict.claim, verdict.status) == ("C19", status)
 
 
 def test_counters_that_could_not_be_read_are_said(tmp_path):
