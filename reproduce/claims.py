@@ -1,12 +1,16 @@
-"""The papers' claims, C1 to C33: statement, source, the paper's figure, and the experiment here that measures it.
-
-FA1: FlashAttention (arXiv 2205.14135), FA2: FlashAttention-2 (2307.08691), FA3: FlashAttention-3 (2407.08608),
-OS: Online normalizer calculation for softmax (1805.02867).
-"""
+"""The papers' claims, C1 to C33: statement, source, the paper's figure, and the experiment here that measures it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+# How the papers are abbreviated, here and in the report.
+PAPERS = {
+    "FA1": "FlashAttention (arXiv 2205.14135)",
+    "FA2": "FlashAttention-2 (2307.08691)",
+    "FA3": "FlashAttention-3 (2407.08608)",
+    "OS": "Online normalizer calculation for softmax (1805.02867)",
+}
 
 
 @dataclass(frozen=True)
@@ -15,7 +19,7 @@ class Claim:
 
     Attributes:
         name: "C1" to "C33".
-        source: the paper, and its figure, table or section.
+        source: the paper (see PAPERS), and its figure, table or section.
         statement: the claim, in a sentence.
         paper: the paper's figure, shown when ours is not measured.
         experiment: the experiment that measures it; if empty, `missing` says why there is none.

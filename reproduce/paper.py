@@ -1,8 +1,4 @@
-"""Figures printed in the papers, as numbers.
-
-FA1: FlashAttention, arXiv 2205.14135 v2. FA2: FlashAttention-2, 2307.08691. FA3: FlashAttention-3, 2407.08608.
-OS: Online normalizer calculation for softmax, 1805.02867.
-"""
+"""Figures printed in the papers, as numbers; `claims.PAPERS` has their names. FA1's are of its arXiv version 2."""
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 

@@ -253,7 +253,7 @@ def test_rounds_that_were_the_hosts_are_said(tmp_path, capsys):
     write(tmp_path, "attention", samples)
     assert main(["report", "--results", str(tmp_path)]) == 0
     assert (
-        "waited for the host, so that the host was timed: standard in 3, flash in 2"
+        "waited for the host, so their times may include it: standard in 3, flash in 2"
         in capsys.readouterr().out
     )
 
