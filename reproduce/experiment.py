@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -280,7 +280,7 @@ class Options:
     tiny: bool
     settings: Any
     sample: Callable[..., Sample]
-    say: Callable[[str], None] = field(default=print)
+    say: Callable[[str], None] = print
 
 
 def parse_settings(defaults: Any, overrides: list[str]) -> Any:
