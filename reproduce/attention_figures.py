@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import paper, plots
-from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
+from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, compared, judged, pick, text_table
 
 OURS, BASELINE = "flash", "standard"
 PORTABLE = "flash, portable"  # the Triton kernels, also on a Hopper GPU
@@ -186,6 +186,7 @@ def judge(results: Results) -> list[Verdict]:
     """C7, C8, C17, C20, C24 and C32."""
     return [
         *_judge_speed(results),
+        *_judge_growth(results),
         *_judge_memory(results),
         *_judge_head_dim(results),
         *_judge_causal(results),
@@ -203,49 +204,28 @@ def _judge_speed(results: Results) -> list[Verdict]:
                 continue
             standard, flash = (paper.FA1_MS[mask, "both", name][n] for name in (BASELINE, OURS))
             theirs = standard / flash
-            what = f"{BASELINE}/{OURS} time, {words}, {n} tokens"
+            what, passed = f"{BASELINE}/{OURS} time, {words}, {n} tokens", round(ours, 2) >= round(theirs, 2)
             why = "at least the paper's speed-up; milliseconds of an A100 are not compared"
-            verdicts.append(
-                judged(
-                    "C7",
-                    what,
-                    f"{theirs:.2f}x",
-                    f"{ours:.2f}x",
-                    ours / theirs,
-                    round(ours, 2) >= round(theirs, 2),
-                    why,
-                    device,
-                )
-            )
-    compared = [s for s in _timed(results, figure="fa1") if speedup(s)]
-    if compared:
-        slower = ", ".join(f"{s['length']} {s['mask']}" for s in compared if speedup(s) < 1.0) or "none"
+            verdicts.append(compared("C7", what, "{:.2f}x", theirs, ours, passed, why, device))
+    timed = [s for s in _timed(results, figure="fa1") if speedup(s)]
+    if timed:
+        slower = ", ".join(f"{s['length']} {s['mask']}" for s in timed if speedup(s) < 1.0) or "none"
         what = "lengths where ours is slower than standard attention"
-        why = f"over {len(compared)} workloads"
+        why = f"over {len(timed)} workloads"
         verdicts.append(judged("C7", what, "none", slower, None, slower == "none", why, device))
-    times = {
-        s["length"]: t
-        for s in _timed(results, figure="fa1", mask="plain")
-        if (t := milliseconds(s, OURS, "both"))
-    }
-    growth = [times[2 * n] / times[n] for n in times if n >= 4096 and 2 * n in times]
-    if growth:
-        ours, theirs = statistics.geometric_mean(growth), paper.FA1_MS["plain", "both", "flash"]
-        expected = (theirs[65536] / theirs[4096]) ** 0.25
-        what, passed = "growth of time when the length doubles, from 4096", 3.6 <= ours <= 4.4
-        verdicts.append(
-            judged(
-                "C7",
-                what,
-                f"{expected:.2f}x",
-                f"{ours:.2f}x",
-                ours / expected,
-                passed,
-                "quadratic is 4; within 10 % of it",
-                device,
-            )
-        )
     return verdicts
+
+
+def _judge_growth(results: Results) -> list[Verdict]:
+    samples = _timed(results, figure="fa1", mask="plain")
+    times = {s["length"]: t for s in samples if (t := milliseconds(s, OURS, "both"))}
+    growth = [times[2 * n] / times[n] for n in times if n >= 4096 and 2 * n in times]
+    if not growth:
+        return []
+    ours, flash = statistics.geometric_mean(growth), paper.FA1_MS["plain", "both", "flash"]
+    theirs = (flash[65536] / flash[4096]) ** (1 / 4)  # four doublings
+    what, why = "growth of time when the length doubles, from 4096", "quadratic is 4; within 10 % of it"
+    return [compared("C7", what, "{:.2f}x", theirs, ours, 3.6 <= ours <= 4.4, why, results["device"])]
 
 
 def _judge_memory(results: Results) -> list[Verdict]:
@@ -254,28 +234,20 @@ def _judge_memory(results: Results) -> list[Verdict]:
         if (BASELINE, n) in peaks and (OURS, n) in peaks:
             ours = peaks[BASELINE, n] / peaks[OURS, n]
             theirs = paper.FA1_MIB[BASELINE][n] / paper.FA1_MIB[OURS][n]
-            what, passed = f"{BASELINE}/{OURS} peak memory at {n} tokens", ours >= 0.75 * theirs
-            why = "at least the paper's, less 25 %"
-            verdicts.append(
-                judged("C8", what, f"{theirs:.1f}x", f"{ours:.1f}x", ours / theirs, passed, why, basis)
-            )
+            what, why = f"{BASELINE}/{OURS} peak memory at {n} tokens", "at least the paper's, less 25 %"
+            verdicts.append(compared("C8", what, "{:.1f}x", theirs, ours, ours >= 0.75 * theirs, why, basis))
     for name in (OURS, BASELINE):
-        ours = {n: peak for (backend, n), peak in peaks.items() if backend == name and n >= 1024}
-        slope, expected = (
-            log_slope(ours),
-            log_slope({n: m for n, m in paper.FA1_MIB[name].items() if n in ours}),
-        )
-        if slope is not None and expected is not None:
-            what, passed = f"slope of log memory against log length, {name}", abs(slope - expected) <= 0.05
-            figures = (f"{expected:.2f}", f"{slope:.2f}", slope / expected)
+        measured = {n: peak for (backend, n), peak in peaks.items() if backend == name and n >= 1024}
+        theirs = log_slope({n: mib for n, mib in paper.FA1_MIB[name].items() if n in measured})
+        ours = log_slope(measured)
+        if ours is not None and theirs is not None:
+            what, passed = f"slope of log memory against log length, {name}", abs(ours - theirs) <= 0.05
             why = "within 0.05 of Table 21's at the same lengths, from 1024 tokens on"
-            verdicts.append(judged("C8", what, *figures, passed, why, basis))
+            verdicts.append(compared("C8", what, "{:.2f}", theirs, ours, passed, why, basis))
     if (OURS, 65536) in peaks:
         gib, limit = peaks[OURS, 65536] / 2**30, paper.FA1_MIB[OURS][65536] / 1024
-        figures = (f"{limit:.1f} GiB", f"{gib:.1f} GiB", gib / limit, gib <= 1.05 * limit)
-        verdicts.append(
-            judged("C8", "peak memory at 65536 tokens", *figures, "at most the paper's and 5 %", basis)
-        )
+        what, why = "peak memory at 65536 tokens", "at most the paper's and 5 %"
+        verdicts.append(compared("C8", what, "{:.1f} GiB", limit, gib, gib <= 1.05 * limit, why, basis))
     return verdicts
 
 
@@ -338,16 +310,14 @@ def _judge_rates(results: Results) -> list[Verdict]:
                 if ours is None:
                     continue
                 beside = ", ".join(f"{n} {tflops(sample, n, phase):.0f}" for n in sample["ms"] if n != OURS)
-                verdict = judged(
-                    "C24",
-                    f"{phase}, head_dim {d}{', causal' if causal else ''}, 8192 tokens",
-                    f"{theirs:.0f} TFLOP/s",
-                    f"{ours:.0f} TFLOP/s",
-                    ours / theirs,
-                    ours >= 0.95 * theirs,
-                    f"95 % at least; FA3 ran on an H100 locked at 1830 MHz, ours is not locked; FA2 had "
-                    f"{series['fa2'][8192]:.0f}. In this run: {beside}",
-                    results["device"],
+                what = f"{phase}, head_dim {d}{', causal' if causal else ''}, 8192 tokens"
+                why = (
+                    "95 % at least; FA3 ran on an H100 locked at 1830 MHz, ours is not locked; FA2 had "
+                    f"{series['fa2'][8192]:.0f}. In this run: {beside}"
+                )
+                passed = ours >= 0.95 * theirs
+                verdict = compared(
+                    "C24", what, "{:.0f} TFLOP/s", theirs, ours, passed, why, results["device"]
                 )
                 verdicts.append(verdict if same_chip else replace(verdict, status=NOT_COMPARABLE))
     return verdicts

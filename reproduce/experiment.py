@@ -322,6 +322,13 @@ def judged(
     return Verdict(claim, what, paper, ours, ratio, status, why, basis)
 
 
+def compared(
+    claim: str, what: str, form: str, theirs: float, ours: float, passed: bool, why: str, basis: str
+) -> Verdict:
+    """`judged` for two numbers, each shown in the format `form`, such as "{:.2f}x"."""
+    return judged(claim, what, form.format(theirs), form.format(ours), ours / theirs, passed, why, basis)
+
+
 def own_aim(claim: str, what: str, ours: str, aim: str, met: bool, basis: str, why: str = "") -> Verdict:
     """The verdict on a figure that no paper states, listed under a related claim; `aim` is our target for it."""
     why = f"this project's own aim is {aim}" + (f"; {why}" if why else "")

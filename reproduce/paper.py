@@ -27,11 +27,19 @@ FA1_MIB = {
     "flash": dict(zip(LENGTHS, (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13376), strict=False)),
 }
 
+# FA1 Table 2: days for 400k steps of 512 sequences of 1024 on eight A100s, Hugging Face over FlashAttention.
+GPT2_TOKENS = 400_000 * 512 * 1024
+GPT2_SPEEDUP = {"gpt2_small": 9.5 / 2.7, "gpt2_medium": 21.0 / 6.9}
+# FA1 Table 4: days of GPT-2 small by context, equal tokens; and those of Megatron-LM at 1024.
+CONTEXT_DAYS = {1024: 2.7, 2048: 3.0, 4096: 3.6}
+MEGATRON_DAYS = 4.7
+
 # FA1 Figure 2 left, both versions of the paper: GPT-2 medium, length 1024, 16 heads, head_dim 64, batch 64, A100.
 FIGURE_2 = {
     "arXiv v2": {"standard_gb": 40.3, "flash_gb": 4.4, "standard_ms": 41.7, "flash_ms": 7.3},
     "NeurIPS 2022": {"standard_gb": 35.3, "flash_gb": 4.4, "standard_ms": 35.1, "flash_ms": 11.7},
 }
+FIGURE_2_HEADS = 64 * 16
 FIGURE_2_FLOPS_RATIO = 75.2 / 66.6
 # FA1 Figure 2 middle: keys per tile (B_c) -> GB and ms of the forward, same shape as Figure 2 left.
 FIGURE_2_TILES = {
@@ -49,6 +57,9 @@ BLOCK_SPARSE_SPEEDUP_64K = {"plain": 7492.85 / 50.39, "padding+dropout": 9341.30
 # OS Figure 3, batch 4000: the length and, by k, the time of safe softmax followed by top-k, over that of both fused.
 TOPK_LENGTH = 25000
 TOPK_SPEEDUP = {5: 5.0, 10: 3.5, 15: 2.0, 30: 1.4}
+
+# FA2 Table 1, GPT3-1.3B: context -> TFLOP/s per A100 without flash attention and with FlashAttention-2.
+GPT3_TFLOPS = {2048: (142, 196), 8192: (72, 220)}
 
 TOKENS_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # FA2 Figure 7, H100, forward and backward, TFLOP/s; 16k tokens, hidden 2048: (head_dim, causal) -> series -> length.
