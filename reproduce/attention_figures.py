@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,80 +107,69 @@ def _memory_table(results: Results) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Time with each of the three masks, peak memory, TFLOP/s on FA2's workload; a panel for each one measured."""
-    names = _backends(results, "time")
     shapes = sorted({(s["head_dim"], s["causal"]) for s in _timed(results, figure="fa2")})
     masks = [mask for mask in MASK_NAMES if _timed(results, figure="fa1", mask=mask)]
     panels = len(masks) + bool(_peaks(results)) + len(shapes)
     with plots.picture(path, max(1, panels), title=f"Attention on {results['device']}") as axes:
         free = iter(axes)
         for mask in masks:
-            axis = next(free)
-            _draw_times(axis, _timed(results, figure="fa1", mask=mask), names)
-            axis.set_title(f"Time, {MASK_NAMES[mask]}")
-        if masks:
-            low, high = axes[0].get_ylim()
-            axes[0].set_ylim(low, high * (high / low) ** 0.4)  # room for the legend
-            plots.legend(axes[0], ncols=3, loc="upper left", columnspacing=1, handlelength=1.2)
+            _draw_times(next(free), results, mask)
         if _peaks(results):
             _draw_memory(next(free), results)
         for head_dim, causal in shapes:
-            axis = next(free)
-            samples = _timed(results, figure="fa2", head_dim=head_dim, causal=causal)
-            for name in names:
-                points = [(s["length"], tflops(s, name, "both")) for s in samples if name in s["ms"]]
-                if points:
-                    axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)))
-            _draw_paper_rates(axis, head_dim, causal)
-            plots.length_axis(axis, [s["length"] for s in samples])
-            axis.set_ylim(bottom=0)
-            axis.set_ylabel("TFLOP/s, forward and backward")
-            axis.set_title(f"head_dim {head_dim}{', causal' if causal else ''}, 16k tokens")
+            _draw_rates(next(free), results, head_dim, causal)
+        plots.legend_below(axes)
 
 
-def _draw_times(axis: plots.Axes, samples: list[Sample], names: list[str]) -> None:
-    for name in names:
-        points = [(s["length"], milliseconds(s, name, "both")) for s in samples if name in s["ms"]]
+def _draw_lines(
+    axis: plots.Axes, names: list[str], lengths: list[int], value: Callable[[str, int], float | None]
+) -> None:
+    """A line for each backend through its values against length; ours is drawn last, so that it lies on top."""
+    for name in sorted(names, key=lambda name: name == OURS):
+        points = [(n, found) for n in lengths if (found := value(name, n)) is not None]
         if points:
             axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)), label=name)
-    plots.length_axis(axis, [s["length"] for s in samples])
+    plots.length_axis(axis, lengths)
+
+
+def _draw_times(axis: plots.Axes, results: Results, mask: str) -> None:
+    samples = {s["length"]: s for s in _timed(results, figure="fa1", mask=mask)}
+    names = _backends(results, "time")
+    _draw_lines(axis, names, list(samples), lambda name, n: milliseconds(samples[n], name, "both"))
     axis.set_yscale("log")
     axis.set_ylabel("ms, forward and backward")
+    axis.set_title(f"Time, {MASK_NAMES[mask]}")
 
 
 def _draw_memory(axis: plots.Axes, results: Results) -> None:
-    peaks, names = _peaks(results), _backends(results, "memory")
-    lengths = sorted({n for _, n in peaks})
+    mib = {where: peak / 2**20 for where, peak in _peaks(results).items()}
+    lengths = sorted({n for _, n in mib})
+    _draw_lines(axis, _backends(results, "memory"), lengths, lambda name, n: mib.get((name, n)))
     # A CPU counts one head of one sequence, so the paper's memory, of 128 heads, is drawn divided by 128.
     heads = 1 if _on_cpu(results) else 128
-    explained = _backends(results, "time")
-    for name in names:
-        points = [(n, peaks[name, n] / 2**20) for n in lengths if (name, n) in peaks]
-        label = None if name in explained else name
-        axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)), label=label)
     for name, series in paper.FA1_MIB.items():
-        points = [(n, mib * heads / 128) for n, mib in series.items() if n in lengths]
+        points = [(n, theirs * heads / 128) for n, theirs in series.items() if n in lengths]
         if points:
-            axis.plot(
-                *zip(*points, strict=True), ":", color=plots.colour(name), label=f"FA1's {name}, Table 21"
-            )
-    plots.length_axis(axis, lengths)
+            label = f"FA1's {name}, Table 21"
+            axis.plot(*zip(*points, strict=True), ":", color=plots.colour(name), label=label)
     axis.set_yscale("log", base=2)
     axis.set_ylabel("peak MiB" + (", one head" if heads == 1 else ""))
     axis.set_title("Peak memory, forward and backward")
-    low, high = axis.get_ylim()
-    axis.set_ylim(low, 4 * high)  # room for the legend
-    plots.legend(axis, ncols=2, loc="upper left")
 
 
 def _on_cpu(results: Results) -> bool:
     return results["device"].startswith("CPU")
 
 
-def _draw_paper_rates(axis: plots.Axes, head_dim: int, causal: bool) -> None:
-    series = paper.FA2_H100.get((head_dim, causal), {}).get("fa2", {})
-    if series:
-        axis.plot(*zip(*series.items(), strict=True), ":", color="black", label="FA2 on an H100")
-        plots.legend(axis, loc="upper left")
+def _draw_rates(axis: plots.Axes, results: Results, head_dim: int, causal: bool) -> None:
+    samples = {s["length"]: s for s in _timed(results, figure="fa2", head_dim=head_dim, causal=causal)}
+    names = _backends(results, "time")
+    _draw_lines(axis, names, list(samples), lambda name, n: tflops(samples[n], name, "both"))
+    if theirs := paper.FA2_H100.get((head_dim, causal)):
+        axis.plot(*zip(*theirs["fa2"].items(), strict=True), ":", color="black", label="FA2 on an H100")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("TFLOP/s, forward and backward")
+    axis.set_title(f"head_dim {head_dim}{', causal' if causal else ''}, 16k tokens")
 
 
 def judge(results: Results) -> list[Verdict]:
@@ -290,10 +280,8 @@ def _judge_causal(results: Results) -> list[Verdict]:
         ratios = [t / times[n, True] for (n, causal), t in times.items() if not causal and (n, True) in times]
         if ratios:
             ours = statistics.geometric_mean(ratios)
-            what, why = (
-                f"full over causal time, head_dim {d}, from 4096",
-                "1.7x at least: blocks above the diagonal are skipped",
-            )
+            what = f"full over causal time, head_dim {d}, from 4096"
+            why = "1.7x at least: blocks above the diagonal are skipped"
             figures = ("1.7 to 1.8x", f"{ours:.2f}x", ours / 1.75, ours >= 1.7)
             verdicts.append(judged("C20", what, *figures, why, results["device"]))
     return verdicts

@@ -68,7 +68,9 @@ def draw(results: Results, path: Path) -> None:
     products, order = pick(results, kind="backward count"), pick(results, kind="order", head_dim=64)
     timed, rows = pick(results, kind="tiles"), pick(results, kind="softmax", k=5)
     panels = sum(map(bool, (softmax, tiles, products, order, timed, rows)))
-    with plots.picture(path, max(1, panels), title=f"The road to flash, {results['device']}") as axes:
+    with plots.picture(
+        path, max(1, panels), title=f"The algorithms that led to flash, {results['device']}"
+    ) as axes:
         free = iter(axes)
         if softmax:
             bars = {s["softmax"]: s["accesses"] for s in softmax}

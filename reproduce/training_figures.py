@@ -127,10 +127,12 @@ def _why_missing(sample: Sample) -> str | None:
 def draw(results: Results, path: Path) -> None:
     """A panel for each group: every contender's step, split into forward, backward and optimizer."""
     groups = _groups(results)
-    with plots.picture(path, max(1, len(groups)), title=f"Training GPT-2 on {results['device']}") as axes:
+    with plots.picture(path, max(1, len(groups)), title=f"Training on {results['device']}") as axes:
         # strict=False: if no group was timed, the single panel stays empty
         for axis, (title, group) in zip(axes, groups, strict=False):
             _draw_group(axis, results, group)
+            # "4 x 2 sequences" stays on one line.
+            title = title.replace(" x ", "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}")
             axis.set_title(textwrap.fill(title, 48), fontsize=8)
         plots.legend(axes[0])
 
@@ -181,10 +183,8 @@ def _judge_table_2(results: Results) -> list[Verdict]:
     found += _judge_nanogpt(results, device)
     if tokens_per_second := rate(find(results, "compiled"), "flash") or rate(find(results, "small"), "flash"):
         days = paper.GPT2_TOKENS / (8 * tokens_per_second) / 86400
-        what, figures = (
-            "days for 400k steps on eight GPUs",
-            (f"{paper.CONTEXT_DAYS[1024]} days", f"{days:.2f} days", None),
-        )
+        what = "days for 400k steps on eight GPUs"
+        figures = (f"{paper.CONTEXT_DAYS[1024]} days", f"{days:.2f} days", None)
         why = "another GPU; extrapolated from one to eight without communication"
         found.append(Verdict("C11", what, *figures, NOT_COMPARABLE, why, f"extrapolated from {device}"))
     return found
