@@ -64,6 +64,52 @@ def test_the_papers_own_figures_reproduce_the_paper():
         assert verdict.ratio == pytest.approx(1)
 
 
+def papers_own_history() -> list[dict]:
+    samples = [
+        {
+            "kind": "tiles",
+            "length": 1024,
+            "ms": {str(n): [at["ms"]] for n, at in paper.FIGURE_2_TILES.items()},
+        }
+    ]
+    for (head_dim, causal), rates in paper.FA2_H100.items():
+        for n in paper.TOKENS_LENGTHS:
+            ms = {
+                name: {"forward": [0.3 / rates[theirs][n]], "backward": [0.7 / rates[theirs][n]]}
+                for name, theirs in (("flash1", "fa1"), (attention_figures.PORTABLE, "fa2"))
+            }
+            samples.append({"kind": "order", "head_dim": head_dim, "causal": causal, "length": n, "ms": ms})
+    for k, speedup in paper.TOPK_SPEEDUP.items():
+        ms = {"safe": [1.3], "online": [1.0], "safe, top-k": [speedup], "online with top-k": [1.0]}
+        samples.append({"kind": "softmax", "rows": 4000, "length": paper.TOPK_LENGTH, "k": k, "ms": ms})
+    return samples
+
+
+def papers_own_traffic() -> list[dict]:
+    theirs = paper.FIGURE_2["NeurIPS 2022"]
+    ms = {name: {"forward": [0.0], "backward": [theirs[f"{name}_ms"]]} for name in ("standard", "flash")}
+    passes = {"matmul": [2.2], "mask": [4.5], "softmax": [3.7], "dropout": [4.6], "matmul 2": [1.8]}
+    return [
+        {"kind": "time", **shape("figure2", 1024, "padding"), "ms": ms},
+        {"kind": "passes", "passes": passes, "flash": [2.2]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("judge", "samples", "claims"),
+    [
+        (history_figures.judge, papers_own_history(), {"C4", "C18", "C27", "C28"}),
+        (traffic.judge, papers_own_traffic(), {"C3", "C6"}),
+    ],
+)
+def test_so_do_their_figures_of_what_led_to_flash_and_of_its_traffic(judge, samples, claims):
+    verdicts = judge({"device": GPU, "samples": samples})
+    assert {verdict.claim for verdict in verdicts} == claims
+    for verdict in verdicts:
+        assert verdict.status == "reproduced", verdict
+        assert verdict.ratio == pytest.approx(1, abs=0.01)
+
+
 def test_slower_and_larger_is_not_reproduced():
     samples = papers_own_attention()
     for sample in samples:
