@@ -192,7 +192,7 @@ def _judge_speed(results: Results) -> list[Verdict]:
             n, ours = sample["length"], speedup(sample)
             if n not in (1024, 2048, 4096) or ours is None:
                 continue
-            standard, flash = (paper.FA1_MS[mask, "both", name][n] for name in (BASELINE, OURS))
+            standard, flash = (paper.FA1_MS[mask, name][n] for name in (BASELINE, OURS))
             theirs = standard / flash
             what, passed = f"{BASELINE}/{OURS} time, {words}, {n} tokens", round(ours, 2) >= round(theirs, 2)
             why = "at least the paper's speed-up; milliseconds of an A100 are not compared"
@@ -212,7 +212,7 @@ def _judge_growth(results: Results) -> list[Verdict]:
     growth = [times[2 * n] / times[n] for n in times if n >= 4096 and 2 * n in times]
     if not growth:
         return []
-    ours, flash = statistics.geometric_mean(growth), paper.FA1_MS["plain", "both", "flash"]
+    ours, flash = statistics.geometric_mean(growth), paper.FA1_MS["plain", "flash"]
     theirs = (flash[65536] / flash[4096]) ** (1 / 4)  # four doublings
     what, why = "growth of time when the length doubles, from 4096", "quadratic is 4; within 10 % of it"
     return [compared("C7", what, "{:.2f}x", theirs, ours, 3.6 <= ours <= 4.4, why, results["device"])]

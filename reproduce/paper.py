@@ -2,22 +2,19 @@
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
-# FA1 Tables 9-20: milliseconds on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. Missing lengths: out of memory.
-FA1_MS: dict[tuple[str, str, str], dict[int, float]] = {
+# FA1 Tables 11, 14 and 20: ms of forward and backward on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. Missing
+# lengths: out of memory.
+FA1_MS: dict[tuple[str, str], dict[int, float]] = {
     key: dict(zip(LENGTHS, values, strict=False))
     for key, values in {
-        ("padding+dropout", "both", "standard"): (0.84, 0.86, 2.35, 8.29, 31.75, 124.19),
-        ("padding+dropout", "both", "flash"): (
+        ("padding+dropout", "standard"): (0.84, 0.86, 2.35, 8.29, 31.75, 124.19),
+        ("padding+dropout", "flash"): (
             0.43, 0.41, 0.95, 2.55, 9.56, 37.49, 147.75, 586.61, 2339.11, 9341.30,
         ),
-        ("padding", "both", "standard"): (0.80, 0.81, 2.08, 7.23, 27.51, 107.58),
-        ("padding", "both", "flash"): (0.32, 0.30, 0.83, 2.37, 7.95, 30.77, 119.98, 473.65, 1883.43, 7513.01),
-        ("plain", "forward", "standard"): (0.21, 0.22, 0.43, 1.27, 4.32, 16.47, 67.77),
-        ("plain", "forward", "flash"): (0.08, 0.09, 0.18, 0.68, 2.40, 8.42, 33.54, 134.03, 535.95, 2147.05),
-        ("plain", "backward", "standard"): (0.26, 0.29, 0.78, 2.44, 8.82, 33.87),
-        ("plain", "backward", "flash"): (0.11, 0.16, 0.52, 1.62, 5.45, 21.57, 84.75, 336.00, 1338.56, 5343.19),
-        ("plain", "both", "standard"): (0.67, 0.70, 1.18, 3.67, 13.22, 50.44),
-        ("plain", "both", "flash"): (0.31, 0.31, 0.73, 2.29, 7.64, 30.09, 118.50, 470.51, 1876.08, 7492.85),
+        ("padding", "standard"): (0.80, 0.81, 2.08, 7.23, 27.51, 107.58),
+        ("padding", "flash"): (0.32, 0.30, 0.83, 2.37, 7.95, 30.77, 119.98, 473.65, 1883.43, 7513.01),
+        ("plain", "standard"): (0.67, 0.70, 1.18, 3.67, 13.22, 50.44),
+        ("plain", "flash"): (0.31, 0.31, 0.73, 2.29, 7.64, 30.09, 118.50, 470.51, 1876.08, 7492.85),
     }.items()
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ def papers_own_attention() -> list[dict]:
             ms = {
                 name: {"forward": [0.3 * table[length]] * 3, "backward": [0.7 * table[length]] * 3}
                 for name in ("standard", "flash")
-                if length in (table := paper.FA1_MS[mask, "both", name])
+                if length in (table := paper.FA1_MS[mask, name])
             }
             samples.append({"kind": "time", **shape("fa1", length, mask), "ms": ms})
     for name, table in paper.FA1_MIB.items():
