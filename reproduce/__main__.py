@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             print(listing())
             return 0
         if argv[0] in TOOLS:
-            return importlib.import_module(f"{__package__}.{argv[0]}").main(argv[1:]) or 0
+            return importlib.import_module(f"{__package__}.{argv[0]}").main(argv[1:])
         arguments = _parser().parse_intermixed_args(argv)
         if arguments.name == "all":
             return _run_all(arguments)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from . import paper, plots
-from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, judged, pick, text_table
+from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, compared, judged, pick, text_table
 
 OURS, BASELINE = "flash", "standard"
 PORTABLE = "flash, portable"  # the Triton kernels, also on a Hopper GPU
@@ -106,86 +107,76 @@ def _memory_table(results: Results) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Time with each of the three masks, peak memory, TFLOP/s on FA2's workload; a panel for each one measured."""
-    names = _backends(results, "time")
     shapes = sorted({(s["head_dim"], s["causal"]) for s in _timed(results, figure="fa2")})
     masks = [mask for mask in MASK_NAMES if _timed(results, figure="fa1", mask=mask)]
     panels = len(masks) + bool(_peaks(results)) + len(shapes)
     with plots.picture(path, max(1, panels), title=f"Attention on {results['device']}") as axes:
         free = iter(axes)
         for mask in masks:
-            axis = next(free)
-            _draw_times(axis, _timed(results, figure="fa1", mask=mask), names)
-            axis.set_title(f"Time, {MASK_NAMES[mask]}")
-        if masks:
-            low, high = axes[0].get_ylim()
-            axes[0].set_ylim(low, high * (high / low) ** 0.4)  # room for the legend
-            plots.legend(axes[0], ncols=3, loc="upper left", columnspacing=1, handlelength=1.2)
+            _draw_times(next(free), results, mask)
         if _peaks(results):
             _draw_memory(next(free), results)
         for head_dim, causal in shapes:
-            axis = next(free)
-            samples = _timed(results, figure="fa2", head_dim=head_dim, causal=causal)
-            for name in names:
-                points = [(s["length"], tflops(s, name, "both")) for s in samples if name in s["ms"]]
-                if points:
-                    axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)))
-            _draw_paper_rates(axis, head_dim, causal)
-            plots.length_axis(axis, [s["length"] for s in samples])
-            axis.set_ylim(bottom=0)
-            axis.set_ylabel("TFLOP/s, forward and backward")
-            axis.set_title(f"head_dim {head_dim}{', causal' if causal else ''}, 16k tokens")
+            _draw_rates(next(free), results, head_dim, causal)
+        plots.legend_below(axes)
 
 
-def _draw_times(axis: plots.Axes, samples: list[Sample], names: list[str]) -> None:
-    for name in names:
-        points = [(s["length"], milliseconds(s, name, "both")) for s in samples if name in s["ms"]]
+def _draw_lines(
+    axis: plots.Axes, names: list[str], lengths: list[int], value: Callable[[str, int], float | None]
+) -> None:
+    """A line for each backend through its values against length; ours is drawn last, so that it lies on top."""
+    for name in sorted(names, key=lambda name: name == OURS):
+        points = [(n, found) for n in lengths if (found := value(name, n)) is not None]
         if points:
             axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)), label=name)
-    plots.length_axis(axis, [s["length"] for s in samples])
+    plots.length_axis(axis, lengths)
+
+
+def _draw_times(axis: plots.Axes, results: Results, mask: str) -> None:
+    samples = {s["length"]: s for s in _timed(results, figure="fa1", mask=mask)}
+    names = _backends(results, "time")
+    _draw_lines(axis, names, list(samples), lambda name, n: milliseconds(samples[n], name, "both"))
     axis.set_yscale("log")
     axis.set_ylabel("ms, forward and backward")
+    axis.set_title(f"Time, {MASK_NAMES[mask]}")
 
 
 def _draw_memory(axis: plots.Axes, results: Results) -> None:
-    peaks, names = _peaks(results), _backends(results, "memory")
-    lengths = sorted({n for _, n in peaks})
+    mib = {where: peak / 2**20 for where, peak in _peaks(results).items()}
+    lengths = sorted({n for _, n in mib})
+    _draw_lines(axis, _backends(results, "memory"), lengths, lambda name, n: mib.get((name, n)))
     # A CPU counts one head of one sequence, so the paper's memory, of 128 heads, is drawn divided by 128.
     heads = 1 if _on_cpu(results) else 128
-    explained = _backends(results, "time")
-    for name in names:
-        points = [(n, peaks[name, n] / 2**20) for n in lengths if (name, n) in peaks]
-        label = None if name in explained else name
-        axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name, tuple(names)), label=label)
     for name, series in paper.FA1_MIB.items():
-        points = [(n, mib * heads / 128) for n, mib in series.items() if n in lengths]
+        points = [(n, theirs * heads / 128) for n, theirs in series.items() if n in lengths]
         if points:
-            axis.plot(
-                *zip(*points, strict=True), ":", color=plots.colour(name), label=f"FA1's {name}, Table 21"
-            )
-    plots.length_axis(axis, lengths)
+            label = f"FA1's {name}, Table 21"
+            axis.plot(*zip(*points, strict=True), ":", color=plots.colour(name), label=label)
     axis.set_yscale("log", base=2)
     axis.set_ylabel("peak MiB" + (", one head" if heads == 1 else ""))
     axis.set_title("Peak memory, forward and backward")
-    low, high = axis.get_ylim()
-    axis.set_ylim(low, 4 * high)  # room for the legend
-    plots.legend(axis, ncols=2, loc="upper left")
 
 
 def _on_cpu(results: Results) -> bool:
     return results["device"].startswith("CPU")
 
 
-def _draw_paper_rates(axis: plots.Axes, head_dim: int, causal: bool) -> None:
-    series = paper.FA2_H100.get((head_dim, causal), {}).get("fa2", {})
-    if series:
-        axis.plot(*zip(*series.items(), strict=True), ":", color="black", label="FA2 on an H100")
-        plots.legend(axis, loc="upper left")
+def _draw_rates(axis: plots.Axes, results: Results, head_dim: int, causal: bool) -> None:
+    samples = {s["length"]: s for s in _timed(results, figure="fa2", head_dim=head_dim, causal=causal)}
+    names = _backends(results, "time")
+    _draw_lines(axis, names, list(samples), lambda name, n: tflops(samples[n], name, "both"))
+    if theirs := paper.FA2_H100.get((head_dim, causal)):
+        axis.plot(*zip(*theirs["fa2"].items(), strict=True), ":", color="black", label="FA2 on an H100")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("TFLOP/s, forward and backward")
+    axis.set_title(f"head_dim {head_dim}{', causal' if causal else ''}, 16k tokens")
 
 
 def judge(results: Results) -> list[Verdict]:
     """C7, C8, C17, C20, C24 and C32."""
     return [
         *_judge_speed(results),
+        *_judge_growth(results),
         *_judge_memory(results),
         *_judge_head_dim(results),
         *_judge_causal(results),
@@ -201,51 +192,30 @@ def _judge_speed(results: Results) -> list[Verdict]:
             n, ours = sample["length"], speedup(sample)
             if n not in (1024, 2048, 4096) or ours is None:
                 continue
-            standard, flash = (paper.FA1_MS[mask, "both", name][n] for name in (BASELINE, OURS))
+            standard, flash = (paper.FA1_MS[mask, name][n] for name in (BASELINE, OURS))
             theirs = standard / flash
-            what = f"{BASELINE}/{OURS} time, {words}, {n} tokens"
+            what, passed = f"{BASELINE}/{OURS} time, {words}, {n} tokens", round(ours, 2) >= round(theirs, 2)
             why = "at least the paper's speed-up; milliseconds of an A100 are not compared"
-            verdicts.append(
-                judged(
-                    "C7",
-                    what,
-                    f"{theirs:.2f}x",
-                    f"{ours:.2f}x",
-                    ours / theirs,
-                    round(ours, 2) >= round(theirs, 2),
-                    why,
-                    device,
-                )
-            )
-    compared = [s for s in _timed(results, figure="fa1") if speedup(s)]
-    if compared:
-        slower = ", ".join(f"{s['length']} {s['mask']}" for s in compared if speedup(s) < 1.0) or "none"
+            verdicts.append(compared("C7", what, "{:.2f}x", theirs, ours, passed, why, device))
+    timed = [s for s in _timed(results, figure="fa1") if speedup(s)]
+    if timed:
+        slower = ", ".join(f"{s['length']} {s['mask']}" for s in timed if speedup(s) < 1.0) or "none"
         what = "lengths where ours is slower than standard attention"
-        why = f"over {len(compared)} workloads"
+        why = f"over {len(timed)} workloads"
         verdicts.append(judged("C7", what, "none", slower, None, slower == "none", why, device))
-    times = {
-        s["length"]: t
-        for s in _timed(results, figure="fa1", mask="plain")
-        if (t := milliseconds(s, OURS, "both"))
-    }
-    growth = [times[2 * n] / times[n] for n in times if n >= 4096 and 2 * n in times]
-    if growth:
-        ours, theirs = statistics.geometric_mean(growth), paper.FA1_MS["plain", "both", "flash"]
-        expected = (theirs[65536] / theirs[4096]) ** 0.25
-        what, passed = "growth of time when the length doubles, from 4096", 3.6 <= ours <= 4.4
-        verdicts.append(
-            judged(
-                "C7",
-                what,
-                f"{expected:.2f}x",
-                f"{ours:.2f}x",
-                ours / expected,
-                passed,
-                "quadratic is 4; within 10 % of it",
-                device,
-            )
-        )
     return verdicts
+
+
+def _judge_growth(results: Results) -> list[Verdict]:
+    samples = _timed(results, figure="fa1", mask="plain")
+    times = {s["length"]: t for s in samples if (t := milliseconds(s, OURS, "both"))}
+    growth = [times[2 * n] / times[n] for n in times if n >= 4096 and 2 * n in times]
+    if not growth:
+        return []
+    ours, flash = statistics.geometric_mean(growth), paper.FA1_MS["plain", "flash"]
+    theirs = (flash[65536] / flash[4096]) ** (1 / 4)  # four doublings
+    what, why = "growth of time when the length doubles, from 4096", "quadratic is 4; within 10 % of it"
+    return [compared("C7", what, "{:.2f}x", theirs, ours, 3.6 <= ours <= 4.4, why, results["device"])]
 
 
 def _judge_memory(results: Results) -> list[Verdict]:
@@ -254,28 +224,20 @@ def _judge_memory(results: Results) -> list[Verdict]:
         if (BASELINE, n) in peaks and (OURS, n) in peaks:
             ours = peaks[BASELINE, n] / peaks[OURS, n]
             theirs = paper.FA1_MIB[BASELINE][n] / paper.FA1_MIB[OURS][n]
-            what, passed = f"{BASELINE}/{OURS} peak memory at {n} tokens", ours >= 0.75 * theirs
-            why = "at least the paper's, less 25 %"
-            verdicts.append(
-                judged("C8", what, f"{theirs:.1f}x", f"{ours:.1f}x", ours / theirs, passed, why, basis)
-            )
+            what, why = f"{BASELINE}/{OURS} peak memory at {n} tokens", "at least the paper's, less 25 %"
+            verdicts.append(compared("C8", what, "{:.1f}x", theirs, ours, ours >= 0.75 * theirs, why, basis))
     for name in (OURS, BASELINE):
-        ours = {n: peak for (backend, n), peak in peaks.items() if backend == name and n >= 1024}
-        slope, expected = (
-            log_slope(ours),
-            log_slope({n: m for n, m in paper.FA1_MIB[name].items() if n in ours}),
-        )
-        if slope is not None and expected is not None:
-            what, passed = f"slope of log memory against log length, {name}", abs(slope - expected) <= 0.05
-            figures = (f"{expected:.2f}", f"{slope:.2f}", slope / expected)
+        measured = {n: peak for (backend, n), peak in peaks.items() if backend == name and n >= 1024}
+        theirs = log_slope({n: mib for n, mib in paper.FA1_MIB[name].items() if n in measured})
+        ours = log_slope(measured)
+        if ours is not None and theirs is not None:
+            what, passed = f"slope of log memory against log length, {name}", abs(ours - theirs) <= 0.05
             why = "within 0.05 of Table 21's at the same lengths, from 1024 tokens on"
-            verdicts.append(judged("C8", what, *figures, passed, why, basis))
+            verdicts.append(compared("C8", what, "{:.2f}", theirs, ours, passed, why, basis))
     if (OURS, 65536) in peaks:
         gib, limit = peaks[OURS, 65536] / 2**30, paper.FA1_MIB[OURS][65536] / 1024
-        figures = (f"{limit:.1f} GiB", f"{gib:.1f} GiB", gib / limit, gib <= 1.05 * limit)
-        verdicts.append(
-            judged("C8", "peak memory at 65536 tokens", *figures, "at most the paper's and 5 %", basis)
-        )
+        what, why = "peak memory at 65536 tokens", "at most the paper's and 5 %"
+        verdicts.append(compared("C8", what, "{:.1f} GiB", limit, gib, gib <= 1.05 * limit, why, basis))
     return verdicts
 
 
@@ -318,10 +280,8 @@ def _judge_causal(results: Results) -> list[Verdict]:
         ratios = [t / times[n, True] for (n, causal), t in times.items() if not causal and (n, True) in times]
         if ratios:
             ours = statistics.geometric_mean(ratios)
-            what, why = (
-                f"full over causal time, head_dim {d}, from 4096",
-                "1.7x at least: blocks above the diagonal are skipped",
-            )
+            what = f"full over causal time, head_dim {d}, from 4096"
+            why = "1.7x at least: blocks above the diagonal are skipped"
             figures = ("1.7 to 1.8x", f"{ours:.2f}x", ours / 1.75, ours >= 1.7)
             verdicts.append(judged("C20", what, *figures, why, results["device"]))
     return verdicts
@@ -338,16 +298,14 @@ def _judge_rates(results: Results) -> list[Verdict]:
                 if ours is None:
                     continue
                 beside = ", ".join(f"{n} {tflops(sample, n, phase):.0f}" for n in sample["ms"] if n != OURS)
-                verdict = judged(
-                    "C24",
-                    f"{phase}, head_dim {d}{', causal' if causal else ''}, 8192 tokens",
-                    f"{theirs:.0f} TFLOP/s",
-                    f"{ours:.0f} TFLOP/s",
-                    ours / theirs,
-                    ours >= 0.95 * theirs,
-                    f"95 % at least; FA3 ran on an H100 locked at 1830 MHz, ours is not locked; FA2 had "
-                    f"{series['fa2'][8192]:.0f}. In this run: {beside}",
-                    results["device"],
+                what = f"{phase}, head_dim {d}{', causal' if causal else ''}, 8192 tokens"
+                why = (
+                    "95 % at least; FA3 ran on an H100 locked at 1830 MHz, ours is not locked; FA2 had "
+                    f"{series['fa2'][8192]:.0f}. In this run: {beside}"
+                )
+                passed = ours >= 0.95 * theirs
+                verdict = compared(
+                    "C24", what, "{:.0f} TFLOP/s", theirs, ours, passed, why, results["device"]
                 )
                 verdicts.append(verdict if same_chip else replace(verdict, status=NOT_COMPARABLE))
     return verdicts

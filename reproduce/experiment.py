@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -280,7 +280,7 @@ class Options:
     tiny: bool
     settings: Any
     sample: Callable[..., Sample]
-    say: Callable[[str], None] = field(default=print)
+    say: Callable[[str], None] = print
 
 
 def parse_settings(defaults: Any, overrides: list[str]) -> Any:
@@ -320,6 +320,13 @@ def judged(
     """The verdict on a measured figure that a paper states too: reproduced if it `passed`."""
     status = REPRODUCED if passed else NOT_REPRODUCED
     return Verdict(claim, what, paper, ours, ratio, status, why, basis)
+
+
+def compared(
+    claim: str, what: str, form: str, theirs: float, ours: float, passed: bool, why: str, basis: str
+) -> Verdict:
+    """`judged` for two numbers, each shown in the format `form`, such as "{:.2f}x"."""
+    return judged(claim, what, form.format(theirs), form.format(ours), ours / theirs, passed, why, basis)
 
 
 def own_aim(claim: str, what: str, ours: str, aim: str, met: bool, basis: str, why: str = "") -> Verdict:

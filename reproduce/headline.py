@@ -60,7 +60,7 @@ def _draw_memory(axis: plots.Axes, results: Results) -> None:
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}" if gib >= 1 else f"1/{1 / gib:g}")
     axis.set_ylabel("peak GiB, forward and backward")
-    axis.set_title("Its memory, 16 x 8 heads of 64")
+    axis.set_title("Memory of attention, 16 x 8 heads of 64")
     plots.legend(axis, loc="upper left", reverse=True)
 
 

@@ -1,27 +1,20 @@
-"""Figures printed in the papers, as numbers.
-
-FA1: FlashAttention, arXiv 2205.14135 v2. FA2: FlashAttention-2, 2307.08691. FA3: FlashAttention-3, 2407.08608.
-OS: Online normalizer calculation for softmax, 1805.02867.
-"""
+"""Figures printed in the papers, as numbers; `claims.PAPERS` has their names. FA1's are of its arXiv version 2."""
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
-# FA1 Tables 9-20: milliseconds on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. Missing lengths: out of memory.
-FA1_MS: dict[tuple[str, str, str], dict[int, float]] = {
+# FA1 Tables 11, 14 and 20: ms of forward and backward on an A100-40GB; batch 16, 8 heads, head_dim 64, fp16. Missing
+# lengths: out of memory.
+FA1_MS: dict[tuple[str, str], dict[int, float]] = {
     key: dict(zip(LENGTHS, values, strict=False))
     for key, values in {
-        ("padding+dropout", "both", "standard"): (0.84, 0.86, 2.35, 8.29, 31.75, 124.19),
-        ("padding+dropout", "both", "flash"): (
+        ("padding+dropout", "standard"): (0.84, 0.86, 2.35, 8.29, 31.75, 124.19),
+        ("padding+dropout", "flash"): (
             0.43, 0.41, 0.95, 2.55, 9.56, 37.49, 147.75, 586.61, 2339.11, 9341.30,
         ),
-        ("padding", "both", "standard"): (0.80, 0.81, 2.08, 7.23, 27.51, 107.58),
-        ("padding", "both", "flash"): (0.32, 0.30, 0.83, 2.37, 7.95, 30.77, 119.98, 473.65, 1883.43, 7513.01),
-        ("plain", "forward", "standard"): (0.21, 0.22, 0.43, 1.27, 4.32, 16.47, 67.77),
-        ("plain", "forward", "flash"): (0.08, 0.09, 0.18, 0.68, 2.40, 8.42, 33.54, 134.03, 535.95, 2147.05),
-        ("plain", "backward", "standard"): (0.26, 0.29, 0.78, 2.44, 8.82, 33.87),
-        ("plain", "backward", "flash"): (0.11, 0.16, 0.52, 1.62, 5.45, 21.57, 84.75, 336.00, 1338.56, 5343.19),
-        ("plain", "both", "standard"): (0.67, 0.70, 1.18, 3.67, 13.22, 50.44),
-        ("plain", "both", "flash"): (0.31, 0.31, 0.73, 2.29, 7.64, 30.09, 118.50, 470.51, 1876.08, 7492.85),
+        ("padding", "standard"): (0.80, 0.81, 2.08, 7.23, 27.51, 107.58),
+        ("padding", "flash"): (0.32, 0.30, 0.83, 2.37, 7.95, 30.77, 119.98, 473.65, 1883.43, 7513.01),
+        ("plain", "standard"): (0.67, 0.70, 1.18, 3.67, 13.22, 50.44),
+        ("plain", "flash"): (0.31, 0.31, 0.73, 2.29, 7.64, 30.09, 118.50, 470.51, 1876.08, 7492.85),
     }.items()
 }  # fmt: skip
 
@@ -31,11 +24,19 @@ FA1_MIB = {
     "flash": dict(zip(LENGTHS, (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13376), strict=False)),
 }
 
+# FA1 Table 2: days for 400k steps of 512 sequences of 1024 on eight A100s, Hugging Face over FlashAttention.
+GPT2_TOKENS = 400_000 * 512 * 1024
+GPT2_SPEEDUP = {"gpt2_small": 9.5 / 2.7, "gpt2_medium": 21.0 / 6.9}
+# FA1 Table 4: days of GPT-2 small by context, equal tokens; and those of Megatron-LM at 1024.
+CONTEXT_DAYS = {1024: 2.7, 2048: 3.0, 4096: 3.6}
+MEGATRON_DAYS = 4.7
+
 # FA1 Figure 2 left, both versions of the paper: GPT-2 medium, length 1024, 16 heads, head_dim 64, batch 64, A100.
 FIGURE_2 = {
     "arXiv v2": {"standard_gb": 40.3, "flash_gb": 4.4, "standard_ms": 41.7, "flash_ms": 7.3},
     "NeurIPS 2022": {"standard_gb": 35.3, "flash_gb": 4.4, "standard_ms": 35.1, "flash_ms": 11.7},
 }
+FIGURE_2_HEADS = 64 * 16
 FIGURE_2_FLOPS_RATIO = 75.2 / 66.6
 # FA1 Figure 2 middle: keys per tile (B_c) -> GB and ms of the forward, same shape as Figure 2 left.
 FIGURE_2_TILES = {
@@ -53,6 +54,9 @@ BLOCK_SPARSE_SPEEDUP_64K = {"plain": 7492.85 / 50.39, "padding+dropout": 9341.30
 # OS Figure 3, batch 4000: the length and, by k, the time of safe softmax followed by top-k, over that of both fused.
 TOPK_LENGTH = 25000
 TOPK_SPEEDUP = {5: 5.0, 10: 3.5, 15: 2.0, 30: 1.4}
+
+# FA2 Table 1, GPT3-1.3B: context -> TFLOP/s per A100 without flash attention and with FlashAttention-2.
+GPT3_TFLOPS = {2048: (142, 196), 8192: (72, 220)}
 
 TOKENS_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # FA2 Figure 7, H100, forward and backward, TFLOP/s; 16k tokens, hidden 2048: (head_dim, causal) -> series -> length.

@@ -113,7 +113,7 @@ def _draw_differences(axis: plots.Axes, base: Sample, others: list[Sample], seed
         shade = plots.colour(run["backend"], names)
         axis.plot(differences(run, base), color=shade, linewidth=1, label=run["backend"])
     for run in seeds:
-        label = f"{BASELINE}, seed {run['seed']}"
+        label = f"{BASELINE}, other seeds" if run is seeds[0] else None
         axis.plot(differences(run, base), color="#999999", linewidth=1, label=label)
     axis.set_yscale("symlog", linthresh=1e-7)
     axis.set(title=f"|Loss - {BASELINE}'s|, step by step", xlabel="step", ylabel="nats")

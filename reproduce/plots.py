@@ -95,3 +95,18 @@ def legend(axis: Axes, **options: object) -> None:
     """Add a small legend if anything on the axis has a label."""
     if axis.get_legend_handles_labels()[0]:
         axis.legend(**{"fontsize": 8, **options})
+
+
+def legend_below(axes: list[Axes]) -> None:
+    """Add one small legend for all panels, below them; the figure grows by its height."""
+    handles = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    if not handles:
+        return
+    figure = axes[0].figure
+    columns = int(figure.get_figwidth() / 2.2)  # inches of the longest label
+    figure.set_figheight(figure.get_figheight() + 0.18 * -(-len(handles) // columns))
+    figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside lower left", ncols=columns)

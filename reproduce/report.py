@@ -11,12 +11,12 @@ import html
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import headline
-from .claims import CLAIMS, Claim
+from .claims import CLAIMS, PAPERS, Claim
 from .experiment import (
     AIM_MET,
     AIM_MISSED,
@@ -130,9 +130,9 @@ def _late(documents: list[Results]) -> Iterator[str]:
         for sample in document["samples"]:
             rounds.update(sample.get("late", {}))
         if rounds:
-            listed = ", ".join(f"{name} in {times}" for name, times in rounds.most_common())
+            listed = ", ".join(f"{name} in {count}" for name, count in rounds.most_common())
             where = f"{document['experiment']} on {document['device']}"
-            yield f"rounds of {where} in which the device waited for the host, so that the host was timed: {listed}"
+            yield f"in some rounds of {where} the device waited for the host, so their times may include it: {listed}"
 
 
 def _draw(module: object, document: Results, directory: Path) -> Path | None:
@@ -187,9 +187,8 @@ def _runs(page: Page) -> list[list[str]]:
     for document in page.documents:
         environment = document["environment"]
         versions = f"torch {environment['torch']}, triton {environment['triton']}"
-        commit = (document["commit"] or "unknown")[:9] + (
-            "+changes" if "+" in (document["commit"] or "") else ""
-        )
+        commit, changes, _ = (document["commit"] or "unknown").partition("+")
+        commit = commit[:9] + ("+changes" if changes else "")
         command = shlex.join(document["command"])
         took = f"{document['seconds']:.0f} s"
         row = [document["experiment"], document["state"], document["device"], command, took, document["date"]]
@@ -211,10 +210,10 @@ RUN_COLUMNS = (
 INTRODUCTION = (
     "The papers' figures beside ours. A figure is ours only if a file in results/ holds it; everything else is not "
     "measured. Ratios are ours over the paper's; the column why says what a figure had to reach. Where no paper "
-    "states a figure, ours is held to this project's own aim, with statuses of its own. "
-    "Milliseconds, days and out-of-memory points of another GPU are not "
-    "compared; a count made on a CPU says so in the last column."
+    "states a figure, ours is held to this project's own aim, with statuses of its own. Milliseconds, days and "
+    "out-of-memory points of another GPU are not compared; a count made on a CPU says so in the last column. "
 )
+INTRODUCTION += "; ".join(f"{short}: {paper}" for short, paper in PAPERS.items()) + "."
 
 
 def as_markdown(page: Page, directory: Path) -> str:
@@ -252,7 +251,7 @@ th { text-align: left; color: #777; font-weight: 500; border-bottom: 1px solid #
 th, td { padding: .3rem .8rem .3rem 0; vertical-align: top; } td { border-bottom: 1px solid #eee; }
 th.what { width: 23%; } th.paper { width: 15%; } th.why { width: 25%; } th.from { width: 11%; }
 td.took, td.date, td.device { white-space: nowrap; } td.command { overflow-wrap: anywhere; }
-th.command { width: 22%; } th.changed { width: 30%; }
+th.command { width: 32%; } th.changed { width: 20%; }
 tr.claim td { padding: 1.5rem 0 .35rem; font-size: 1rem; border-bottom: 1px solid #ccc; }
 tr.claim b { color: #888; margin-right: .3rem; } tr.claim small { margin-left: .6rem; }
 tr.claim p { margin: .1rem 0 0; } span.none { white-space: nowrap; }
@@ -284,7 +283,10 @@ def as_html(page: Page) -> str:
     parts += ["<h2 id=pictures>Pictures</h2>"] if page.pictures else []
     for title, path in page.pictures:
         parts += [f"<figure>{_svg(path)}<figcaption>{e(title)}</figcaption></figure>"]
-    parts += ["<h2 id=runs>Runs</h2>", _html_table(RUN_COLUMNS, map(_html_row(RUN_COLUMNS), _runs(page)))]
+    parts += [
+        "<h2 id=runs>Runs</h2>",
+        _html_table(RUN_COLUMNS, [_html_row(RUN_COLUMNS, row) for row in _runs(page)]),
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -304,35 +306,31 @@ def _html_map(page: Page) -> str:
 
 def _html_claims(page: Page) -> str:
     """One table for all claims, so that their columns are aligned, with a heading row for each claim."""
-    row = _html_row(COLUMNS)
     rows = []
     for name, claim in CLAIMS.items():
         text = f"<b>{name}</b> {html.escape(claim.statement)} <small>{html.escape(claim.source)}</small>"
         if claim.estimate:
             text += f"<p>Estimate, not a run: {html.escape(claim.estimate)}.</p>"
         rows.append(f"<tr class=claim id={name}><td colspan={len(COLUMNS)}>{text}</td></tr>")
-        rows += [row(_cells(verdict)) for verdict in page.verdicts[name]]
+        rows += [_html_row(COLUMNS, _cells(verdict)) for verdict in page.verdicts[name]]
     return _html_table(COLUMNS, rows)
 
 
-def _html_table(header: tuple[str, ...], rows: Iterable[str]) -> str:
-    heading = "".join(f'<th class="{cell.split("/")[0]}">{html.escape(cell)}</th>' for cell in header)
+def _html_table(header: tuple[str, ...], rows: list[str]) -> str:
+    heading = "".join(f'<th class="{cell}">{html.escape(cell)}</th>' for cell in header)
     return f"<div class=table><table><tr>{heading}</tr>{''.join(rows)}</table></div>"
 
 
-def _html_row(header: tuple[str, ...]) -> Callable[[list[str]], str]:
-    def row(values: list[str]) -> str:
-        cells = []
-        for column, value in zip(header, values, strict=True):
-            text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(value))
-            if column == "status":
-                text = f'<span class="chip {MARKS[value]}">{text}</span>'
-            elif value == NOT_MEASURED:
-                text = f"<span class=none>{text}</span>"
-            cells.append(f'<td class="{column.split("/")[0]}">{text}</td>')
-        return f"<tr>{''.join(cells)}</tr>"
-
-    return row
+def _html_row(header: tuple[str, ...], values: list[str]) -> str:
+    cells = []
+    for column, value in zip(header, values, strict=True):
+        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(value))
+        if column == "status":
+            text = f'<span class="chip {MARKS[value]}">{text}</span>'
+        elif value == NOT_MEASURED:
+            text = f"<span class=none>{text}</span>"
+        cells.append(f'<td class="{column}">{text}</td>')
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _svg(path: Path) -> str:

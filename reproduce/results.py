@@ -141,25 +141,23 @@ class Store:
             "seconds": 0.0,
             "samples": [],
         }
-        self.earlier_seconds = 0.0
-        earlier = None
-        self.finished = False
-        self.retried: list[Sample] = []
-        if not again:
-            earlier = self._same(read(self.partial)) or self._same(read(self.complete))
+        earlier = None if again else self._reusable(read(self.partial)) or self._reusable(read(self.complete))
         if earlier:
-            self.retried = [s for s in earlier["samples"] if s.get("failed") and not s.get("broke_device")]
-            self.finished = earlier["state"] == "complete" and not self.retried
             self.document["samples"] = list(earlier["samples"])
-            self.earlier_seconds = earlier["seconds"]
+        self.earlier_seconds = earlier["seconds"] if earlier else 0.0
+        self.retried = [s for s in self.failures if not s.get("broke_device")]
+        self.finished = bool(earlier) and earlier["state"] == "complete" and not self.retried
 
-    def _same(self, other: Results | None) -> Results | None:
-        keys = ("settings", "device", "tiny")
-        versions = ("torch", "triton")
-        if other is None or changed_since(other) or any(other[key] != self.document[key] for key in keys):
+    def _reusable(self, other: Results | None) -> Results | None:
+        """The other document if its samples are those that this run would measure."""
+        if other is None or changed_since(other):
             return None
-        same = all(other["environment"][key] == self.document["environment"][key] for key in versions)
-        return other if same else None
+
+        def applies_to(document: Results) -> list[Any]:
+            versions = [document["environment"][name] for name in ("torch", "triton")]
+            return [document["settings"], document["device"], document["tiny"], *versions]
+
+        return other if applies_to(other) == applies_to(self.document) else None
 
     def sample(self, measure: Callable[[], Sample], **where: Any) -> Sample:
         """See `Options.sample`."""
@@ -180,8 +178,6 @@ class Store:
             measured = {"refused": str(error)}
         except torch.OutOfMemoryError:
             measured = {"out_of_memory": True}
-        except OutOfTime:
-            raise
         # One failing kernel (say, one that does not compile for this GPU) must not lose the samples after it. The
         # failure is printed and stored, makes the exit status 1, and is tried again by the next run.
         except Exception as error:
