@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,6 @@ def run(folder: Path, *arguments: str) -> dict:
 
 def install_peer(folder: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Install a stand-in for the Liger-Kernel package, whose loss is off by `factor`."""
-    forget_peer(monkeypatch)
     files = {
         "liger_kernel/__init__.py": "",
         "liger_kernel/ops/__init__.py": "",
@@ -57,14 +57,22 @@ def install_peer(folder: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -
     importlib.invalidate_caches()
 
 
-def forget_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [each for each in sys.modules if each.partition(".")[0] == "liger_kernel"]:
+@pytest.fixture(autouse=True)
+def forget_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test imports liger_kernel anew, and leaves no stand-in to the tests of other files."""
+
+    def imported() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]
+
+    for name in imported():
         monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in imported():
+        del sys.modules[name]
 
 
 @interpreted
 def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path, capsys, monkeypatch):
-    forget_peer(monkeypatch)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     results = run(tmp_path)
     (timed,) = pick(results, kind="time")
