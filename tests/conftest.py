@@ -53,7 +53,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_data(text_file: Path) -> DataConfig:
-    """That text, prepared beside it."""
+    """Settings that read this text, with the prepared corpus in a folder beside it."""
     return DataConfig(
         source="text_files",
         files=str(text_file),
@@ -117,8 +117,8 @@ def command_line(tmp_path: Path, user_environment: dict[str, str]) -> CommandLin
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int | str | None]:
-    """The same in this process: launch a task in an empty directory, and return what the process would exit with, a
-    status or an error message."""
+    """Like `command_line`, but in this process: launch a task in an empty directory, and return what the process
+    would exit with, a status or an error message."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
 

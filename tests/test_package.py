@@ -14,17 +14,17 @@ ROOT = Path(__file__).parents[1]
 LEAVES = ("model", "kernels", "data")
 
 
-def test_the_wheel_has_every_package_of_the_leaves():
+def test_the_wheel_contains_every_package_of_model_kernels_and_data():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = [path.parent for leaf in LEAVES for path in (ROOT / leaf).rglob("__init__.py")]
     names = {".".join(("tilegpt", *folder.relative_to(ROOT).parts)) for folder in folders}
     assert set(setuptools["packages"]) == names
     assert setuptools["package-dir"] == {f"tilegpt.{leaf}": leaf for leaf in LEAVES}
-    # Else a type checker takes everything of theirs for Any. setuptools puts these markers into a wheel unasked.
+    # Without py.typed a type checker treats all they define as Any. setuptools adds the markers to a wheel by itself.
     assert all((ROOT / leaf / "py.typed").is_file() for leaf in LEAVES)
 
 
-def test_names_that_are_loaded_late_are_listed():
+def test_lazily_imported_names_of_model_are_in_all_and_dir():
     assert set(model.__all__) == {"GPTConfig", *model._HOME} <= set(dir(model))
 
 

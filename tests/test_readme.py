@@ -38,7 +38,7 @@ CONTENDERS = {
 
 
 def table(in_its_head: str) -> list[list[str]]:
-    """The cells of each row of a table, its head first, its rule left out."""
+    """The cells of each row of a table, with its header and without the line below the header."""
     lines = (ROOT / "README.md").read_text().splitlines()
     (start,) = (number for number, line in enumerate(lines) if line.startswith("|") and in_its_head in line)
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
@@ -52,12 +52,12 @@ def numbers(cell: str) -> list[str]:
 
 
 def samples(experiment: str, kind: str) -> list[dict]:
-    (path,) = H200.glob(f"{experiment}*.json")  # one that is partial says so in its name
+    (path,) = H200.glob(f"{experiment}*.json")  # NAME.json, or NAME.partial.json of an unfinished run
     document = json.loads(path.read_text())
     return [sample for sample in document["samples"] if sample["kind"] == kind]
 
 
-def test_attentions_milliseconds_are_the_medians_and_the_least_are_bold() -> None:
+def test_attention_table_shows_median_times_with_the_fastest_in_bold() -> None:
     head, *rows = table("batch x heads x length x head_dim")
     assert len(rows) == 7
     timed = [
@@ -84,7 +84,7 @@ def test_attentions_milliseconds_are_the_medians_and_the_least_are_bold() -> Non
                 assert (value != number) == (float(number) == least), (shape, name, phase)
 
 
-def test_trainings_tokens_a_second_and_mfu_are_the_files() -> None:
+def test_training_table_shows_the_measured_tokens_per_second_and_mfu() -> None:
     _, *rows = table("small, eager, fp16, 16 sequences a forward")
     assert [name.strip("*") for name, *_ in rows] == list(CONTENDERS)
     timed = {

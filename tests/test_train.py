@@ -105,7 +105,7 @@ def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_pa
         assert metric in read.stdout
 
 
-def test_a_sweep_leaves_runs_that_can_be_compared(command_line, tiny, tmp_path):
+def test_runs_of_an_attention_sweep_have_equal_losses_and_one_group(command_line, tiny, tmp_path):
     done = command_line("train.py", "-m", "attention=naive,sdpa", *tiny)
     assert done.returncode == 0, done.stderr
     runs = sorted(path for path in only_run(tmp_path).iterdir() if path.is_dir())
@@ -118,7 +118,9 @@ def test_a_sweep_leaves_runs_that_can_be_compared(command_line, tiny, tmp_path):
     assert "null" not in groups.pop()
 
 
-def test_sampling_from_a_run(command_line, started, monkeypatch, capsys, tiny, tmp_path):
+def test_sample_repeats_with_its_seed_and_masks_terminal_control_codes(
+    command_line, started, monkeypatch, capsys, tiny, tmp_path
+):
     assert started(train.main, *tiny) == 0
     arguments = ["sample.py", str(only_run(tmp_path)), "the quick", "--tokens", "20"]
     first = command_line(*arguments)
@@ -135,22 +137,22 @@ def test_sampling_from_a_run(command_line, started, monkeypatch, capsys, tiny, t
     assert sampled("--seed", "1") != first.stdout
     assert sampled("--seed", str(2**64)) == first.stdout  # a seed of any length, as train.py takes
     arguments = ["sample.py", str(only_run(tmp_path)), "--tokens", "20"]
-    assert sampled("the quick") == first.stdout  # the prompt behind the options
-    assert sampled("\x1b[2J").startswith("\x1b[2J")  # a file gets what the model said
+    assert sampled("the quick") == first.stdout  # the prompt after the options
+    assert sampled("\x1b[2J").startswith("\x1b[2J")  # a file gets the text as it is
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert sampled("\x1b[2J\r\x9b\ta").startswith("\ufffd[2J\ufffd\ufffd\ta")  # a terminal would obey
-    assert sampled("a\r\nb").startswith("a\r\nb")  # of a text with the line ends of Windows
+    assert sampled("a\r\nb").startswith("a\r\nb")  # Windows line ends are kept
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.steps=many", "could not be converted to Integer"),  # Hydra says so
-        ("+unknown=1", "unknown is not a setting"),  # and we
+        ("trainer.steps=many", "could not be converted to Integer"),  # Hydra's own message
+        ("+unknown=1", "unknown is not a setting"),  # this project's message
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(command_line, tmp_path, override, said):
-    """In a shell, too; test_command_line.py has the others."""
+def test_a_mistaken_setting_gives_a_one_line_error_in_a_shell(command_line, tmp_path, override, said):
+    """In a process of its own, as from a shell; test_command_line.py has the other mistakes."""
     done = command_line("train.py", override)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
@@ -174,7 +176,7 @@ def test_a_mistake_is_one_line_that_names_it(command_line, tmp_path, override, s
         (["model.document_end=5"], "data.document_mask=true"),
     ],
 )
-def test_what_cannot_run_is_refused_before_the_first_step(
+def test_settings_that_cannot_run_are_refused_before_the_first_step(
     started, monkeypatch, tiny, tmp_path, overrides, said
 ):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -185,7 +187,7 @@ def test_what_cannot_run_is_refused_before_the_first_step(
     assert not any((tmp_path / "runs").iterdir())
 
 
-def test_a_refusal_is_all_that_a_shell_sees(command_line, tiny, tmp_path):
+def test_a_refused_run_prints_no_traceback_and_leaves_no_directory(command_line, tiny, tmp_path):
     done = command_line("train.py", *tiny, "model.block=fused")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -205,7 +207,9 @@ def test_a_refusal_is_all_that_a_shell_sees(command_line, tiny, tmp_path):
     ],
 )
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_out_of_memory_is_one_line_with_the_remedy(started, monkeypatch, tiny, overrides, said, on_gpu):
+def test_out_of_memory_gives_a_one_line_error_with_the_remedy(
+    started, monkeypatch, tiny, overrides, said, on_gpu
+):
     causes = []
 
     def exhausted(*_args):
@@ -228,7 +232,7 @@ def test_out_of_memory_is_one_line_with_the_remedy(started, monkeypatch, tiny, o
     assert isinstance(causes[0], torch.OutOfMemoryError) == on_gpu
 
 
-def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
+def test_flash_runs_in_the_triton_interpreter(command_line, tiny, tmp_path):
     short = ["trainer.steps=3", "model.seq_len=16", "trainer.batch_tokens=32", "data.val_fraction=0.01"]
     done = command_line("train.py", *tiny, *short, "attention=flash", env={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
@@ -236,8 +240,8 @@ def test_flash_runs_in_the_interpreter(command_line, tiny, tmp_path):
     assert json.loads((only_run(tmp_path) / "summary.json").read_text())["attention"] == "flash"
 
 
-def test_a_directory_holds_one_run(started, tiny, tmp_path, capsys):
-    """Another run is refused there; the run itself goes on and keeps its rows."""
+def test_a_run_directory_refuses_another_run_but_allows_resuming(started, tiny, tmp_path, capsys):
+    """Resuming keeps the rows up to its checkpoint and removes newer checkpoints."""
     here = [*tiny, "hydra.run.dir=here", "trainer.save_every=6"]
     assert started(train.main, *here) == 0
     assert "already holds a run: choose another hydra.run.dir" in started(train.main, *here)
@@ -251,7 +255,7 @@ def test_a_directory_holds_one_run(started, tiny, tmp_path, capsys):
     assert sorted(losses_by_step(tmp_path / "here")) == list(range(1, 16))
 
 
-def test_on_resume_the_command_line_decides_the_optimizer(started, tiny, tmp_path):
+def test_resuming_takes_optimizer_settings_from_the_command_line(started, tiny, tmp_path):
     assert started(train.main, *tiny, "hydra.run.dir=a") == 0
     changed = [*tiny, "trainer.steps=20", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.6]"]
     assert started(train.main, *changed, "hydra.run.dir=b", "trainer.resume=a") == 0
@@ -259,7 +263,7 @@ def test_on_resume_the_command_line_decides_the_optimizer(started, tiny, tmp_pat
     assert (group["weight_decay"], tuple(group["betas"])) == (0.5, (0.5, 0.6))
 
 
-def test_refusing_leaves_the_current_directory_alone(command_line, tmp_path):
+def test_a_refused_prepare_does_not_delete_the_current_directory(command_line, tmp_path):
     done = command_line("prepare.py", "data=text_files", "data.files=nothing.txt")
     assert done.returncode == 1
     assert "nothing.txt" in done.stderr
@@ -276,22 +280,22 @@ def test_refusing_leaves_the_current_directory_alone(command_line, tmp_path):
     ],
 )
 @pytest.mark.parametrize("script", ["prepare.py", "train.py"])
-def test_options_stand_before_or_after_the_settings(command_line, tmp_path, script, words):
-    """Also where the settings are not the user's alone: of prepare.py, and of all ranks but the first."""
+def test_hydra_options_work_before_and_after_the_settings(command_line, tmp_path, script, words):
+    """Also where the program adds settings of its own: in prepare.py, and on all ranks but the first."""
     done = command_line(script, *words, env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     assert done.returncode == 0, done.stderr
     assert "source: text_files" in done.stdout
     assert not any(tmp_path.iterdir())
 
 
-def test_a_run_directory_that_cannot_be_made_is_one_line(command_line, tiny):
+def test_a_run_directory_that_cannot_be_created_is_refused_with_the_remedy(command_line, tiny):
     done = command_line("train.py", *tiny, "hydra.run.dir=/proc/run")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: cannot create the run directory (")
     assert "name a writable directory: hydra.run.dir=" in done.stderr
 
 
-def test_a_full_disk_is_one_line(command_line, tiny, tmp_path):
+def test_a_full_disk_ends_training_with_an_error_naming_the_file(command_line, tiny, tmp_path):
     assert command_line("prepare.py", *tiny).returncode == 0  # its files are larger than the limit
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # no file of the run may be larger
@@ -308,7 +312,7 @@ def test_a_full_disk_is_one_line(command_line, tiny, tmp_path):
 
 
 def test_a_numbered_gpu_under_torchrun_is_refused(started, monkeypatch, tiny):
-    """Each rank takes the one of its local rank, whatever was asked for."""
+    """Each rank takes the GPU of its local rank, whatever was asked for."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     error = started(train.main, *tiny, "trainer.device=cuda:1")
@@ -332,7 +336,7 @@ def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, 
     assert not any((tmp_path / "runs").iterdir())  # nothing that would block a second try
 
 
-def test_a_wandb_mode_that_is_none_is_refused(started, monkeypatch, tiny, tmp_path):
+def test_an_invalid_wandb_mode_is_refused(started, monkeypatch, tiny, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "of")
     said = "error: WANDB_MODE=of: it must be online, offline, dryrun, disabled, or unset."
     assert started(train.main, *tiny, "logger=wandb") == said
@@ -340,7 +344,9 @@ def test_a_wandb_mode_that_is_none_is_refused(started, monkeypatch, tiny, tmp_pa
 
 
 @pytest.mark.parametrize("overrides", [[], ["logger.mode=offline"]])
-def test_without_wandb_installed_one_line_says_what_to_do(started, monkeypatch, tiny, tmp_path, overrides):
+def test_missing_wandb_gives_a_one_line_error_with_the_remedy(
+    started, monkeypatch, tiny, tmp_path, overrides
+):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not there
     error = started(train.main, *tiny, "logger=wandb", *overrides)
     assert error == "error: wandb is not installed: pip install wandb, or use logger=none."
@@ -355,8 +361,8 @@ def test_without_wandb_installed_one_line_says_what_to_do(started, monkeypatch, 
         ("prepare.py", ["--help"], "python prepare.py data=text_files data.files='*.txt'"),
     ],
 )
-def test_help_answers_at_once(command_line, script, flags, said):
-    """Without PyTorch, which takes 2 s to import. On a busy machine a clock says nothing: 4 s have been seen."""
+def test_help_is_printed_without_importing_torch(command_line, script, flags, said):
+    """PyTorch takes 2 s to import. The time itself is not tested: on a busy machine it has been 4 s."""
     done = command_line(script, *flags, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0
     assert said in done.stdout
@@ -365,10 +371,10 @@ def test_help_answers_at_once(command_line, script, flags, said):
     assert "torch" not in imported
 
 
-def test_a_terminated_run_saves_and_goes_on_where_it_was(
+def test_a_run_ended_by_sigterm_saves_and_resumes_with_the_same_losses(
     command_line, started, user_environment, tiny, tmp_path
 ):
-    """SIGTERM in the middle: a checkpoint, a resume line; the resumed run's losses are the undisturbed run's."""
+    """It prints the command to resume with; the losses before and after are those of an uninterrupted run."""
     long = [*tiny, "trainer.steps=150", "model.dropout=0.1", "trainer.log_every=7"]
     assert started(train.main, *long, "hydra.run.dir=whole") == 0
     process = subprocess.Popen(
@@ -385,7 +391,7 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "same command without -m " in out
-    assert "'hydra.run.dir=cut short' 'trainer.resume=cut short'" in out  # as a shell takes them
+    assert "'hydra.run.dir=cut short' 'trainer.resume=cut short'" in out  # quoted for a shell
     resumed = command_line("train.py", *long, "hydra.run.dir=resumed", "trainer.resume=cut short")
     assert resumed.returncode == 0, resumed.stderr
     before, after, whole = (losses_by_step(tmp_path / name) for name in ("cut short", "resumed", "whole"))
@@ -394,8 +400,8 @@ def test_a_terminated_run_saves_and_goes_on_where_it_was(
     assert {step: loss for step, loss in (before | after).items() if step in whole} == whole
 
 
-def test_text_goes_where_utf8_does_not(command_line, tiny):
-    """As to a file on Windows: what cannot be written is a question mark, not a traceback at the end of a run."""
+def test_unencodable_characters_are_printed_as_question_marks(command_line, tiny):
+    """As with output to a file on Windows, where a traceback would otherwise end the run."""
     ascii_only = {"PYTHONIOENCODING": "ascii"}
     prompt = ["trainer.sample_prompt='日'", "trainer.sample_tokens=9", "data.tokenizer=bytes"]
     for command in (
@@ -407,7 +413,7 @@ def test_text_goes_where_utf8_does_not(command_line, tiny):
         assert "?" in done.stdout
 
 
-def test_a_run_whose_terminal_closes_saves_too(user_environment, tiny, tmp_path):
+def test_a_run_saves_a_checkpoint_when_its_terminal_closes(user_environment, tiny, tmp_path):
     """As when ssh loses its connection; writing to such a terminal raises."""
     ours, theirs = os.openpty()
     take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
@@ -428,10 +434,10 @@ def test_a_run_whose_terminal_closes_saves_too(user_environment, tiny, tmp_path)
     assert [path.name[:5] for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-"]
 
 
-def test_a_pipe_that_closes_ends_the_run_in_a_line(user_environment, tiny, tmp_path):
+def test_a_run_whose_output_pipe_closes_ends_without_a_traceback(user_environment, tiny, tmp_path):
     """As `train.py ... | head` does."""
     process = subprocess.Popen(
-        # which prints after every step
+        # eval_every=1: it prints after every step
         [sys.executable, ROOT / "train.py", *tiny, "trainer.steps=100000", "trainer.eval_every=1"],
         cwd=tmp_path,
         env=user_environment,
@@ -447,7 +453,9 @@ def test_a_pipe_that_closes_ends_the_run_in_a_line(user_environment, tiny, tmp_p
     assert "Traceback" not in said
 
 
-def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, user_environment, tiny, tmp_path):
+def test_a_killed_run_leaves_a_checkpoint_that_can_be_sampled_from(
+    command_line, user_environment, tiny, tmp_path
+):
     process = subprocess.Popen(
         [
             sys.executable,
@@ -469,7 +477,7 @@ def test_a_killed_run_leaves_a_checkpoint_that_can_be_trusted(command_line, user
     assert done.returncode == 0, done.stderr
 
 
-def test_two_ranks_train_as_one_does(started, user_environment, tiny, tmp_path):
+def test_two_ranks_give_the_same_losses_as_one_rank(started, user_environment, tiny, tmp_path):
     """Real gloo ranks: same losses, same evaluation, one run directory."""
     assert started(train.main, *tiny, "hydra.run.dir=one") == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

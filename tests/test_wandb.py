@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT, measured
 from tests.wandb_stub import WandbStub
 
-# train.py that waits for a server of wandb's as long as its first two arguments say, when it begins and when it ends
+# train.py whose first two arguments say how many seconds it waits for a wandb server at its start and at its end
 IMPATIENT = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -71,7 +71,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_is_one_wandb_run_also_resumed_in_its_directory_and_another_elsewhere(start, server, tmp_path):
+def test_resuming_continues_the_wandb_run_only_in_the_same_directory(start, server, tmp_path):
     said = ended(start("logger.group=both", "logger.tags=[mine]", "attention=naive"))
     ((name, run),) = server.runs.items()
     assert f"{server.url}/someone/tilegpt/runs/{name}" in said
@@ -98,7 +98,7 @@ def test_a_run_is_one_wandb_run_also_resumed_in_its_directory_and_another_elsewh
     assert [row["step"] for row in other.history] == [16, 17, 18]
 
 
-def test_a_server_of_no_use_ends_a_run_only_if_online_was_asked_for(start, server, tmp_path):
+def test_an_unusable_server_ends_a_run_only_with_logger_mode_online(start, server, tmp_path):
     server.stranger = True
     process = start("logger.mode=online")
     _, err = process.communicate(timeout=60)
@@ -113,7 +113,7 @@ def test_a_server_of_no_use_ends_a_run_only_if_online_was_asked_for(start, serve
     assert (tmp_path / "run/summary.json").exists()
 
 
-def test_a_server_that_leaves_costs_the_end_of_a_run_seconds(start, server, tmp_path):
+def test_a_lost_server_delays_the_end_of_a_run_only_by_the_timeout(start, server, tmp_path):
     server.leaves = True
     process = start(patience=(20, 4))
     until((tmp_path / "run/summary.json").exists)
@@ -125,7 +125,7 @@ def test_a_server_that_leaves_costs_the_end_of_a_run_seconds(start, server, tmp_
     )
 
 
-def test_training_outlives_wandbs_own_process(start, tmp_path):
+def test_training_continues_when_the_wandb_process_is_killed(start, tmp_path):
     process = start("trainer.steps=400")
     metrics = tmp_path / "run/metrics.csv"
     until(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 2)
@@ -135,7 +135,7 @@ def test_training_outlives_wandbs_own_process(start, tmp_path):
     assert len(measured(tmp_path / "run", "train/loss")) == 400
 
 
-def test_a_run_begins_offline_if_wandbs_own_process_ends_first(start, server, tmp_path):
+def test_a_run_begins_offline_if_the_wandb_process_is_killed_at_its_start(start, server, tmp_path):
     server.silent = True
     process = start()
     until(lambda: server.waiting > 0)

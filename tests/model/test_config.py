@@ -44,7 +44,7 @@ def test_yaml_fits_the_structured_config(path):
     assert config.vocab_size == 50257  # left to the tokenizer
 
 
-def test_structured_config_refuses_other_types_and_names():
+def test_structured_config_refuses_wrong_types_and_unknown_names():
     schema = OmegaConf.structured(GPTConfig)
     for wrong in ({"n_layer": "many"}, {"n_layers": 2}):
         with pytest.raises(OmegaConfBaseException):

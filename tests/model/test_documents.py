@@ -11,15 +11,15 @@ from model.gpt import GPT, document_offsets
 END = 9
 
 
-def test_offsets_of_documents_and_rows():
+def test_document_offsets_begin_at_each_row_and_after_each_end_token():
     tokens = torch.tensor([[1, 2, END, 3, 4], [END, 5, END, END, 6]])
     offsets = document_offsets(tokens, END)
     assert offsets.dtype == torch.int32
-    # Row 0: [1 2 9] [3 4]. Row 1: [9] [5 9] [9] [6]. Then empty documents up to one a token.
+    # Row 0: [1 2 9] [3 4]. Row 1: [9] [5 9] [9] [6]. Then empty documents, so that there are as many as tokens.
     assert offsets.tolist() == [0, 3, 5, 6, 8, 9, 10, 10, 10, 10, 10]
 
 
-def test_a_document_reads_as_it_would_alone():
+def test_logits_of_a_packed_document_are_those_of_the_document_alone():
     config = GPTConfig(vocab_size=10, seq_len=8, n_layer=2, n_head=2, n_embd=16, document_end=END)
     model = GPT(config, get_attention("naive")).eval()
     packed = torch.tensor([[1, 2, END, 3, 4, 5]])
@@ -30,8 +30,8 @@ def test_a_document_reads_as_it_would_alone():
         assert not torch.equal(model(packed)[0, :2], model(other)[0, :2])
 
 
-def test_what_is_generated_sees_its_own_document_alone():
-    """As in training: after an end token, given or drawn, what was before is hidden, also when the window slides."""
+def test_generated_tokens_attend_only_to_their_own_document():
+    """As in training: tokens before an end token, given or sampled, are masked, also when the window slides."""
     config = GPTConfig(vocab_size=10, seq_len=24, n_layer=2, n_head=2, n_embd=16, document_end=END)
     model = GPT(config, get_attention("naive")).eval()
     with torch.no_grad():

@@ -48,7 +48,7 @@ def uncached(model, tokens, n, temperature, top_k, generator):
     return tokens
 
 
-def test_cached_logits_are_the_uncached_ones(model):
+def test_logits_are_the_same_with_and_without_the_kv_cache(model):
     tokens = prompt(3, 16)
     cache = KVCache(n_layer=2, max_len=16)
     pieces = [model.hidden(piece, cache=cache) for piece in tokens.split([5, 1, 1, 6, 3], dim=1)]
@@ -56,7 +56,7 @@ def test_cached_logits_are_the_uncached_ones(model):
     assert cache.length == 16
 
 
-def test_a_packed_form_is_for_what_is_not_cached(model):
+def test_an_attention_with_a_packed_form_generates_the_same_text(model):
     def attention(q, k, v, **options):
         return plain_attention(q, k, v, **options)
 
@@ -72,7 +72,7 @@ def test_a_packed_form_is_for_what_is_not_cached(model):
 
 @pytest.mark.parametrize("length", [1, 7, 16, 40])
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, None), (1.0, None), (0.7, 5), (1.0, 99)])
-def test_cached_text_is_the_uncached_one_and_goes_beyond_the_window(model, length, temperature, top_k):
+def test_text_beyond_the_window_is_the_same_with_and_without_the_cache(model, length, temperature, top_k):
     tokens = prompt(2, length)
     text = generate(model, tokens, 30, temperature=temperature, top_k=top_k, generator=seeded())
     expected = uncached(model, tokens, 30, temperature, min(top_k, 50) if top_k else None, seeded())
@@ -120,7 +120,7 @@ def test_stops_at_the_end_token(model):
     )
 
 
-def test_draws_without_dropout_and_leaves_the_mode_alone():
+def test_generate_applies_no_dropout_and_keeps_the_training_mode():
     model = GPT(
         GPTConfig(vocab_size=50, seq_len=16, n_layer=1, n_head=2, n_embd=32, dropout=0.5), plain_attention
     )
@@ -141,6 +141,6 @@ def test_draws_without_dropout_and_leaves_the_mode_alone():
         (prompt(1, 1), {"top_k": 0}, "top_k=0"),
     ],
 )
-def test_errors(model, tokens, options, message):
+def test_invalid_arguments_are_refused(model, tokens, options, message):
     with pytest.raises(ValueError, match=message):
         generate(model, tokens, **{"n": 1, "generator": seeded(), **options})

@@ -37,7 +37,7 @@ def some_tokens(*shape, seed=0) -> torch.Tensor:
     return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_initial_weights_have_the_published_spread():
+def test_initial_weights_have_the_published_standard_deviations():
     model = GPT(GPTConfig(vocab_size=512, seq_len=256, n_layer=8, n_head=4, n_embd=256), plain_attention)
     for name, weight in model.named_parameters():
         if name.endswith("c_proj.weight"):
@@ -68,7 +68,7 @@ def test_padding_is_never_predicted_and_gets_no_gradient():
     model = tiny()
     assert model.wte.weight.size(0) == 128
     with torch.no_grad():
-        model.wte.weight[100:] = 50.0 * model.ln_f.weight.new_ones(64)  # would win, were it looked at
+        model.wte.weight[100:] = 50.0 * model.ln_f.weight.new_ones(64)  # would win if it were used
     tokens = some_tokens(2, 32)
     logits = model(tokens)
     assert logits.shape == (2, 32, 100)
@@ -115,7 +115,7 @@ def test_q_k_v_are_views_of_one_buffer():
         assert all(part.shape == (2, 4, 32, 16) and part.stride(-1) == 1 for part in qkv)
 
 
-def test_an_attention_that_takes_qkv_packed_is_given_it_so():
+def test_an_attention_with_a_packed_form_is_called_with_packed_qkv():
     def attention(q, k, v, **options):
         raise AssertionError("training is to call the packed one")
 
@@ -130,8 +130,8 @@ def test_an_attention_that_takes_qkv_packed_is_given_it_so():
     torch.testing.assert_close(*losses)
 
 
-def test_a_wrapper_of_an_attention_is_not_gone_around():
-    """functools.wraps copies attributes, and torch.compile does."""
+def test_a_wrapped_attention_is_called_through_its_wrapper():
+    """functools.wraps and torch.compile copy attributes, so the wrapper has the packed form of what it wraps."""
 
     def packed(qkv, **options):
         raise AssertionError("it is the packed form of what is wrapped")
@@ -150,8 +150,8 @@ def test_a_wrapper_of_an_attention_is_not_gone_around():
     assert len(calls) == TINY["n_layer"]
 
 
-def test_the_layers_of_the_blocks_can_be_replaced():
-    """By functions of their parameters, which get the dropout in training alone, each with a seed of its own."""
+def test_layers_can_be_replaced_by_functions_of_their_parameters():
+    """The functions get the dropout rate in training only, and each call a seed of its own."""
     rates, seeds, looked_up = [], [], []
 
     def linear_gelu(x, weight, bias):
@@ -193,8 +193,8 @@ def test_the_layers_of_the_blocks_can_be_replaced():
     assert fused.state_dict().keys() == torchs.state_dict().keys()
 
 
-def test_a_block_calls_its_own_modules_alone():
-    """What shards blocks one by one (FSDP) depends on it."""
+def test_a_block_calls_only_its_own_modules():
+    """Sharding block by block (FSDP) depends on it."""
     model, owners = tiny(), []
     for index, block in enumerate(model.h):
         for module in block.modules():
@@ -204,7 +204,7 @@ def test_a_block_calls_its_own_modules_alone():
     assert {owners.count(index) for index in range(TINY["n_layer"])} == {len(list(model.h[0].modules()))}
 
 
-def test_scaling_by_layer_index():
+def test_attention_scale_is_divided_by_the_layer_number():
     scales = []
 
     def spy(q, k, v, *, causal, scale):
@@ -215,7 +215,7 @@ def test_scaling_by_layer_index():
     assert scales == pytest.approx([0.25, 0.25 / 2, 0.25 / 3])
 
 
-def test_targets_of_minus_one_do_not_count():
+def test_targets_of_minus_one_are_left_out_of_the_loss():
     model = tiny()
     tokens, targets = some_tokens(2, 32), some_tokens(2, 32, seed=1)
     nll = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none").view(2, 32)
@@ -289,7 +289,7 @@ def test_parameter_counts_are_the_published_ones(size, count):
     assert model.num_parameters(position_embeddings=False) == count - 1024 * n_embd
 
 
-def test_flops_per_token():
+def test_flops_per_token_count_parameters_and_attention():
     model = tiny()
     n = model.num_parameters() - 32 * 64
     assert model.flops_per_token(16) == 6 * n + 12 * 3 * 64 * 16
@@ -309,8 +309,8 @@ def test_errors_name_the_remedy():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_whole_and_once_with_dropout(backend):
-    """One graph, not rebuilt for another dropout seed, with the gradients of the uncompiled model."""
+def test_torch_compile_makes_one_graph_for_all_dropout_seeds(backend):
+    """The loss and the gradients are those of the uncompiled model."""
 
     def attention(q, k, v, *, causal, scale, dropout_p, dropout_seed):
         scores = (q @ k.transpose(-2, -1) * scale).masked_fill(

@@ -101,7 +101,7 @@ def test_another_architecture_is_refused(changes, message):
         from_huggingface(their_model(**changes), plain_attention)
 
 
-def test_what_is_no_gpt2_with_one_table_for_both_ends_is_refused():
+def test_a_model_without_a_tied_language_model_head_is_refused():
     with pytest.raises(ValueError, match="source must be a directory or a GPT2LMHeadModel, got a GPT2Model"):
         from_huggingface(their_model().transformer, plain_attention)
     theirs = their_model()
@@ -110,7 +110,7 @@ def test_what_is_no_gpt2_with_one_table_for_both_ends_is_refused():
         from_huggingface(theirs, plain_attention)
 
 
-def test_a_compiled_model_and_one_that_is_trained_by_ranks_go_there_too():
+def test_to_huggingface_accepts_compiled_and_distributed_models():
     ours = GPT(GPTConfig(101, 24, n_layer=1, n_head=2, n_embd=32), plain_attention)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -130,8 +130,8 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
         from_huggingface(tmp_path, plain_attention)
 
 
-def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
-    """transformers fills them with random numbers."""
+def test_missing_or_misshapen_weights_are_refused_by_name(tmp_path):
+    """transformers would fill them with random numbers."""
     to_huggingface(GPT(GPTConfig(101, 24, n_layer=1, n_head=2, n_embd=32), plain_attention)).save_pretrained(
         tmp_path
     )
@@ -148,12 +148,12 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_to_huggingface_keeps_the_mode(training):
+def test_to_huggingface_keeps_the_training_mode(training):
     ours = GPT(GPTConfig(101, 24, n_layer=1, n_head=2, n_embd=32, dropout=0.5), plain_attention)
     assert to_huggingface(ours.train(training)).training is training
 
 
-def test_this_projects_kernels_are_back_after_an_import():
+def test_our_kernels_package_is_hidden_only_while_importing_transformers():
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "kernels"}
     with _transformers_imports():
         assert sys.modules["kernels"] is None

@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 
 def config(mode: str, folder: Path, on_cpu: bool) -> Config:
-    """Of the test in test_gpu.py that once had a NaN; on a CPU a small one."""
+    """The config of the test in test_gpu.py that once had a NaN; on a CPU, a smaller one."""
     text = folder / "text.txt"
     text.write_text("\n\n".join(" ".join(str(i * j % 97) for j in range(150)) for i in range(60)))
     tested = test_gpu.config(text, "auto", Precision.fp32 if on_cpu else Precision.bf16)

@@ -21,20 +21,20 @@ def test_the_newest_checkpoint_is_found_and_read_back(tmp_path):
     assert checkpoint.load_weights(found, "cpu")["w"].tolist() == [100.0] * 4
 
 
-def test_the_folder_of_checkpoints_names_the_newest(tmp_path):
+def test_find_on_the_checkpoints_folder_returns_the_newest_checkpoint(tmp_path):
     save(tmp_path, 5)
     newest = save(tmp_path, 10)
     assert checkpoint.find(tmp_path / "checkpoints") == newest
 
 
-def test_old_checkpoints_go(tmp_path):
+def test_saving_deletes_old_checkpoints_beyond_the_keep_limit(tmp_path):
     for step in (5, 10, 100, 1000):
         save(tmp_path, step, keep=2)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-00000100", "step-00001000"]
 
 
-def test_a_half_written_checkpoint_is_never_taken_and_is_written_over(tmp_path):
+def test_a_partial_checkpoint_is_ignored_and_overwritten_by_the_next_save(tmp_path):
     save(tmp_path, 5)
     partial = tmp_path / "checkpoints" / "step-00000010.partial"
     partial.mkdir()
@@ -45,8 +45,8 @@ def test_a_half_written_checkpoint_is_never_taken_and_is_written_over(tmp_path):
     assert not partial.exists()
 
 
-def test_rubbish_is_never_in_the_way(tmp_path, monkeypatch):
-    """Left by a kill while an old checkpoint was deleted or replaced, or by a folder that cannot be deleted."""
+def test_leftover_folders_do_not_block_saving_and_are_deleted_later(tmp_path, monkeypatch):
+    """A kill leaves them while an old checkpoint is deleted or replaced; so does a folder that cannot be deleted."""
     folder = tmp_path / "checkpoints"
     for step in (5, 10):
         save(tmp_path, step)
@@ -71,7 +71,7 @@ def test_rubbish_is_never_in_the_way(tmp_path, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000030"]
 
 
-def test_one_that_cannot_be_dropped_does_not_end_the_run(tmp_path, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_path, monkeypatch):
     save(tmp_path, 5, keep=1)
     rename = Path.rename
 
@@ -102,7 +102,7 @@ def test_a_failing_write_leaves_no_checkpoint(tmp_path, monkeypatch, error, said
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_truncated_file_is_named(tmp_path):
+def test_the_error_for_a_truncated_file_names_it_and_an_older_checkpoint(tmp_path):
     weights = save(tmp_path, 5) / "weights.pt"
     weights.write_bytes(weights.read_bytes()[:200])
     with pytest.raises(ConfigError, match=r"weights\.pt cannot be read .* there is no older checkpoint"):
@@ -113,7 +113,7 @@ def test_a_truncated_file_is_named(tmp_path):
         checkpoint.load_weights(newer, "cpu")
 
 
-def test_a_file_of_a_checkpoint_is_told_from_one_that_is_not_there(tmp_path):
+def test_find_reports_a_file_and_a_missing_path_with_different_errors(tmp_path):
     with pytest.raises(ConfigError, match=r"weights\.pt is a file; name a run directory"):
         checkpoint.find(save(tmp_path, 5) / "weights.pt")
     with pytest.raises(ConfigError, match="nothing does not exist"):
@@ -131,7 +131,7 @@ def test_pickled_code_is_not_run(tmp_path):
         checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
 
 
-def test_the_best_stays_and_is_found_by_its_name(tmp_path):
+def test_the_best_checkpoint_is_kept_and_found_through_its_link(tmp_path):
     assert checkpoint.best(tmp_path) is None
     link = tmp_path / "checkpoints" / "best"
     for step, loss in ((5, 3.0), (10, 2.1), (20, None), (30, None)):
@@ -144,13 +144,13 @@ def test_the_best_stays_and_is_found_by_its_name(tmp_path):
     assert checkpoint.find(tmp_path).name == "step-00000030"
     checkpoint.drop_after(tmp_path, 10)
     assert checkpoint.best(tmp_path)
-    checkpoint.drop_after(tmp_path, 5)  # it was of a branch that is left
+    checkpoint.drop_after(tmp_path, 5)  # the best, of step 10, is newer and goes as well
     assert checkpoint.best(tmp_path) is None
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize("at", ["write_text", "symlink_to", "replace"])
-def test_a_kill_leaves_the_old_best(tmp_path, monkeypatch, at):
+def test_a_kill_while_replacing_the_best_checkpoint_leaves_the_old_best(tmp_path, monkeypatch, at):
     save(tmp_path, 5, keep=1)
     checkpoint.keep_best(tmp_path, 5, 3.0, keep=1)
     save(tmp_path, 10, keep=1)
@@ -172,8 +172,8 @@ def test_a_kill_leaves_the_old_best(tmp_path, monkeypatch, at):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "step-00000010"]
 
 
-def test_a_best_that_a_copy_made_a_folder_gives_way(tmp_path):
-    """As `cp -rL` does, and anything else that does not preserve links."""
+def test_a_best_link_that_was_copied_as_a_folder_can_be_replaced(tmp_path):
+    """`cp -rL`, and any other copy that does not preserve links, makes a folder of it."""
     save(tmp_path / "run", 5, keep=1)
     checkpoint.keep_best(tmp_path / "run", 5, 3.0, keep=1)
     copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -198,7 +198,7 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path, place, said):
         checkpoint.find(tmp_path / place)
 
 
-def test_of_a_sweeps_folder_its_runs_are_named(tmp_path):
+def test_find_on_a_sweep_folder_is_refused_and_lists_its_runs(tmp_path):
     for run in ("0_nano_naive", "1_nano_sdpa"):
         save(tmp_path / run, 5)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""How a command line is composed, refused or interrupted. In this process, with tasks that train nothing."""
+"""How a command line is composed, refused or interrupted. Runs in this process, with tasks that train nothing."""
 
 import subprocess
 import sys
@@ -89,22 +89,24 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("model.dropout=1.5", "model.dropout=1.5: it must be at least 0.0"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_remedy(started, tmp_path, capsys, arguments, said):
+def test_a_mistaken_argument_gives_a_one_line_error_with_the_remedy(
+    started, tmp_path, capsys, arguments, said
+):
     error = started(never, *arguments.split())
-    assert not capsys.readouterr().err  # Hydra would print what is raised in a task
+    assert not capsys.readouterr().err  # Hydra prints an exception that a task raises
     assert error.startswith("error: ")
     assert said in error
     assert "\n" not in error
     assert not any(tmp_path.glob("runs/*"))
 
 
-def test_one_string_will_do_where_a_list_is_taken(started):
+def test_a_single_string_is_accepted_for_a_list_setting(started):
     seen = []
     assert started(lambda config, _: seen.append(config.data), "data.roots=/nope", "data.files=[a,b]") == 0
     assert (seen[0].roots, seen[0].files) == (["/nope"], ["a", "b"])
 
 
-def test_a_tilde_behind_an_equals_sign_is_the_home_directory(started, tmp_path, monkeypatch):
+def test_a_tilde_in_a_path_setting_expands_to_the_home_directory(started, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     seen = []
     files, run = "data.files=[a.txt,~/b.txt]", "hydra.run.dir=~/run"
@@ -117,7 +119,7 @@ def test_a_tilde_behind_an_equals_sign_is_the_home_directory(started, tmp_path, 
     assert run_dir == tmp_path / "run"
 
 
-def test_an_interrupt_before_the_first_step_is_one_line_and_leaves_nothing(started, tmp_path, capsys):
+def test_an_early_interrupt_prints_one_line_and_leaves_no_run_directory(started, tmp_path, capsys):
     def interrupted(_config: Config, run_dir: Path) -> None:
         assert run_dir.is_dir()
         raise KeyboardInterrupt
@@ -127,7 +129,7 @@ def test_an_interrupt_before_the_first_step_is_one_line_and_leaves_nothing(start
     assert not any((tmp_path / "runs").iterdir())
 
 
-def test_a_sweep_goes_on_behind_a_refused_run(started, tmp_path):
+def test_a_sweep_continues_after_a_refused_run(started, tmp_path):
     ran = []
 
     def task(config: Config, run_dir: Path) -> None:
@@ -149,7 +151,7 @@ def test_a_sweep_goes_on_behind_a_refused_run(started, tmp_path):
 @pytest.mark.parametrize(
     ("stop", "code", "said"), [(SystemExit(143), 143, []), (KeyboardInterrupt(), 130, ["interrupted"])]
 )
-def test_a_sweep_that_is_stopped_says_what_was_refused(started, capsys, stop, code, said):
+def test_a_stopped_sweep_reports_the_runs_refused_before_the_stop(started, capsys, stop, code, said):
     def task(config: Config, _run_dir: Path) -> None:
         if config.seed == 1:
             raise ConfigError("no")
@@ -160,14 +162,14 @@ def test_a_sweep_that_is_stopped_says_what_was_refused(started, capsys, stop, co
 
 
 @pytest.mark.parametrize("words", [["attention=naive"], ["attention.name=naive"]])
-def test_a_run_is_named_by_its_attention(started, words):
+def test_the_name_of_a_run_directory_contains_the_attention(started, words):
     names = []
     assert started(lambda _config, run_dir: names.append(run_dir.name), *words) == 0
     assert started(lambda _config, run_dir: names.append(run_dir.name), "-m", "seed=1,2", *words) == 0
     assert ["_nano_naive" in name for name in names] == [True] * 3
 
 
-def test_what_is_no_users_mistake_is_not_caught(started):
+def test_an_exception_from_a_bug_in_the_task_is_not_caught(started):
     def broken(_config: Config, _run_dir: Path) -> None:
         raise ValueError("a bug")
 
@@ -179,7 +181,7 @@ def bug(*_args):
     raise ValueError("a bug")
 
 
-def test_sample_and_reproduce_catch_no_bug_either(monkeypatch):
+def test_sample_and_reproduce_do_not_catch_exceptions_from_bugs(monkeypatch):
     monkeypatch.setattr("training.restore.load_run", bug)
     monkeypatch.setattr(sys, "argv", ["sample.py", "run"])
     with pytest.raises(ValueError, match="a bug"):
@@ -193,7 +195,7 @@ def test_sample_and_reproduce_catch_no_bug_either(monkeypatch):
     "value",
     ["runs/a", "a b", "lr=3", "p (1),x", "it's", 'a "b"', "$HOME/`x`", "a\\\\b\\' \\", "ü~", "{a}", "[1,2]"],
 )
-def test_what_is_said_to_be_typed_is_read_as_it_was_meant(value):
+def test_a_suggested_override_keeps_its_value_through_bash_and_hydra(value):
     for write in (for_shell, quoted_for_shell):
         words = subprocess.run(
             ["bash", "-c", f"printf %s {write(f'trainer.resume={value}')}"], capture_output=True, text=True
@@ -201,7 +203,7 @@ def test_what_is_said_to_be_typed_is_read_as_it_was_meant(value):
         assert OverridesParser.create().parse_override(words).value() == value
 
 
-def test_a_config_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+def test_an_unreadable_config_or_tokenizer_of_a_run_gives_a_one_line_error(tmp_path, monkeypatch):
     for name in ("checkpoints/step-00000001/weights.pt", "tokenizer.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -17,13 +17,13 @@ def test_every_option_of_every_group_composes(choice):
     assert isinstance(composed(choice), Config)
 
 
-def test_every_attention_has_its_config_and_no_other():
+def test_attention_configs_are_auto_and_one_for_each_backend():
     assert set(options_of("attention")) == {"auto", *kernels.ATTENTION}
     for name in options_of("attention"):
         assert composed(f"attention={name}").attention.name == name
 
 
-def test_published_sizes_have_the_published_head_dim():
+def test_every_gpt2_size_has_a_head_dim_of_64():
     for name in options_of("model"):
         if name.startswith("gpt2"):
             assert composed(f"model={name}").model.head_dim == 64
@@ -33,20 +33,20 @@ def test_published_sizes_have_the_published_head_dim():
     ("override", "said"),
     [("+unknown=1", "unknown is not a setting"), ("+trainer.lrr=1", "trainer.lrr is not a setting")],
 )
-def test_keys_that_hydra_lets_in_are_refused(override, said):
+def test_unknown_settings_added_with_a_plus_are_refused(override, said):
     with pytest.raises(ConfigError, match=said):
         composed(override)
 
 
 @pytest.mark.parametrize("group", ["schedule", "schedule.decay"])
-def test_a_schedule_is_the_same_by_its_group_and_by_its_decay(group):
+def test_schedule_group_and_schedule_decay_give_the_same_final_fraction(group):
     ends = [
         composed(f"{group}={decay}").schedule.final_fraction for decay in ("cosine", "linear", "constant")
     ]
     assert ends == [0.1, 0.0, None]
 
 
-def test_a_config_survives_its_yaml(tmp_path):
+def test_a_config_written_to_yaml_loads_back_equal(tmp_path):
     config = composed(
         "model=gpt2_small", "trainer.precision=bf16", "data.files=[a.txt,b.txt]", "logger.tags=[x]"
     )
@@ -58,7 +58,7 @@ def with_batch(**trainer) -> Config:
     return Config(model=ModelConfig(seq_len=256), trainer=TrainerConfig(**trainer))
 
 
-def test_accumulation_makes_up_the_global_batch():
+def test_micro_batches_of_all_ranks_add_up_to_the_global_batch():
     config = with_batch(batch_tokens=256 * 48, micro_batch=4)
     for world_size in (1, 2, 4):
         steps, micro_batch = config.accumulation_steps(world_size)
@@ -67,7 +67,7 @@ def test_accumulation_makes_up_the_global_batch():
     assert with_batch(batch_tokens=256 * 48).accumulation_steps(2) == (1, 24)
 
 
-def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
+def test_the_error_for_an_indivisible_batch_names_the_nearest_valid_sizes():
     with pytest.raises(ConfigError, match="3840 or 4096"):
         with_batch(batch_tokens=4000)
     with pytest.raises(ConfigError, match="nearest: 256"):

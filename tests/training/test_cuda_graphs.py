@@ -1,4 +1,4 @@
-"""Where a run replays CUDA graphs; that it computes the same with them is in test_gpu.py."""
+"""Which runs use CUDA graphs. test_gpu.py tests that they compute the same with and without."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from training.distributed import World
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-def test_unasked_they_are_for_compiled_runs_on_one_gpu():
+def test_cuda_graphs_default_to_on_only_for_compiled_runs_on_one_gpu():
     assert resolve_graphs(None, True, World(GPU))
     assert not resolve_graphs(None, False, World(GPU))
     assert not resolve_graphs(None, True, World(CPU))
@@ -26,6 +26,6 @@ def test_unasked_they_are_for_compiled_runs_on_one_gpu():
         (True, World(GPU, size=2), "one GPU, not 2 ranks"),
     ],
 )
-def test_asked_for_in_vain_they_say_what_they_need(is_compiled, ranks, needed):
+def test_requesting_unusable_cuda_graphs_is_refused_with_what_they_need(is_compiled, ranks, needed):
     with pytest.raises(ConfigError, match=f"cuda_graphs=true needs {needed}"):
         resolve_graphs(True, is_compiled, ranks)

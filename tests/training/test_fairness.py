@@ -28,7 +28,10 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 24 bytes: the one to evaluate is two sequences, where 300 took a third of the time."""
+    """Documents of 24 bytes: the one to evaluate is only two sequences.
+
+    One of 300 bytes, as in conftest.py, took a third of the time of these tests.
+    """
     path = tmp_path_factory.mktemp("fairness") / "text.txt"
     path.write_text("\n\n".join(f"{i * i} wizards, {i * 7919} quips" for i in range(1, 61)))
     return path
@@ -57,7 +60,7 @@ def trained(config: Config, folder: Path) -> tuple[list[float], torch.Tensor]:
 
 
 @pytest.mark.parametrize("other", ["sdpa", "flash"])
-def test_same_weights_and_batches(text_file, tmp_path, other):
+def test_weights_and_batches_do_not_depend_on_the_attention(text_file, tmp_path, other):
     naive = Trainer(config(text_file, "naive"), tmp_path, World(torch.device("cpu")))
     switched = Trainer(config(text_file, other), tmp_path, World(torch.device("cpu")))
     for name, weight in naive.model.state_dict().items():
@@ -68,27 +71,27 @@ def test_same_weights_and_batches(text_file, tmp_path, other):
 
 
 @pytest.mark.parametrize("other", ["sdpa", "flash"])
-def test_same_losses_and_no_random_number_drawn(text_file, tmp_path, other):
-    """fp32, so the first losses agree to 1e-5 relative."""
+def test_losses_and_the_random_state_do_not_depend_on_the_attention(text_file, tmp_path, other):
+    """In fp32, so the losses agree to 1e-5 relative."""
     losses, state = trained(config(text_file, "naive"), tmp_path / "naive")
     switched, switched_state = trained(config(text_file, other), tmp_path / other)
     assert switched == pytest.approx(losses, rel=1e-5)
     assert torch.equal(state, switched_state)
 
 
-def test_attention_dropout_shifts_no_other_stream(text_file, tmp_path):
+def test_with_dropout_the_random_state_does_not_depend_on_the_attention(text_file, tmp_path):
     _, state = trained(config(text_file, "naive", dropout=0.2), tmp_path / "naive")
     _, switched = trained(config(text_file, "sdpa", dropout=0.2), tmp_path / "sdpa")
     assert torch.equal(state, switched)
 
 
-def test_evaluation_does_not_move_training(text_file, tmp_path):
+def test_evaluation_during_training_does_not_change_the_losses(text_file, tmp_path):
     never = config(text_file, "sdpa", dropout=0.2)
     often = replace(never, trainer=replace(never.trainer, eval_every=2))
     assert trained(often, tmp_path / "often")[0] == trained(never, tmp_path / "never")[0]
 
 
-def test_the_seed_moves_weights_and_batches(text_file, tmp_path):
+def test_another_seed_changes_weights_and_batches(text_file, tmp_path):
     first = Trainer(config(text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
     other = Trainer(replace(config(text_file, "sdpa"), seed=1), tmp_path, World(torch.device("cpu")))
     assert not torch.equal(first.model.wte.weight, other.model.wte.weight)
@@ -96,7 +99,7 @@ def test_the_seed_moves_weights_and_batches(text_file, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["loss", "block"])
-def test_fused_layers_are_the_same_layers(text_file, tmp_path, option):
+def test_fused_layers_give_the_losses_and_random_state_of_torch_layers(text_file, tmp_path, option):
     plain = config(text_file, "naive")
     fused = replace(plain, model=replace(plain.model, **{option: Layers.fused}))
     losses, state = trained(plain, tmp_path / "plain")
@@ -105,10 +108,10 @@ def test_fused_layers_are_the_same_layers(text_file, tmp_path, option):
     assert torch.equal(state, switched_state)
 
 
-def test_fused_layers_draw_their_dropout_from_a_seed(text_file, tmp_path):
-    """And not from the generator that torch's attention moves, so the masks are the same with any attention.
+def test_dropout_masks_of_fused_layers_are_the_same_with_any_attention(text_file, tmp_path):
+    """They come from a seed, and not from torch's generator, from which torch's attention draws as well.
 
-    One layer and two steps: the interpreter draws a mask row by row, and took 17 s with two and four.
+    One layer and two steps: the interpreter draws a mask row by row, and took 17 s with two layers and four steps.
     """
     plain = config(text_file, "naive", dropout=0.2)
     fused = replace(
@@ -119,11 +122,11 @@ def test_fused_layers_draw_their_dropout_from_a_seed(text_file, tmp_path):
     losses, state = trained(fused, tmp_path / "fused")
     flash, _ = trained(replace(fused, attention=AttentionConfig("flash")), tmp_path / "flash")
     assert flash == pytest.approx(losses, rel=1e-5)
-    torch.manual_seed(stream_seed(fused.seed, "dropout", 1, 0, 0))  # where the last step put it
+    torch.manual_seed(stream_seed(fused.seed, "dropout", 1, 0, 0))  # the last step's seed
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_layers_are_fused_on_a_gpu_by_themselves(text_file, tmp_path):
+def test_layers_are_fused_by_default_on_a_gpu_only(text_file, tmp_path):
     for device, want in (("cuda", Layers.fused), ("cpu", Layers.torch)):
         assert resolve_layers(Layers.auto, "model.loss", torch.device(device)) is want
         assert resolve_layers(Layers.torch, "model.loss", torch.device(device)) is Layers.torch
@@ -132,14 +135,14 @@ def test_layers_are_fused_on_a_gpu_by_themselves(text_file, tmp_path):
     assert trainer.model.loss is cross_entropy
 
 
-def test_options_of_the_attention_reach_both_its_forms(text_file, tmp_path):
+def test_attention_options_reach_the_unpacked_and_the_packed_function(text_file, tmp_path):
     precise = replace(config(text_file, "flash"), attention=AttentionConfig("flash", precise_delta=True))
     attention = Trainer(precise, tmp_path, World(torch.device("cpu"))).model.h[0].attn
     assert attention.attention.keywords == attention.packed.keywords == {"precise_delta": True}
 
 
-def test_flash_drops_what_naive_drops(text_file, tmp_path):
-    """One mask, a function of the seed: with dropout, too, the losses agree."""
+def test_flash_and_naive_attention_use_the_same_dropout_mask(text_file, tmp_path):
+    """The mask is a function of the seed, so the losses agree with dropout as well."""
     losses, state = trained(config(text_file, "naive", dropout=0.2), tmp_path / "naive")
     switched, switched_state = trained(config(text_file, "flash", dropout=0.2), tmp_path / "flash")
     assert switched == pytest.approx(losses, rel=1e-5)
@@ -147,7 +150,7 @@ def test_flash_drops_what_naive_drops(text_file, tmp_path):
 
 
 def test_document_mask_keeps_attention_within_documents(tmp_path):
-    """Backends agree on it, it changes the loss, and one that cannot do it is refused."""
+    """Backends agree on the loss, the mask changes it, and a backend that cannot mask documents is refused."""
     text_file = tmp_path / "short.txt"  # documents of a few tokens, several to a sequence
     text_file.write_text("\n\n".join(str(i) * 5 for i in range(200)))
     masked = config(text_file, "naive")

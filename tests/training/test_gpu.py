@@ -50,8 +50,8 @@ def test_backends_train_alike_in_bf16_under_compile(text_file, tmp_path, attenti
     assert json.loads((tmp_path / attention / "environment.json").read_text())["driver"]
 
 
-def test_a_precision_does_not_run_what_another_compiled(text_file, tmp_path, monkeypatch):
-    """With PyTorch 2.11 alone, fp16's graph came out of the cache for bf16: 2.97 instead of 2.85."""
+def test_compiled_code_is_not_reused_for_another_precision(text_file, tmp_path, monkeypatch):
+    """PyTorch 2.11 by itself took fp16's graph from its cache for bf16: a loss of 2.97 instead of 2.85."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     train(config(text_file, "flash", Precision.fp16), tmp_path / "fp16")
     after = train(config(text_file, "flash"), tmp_path / "bf16")
@@ -61,8 +61,8 @@ def test_a_precision_does_not_run_what_another_compiled(text_file, tmp_path, mon
     assert after["val/loss"] == pytest.approx(alone["val/loss"], rel=0.01)
 
 
-def test_a_profiled_step_says_which_kernels_took_its_time(text_file, tmp_path, capsys):
-    """Those of CUDA graphs too."""
+def test_a_profiled_step_prints_the_kernels_that_took_most_time(text_file, tmp_path, capsys):
+    """Including the kernels that CUDA graphs launch."""
     profiled = config(text_file, "flash")
     train(replace(profiled, trainer=replace(profiled.trainer, profile_step=15)), tmp_path)
     said = capsys.readouterr().out
@@ -72,8 +72,8 @@ def test_a_profiled_step_says_which_kernels_took_its_time(text_file, tmp_path, c
     assert int(re.search(r"total: [\d.]+ ms in (\d+) calls", said)[1]) > 50
 
 
-def test_with_dropout_nothing_draws_but_torchs_attention(text_file, tmp_path):
-    """So the other masks are the same with any attention, compiled too."""
+def test_only_torchs_attention_draws_dropout_from_torchs_generator(text_file, tmp_path):
+    """So the masks of the other layers are the same with any attention, in compiled runs as well."""
     states = {}
     for attention in ("flash", "sdpa"):
         dropped = config(text_file, attention)
@@ -85,13 +85,13 @@ def test_with_dropout_nothing_draws_but_torchs_attention(text_file, tmp_path):
     assert not torch.equal(states["sdpa"], torch.cuda.get_rng_state())
 
 
-def test_auto_is_flash(text_file, tmp_path):
+def test_auto_selects_flash_on_a_gpu(text_file, tmp_path):
     assert train(config(text_file, "auto"), tmp_path)["attention"] == "flash"
 
 
-def test_fp16_scales_its_gradients(text_file, tmp_path, monkeypatch):
-    """The scaler begins at 2^16, overflows, and skips those steps. After 20 steps a skipped one still shows (the
-    second, in 2.931 instead of 2.850 on an H200), so the float32 run leaves out the same."""
+def test_fp16_with_gradient_scaling_reaches_the_loss_of_fp32(text_file, tmp_path, monkeypatch):
+    """The gradient scale begins at 2^16, and steps that overflow are skipped. After 20 steps a skipped one still
+    changes the loss (the second: 2.931 instead of 2.850 on an H200), so the float32 run skips the same steps."""
     skipped = []
 
     class Noting(torch.amp.GradScaler):
@@ -133,7 +133,7 @@ def test_flash_needs_less_memory_than_naive(text_file, tmp_path):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_run_repeats_bit_for_bit_with_and_without_cuda_graphs(text_file, tmp_path, dropout):
-    """Compiled and in bf16. With torch's embedding it does not: compiled, its gradient is summed by atomics."""
+    """Compiled, in bf16, with the fused embedding: when compiled, torch's sums its gradient in a varying order."""
     runs = []
     for number, graphs in enumerate((True, True, False)):
         logging, folder = config(text_file, "auto"), tmp_path / str(number)
@@ -148,7 +148,7 @@ def test_a_run_repeats_bit_for_bit_with_and_without_cuda_graphs(text_file, tmp_p
             assert torch.equal(weights_again[name], weight), name
 
 
-def test_a_resumed_run_goes_on_where_it_was(text_file, tmp_path):
+def test_a_resumed_run_ends_with_the_loss_of_an_uninterrupted_run(text_file, tmp_path):
     whole = config(text_file, "flash")
     whole = replace(whole, trainer=replace(whole.trainer, save_every=10))
     reference = train(whole, tmp_path / "whole")
@@ -157,6 +157,6 @@ def test_a_resumed_run_goes_on_where_it_was(text_file, tmp_path):
     assert train(resumed, tmp_path / "resumed")["val/loss"] == reference["val/loss"]
 
 
-def test_an_attention_that_cannot_is_refused():
+def test_an_attention_without_fp32_support_is_refused():
     with pytest.raises(AttentionError, match="sdpa_cudnn"):
         resolve_attention("sdpa_cudnn", device=torch.device("cuda"), dtype=torch.float32, head_dim=64)

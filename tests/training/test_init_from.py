@@ -54,7 +54,7 @@ def trained(config: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 @pytest.fixture(scope="module")
 def elsewhere(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """The same on another text."""
+    """The same config with another text."""
     text = tmp_path_factory.mktemp("elsewhere") / "text.txt"
     text.write_text("\n\n".join(f"{'pack my box with five dozen jugs ' * n}{n}" for n in range(30)))
     return replace(config, data=text_data(text))
@@ -64,7 +64,7 @@ def having(config: Config, **settings) -> Config:
     return replace(config, trainer=replace(config.trainer, **settings))
 
 
-def test_a_runs_weights_have_the_loss_that_it_ended_with(config, trained, tmp_path, capsys):
+def test_evaluating_a_runs_weights_reproduces_its_final_loss(config, trained, tmp_path, capsys):
     run, ended = trained
     again = train(having(config, init_from=str(run), steps=0), tmp_path / "again")
     assert again["val/loss"] == ended["val/loss"]
@@ -79,8 +79,8 @@ def test_a_runs_weights_have_the_loss_that_it_ended_with(config, trained, tmp_pa
     assert train(rounded, tmp_path / "rounded")["val/loss"] == pytest.approx(ended["val/loss"], rel=0.01)
 
 
-def test_training_goes_on_from_them_on_another_text(elsewhere, trained, tmp_path):
-    """From step 0 on, and through a checkpoint of its own, which records where the weights came from."""
+def test_finetuning_on_another_text_starts_from_the_given_weights(elsewhere, trained, tmp_path):
+    """It begins at step 0 and resumes from its own checkpoint, which records where the weights came from."""
     run, _ = trained
     tuned, drawn = having(elsewhere, init_from=str(run)), Trainer(elsewhere, tmp_path / "drawn", CPU)
     first = Trainer(tuned, tmp_path / "a", CPU)
@@ -96,12 +96,14 @@ def test_training_goes_on_from_them_on_another_text(elsewhere, trained, tmp_path
     for name in ("whole", "cut"):
         began = load_config(tmp_path / name / "config.yaml").trainer.init_from
         assert began == str(run / "checkpoints" / "step-00000008")
-    assert goes_on.trainer.init_from is None  # who asked keeps what was asked
+    assert goes_on.trainer.init_from is None  # resuming does not change the caller's config
 
 
-def test_what_does_not_fit_is_refused_with_what_to_type(config, trained, tmp_path, monkeypatch):
+def test_mismatched_initial_weights_are_refused_with_the_settings_to_use(
+    config, trained, tmp_path, monkeypatch
+):
     run, _ = trained
-    # Before the corpus is made, which may take hours.
+    # They are refused before the corpus is prepared, which may take hours.
     monkeypatch.setattr("training.trainer.prepare_corpus", None)
 
     def refused(said: str, config: Config = config, **settings) -> None:
@@ -135,8 +137,8 @@ def test_what_does_not_fit_is_refused_with_what_to_type(config, trained, tmp_pat
     refused(r"cannot be read as a GPT-2", init_from=str(tmp_path))
 
 
-def test_another_size_is_named_by_its_preset(config, tmp_path):
-    """As a user sees who loads GPT-2's weights into the default run."""
+def test_a_mismatched_model_size_is_reported_by_its_preset(config, tmp_path):
+    """As when a user loads GPT-2's weights into the default run. A size without a preset is given by its settings."""
     from training.init_from import _differing
 
     theirs = GPTConfig(seq_len=512, n_layer=24, n_head=16, n_embd=1024)
@@ -147,7 +149,7 @@ def test_another_size_is_named_by_its_preset(config, tmp_path):
     ]
 
 
-# ---- Hugging Face's ------------------------------------------------------------------------------
+# ---- weights from Hugging Face -------------------------------------------------------------------
 
 
 def write_ranks(path: Path, tokens: int) -> str:
@@ -177,7 +179,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory):
     return model, folder
 
 
-def test_hugging_faces_weights_have_the_loss_that_transformers_computes(started, tiny, theirs, tmp_path):
+def test_hugging_face_weights_have_the_loss_that_transformers_computes(started, tiny, theirs, tmp_path):
     model, folder = theirs
     ranks = write_ranks(tmp_path / "gpt2.tiktoken", 50256)
     evaluation = [*tiny, "hydra.run.dir=run", "trainer.steps=0", f"trainer.init_from={folder}"]
@@ -201,10 +203,10 @@ def test_hugging_faces_weights_have_the_loss_that_transformers_computes(started,
         tokens += int((targets != -1).sum())
     summary = json.loads((run / "summary.json").read_text())
     assert summary["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
-    assert abs(summary["val/loss"] - 10.82) > 0.1  # ln 50257, of weights that know nothing
+    assert abs(summary["val/loss"] - 10.82) > 0.1  # ln 50257, the loss of a uniform guess
 
 
-def test_another_vocabulary_than_gpt2s_is_refused(config, tmp_path):
+def test_hugging_face_weights_with_another_vocabulary_size_are_refused(config, tmp_path):
     pytest.importorskip("transformers")
     small = GPT(GPTConfig(257, 32, n_layer=1, n_head=2, n_embd=32), lambda q, k, v, **_: v)
     to_huggingface(small).save_pretrained(tmp_path)

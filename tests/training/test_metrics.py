@@ -36,13 +36,13 @@ def clock(monkeypatch) -> Clock:
 
 
 def arriving(seconds: list[float], sleep: Callable[[float], None] = time.sleep) -> Iterator[float]:
-    """A batch after each so many seconds."""
+    """Batches, each after the given seconds of waiting."""
     for each in seconds:
         sleep(each)
         yield each
 
 
-def test_warmup_and_pauses_are_not_counted(clock):
+def test_throughput_excludes_warmup_steps_and_pauses(clock):
     meter = Throughput(CPU, warmup_steps=2)
     for number, _ in enumerate(meter.waiting(arriving([5] * 2 + [1] * 10, clock.sleep)), 1):
         clock.sleep(5 if number <= 2 else 2)  # compiling, say
@@ -67,7 +67,7 @@ def test_a_step_is_split_into_its_phases(clock):
         meter.optimizer_begins()
         clock.sleep(2)
         meter.step()
-        clock.sleep(1)  # logging, say, which is of the step and of no phase
+        clock.sleep(1)  # logging, say: it is part of the step but of no phase
         if number == 4:
             meter.mark()
     times = meter.mark()
@@ -78,7 +78,7 @@ def test_a_step_is_split_into_its_phases(clock):
     assert meter.mean == pytest.approx({"step": (6 * 8 + 1) / 6, **phases})
 
 
-def test_a_busy_machine_is_told_of_at_the_end(monkeypatch):
+def test_the_final_report_warns_of_large_variations_in_speed(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     summary = dict.fromkeys(("val/loss", "val/perplexity", "val/bits_per_byte", "seconds"), 1.0)
     summary |= {"steps": 1, "val/tokens": 1, "perf/peak_resident_gib": 1.0}
@@ -93,8 +93,11 @@ def test_a_busy_machine_is_told_of_at_the_end(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_phase_is_what_passes_on_the_stream():
-    """The host queues steps of some 20 ms and waits for none; late data shows in the times, data in time does not."""
+def test_on_a_gpu_phase_times_are_measured_on_the_cuda_stream():
+    """The host queues steps of some 20 ms without waiting for them.
+
+    Data that arrives late adds to the data time; data that arrives while the device is busy does not.
+    """
     meter = Throughput(World(torch.device("cuda", torch.cuda.current_device())), warmup_steps=1)
     cycles = _cycles(0.01)
 
@@ -113,7 +116,7 @@ def test_on_a_gpu_a_phase_is_what_passes_on_the_stream():
     stop.record()
     assert time.perf_counter() - began < 0.05  # the device will take twice as long
     measured = meter.mark()
-    # Some 20 ms: the clock need not be what it was when the cycles were counted, 16 ms beside 12 other processes.
+    # Some 20 ms: the clock rate may have changed since the cycles were counted (16 ms beside 12 other processes).
     step = start.elapsed_time(stop) / 5e3
     split = {"forward_backward": step / 2, "optimizer": step / 2}
     assert measured == pytest.approx({"step": step, "data": 0.0, **split}, abs=0.004)
@@ -134,7 +137,7 @@ def _cycles(seconds: float) -> int:
     return int(10**7 * seconds / (start.elapsed_time(stop) / 1e3))
 
 
-def test_performance_of_a_step_time():
+def test_performance_computes_milliseconds_and_tokens_per_second():
     times = {"step": 0.5, "data": 0.1}
     assert performance(times, tokens_per_step=1000, flops_per_token=10, world=CPU) == {
         "perf/step_ms": 500.0,
@@ -161,7 +164,7 @@ def test_performance_of_a_step_time():
         ("Some Other GPU", None),
     ],
 )
-def test_mfu_only_for_a_known_device(monkeypatch, name, tflops):
+def test_mfu_is_reported_only_for_known_gpus(monkeypatch, name, tflops):
     gpu = World(torch.device("cuda", 0), size=2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert peak_flops(gpu.device) == (tflops and tflops * 1e12)
@@ -188,7 +191,7 @@ print(before, full, peak())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak cannot be reset")
-def test_resident_memory_is_the_runs_own(tmp_path):
+def test_peak_resident_memory_counts_only_the_run_itself(tmp_path):
     """It rises with allocations and falls when a new run begins; a large parent process is not counted."""
     ballast = torch.ones(2**28)  # 1 GiB in this process, the parent
     done = subprocess.run(

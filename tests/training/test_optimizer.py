@@ -17,7 +17,7 @@ def names(model: GPT, group: dict) -> set[str]:
     return {name for name, p in model.named_parameters() if id(p) in ids}
 
 
-def test_only_matrices_of_the_blocks_decay(model):
+def test_weight_decay_applies_only_to_weight_matrices_of_the_blocks(model):
     decayed, kept = parameter_groups(model, 0.1)
     assert decayed["weight_decay"] == 0.1
     assert kept["weight_decay"] == 0.0
@@ -29,12 +29,12 @@ def test_only_matrices_of_the_blocks_decay(model):
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
 
 
-def test_embeddings_decay_on_request(model):
+def test_decay_embeddings_adds_the_embeddings_to_weight_decay(model):
     decayed, _ = parameter_groups(model, 0.1, decay_embeddings=True)
     assert {"wte.weight", "wpe.weight"} < names(model, decayed)
 
 
-def test_step_follows_adamw_by_hand(model):
+def test_the_first_step_matches_adamw_computed_by_hand(model):
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.01, betas=(0.9, 0.99), weight_decay=0.5))
     weight, bias = model.h[0].mlp.c_fc.weight, model.h[0].mlp.c_fc.bias
     before = weight.detach().clone()
@@ -46,7 +46,7 @@ def test_step_follows_adamw_by_hand(model):
     torch.testing.assert_close(bias.detach(), torch.full_like(bias, -0.01))
 
 
-def test_moments_that_are_there_before_the_first_step_change_nothing():
+def test_preallocated_moments_give_the_same_steps_as_torchs_adamw():
     linear = [torch.nn.Linear(4, 3) for _ in range(2)]
     linear[1].load_state_dict(linear[0].state_dict())
     config = OptimizerConfig(weight_decay=0.0)
@@ -64,7 +64,7 @@ def test_moments_that_are_there_before_the_first_step_change_nothing():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_update_clips_steps_and_forgets_the_gradients(keep):
+def test_update_clips_the_gradients_makes_a_step_and_clears_them(keep):
     linear = torch.nn.Linear(2, 1, bias=False)
     optimizer = build_optimizer(linear, OptimizerConfig(lr=0.5, weight_decay=0.0))
     before = linear.weight.detach().clone()

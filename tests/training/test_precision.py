@@ -1,11 +1,11 @@
-"""What torch.compile keeps on disk is kept apart by precision: PyTorch itself does so from 2.13 on only."""
+"""torch.compile's cache on disk is kept apart by precision, which PyTorch itself does only from 2.13 on."""
 
 import torch
 
 from training import precision
 
 
-def test_the_tag_of_compiled_code_names_the_dtype_and_keeps_the_users(monkeypatch):
+def test_the_compile_cache_tag_is_the_users_tag_followed_by_the_dtype(monkeypatch):
     tags = []
 
     def backend(graph, inputs):

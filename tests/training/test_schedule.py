@@ -23,12 +23,12 @@ def test_decay_starts_at_the_peak_and_ends_at_the_final_fraction(decay):
     assert decayed == sorted(decayed, reverse=True)
 
 
-def test_the_final_fraction_is_by_default_the_decays_own():
+def test_each_decay_has_its_own_default_final_fraction():
     for decay, final in (Decay.cosine, 0.1), (Decay.linear, 0.0), (Decay.constant, 1.0):
         assert rates(101, decay=decay)[100] == pytest.approx(final)
 
 
-def test_linear_and_cosine_differ_between():
+def test_cosine_decay_is_above_linear_decay_after_a_quarter_of_the_steps():
     assert (
         rates(101, warmup_fraction=0, decay=Decay.cosine)[25]
         > rates(101, warmup_fraction=0, decay=Decay.linear)[25]

@@ -1,4 +1,4 @@
-"""What a run does when something goes wrong, and that it goes on as if nothing had. About 15 s."""
+"""What a run does when something goes wrong, and that it resumes as if nothing had. About 15 s."""
 
 import base64
 import gzip
@@ -62,14 +62,14 @@ def steps_saved(run: Path) -> list[int]:
 
 
 class Killed(BaseException):
-    """As of a SIGKILL: nothing after it is done."""
+    """Stands for a SIGKILL: the run does nothing after it."""
 
 
 def killed(*_args, **_options):
     raise Killed
 
 
-# ---- what diverges -------------------------------------------------------------------------------
+# ---- divergence ----------------------------------------------------------------------------------
 
 
 def poisoned(config: Config, folder: Path, value: float, at: int) -> Trainer:
@@ -89,7 +89,7 @@ def poisoned(config: Config, folder: Path, value: float, at: int) -> Trainer:
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_gradient_is_refused_before_it_is_saved(config, tmp_path, precision, value):
+def test_a_nonfinite_gradient_ends_the_run_and_no_bad_weights_are_saved(config, tmp_path, precision, value):
     sparse = having(config, precision=precision, log_every=100, save_every=2, keep_checkpoints=1)
     with pytest.raises(
         ConfigError, match=r"norm is (nan|inf) \(.*1 of 16.* wte.weight\) at step 4: .*step-00000002"
@@ -99,19 +99,19 @@ def test_a_bad_gradient_is_refused_before_it_is_saved(config, tmp_path, precisio
     assert all(w.isfinite().all() for w in checkpoint.load_weights(checkpoint.find(tmp_path), "cpu").values())
 
 
-def test_a_step_that_fp16_skips_is_none_to_stop_at(config, tmp_path):
+def test_a_step_skipped_for_fp16_overflow_does_not_end_the_run(config, tmp_path):
     run = poisoned(having(config, precision=Precision.fp16), tmp_path, math.inf, at=6)
     assert math.isfinite(run.run()["val/loss"])
     assert not math.isfinite(float(measured(tmp_path, "train/grad_norm")[6]))
 
 
-def test_a_scale_that_fp16_does_not_find_ends_the_run(config, tmp_path):
+def test_fp16_overflow_at_every_gradient_scale_ends_the_run(config, tmp_path):
     run = poisoned(having(config, precision=Precision.fp16, steps=40), tmp_path, math.inf, at=1)
     with pytest.raises(ConfigError, match=r"at every gradient scale.*at step 17.*no checkpoint was saved"):
         run.run()
 
 
-def test_a_tier_that_no_backend_here_has_is_named(config, tmp_path, monkeypatch):
+def test_an_attention_tier_without_a_usable_backend_is_refused(config, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     wanted = replace(config, attention=AttentionConfig(tier="hopper"))
     with pytest.raises(
@@ -121,7 +121,7 @@ def test_a_tier_that_no_backend_here_has_is_named(config, tmp_path, monkeypatch)
         Trainer(wanted, tmp_path, CPU)
 
 
-def test_a_validation_loss_that_is_none_is_refused(config, tmp_path):
+def test_a_nan_validation_loss_ends_the_run(config, tmp_path):
     assert math.isnan(evaluation.Evaluation(math.nan, 1, 1).perplexity)
     run = Trainer(config, tmp_path, CPU)
     run.model.register_forward_hook(lambda model, _, loss: loss if model.training else loss * math.nan)
@@ -130,11 +130,11 @@ def test_a_validation_loss_that_is_none_is_refused(config, tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-# ---- what goes on --------------------------------------------------------------------------------
+# ---- resuming ------------------------------------------------------------------------------------
 
 
-def test_what_came_after_the_start_is_dropped(config, tmp_path):
-    """The summary as well: it belongs to the branch that is abandoned."""
+def test_resuming_from_an_older_checkpoint_drops_everything_after_it(config, tmp_path):
+    """The summary is dropped as well: it belongs to the abandoned branch."""
     train(having(config, save_every=2, keep_checkpoints=9), tmp_path)
     start = tmp_path / "checkpoints" / "step-00000004"
     saved = checkpoint.load_training(start, "cpu")["seconds"]
@@ -146,7 +146,7 @@ def test_what_came_after_the_start_is_dropped(config, tmp_path):
     assert not (tmp_path / "summary.json").exists()
     assert sorted(measured(tmp_path, "train/loss")) == [1, 2, 3, 4]  # kept, though the run has logged nothing
     assert checkpoint.find(tmp_path) == start
-    # Time goes on as well.
+    # The time continues from the checkpoint's as well.
     summary = train(having(config, save_every=2, resume=str(tmp_path)), tmp_path)
     assert steps_saved(tmp_path) == [6, 8]
     column = [float(row["seconds"]) for row in rows(tmp_path)]
@@ -155,7 +155,7 @@ def test_what_came_after_the_start_is_dropped(config, tmp_path):
 
 
 @pytest.mark.parametrize("at", [4, 8])
-def test_a_run_killed_in_its_evaluation_ends_as_if_it_had_not_been(config, tmp_path, monkeypatch, at):
+def test_resuming_a_run_killed_in_an_evaluation_gives_the_same_results(config, tmp_path, monkeypatch, at):
     config = having(config, save_every=4)
     whole = train(config, tmp_path / "whole")
     evaluate = Trainer._evaluate
@@ -174,8 +174,8 @@ def test_a_run_killed_in_its_evaluation_ends_as_if_it_had_not_been(config, tmp_p
     assert json.loads((tmp_path / "cut" / "summary.json").read_text())["steps"] == 8
 
 
-def test_the_evaluation_at_the_end_is_kept_when_the_run_goes_on(config, tmp_path):
-    """It is not made again, where none is due at that step."""
+def test_extending_a_finished_run_keeps_its_final_evaluation(config, tmp_path):
+    """With eval_every=5 none is due at step 8, so the resumed run does not repeat it."""
     config = having(config, eval_every=5)
     train(config, tmp_path)
     before = measured(tmp_path, "val/loss")
@@ -185,17 +185,17 @@ def test_the_evaluation_at_the_end_is_kept_when_the_run_goes_on(config, tmp_path
     assert after.items() >= before.items()
 
 
-def test_a_row_that_was_cut_short_is_not_kept(config, tmp_path):
+def test_resuming_drops_a_truncated_last_row_of_the_metrics(config, tmp_path):
     train(config, tmp_path)
     before = rows(tmp_path)
     with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("1")  # of 10
+        file.write("1")  # the beginning of step 10's row
     train(having(config, steps=9, resume=str(tmp_path)), tmp_path)
     assert rows(tmp_path)[: len(before) - 1] == before[:-1]
     assert [int(row["step"]) for row in rows(tmp_path)] == sorted(int(row["step"]) for row in rows(tmp_path))
 
 
-def test_resuming_says_what_is_not_as_it_was(config, tmp_path, capsys):
+def test_resuming_reports_changed_settings_and_refuses_conflicting_ones(config, tmp_path, capsys):
     train(config, tmp_path / "a")
     goes_on = having(config, steps=9, save_every=3, resume=str(tmp_path / "a"))
     train(replace(goes_on, optimizer=OptimizerConfig(lr=1e-4)), tmp_path / "b")
@@ -211,7 +211,7 @@ def test_resuming_says_what_is_not_as_it_was(config, tmp_path, capsys):
         train(having(goes_on, steps=7), tmp_path / "c")
 
 
-def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_path, monkeypatch):
+def test_load_run_finds_the_runs_tokenizer_and_refuses_a_changed_one(config, tmp_path, monkeypatch):
     ranks = [bytes([value]) for value in range(256)]
     write = lambda ranks: Path("own.tiktoken").write_bytes(  # noqa: E731
         b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks))
@@ -237,11 +237,11 @@ def test_the_tokenizer_is_found_from_elsewhere_and_must_be_the_runs(config, tmp_
     assert load_run(Path("run"), tokenizer_name="moved.tiktoken")[1].encode_ordinary("the") == [256, 101]
 
 
-# ---- the best ------------------------------------------------------------------------------------
+# ---- the best checkpoint -------------------------------------------------------------------------
 
 
-def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monkeypatch, capsys):
-    """The best of the evaluations before the kill, of those repeated after it, and of the one at the end."""
+def test_the_best_checkpoint_is_kept_when_a_run_is_killed_or_resumed(config, tmp_path, monkeypatch, capsys):
+    """It is the best of the evaluations before the kill, those repeated after it, and the one at the end."""
     losses = {2: 3.0, 4: 2.5, 6: 2.7, 8: 2.6, 10: 2.4, 12: 2.5, 14: 2.3}
     evaluate = Trainer._evaluate
     monkeypatch.setattr(
@@ -264,7 +264,7 @@ def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monke
     train(having(config, resume=str(tmp_path)), tmp_path)
     assert kept() == (4, [4, 8])
     assert f"loss 2.5000, {best}: step-00000004" in capsys.readouterr().out
-    # The evaluation of step 10 is the end's, and is not made again when that run goes on.
+    # Step 10 is evaluated because the run ends there, and is not evaluated again when the run is extended.
     train(having(config, steps=10, resume=str(tmp_path)), tmp_path)
     assert kept() == (10, [10])
     train(having(config, steps=12, eval_every=12, resume=str(tmp_path)), tmp_path)
@@ -280,16 +280,16 @@ def test_the_best_is_kept_and_known_when_the_run_goes_on(config, tmp_path, monke
     assert Trainer(having(config, init_from=str(best)), tmp_path / "b", CPU).config.trainer.init_from == str(
         checkpoint.at(tmp_path, 10)
     )
-    # Elsewhere it is the best of what was evaluated there.
+    # In another run directory it is the best of the evaluations made there.
     train(having(config, steps=12, resume=str(best)), tmp_path / "other")
     found, loss = checkpoint.best(tmp_path / "other")
     assert (found.name, loss) == ("step-00000010", 2.4)
 
 
-# ---- what does not train -------------------------------------------------------------------------
+# ---- runs that do not train ----------------------------------------------------------------------
 
 
-def test_no_step_is_an_evaluation(config, tmp_path, capsys):
+def test_a_run_of_zero_steps_only_evaluates(config, tmp_path, capsys):
     """It evaluates the random initial weights; nothing is saved, and nothing that was not measured is reported."""
     config = having(config, steps=0)
     summary = train(config, tmp_path / "run")
@@ -310,9 +310,7 @@ def test_no_step_is_an_evaluation(config, tmp_path, capsys):
     assert f"{summary['val/loss']:.4f}" in line
 
 
-def test_resumed_elsewhere_at_its_end_a_run_is_evaluated_and_no_checkpoint_is_promised(
-    config, tmp_path, capsys
-):
+def test_a_finished_run_resumed_elsewhere_only_evaluates_and_saves_nothing(config, tmp_path, capsys):
     whole = train(config, tmp_path / "run")
     capsys.readouterr()
     again = train(having(config, resume=str(tmp_path / "run")), tmp_path / "other")
@@ -321,7 +319,7 @@ def test_resumed_elsewhere_at_its_end_a_run_is_evaluated_and_no_checkpoint_is_pr
     assert "sample.py" not in capsys.readouterr().out
 
 
-def test_another_vocabulary_is_refused_before_hours_of_tokenising(config, tmp_path):
+def test_a_mismatched_vocabulary_size_is_refused_before_tokenising(config, tmp_path):
     data = replace(config.data, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match="the tokenizer bytes has 257 tokens"):
         train(replace(config, data=data, model=replace(config.model, vocab_size=50304)), tmp_path / "run")
@@ -330,8 +328,8 @@ def test_another_vocabulary_is_refused_before_hours_of_tokenising(config, tmp_pa
 
 # ---- several ranks -------------------------------------------------------------------------------
 
-# Rank 1 alone has a bad gradient, then alone is told to stop, in a step and in an evaluation. The runs log nothing
-# between their ends.
+# In three runs, only rank 1 has a bad gradient, is told to stop in a step, or is told to stop in an evaluation. They
+# log nothing before they end.
 RANKS = """
 import dataclasses, math, os, pathlib, pickle, signal, sys
 import torch.distributed as dist
@@ -377,7 +375,7 @@ with world("cpu") as ranks:
 """
 
 
-def test_ranks_refuse_and_stop_alike(config, tmp_path, user_environment):
+def test_all_ranks_stop_at_the_same_step_for_the_same_reason(config, tmp_path, user_environment):
     config = having(config, steps=50)
     (tmp_path / "ranks.py").write_text(RANKS)
     done = subprocess.run(
@@ -402,9 +400,7 @@ def test_ranks_refuse_and_stop_alike(config, tmp_path, user_environment):
     assert steps_saved(tmp_path / "evaluating") == [5]
 
 
-def test_told_to_stop_in_its_last_evaluation_a_run_is_whole_and_makes_it_when_it_goes_on(
-    config, tmp_path, monkeypatch, capsys
-):
+def test_a_run_stopped_in_its_final_evaluation_makes_it_when_resumed(config, tmp_path, monkeypatch, capsys):
     whole = train(having(config, steps=3), tmp_path / "whole")
 
     def told(model, *rest):
@@ -425,10 +421,10 @@ def test_told_to_stop_in_its_last_evaluation_a_run_is_whole_and_makes_it_when_it
     assert stopped(tmp_path / "looked", steps=0).endswith("stopped during the evaluation\n")
 
 
-# ---- a profile ----------------------------------------------------------------------------------
+# ---- profiling ----------------------------------------------------------------------------------
 
 
-def test_a_profiled_step_leaves_a_trace_and_says_what_took_its_time(config, tmp_path, capsys):
+def test_a_profiled_step_writes_a_trace_and_prints_the_slowest_operations(config, tmp_path, capsys):
     train(having(config, steps=4, profile_step=3), tmp_path / "run")
     trace = tmp_path / "run/trace-step-00000003.json.gz"
     with gzip.open(trace) as file:
@@ -447,10 +443,10 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(config, tmp_path, c
     said = capsys.readouterr().out
     assert f"step 3: no trace: {trace} cannot be written (No space left on device)" in said
     assert "aten::" in said
-    assert not trace.is_symlink()  # nor half of one is left
+    assert not trace.is_symlink()  # no partial trace is left either
 
 
-def test_a_profile_changes_no_loss_and_counts_for_no_speed(config, tmp_path):
+def test_profiling_changes_no_loss_and_its_step_has_no_measured_speed(config, tmp_path):
     train(having(config, steps=8), tmp_path / "plain")
     train(having(config, steps=8, profile_step=6), tmp_path / "profiled")
     assert measured(tmp_path / "plain", "train/loss") == measured(tmp_path / "profiled", "train/loss")
@@ -458,8 +454,8 @@ def test_a_profile_changes_no_loss_and_counts_for_no_speed(config, tmp_path):
     assert {5, 7} <= set(measured(tmp_path / "profiled", "perf/tokens_per_second"))
 
 
-def test_an_evaluation_that_is_not_made_again_keeps_its_time(config, tmp_path, monkeypatch):
-    """A checkpoint is saved before its step is evaluated; a run resumed with other intervals does not repeat that."""
+def test_resuming_keeps_the_time_of_an_evaluation_it_does_not_repeat(config, tmp_path, monkeypatch):
+    """A checkpoint is saved before its step is evaluated; here the resumed run does not evaluate that step again."""
     whole, slept = Trainer._evaluate, 0.5
 
     def slow(run, done):
@@ -474,7 +470,7 @@ def test_an_evaluation_that_is_not_made_again_keeps_its_time(config, tmp_path, m
     assert seconds[-1] > 2 * slept
 
 
-def test_a_run_whose_last_files_cannot_be_written_did_not_end_well(config, tmp_path, monkeypatch):
+def test_a_run_that_cannot_write_its_summary_is_not_logged_as_finished(config, tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(CsvLogger, "finish", lambda _logger, summary: ended.append(summary))
     (tmp_path / "summary.json.partial").mkdir()
@@ -483,7 +479,7 @@ def test_a_run_whose_last_files_cannot_be_written_did_not_end_well(config, tmp_p
     assert ended == [{}]
 
 
-def test_a_run_directory_that_may_not_be_changed_is_one_line(config, tmp_path):
+def test_resuming_in_an_unwritable_directory_is_refused_with_the_remedy(config, tmp_path):
     train(config, tmp_path)
     (tmp_path / "summary.json").unlink()
     (tmp_path / "summary.json").mkdir()  # cannot be removed as a file, by root either
@@ -494,6 +490,6 @@ def test_a_run_directory_that_may_not_be_changed_is_one_line(config, tmp_path):
 
 
 @pytest.mark.parametrize("step", [0, 9])
-def test_a_step_that_is_none_of_the_run_cannot_be_profiled(config, step):
+def test_a_profile_step_outside_the_run_is_refused(config, step):
     with pytest.raises(ConfigError, match=rf"profile_step is {step}; it must be from 1 to trainer.steps=8"):
         having(config, profile_step=step)
