@@ -1,4 +1,4 @@
-"""Files on disk: whole, or not there."""
+"""Files on disk are complete or absent."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from data.files import written_whole
 
 
-def test_a_file_is_not_there_until_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_appears_only_once_it_is_complete(tmp_path: Path) -> None:
     path, scratch = tmp_path / "shard", tmp_path / "partial"
     scratch.mkdir()
     with written_whole(path, scratch) as file:
@@ -18,7 +18,7 @@ def test_a_file_is_not_there_until_it_is_whole(tmp_path: Path) -> None:
     assert path.read_bytes() == b"first half, second half"
 
 
-def test_what_breaks_off_leaves_the_file_of_before(tmp_path: Path) -> None:
+def test_an_interrupted_write_keeps_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "shard"
     path.write_bytes(b"before")
 

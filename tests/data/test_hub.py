@@ -142,8 +142,8 @@ def refused(hub: HubStub, home: Path, **arguments) -> str:
     return end["refused"]
 
 
-def test_openwebtext_whole_with_a_cut_connection(hub: HubStub, tmp_path: Path):
-    """The client receives blocks of 10 MiB: cut in the middle, the file goes on after the first."""
+def test_openwebtext_download_resumes_after_a_dropped_connection(hub: HubStub, tmp_path: Path):
+    """The client receives blocks of 10 MiB: after a cut in the second, it asks for all that follows the first."""
     noise = [random.randbytes(21 * MIB // ROWS) for _ in range(ROWS)]
     hub.repos[OPENWEBTEXT][OPENWEBTEXT_COMMIT][OPENWEBTEXT_FILES[3]] = parquet(3, noise=noise)
     hub.cut[OPENWEBTEXT_FILES[3]] = 1
@@ -159,7 +159,7 @@ def test_openwebtext_whole_with_a_cut_connection(hub: HubStub, tmp_path: Path):
     assert prepared(hub, tmp_path, source="openwebtext", limit_documents=7)["name"] == "openwebtext-first-7"
 
 
-def test_a_part_of_openwebtext_downloads_only_that(hub: HubStub, tmp_path: Path):
+def test_a_subset_of_openwebtext_downloads_only_its_files(hub: HubStub, tmp_path: Path):
     parts = (
         {"limit_documents": 7},
         {"files": ["plain_text/train-0001[0-2]-*"]},
@@ -186,7 +186,7 @@ def test_a_damaged_download_is_named_removed_and_fetched_again(hub: HubStub, tmp
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_any_dataset_at_main_at_a_commit_and_in_part(hub: HubStub, tmp_path: Path, streaming: bool):
+def test_a_hub_dataset_loads_at_main_at_a_commit_and_by_file(hub: HubStub, tmp_path: Path, streaming: bool):
     common = {**WHOLE, "streaming": streaming}
     old, new = hub.repos["owner/name"]
     ends, _ = attempt(hub, tmp_path, common, {**common, "revision": old})
@@ -198,15 +198,15 @@ def test_any_dataset_at_main_at_a_commit_and_in_part(hub: HubStub, tmp_path: Pat
     assert hub.fetched() == ["plain_text/train-2.parquet"]
 
 
-def test_streaming_with_a_limit_and_a_cut_connection(hub: HubStub, tmp_path: Path):
+def test_streaming_with_a_limit_survives_a_dropped_connection(hub: HubStub, tmp_path: Path):
     hub.cut["plain_text/train-0.parquet"] = 1
     result = prepared(hub, tmp_path, **STREAM, limit_documents=4)
     assert result["documents"] == documents(range(1))[:4]
     assert hub.fetched() == ["plain_text/train-0.parquet"]
 
 
-def test_no_file_beyond_a_streamed_limit_is_downloaded_nor_to_repair_it(hub: HubStub, tmp_path: Path):
-    """Three files are text enough for two processes, which would have taken all of them on."""
+def test_streaming_and_repair_download_no_file_beyond_the_limit(hub: HubStub, tmp_path: Path):
+    """Three files are enough text for two worker processes, which could start on all of them."""
     (result,), _ = attempt(hub, tmp_path, {**STREAM, "limit_documents": 4}, WORKERS="2")
     assert result["documents"] == documents(range(1))[:4]
     assert hub.fetched() == ["plain_text/train-0.parquet"]
@@ -219,7 +219,7 @@ def test_no_file_beyond_a_streamed_limit_is_downloaded_nor_to_repair_it(hub: Hub
     assert hub.fetched() == ["plain_text/train-0.parquet"]
 
 
-def test_a_damaged_file_of_a_dataset(hub: HubStub, tmp_path: Path):
+def test_a_damaged_dataset_file_is_refused_then_downloaded_again(hub: HubStub, tmp_path: Path):
     hub.cut["plain_text/train-0.parquet"] = 1
     hub.spoilt.add("plain_text/train-1.parquet")
     assert "owner/name/train-1.parquet was damaged in the download" in refused(hub, tmp_path, **WHOLE)
@@ -229,7 +229,7 @@ def test_a_damaged_file_of_a_dataset(hub: HubStub, tmp_path: Path):
     assert hub.fetched() == ["plain_text/train-1.parquet"]
 
 
-def test_offline_with_and_without_a_cache(hub: HubStub, tmp_path: Path):
+def test_offline_reads_the_hub_cache_and_is_refused_without_one(hub: HubStub, tmp_path: Path):
     online = prepared(hub, tmp_path, **WHOLE)
     hub.down = True
     hub.log.clear()
@@ -245,10 +245,8 @@ def test_offline_with_and_without_a_cache(hub: HubStub, tmp_path: Path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_offline_main_is_what_it_was_and_not_what_was_downloaded_last(
-    hub: HubStub, tmp_path: Path, streaming: bool
-):
-    """Of a stream nothing is in the Hub cache, and a corpus made of it ahead of time is found none the less."""
+def test_offline_main_is_the_commit_that_main_was_when_online(hub: HubStub, tmp_path: Path, streaming: bool):
+    """Not the commit downloaded last. Streaming leaves no files in the Hub cache, yet its corpus is found offline."""
     dataset = {**WHOLE, "streaming": streaming}
     older = {**dataset, "revision": next(iter(hub.repos["owner/name"]))}
     online, _ = attempt(hub, tmp_path, dataset, older)
@@ -257,8 +255,8 @@ def test_offline_main_is_what_it_was_and_not_what_was_downloaded_last(
     assert offline == online[:1]
 
 
-def test_a_copy_of_another_commit_is_not_taken_for_the_one_that_is_asked_for(hub: HubStub, tmp_path: Path):
-    """`datasets` takes it when anything goes wrong, whatever the revision."""
+def test_a_cached_copy_of_another_commit_is_never_used_in_its_place(hub: HubStub, tmp_path: Path):
+    """`datasets` falls back to such a copy on any error, whatever the revision."""
     older, newer = ({**WHOLE, "revision": commit} for commit in hub.repos["owner/name"])
     both = (newer, {**newer, "streaming": True})
     prepared(hub, tmp_path, **older)
@@ -275,7 +273,7 @@ def test_a_copy_of_another_commit_is_not_taken_for_the_one_that_is_asked_for(hub
     assert [end["documents"] for end in again] == [documents(range(3))] * 2
 
 
-def test_what_datasets_saved_to_disk_is_read(hub: HubStub, tmp_path: Path):
+def test_a_folder_from_save_to_disk_is_read_if_files_name_arrow(hub: HubStub, tmp_path: Path):
     import datasets
 
     hub.down = True
@@ -298,7 +296,7 @@ def test_a_dead_network_fails_in_seconds_with_the_remedy(hub: HubStub, tmp_path:
         assert "HF_HUB_OFFLINE=1" in end["refused"]
 
 
-def test_a_network_that_dies_in_the_middle_fails_at_once_and_goes_on_later(hub: HubStub, tmp_path: Path):
+def test_a_broken_openwebtext_download_fails_fast_and_resumes_later(hub: HubStub, tmp_path: Path):
     hub.dead.add(OPENWEBTEXT_FILES[2])
     start = time.perf_counter()
     message = refused(hub, tmp_path, source="openwebtext", limit_documents=12)
@@ -312,9 +310,7 @@ def test_a_network_that_dies_in_the_middle_fails_at_once_and_goes_on_later(hub: 
     assert hub.fetched() == [OPENWEBTEXT_FILES[2]]
 
 
-def test_what_a_killed_download_left_is_removed_and_a_download_that_goes_on_is_not(
-    hub: HubStub, tmp_path: Path
-):
+def test_leftovers_of_a_killed_download_are_removed_active_ones_kept(hub: HubStub, tmp_path: Path):
     def unfinished() -> list[Path]:
         return list(tmp_path.glob("hf/hub/*/blobs/*.incomplete"))
 
@@ -344,15 +340,15 @@ def test_what_a_killed_download_left_is_removed_and_a_download_that_goes_on_is_n
         (PART, OPENWEBTEXT_FILES[2], "mute"),
     ],
 )
-def test_a_network_that_dies_on_the_way_is_given_up_with_the_remedy(
+def test_a_network_lost_during_download_is_refused_with_the_remedy(
     hub: HubStub, tmp_path: Path, arguments: dict, file: str, how: str
 ):
-    """With every wait shortened it takes 2 to 5 s; as the clients would have it, 28 s to minutes."""
+    """With every wait shortened this takes 2 to 5 s; with the clients' defaults, 28 s to minutes."""
     hub.dies_at[file] = how
     start = time.perf_counter()
     (end,), _ = attempt(hub, tmp_path, arguments, HURRY="1")
     assert time.perf_counter() - start < 15
-    # 6 or 7 tries; left to itself `datasets` has 120.
+    # 6 or 7 tries; the default of `datasets` is 120.
     assert sum(path.endswith(file) for _, path, _ in hub.log) < 10
     assert f"no answer from {hub.url}" in end["refused"]
     assert "HF_ENDPOINT" in end["refused"]
@@ -362,15 +358,15 @@ def test_a_network_that_dies_on_the_way_is_given_up_with_the_remedy(
     assert result["documents"] == documents(range(3))[: arguments.get("limit_documents")]
 
 
-def test_too_small_a_disk_for_the_hub_cache_is_refused_with_what_moves_it(hub: HubStub, tmp_path: Path):
+def test_too_little_disk_for_the_hub_cache_is_refused_naming_hf_home(hub: HubStub, tmp_path: Path):
     """The files of /proc are on a disk of their own that has no room."""
     (end,), _ = attempt(hub, tmp_path, {"source": "openwebtext"}, HF_HOME="/proc/hf")
     assert "not enough disk space: openwebtext needs about 24.2 GB in /proc/hf/hub" in end["refused"]
     assert end["refused"].endswith("0 B free: free some, or choose another disk with HF_HOME")
 
 
-def test_a_hub_cache_out_of_room_in_the_middle_is_refused_with_what_moves_it(hub: HubStub, tmp_path: Path):
-    """In the download, in the Arrow copy of it (the download is compressed), and in one of OpenWebText's."""
+def test_a_hub_cache_disk_that_fills_up_is_refused_naming_hf_home(hub: HubStub, tmp_path: Path):
+    """During a download, while writing its Arrow copy (which is not compressed), and with OpenWebText."""
     noise = parquet(0, noise=[random.randbytes(10_000) for _ in range(ROWS)])
     hub.add("owner/download", {"README.md": CARD, "plain_text/train-0.parquet": noise})
     zeros = parquet(0, zeros=[bytes(10_000)] * ROWS)
@@ -386,7 +382,7 @@ def test_a_hub_cache_out_of_room_in_the_middle_is_refused_with_what_moves_it(hub
     assert [end["documents"] for end in again] == [documents(range(1))] * 2 + [documents(range(1))[:4]]
 
 
-def test_a_hub_cache_that_cannot_be_written_is_refused_with_what_moves_it(hub: HubStub, tmp_path: Path):
+def test_an_unwritable_hub_cache_is_refused_naming_hf_home(hub: HubStub, tmp_path: Path):
     (tmp_path / "hf").write_text("a file, so there is no folder below it, also not for root")
     ends, _ = attempt(hub, tmp_path, WHOLE, STREAM, PART)
     for end in ends:
@@ -394,7 +390,7 @@ def test_a_hub_cache_that_cannot_be_written_is_refused_with_what_moves_it(hub: H
         assert "use HF_HOME to choose a folder that you can write to" in end["refused"]
 
 
-def test_what_cannot_be_had_is_said(hub: HubStub, tmp_path: Path):
+def test_a_missing_column_split_config_repo_or_revision_is_named(hub: HubStub, tmp_path: Path):
     hub.add("owner/script", {"README.md": b"# old", "script.py": b"raise SystemExit"})
     wrong = {
         "no column 'content'; it has text": {"column": "content"},
@@ -411,8 +407,10 @@ def test_what_cannot_be_had_is_said(hub: HubStub, tmp_path: Path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_folder_is_read_through_datasets_without_a_hub(hub: HubStub, tmp_path: Path, streaming: bool):
-    """JSON lines, parquet, and CSV, which no reader of ours knows."""
+def test_a_local_folder_is_read_through_datasets_without_network(
+    hub: HubStub, tmp_path: Path, streaming: bool
+):
+    """JSON lines, parquet, and CSV, for which this package has no reader."""
     hub.down = True
     lines = [json.dumps({"text": text}) + "\n" for text in documents(range(2))]
     written = {
@@ -439,7 +437,7 @@ def test_a_folder_is_read_through_datasets_without_a_hub(hub: HubStub, tmp_path:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_shard_of_a_folder_is_made_again(hub: HubStub, tmp_path: Path, streaming: bool):
+def test_repair_rebuilds_a_shard_from_a_local_folder(hub: HubStub, tmp_path: Path, streaming: bool):
     hub.down = True
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "rows.parquet").write_bytes(parquet(0))
@@ -451,8 +449,8 @@ def test_a_shard_of_a_folder_is_made_again(hub: HubStub, tmp_path: Path, streami
     assert shard.read_bytes() == whole
 
 
-def test_hidden_files_beside_a_dataset_make_no_other_corpus(hub: HubStub, tmp_path: Path):
-    """Git's, say; but those that are asked for do."""
+def test_hidden_files_count_only_if_they_are_asked_for(hub: HubStub, tmp_path: Path):
+    """A change in .git leaves the corpus as it is; a change in a hidden folder named in `files` makes another."""
     hub.down = True
     folder = tmp_path / "rows"
     for name in (".git/index", ".held/rows.parquet"):
@@ -470,7 +468,7 @@ def test_hidden_files_beside_a_dataset_make_no_other_corpus(hub: HubStub, tmp_pa
     assert after[1]["documents"] == documents(range(2, 3))
 
 
-def test_a_folder_of_txt_files_is_refused_before_its_line_ends_are_lost(hub: HubStub, tmp_path: Path):
+def test_a_hub_folder_of_txt_files_is_refused_naming_text_files(hub: HubStub, tmp_path: Path):
     hub.down = True
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one document\nof two lines\n")

@@ -43,7 +43,7 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
     return inspect
 
 
-def test_a_corpus_and_the_run_that_names_it(
+def test_a_run_directory_shows_the_same_as_its_corpus(
     inspect: Inspect, corpus: Corpus, documents: list[str], tmp_path: Path
 ):
     command = [sys.executable, "-m", "data.inspect", str(corpus.directory), "--documents", "2"]
@@ -65,7 +65,7 @@ def test_a_corpus_and_the_run_that_names_it(
     assert inspect(run, "--documents", 2).stdout == shown.stdout
 
 
-def test_damage_is_found_told_and_repaired(inspect: Inspect, corpus: Corpus):
+def test_damaged_shards_are_reported_and_repaired(inspect: Inspect, corpus: Corpus):
     for shard in ("train-00001.bin", "val-00000.bin"):
         path = corpus.directory / shard
         content = bytearray(path.read_bytes())
@@ -80,7 +80,7 @@ def test_damage_is_found_told_and_repaired(inspect: Inspect, corpus: Corpus):
     assert inspect(corpus.directory).returncode == 0
 
 
-def test_a_reader_that_stops_early_is_no_error(corpus: Corpus):
+def test_a_closed_output_pipe_is_not_an_error(corpus: Corpus):
     """As `python -m data.inspect CORPUS | head` does."""
     command = [sys.executable, "-m", "data.inspect", str(corpus.directory)]
     with subprocess.Popen(
@@ -90,7 +90,7 @@ def test_a_reader_that_stops_early_is_no_error(corpus: Corpus):
         assert process.stderr.read() == ""
 
 
-def test_of_a_folder_of_runs_or_corpora_one_is_asked_for(corpus: Corpus, tmp_path: Path):
+def test_a_folder_of_several_runs_or_corpora_asks_to_name_one(corpus: Corpus, tmp_path: Path):
     with pytest.raises(
         DataError, match=f"holds prepared corpora: name one of these folders in it: {corpus.directory.name}$"
     ):
@@ -103,7 +103,7 @@ def test_of_a_folder_of_runs_or_corpora_one_is_asked_for(corpus: Corpus, tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["."], ["{corpus}", "--repair", "train-99999.bin"]])
-def test_what_is_no_corpus_or_shard_is_said_in_one_line(
+def test_a_path_that_is_not_a_corpus_or_shard_is_a_one_line_error(
     inspect: Inspect, corpus: Corpus, arguments: list[str]
 ):
     refused = inspect(*(argument.format(corpus=corpus.directory) for argument in arguments))
@@ -112,7 +112,7 @@ def test_what_is_no_corpus_or_shard_is_said_in_one_line(
     assert refused.stderr.startswith("error: ")
 
 
-def test_a_changed_source_cannot_repair(inspect: Inspect, tmp_path: Path):
+def test_repair_is_refused_if_the_source_files_have_changed(inspect: Inspect, tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
     corpus = prepare(
         make_corpus("text_files", files=str(tmp_path / "a.txt"), separator="\n\n"), "bytes", tmp_path
@@ -124,7 +124,7 @@ def test_a_changed_source_cannot_repair(inspect: Inspect, tmp_path: Path):
     assert "has changed since" in refused.stderr
 
 
-def test_a_rank_file_that_changed_is_said_to_have(
+def test_a_changed_tokenizer_file_is_refused(
     inspect: Inspect, documents: list[str], rank_file: str, tmp_path: Path
 ):
     ranks = Path(shutil.copy(rank_file, tmp_path / "own.tiktoken"))
@@ -142,7 +142,7 @@ def test_a_rank_file_that_changed_is_said_to_have(
     assert inspect(corpus.directory).returncode == 0
 
 
-def test_a_rank_file_named_from_its_folder_is_found_from_another(
+def test_a_relative_tokenizer_path_is_found_from_another_folder(
     inspect: Inspect, documents: list[str], rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "a=b c"
@@ -155,7 +155,7 @@ def test_a_rank_file_named_from_its_folder_is_found_from_another(
     shown = inspect(corpus.directory)  # from ROOT
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("validation document") == 3
-    # The path is no part of what the corpus is.
+    # The tokenizer's path is not part of the corpus's identity.
     moved = ranks.rename(tmp_path / "moved.tiktoken")
     assert prepare(source, "../moved.tiktoken", "cache", workers=1).directory == corpus.directory
     (corpus.directory / "train-00000.bin").unlink()

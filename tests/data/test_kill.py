@@ -1,4 +1,4 @@
-"""Preparation killed with SIGKILL, run twice at once, out of room: the result is whole or not trusted (15 s)."""
+"""Preparation killed with SIGKILL, run twice at once, on a full disk: a corpus is complete or not used (15 s)."""
 
 import contextlib
 import gzip
@@ -102,7 +102,7 @@ def children(process: subprocess.Popen) -> list[int]:
     [("tokenising", 1, 1), ("tokenising", 9, 1), ("tokenising", 9, 2), ("splitting", 1, 1), ("splitting", 9, 1),
      ("splitting", 21, 2)],
 )  # fmt: skip
-def test_killed_at_any_stage_it_goes_on_to_the_same_bytes(
+def test_preparation_killed_at_any_stage_resumes_to_identical_bytes(
     stage, report, workers, parquet, tmp_path, undisturbed
 ):
     killed = run(parquet, tmp_path, workers, kill=[stage, report])
@@ -116,7 +116,7 @@ def test_killed_at_any_stage_it_goes_on_to_the_same_bytes(
     assert content(tmp_path) == undisturbed
 
 
-def test_what_a_power_cut_shortened_is_made_again(
+def test_files_truncated_by_a_power_cut_are_rebuilt(
     parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ):
     run(parquet, tmp_path, kill=["splitting", 9])
@@ -128,14 +128,14 @@ def test_what_a_power_cut_shortened_is_made_again(
     assert content(tmp_path) == undisturbed
 
 
-def test_killed_at_random_moments_until_it_is_done(
+def test_repeated_random_kills_still_end_in_identical_bytes(
     parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ):
     moments = random.Random(0)
     kills = 0
     while True:
         process = start(parquet, tmp_path, delay=0.02)
-        process.stdout.readline()  # it has begun; how long Python takes to start does not count
+        process.stdout.readline()  # preparation has begun; Python's start-up time does not count
         try:
             process.communicate(timeout=moments.uniform(0, 0.3) * (1 + kills / 10))
             break
@@ -177,7 +177,7 @@ def wait_for_half_written(cache: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_what_was_half_written_at_a_kill_is_gone_when_it_goes_on(large_units: Path, tmp_path: Path):
+def test_resuming_removes_half_written_temporary_files(large_units: Path, tmp_path: Path):
     process = start(large_units, tmp_path / "cache")
     wait_for_half_written(tmp_path / "cache", 1)
     process.kill()
@@ -193,12 +193,12 @@ def test_ctrl_c_ends_workers_in_the_middle_of_a_unit(large_units: Path, tmp_path
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
-    assert err.count("Traceback") == 1, err  # of the script itself
+    assert err.count("Traceback") == 1, err  # that of the script itself
     assert not list(tmp_path.rglob("*.tokens*"))
 
 
-def test_ctrl_c_while_workers_start_is_told_by_none_of_them(large_units: Path, tmp_path: Path):
-    """A terminal sends it to all of them."""
+def test_ctrl_c_while_workers_start_prints_no_traceback_of_a_worker(large_units: Path, tmp_path: Path):
+    """A terminal sends the signal to all processes."""
     process = start(large_units, tmp_path / "cache", workers=4)
     while len(children(process)) < 4:
         time.sleep(0.01)
@@ -206,7 +206,7 @@ def test_ctrl_c_while_workers_start_is_told_by_none_of_them(large_units: Path, t
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
-    assert err.count("Traceback") == 1, err  # of the script itself
+    assert err.count("Traceback") == 1, err  # that of the script itself
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang(
@@ -227,7 +227,9 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(
     assert content(tmp_path) == undisturbed
 
 
-def test_of_two_at_once_one_works_and_one_waits(parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]):
+def test_of_two_simultaneous_preparations_one_works_and_one_waits(
+    parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+):
     first = start(parquet, tmp_path, delay=0.05)
     while first.stdout.readline().strip() != "tokenising":
         pass
@@ -239,7 +241,9 @@ def test_of_two_at_once_one_works_and_one_waits(parquet: Path, tmp_path: Path, u
     assert content(tmp_path) == undisturbed
 
 
-def test_out_of_room_in_the_middle(parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]):
+def test_a_full_disk_is_a_one_line_error_and_a_later_run_succeeds(
+    parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+):
     full = run(parquet, tmp_path, file_bytes=20_000)
     assert full.returncode == 1
     assert len(full.stderr.strip().splitlines()) == 1
@@ -251,7 +255,7 @@ def test_out_of_room_in_the_middle(parquet: Path, tmp_path: Path, undisturbed: d
     assert content(tmp_path) == undisturbed
 
 
-def test_no_permission(parquet: Path):
+def test_a_cache_without_write_permission_is_a_one_line_error(parquet: Path):
     # root may write anywhere, so its child becomes nobody, in a folder that is open to other users
     user = {"user": 65534} if os.getuid() == 0 else {}
     with tempfile.TemporaryDirectory() as folder:

@@ -65,7 +65,7 @@ def test_a_split_reads_as_one_sequence_over_its_shards(corpus: Corpus):
     assert len(corpus.train.read(corpus.train.tokens - 3, 10)) == 3
 
 
-def test_more_shards_than_descriptors(tmp_path: Path):
+def test_a_split_may_have_more_shards_than_file_descriptors(tmp_path: Path):
     """OpenWebText has 4,800 shards, a shell allows 1,024 descriptors."""
     (tmp_path / "a.txt").write_text("\n".join(f"line {number:03d}" for number in range(300)))
     code = """if True:
@@ -84,7 +84,7 @@ def test_more_shards_than_descriptors(tmp_path: Path):
     assert done.stdout == "2700\n", done.stderr
 
 
-def test_targets_are_the_inputs_one_later_and_windows_are_whole(corpus: Corpus):
+def test_targets_are_inputs_shifted_by_one_and_windows_are_aligned(corpus: Corpus):
     batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0)
     inputs, targets = batches.batch(3)
     assert inputs.shape == targets.shape == (PER_BATCH, SEQ_LEN)
@@ -107,8 +107,8 @@ def test_every_sequence_comes_once_an_epoch(corpus: Corpus):
 
 
 @pytest.mark.parametrize("per_batch", [1, 24, 512, 700])
-def test_a_batch_is_the_same_whichever_was_asked_for_before(corpus: Corpus, per_batch: int):
-    """They are looked up in groups; there and back, over the end of a group and of an epoch, none is another's."""
+def test_a_batch_does_not_depend_on_the_batches_read_before(corpus: Corpus, per_batch: int):
+    """Batches are looked up in groups: going back and forth across the end of a group or an epoch mixes up none."""
     batches = Batches(corpus.train, SEQ_LEN, per_batch, seed=3)
     group, border = max(1, 512 // per_batch), batches.windows // per_batch
     for n in (0, group, group - 1, 2 * group, border + 1, border, max(border - 1, 0), 10**6, 0):
@@ -135,7 +135,7 @@ def test_batches_can_be_copied_and_pickled_without_the_tokens(corpus: Corpus, co
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_ranks_share_the_stream_of_one(corpus: Corpus, world_size: int):
+def test_ranks_together_read_the_batch_of_a_single_process(corpus: Corpus, world_size: int):
     batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=5)
     for n in (0, 7, 10_000):
         alone = batches.batch(n)
@@ -144,7 +144,7 @@ def test_ranks_share_the_stream_of_one(corpus: Corpus, world_size: int):
             assert np.array_equal(np.concatenate([share[index] for share in shares]), alone[index])
 
 
-def test_a_batch_depends_on_n_and_seed_alone_and_is_found_at_once(corpus: Corpus):
+def test_a_batch_depends_only_on_number_and_seed_and_is_read_fast(corpus: Corpus):
     batches = Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0)
     inputs, _ = batches.batch(4)
     batches.batch(100)
@@ -162,7 +162,7 @@ def test_ranks_that_do_not_divide_a_batch_are_refused(corpus: Corpus):
         Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0).batch(0, 0, 3)
 
 
-def test_what_is_outside_is_refused(corpus: Corpus):
+def test_a_rank_batch_number_or_depth_out_of_range_is_refused(corpus: Corpus):
     batches, evaluation = (
         Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0),
         EvaluationBatches(corpus.val, SEQ_LEN, PER_BATCH),
@@ -181,7 +181,7 @@ def test_what_is_outside_is_refused(corpus: Corpus):
 
 
 @pytest.mark.parametrize(("seq_len", "sequences"), [(0, 4), (8, 0), (-1, 4)])
-def test_batches_of_nothing_are_refused(corpus: Corpus, seq_len: int, sequences: int):
+def test_batches_without_tokens_or_sequences_are_refused(corpus: Corpus, seq_len: int, sequences: int):
     for make in (
         lambda *sizes: Batches(corpus.train, *sizes, seed=0),
         partial(EvaluationBatches, corpus.val),
@@ -200,7 +200,7 @@ def test_a_corpus_shorter_than_a_sequence_is_refused(corpus: Corpus):
 
 
 @pytest.mark.parametrize(("world_size", "seq_len"), [(1, 16), (2, 16), (4, 100), (4, 100_000)])
-def test_evaluation_asks_for_every_token_once(corpus: Corpus, world_size: int, seq_len: int):
+def test_evaluation_predicts_every_token_once(corpus: Corpus, world_size: int, seq_len: int):
     batches = EvaluationBatches(corpus.val, seq_len, PER_BATCH)
     whole = corpus.val.read(0, 1 << 30)
     asked = []

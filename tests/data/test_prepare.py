@@ -65,7 +65,7 @@ def json_lines(documents: list[str]) -> bytes:
     return "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in documents).encode()
 
 
-def test_split_and_val_order_are_those_of_datasets(
+def test_split_and_validation_order_match_hugging_face_datasets(
     documents: list[str], parquet: Path, rank_file: str, tmp_path: Path
 ):
     corpus = prepare(
@@ -83,7 +83,7 @@ def test_split_and_val_order_are_those_of_datasets(
 @pytest.mark.parametrize(
     ("count", "fraction"), [(2, 0.01), (1999, 0.0005), (2001, 0.0005), (100_000, 0.0005)]
 )
-def test_split_rule_is_train_test_split(count: int, fraction: float):
+def test_split_order_matches_train_test_split_of_datasets(count: int, fraction: float):
     rows = datasets.Dataset.from_dict({"row": list(range(count))})
     expected = rows.train_test_split(test_size=fraction, seed=2357, shuffle=True)["test"]["row"]
     assert split_order(count, fraction, 2357).tolist() == list(expected)
@@ -155,7 +155,7 @@ def test_a_long_document_is_cut_without_changing_its_tokens(
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "cl100k_base", "o200k_base"])
 def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Path, monkeypatch):
-    """With all pairs of bytes for tokens, so that two halves of a piece would be merged otherwise."""
+    """Every pair of bytes is a token, so that a cut within a pre-token would change the tokens."""
     pairs = [bytes(pair) for pair in itertools.product(range(256), repeat=2)]
     ranks = {token: rank for rank, token in enumerate([*(bytes([value]) for value in range(256)), *pairs])}
     if name == "bytes":
@@ -192,8 +192,8 @@ def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Pat
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what the most memory was")
 @pytest.mark.parametrize("blank", [" ", "\n"])
-def test_more_blanks_than_tiktoken_can_go_back_over(blank: str, rank_file: str, tmp_path: Path):
-    """It refuses the document; its pattern would take all but the last blank, which goes with the next word."""
+def test_blanks_that_overflow_tiktokens_stack_are_tokenised(blank: str, rank_file: str, tmp_path: Path):
+    """tiktoken refuses the document. By its pattern, the last blank belongs to the next word, the others together."""
     (tmp_path / "a.txt").write_text("The end." + blank * 1_200_000 + "the next")
     (tmp_path / "b.txt").write_text("short")
     corpus = prepare(make_corpus("text_files", files=str(tmp_path / "*.txt")), rank_file, tmp_path, workers=1)
@@ -206,8 +206,8 @@ def test_more_blanks_than_tiktoken_can_go_back_over(blank: str, rank_file: str, 
     assert longest.read(0, longest.tokens).tolist() == [*wanted, encoding.eot_token]
 
 
-def test_memory_does_not_grow_with_a_file_and_little_with_a_line(tmp_path: Path):
-    """Three lines of 20 MB in one file: 135 MB; 197 with the tokens mapped, 330 with every copy of a line."""
+def test_memory_does_not_grow_with_file_size_and_little_with_line_length(tmp_path: Path):
+    """Three lines of 20 MB take 135 MB; 197 MB with the tokens memory-mapped, 330 MB if all copies of a line stay."""
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(3):
             file.write(b'{"text": "%s"}\n' % (b"word " * 4_000_000))
@@ -222,7 +222,7 @@ def test_memory_does_not_grow_with_a_file_and_little_with_a_line(tmp_path: Path)
     assert int(done.stdout) < 165, done.stderr
 
 
-def test_a_separator_makes_documents_of_a_text_file(documents: list[str], tmp_path: Path):
+def test_a_separator_splits_a_text_file_into_documents(documents: list[str], tmp_path: Path):
     texts = [text.replace("\n", " ") for text in documents if text]
     (tmp_path / "a.txt").write_text("\n\n".join(texts))
     for separator in ("\n\n", r"\n\n"):  # as typed on a command line
@@ -250,7 +250,7 @@ def test_a_limit_takes_the_first_documents(documents: list[str], parquet: Path, 
     assert corpora[0].name == "text_files-first-170"
 
 
-def test_python_source_is_python_source(tmp_path: Path):
+def test_python_source_takes_py_files_but_no_installed_packages(tmp_path: Path):
     for name, text in {
         "a.py": "x = 1\n",
         "b/c.py": "y = '東'\n",
@@ -265,7 +265,7 @@ def test_python_source_is_python_source(tmp_path: Path):
     assert any(path.name == "argparse.py" for path in make_corpus("python_source").paths())
 
 
-def test_a_finished_corpus_is_used_again_and_an_edit_makes_another(tmp_path: Path):
+def test_a_finished_corpus_is_reused_until_its_source_is_edited(tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
     source = make_corpus("text_files", files=str(tmp_path / "*.txt"), separator="\n\n")
     first, again = Recorder(), Recorder()
@@ -278,7 +278,7 @@ def test_a_finished_corpus_is_used_again_and_an_edit_makes_another(tmp_path: Pat
     assert prepare(source, "bytes", tmp_path).directory != corpus.directory
 
 
-def test_empty_documents_stay_and_half_characters_are_replaced(tmp_path: Path):
+def test_empty_documents_are_kept_and_lone_surrogates_replaced(tmp_path: Path):
     import pyarrow
     import pyarrow.parquet
 
@@ -294,7 +294,7 @@ def test_empty_documents_stay_and_half_characters_are_replaced(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["", "", "", "", "a\ufffdb", "c", "e"]
 
 
-def test_source_code_in_another_encoding_is_taken(tmp_path: Path):
+def test_invalid_utf8_in_source_code_is_replaced_not_refused(tmp_path: Path):
     """The standard library's tests have such files."""
     (tmp_path / "a.py").write_bytes(b"# caf\xe9\n")
     (tmp_path / "b.py").write_bytes(b"x\n")
@@ -302,8 +302,8 @@ def test_source_code_in_another_encoding_is_taken(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["# caf\ufffd\n", "x\n"]
 
 
-def test_a_separator_is_found_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Also across the blocks in which it is looked for, and beyond many that do not have it."""
+def test_a_separator_is_found_across_search_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also after many blocks that contain no separator."""
     monkeypatch.setattr("data.readers._SEARCH_BYTES", 5)
     monkeypatch.setattr("data.prepare.SHARD_BYTES", 50)
     texts = ["é" * length for length in (1, 7, 300, 3, 30, 31, 32, 33, 90, 2)]
@@ -314,15 +314,15 @@ def test_a_separator_is_found_wherever_it_lies(tmp_path: Path, monkeypatch: pyte
     assert len(corpus.manifest.shards) > 4
 
 
-def test_windows_line_ends_can_be_typed(tmp_path: Path):
+def test_a_separator_typed_as_escapes_matches_windows_line_ends(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"one\r\n\r\ntwo")
     source = make_corpus("text_files", files=str(tmp_path / "a.txt"), separator=r"\r\n\r\n")
     corpus = prepare(source, "bytes", tmp_path)
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "two"]
 
 
-def test_a_mark_before_the_text_is_no_part_of_it(tmp_path: Path):
-    """PowerShell, Notepad and Excel put one there; elsewhere it is a character."""
+def test_a_byte_order_mark_at_the_start_of_a_file_is_dropped(tmp_path: Path):
+    """PowerShell, Notepad and Excel write one; anywhere else U+FEFF is a character of the text."""
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n', encoding="utf-8-sig")
     (tmp_path / "b.txt").write_text("third \ufeff", encoding="utf-8-sig")
     corpus = prepare(make_corpus("text_files", files=str(tmp_path)), "bytes", tmp_path / "cache")
@@ -330,8 +330,8 @@ def test_a_mark_before_the_text_is_no_part_of_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["string_view", "large_string", "dictionary"])
-def test_text_is_text_however_arrow_holds_it(kind: str, tmp_path: Path):
-    """A category of pandas is a dictionary."""
+def test_every_arrow_string_type_is_read_as_text(kind: str, tmp_path: Path):
+    """A categorical column of pandas becomes a dictionary."""
     import pyarrow
     import pyarrow.parquet
 
@@ -342,7 +342,7 @@ def test_text_is_text_however_arrow_holds_it(kind: str, tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "one", "two"]
 
 
-def test_a_name_with_brackets_is_a_name(tmp_path: Path):
+def test_a_file_name_with_brackets_is_not_taken_for_a_glob(tmp_path: Path):
     (tmp_path / "a[1].txt").write_text("one\n\ntwo")
     corpus = prepare(
         make_corpus("text_files", files=str(tmp_path / "a[1].txt"), separator="\n\n"), "bytes", tmp_path
@@ -350,8 +350,8 @@ def test_a_name_with_brackets_is_a_name(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "two"]
 
 
-def test_a_link_to_a_folder_is_followed_once(tmp_path: Path):
-    """As globs do; one to a folder around it holds nothing new."""
+def test_a_folder_linked_twice_is_read_once(tmp_path: Path):
+    """As globs do. A link to the folder that contains the link adds nothing."""
     for name in ("texts/a.txt", "elsewhere/b.txt"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
@@ -361,10 +361,10 @@ def test_a_link_to_a_folder_is_followed_once(tmp_path: Path):
     assert found == [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "one" / "b.txt"]
 
 
-def test_a_tilde_is_the_home_folder(
+def test_a_tilde_in_a_path_means_the_home_folder(
     parquet: Path, rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A shell leaves it in data.cache_dir=~/tokens."""
+    """A shell does not expand it in data.cache_dir=~/tokens."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text("x = 1\n")
@@ -372,7 +372,7 @@ def test_a_tilde_is_the_home_folder(
     (tmp_path / "small.tiktoken").write_bytes(Path(rank_file).read_bytes())
     source = make_corpus("python_source", roots=["~/code"])
     corpus = prepare(source, "~/small.tiktoken", "~/tokens")
-    # the manifest holds what a repair finds from any folder
+    # the manifest holds absolute paths, so that a repair finds the files from any folder
     assert corpus.manifest.tokenizer["name"] == str(tmp_path / "small.tiktoken")
     assert corpus.manifest.source["roots"] == [str(tmp_path / "code")]
     assert make_corpus("text_files", files="~/*.txt").arguments["files"] == (f"{tmp_path}/*.txt",)
@@ -396,7 +396,7 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["zz", "zz zz", "ÿÿ"]
 
 
-def test_another_tokenizer_is_refused(parquet: Path, rank_file: str, tmp_path: Path):
+def test_a_corpus_refuses_a_tokenizer_other_than_its_own(parquet: Path, rank_file: str, tmp_path: Path):
     source = make_corpus("text_files", files=str(parquet))
     corpus = prepare(source, "bytes", tmp_path, workers=1)
     with pytest.raises(DataError, match="made with tokenizer bytes"):
@@ -412,7 +412,7 @@ def test_another_tokenizer_is_refused(parquet: Path, rank_file: str, tmp_path: P
         (b'{"version": 99}', "version 99, but this code reads version 2"),
     ],
 )
-def test_without_a_good_manifest_nothing_is_trusted(content: bytes | None, words: str, tmp_path: Path):
+def test_a_corpus_without_a_valid_manifest_is_refused(content: bytes | None, words: str, tmp_path: Path):
     (tmp_path / "train-00000.bin").write_bytes(b"\0" * 100)
     if content is not None:
         (tmp_path / "manifest.json").write_bytes(content)
@@ -420,7 +420,7 @@ def test_without_a_good_manifest_nothing_is_trusted(content: bytes | None, words
         open_corpus(tmp_path)
 
 
-def test_a_manifest_that_was_changed_is_not_trusted(parquet: Path, tmp_path: Path):
+def test_a_manifest_edited_after_preparation_is_refused(parquet: Path, tmp_path: Path):
     corpus = prepare(make_corpus("text_files", files=str(parquet)), "bytes", tmp_path, workers=1)
     path = corpus.directory / "manifest.json"
     content = path.read_text()
@@ -456,7 +456,7 @@ def test_a_damaged_shard_is_named_with_the_command_that_rebuilds_it(
     assert untouched == {name: os.stat(corpus.directory / name).st_mtime_ns for name in untouched}
 
 
-def test_a_corpus_that_was_left_in_the_middle_of_a_repair_is_looked_at_again(parquet: Path, tmp_path: Path):
+def test_a_corpus_with_an_interrupted_repair_is_checked_again(parquet: Path, tmp_path: Path):
     source = make_corpus("text_files", files=str(parquet))
     corpus = prepare(source, "bytes", tmp_path, workers=1)
     os.truncate(corpus.directory / "train-00000.bin", 10)
@@ -465,7 +465,7 @@ def test_a_corpus_that_was_left_in_the_middle_of_a_repair_is_looked_at_again(par
         prepare(source, "bytes", tmp_path, workers=1)
 
 
-def test_counts_that_are_not_the_published_are_not_trusted(parquet: Path, tmp_path: Path):
+def test_a_corpus_that_misses_its_published_counts_is_refused(parquet: Path, tmp_path: Path):
     class Published(TextFiles):
         def expected(self, tokenizer_sha256: str, val_fraction: float) -> dict[str, int]:
             return {"documents": 401, "train": 1, "val": 1}
@@ -475,7 +475,7 @@ def test_counts_that_are_not_the_published_are_not_trusted(parquet: Path, tmp_pa
     assert not list(tmp_path.glob("*/manifest.json"))
 
 
-def test_openwebtext_is_held_to_the_published_counts_where_they_apply():
+def test_published_counts_apply_only_to_full_openwebtext_with_gpt2():
     gpt2 = "701d1e8ec4feb249e776a30ce771000e6f6efa186ccf07fa614bd7d2b2701688"
     published = {"documents": 8_013_769, "train": 9_035_582_198, "val": 4_434_897}
     assert make_corpus("openwebtext").expected(gpt2, 0.0005) == published
@@ -500,7 +500,7 @@ def test_console_progress_shows_the_disk_and_a_bar_on_standard_error(parquet: Pa
     assert "splitting: 100%" in err
 
 
-def test_of_two_ranks_the_one_that_shows_how_far_it_is_prepares(parquet: Path, tmp_path: Path):
+def test_rank_0_prepares_and_shows_progress_even_if_rank_1_is_first(parquet: Path, tmp_path: Path):
     code = """if True:
         import sys
         from training.config import DataConfig
@@ -509,7 +509,7 @@ def test_of_two_ranks_the_one_that_shows_how_far_it_is_prepares(parquet: Path, t
         print("begins", flush=True)
         prepare_corpus(DataConfig("text_files", files=files, cache_dir=cache, workers=1), quiet=rank != "0")"""
     ranks, shown = {}, {}
-    for rank in "10":  # the other is there first
+    for rank in "10":  # rank 1 starts first
         ranks[rank] = subprocess.Popen(
             [sys.executable, "-c", code, str(parquet), str(tmp_path), rank],
             env={**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"},

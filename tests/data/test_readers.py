@@ -1,4 +1,4 @@
-"""Parts of files and their pieces: cut where no token changes, and long ones read as short ones are. 2 s."""
+"""Files are cut where no token changes, and long lines and rows are read as short ones are. 2 s."""
 
 import base64
 import json
@@ -19,10 +19,10 @@ from data.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
-def test_a_long_row_comes_in_pieces_of_the_same_tokens(
+def test_a_long_parquet_row_is_read_in_pieces_with_the_same_tokens(
     kind: str, tmp_path: Path, rank_file: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of a parquet file; as one str an emoji would make it four times as long in memory."""
+    """In pieces, since a single emoji makes a str take four times the memory."""
     monkeypatch.setattr("data.readers._BATCH_BYTES", 1000)
     monkeypatch.setattr("data.readers._PIECE_BYTES", 1000)
     texts = [
@@ -45,7 +45,7 @@ def test_a_long_row_comes_in_pieces_of_the_same_tokens(
     assert np.concatenate([tokens for tokens, _ in blocks]).tolist() == expected
 
 
-def test_a_long_line_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_json_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("data.readers._LONG_LINE", 1000)
     monkeypatch.setattr("data.readers._PIECE_BYTES", 1000)
     text = "the words, they said 🙂 and said again " * 300
@@ -95,7 +95,9 @@ def test_a_long_line_is_read_or_refused_as_a_short_one(line: bytes, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("separator", "letters"), [("\n\n", "\nx"), ("\r\n\r\n", "\r\nx"), ("aba", "abx")])
-def test_no_cut_changes_the_documents(separator: str, letters: str, tmp_path: Path, monkeypatch):
+def test_splitting_a_file_into_parts_keeps_its_documents(
+    separator: str, letters: str, tmp_path: Path, monkeypatch
+):
     """A separator can overlap another: of three newlines the first two end a document, the third begins one."""
     choose = random.Random(0)
     for block in (1, 3, 1000):
@@ -108,7 +110,7 @@ def test_no_cut_changes_the_documents(separator: str, letters: str, tmp_path: Pa
             assert documents == [document for document in text.split(separator) if document], repr(text)
 
 
-def test_chinese_is_cut_at_its_own_stops_and_never_within_a_character(
+def test_cjk_text_is_cut_at_its_punctuation_never_within_a_character(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("data.readers._SEARCH_BYTES", 40)
@@ -125,7 +127,7 @@ def test_chinese_is_cut_at_its_own_stops_and_never_within_a_character(
         assert "".join(pieces) == "東京"
 
 
-def test_no_cut_is_beside_a_space_of_another_script(tmp_path: Path):
+def test_text_is_never_cut_beside_an_ideographic_space(tmp_path: Path):
     """U+3000 and a space are one piece of white space, and can be one token."""
     tokens = [bytes([value]) for value in range(256)]
     tokens += ["\u3000".encode()[:2], "\u3000".encode(), "\u3000 ".encode()]
@@ -142,8 +144,8 @@ def test_no_cut_is_beside_a_space_of_another_script(tmp_path: Path):
         assert tokens == encoding.encode_ordinary(text)
 
 
-def test_a_row_group_is_read_as_fast_beside_thousands_of_others(tmp_path: Path):
-    """Each time the description of all of them was parsed anew: 8 s for these 2,000, 180 s for 8,000."""
+def test_reading_time_stays_linear_with_thousands_of_row_groups(tmp_path: Path):
+    """With the metadata parsed again for each row group, these 2,000 took 8 s, and 8,000 took 180 s."""
     texts = [f"row {row}" for row in range(4000)]
     table = pyarrow.table({"text": texts, "id": texts, "url": texts})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=2)

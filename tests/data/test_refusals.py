@@ -80,7 +80,7 @@ def test_bad_parquet_columns_are_refused(parquet: Path, tmp_path: Path):
     assert "twice.parquet has 2 columns 'text'" in refused(files, tmp_path)
 
 
-def test_a_name_that_pyarrow_cannot_open_is_refused(parquet: Path, tmp_path: Path):
+def test_a_file_name_that_is_not_utf8_is_refused(parquet: Path, tmp_path: Path):
     try:
         shutil.copy(parquet / "part-0.parquet", os.fsencode(tmp_path) + b"/caf\xe9.parquet")
     except OSError:
@@ -90,7 +90,7 @@ def test_a_name_that_pyarrow_cannot_open_is_refused(parquet: Path, tmp_path: Pat
 
 def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path):
     class Writer(Silence):
-        def say(self, text: str) -> None:  # the room that it takes, after the files were looked at
+        def say(self, text: str) -> None:  # reports the disk space needed, after the files were listed
             (tmp_path / "a.txt").write_text("one, two, three and more")
 
     (tmp_path / "a.txt").write_text("one")
@@ -162,8 +162,10 @@ def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path, monkeypa
     assert refused(arguments, tmp_path / "cache") == f"cannot read {tmp_path / name}: Permission denied"
 
 
-def test_a_file_that_begins_with_empty_documents_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A token each and no text: by the first block a byte of text is 101 tokens."""
+def test_the_space_estimate_allows_for_leading_empty_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each is one token and no text: judged by the first block alone, a byte of text would be 101 tokens."""
     monkeypatch.setattr("data.files.free_bytes", lambda path: 1 << 20)
     (tmp_path / "gaps.jsonl").write_text('{"text": ""}\n' * 20_000 + '{"text": "a"}\n' * 200)
     source = make_corpus("text_files", files=str(tmp_path / "gaps.jsonl"))
@@ -171,7 +173,7 @@ def test_a_file_that_begins_with_empty_documents_has_room(tmp_path: Path, monkey
     assert sum(corpus.manifest.documents.values()) == 20_200
 
 
-def test_too_small_a_disk_is_refused_before_it_starts(
+def test_too_little_disk_space_is_refused_before_preparation_starts(
     parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("data.files.free_bytes", lambda path: 1234)
@@ -181,7 +183,7 @@ def test_too_small_a_disk_is_refused_before_it_starts(
 
 
 def test_a_validation_split_without_text_is_refused(tmp_path: Path):
-    """It would be found out after the training, by a division by its bytes."""
+    """Otherwise only the end of training would reveal it, in a division by the bytes of the split."""
     (held_out,) = split_order(4, 0.01, 2357)
     lines = [json.dumps({"text": "" if row == held_out else "text"}) for row in range(4)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -198,8 +200,8 @@ data.prepare.prepare(make_corpus("text_files", files="texts"), "bytes", "cache",
 """
 
 
-def test_a_script_that_does_not_guard_its_main_part_is_told_so(tmp_path: Path):
-    """Its workers import it, and would wait for their own parent in its `prepare`."""
+def test_a_script_without_a_main_guard_is_refused_with_the_remedy(tmp_path: Path):
+    """Its worker processes import it, would call its `prepare` in turn, and there wait for their own parent."""
     (tmp_path / "texts").mkdir()
     for number in range(3):
         (tmp_path / "texts" / f"{number}.txt").write_bytes(b"word ")

@@ -14,14 +14,14 @@ from data.tokenizer import load_encoder, load_tokenizer, tokenizer_hash
 TEXT = "naïve <|endoftext|> 东京\r\n\x00 don't"
 
 
-def test_bytes_are_the_utf8_bytes():
+def test_the_bytes_tokenizer_encodes_utf8_bytes():
     encoding = load_tokenizer("bytes")
     assert encoding.encode_ordinary(TEXT) == list(TEXT.encode())
     assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
     assert encoding.decode([*TEXT.encode(), 256]) == TEXT + "<|endoftext|>"
 
 
-def test_a_rank_file_merges_and_ends_with_the_special_token(rank_file: str):
+def test_a_rank_file_gives_merges_and_end_of_text_is_the_last_token(rank_file: str):
     encoding = load_tokenizer(rank_file)
     assert encoding.eot_token == encoding.n_vocab - 1 == len(Path(rank_file).read_text().splitlines())
     tokens = encoding.encode_ordinary(TEXT + " the tion")
@@ -29,7 +29,7 @@ def test_a_rank_file_merges_and_ends_with_the_special_token(rank_file: str):
     assert len(tokens) < len((TEXT + " the tion").encode())
 
 
-def test_the_hash_is_of_the_ranks_not_of_the_name(rank_file: str, tmp_path: Path):
+def test_the_tokenizer_hash_depends_on_the_ranks_not_on_the_name(rank_file: str, tmp_path: Path):
     copy = shutil.copy(rank_file, tmp_path / "other.tiktoken")
     assert tokenizer_hash(load_tokenizer(str(copy))) == tokenizer_hash(load_tokenizer(rank_file))
     assert tokenizer_hash(load_tokenizer(rank_file)) != tokenizer_hash(load_tokenizer("bytes"))
@@ -48,7 +48,7 @@ def test_a_bad_rank_file_is_refused(content: bytes | None, words: str, tmp_path:
     assert str(path) in str(refusal.value)
 
 
-def test_an_unknown_name_lists_the_known():
+def test_an_unknown_tokenizer_name_lists_the_known_ones():
     with pytest.raises(DataError, match=r"no tokenizer 'gpt-2'.*bytes.*gpt2.*\.tiktoken"):
         load_tokenizer("gpt-2")
 
@@ -61,13 +61,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("no_proxy", raising=False)
 
 
-def test_only_ranks_with_gpt2s_pattern_may_come_as_a_file(no_network: None):
+def test_a_missing_cl100k_base_does_not_suggest_a_rank_file(no_network: None):
     with pytest.raises(DataError, match=r"cl100k_base is not in .*TIKTOKEN_CACHE_DIR") as refusal:
         load_tokenizer("cl100k_base")
     assert "rank file" not in str(refusal.value)
 
 
-def test_a_vocabulary_that_cannot_be_read_is_one_line(
+def test_an_unreadable_cached_vocabulary_is_named_with_the_remedy(
     no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     cached = tmp_path / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
@@ -84,7 +84,7 @@ def test_a_vocabulary_that_cannot_be_read_is_one_line(
         load_tokenizer("gpt2")
 
 
-def test_a_vocabulary_out_of_reach_says_which_files_and_where(no_network: None, tmp_path: Path):
+def test_a_vocabulary_without_network_names_the_files_to_provide(no_network: None, tmp_path: Path):
     start = time.perf_counter()
     with pytest.raises(DataError) as refusal:
         load_tokenizer("gpt2")
@@ -94,12 +94,12 @@ def test_a_vocabulary_out_of_reach_says_which_files_and_where(no_network: None, 
                  "encoder.json", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "r50k_base.tiktoken",
                  "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4", "data.tokenizer=", "gpt2.tiktoken"):  # fmt: skip
         assert part in message
-    # what needs no hash comes first
+    # the remedy that needs no file named by a hash comes first
     assert message.index("data.tokenizer=") < message.index("TIKTOKEN_CACHE_DIR")
 
 
 @pytest.mark.skipif("TILEGPT_GPT2_RANKS" not in os.environ, reason="TILEGPT_GPT2_RANKS=path of gpt2.tiktoken")
-def test_gpt2_is_found_under_the_name_of_its_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_gpt2_loads_from_its_one_cached_rank_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from data.openwebtext import _GPT2_HASH
 
     ranks = os.environ["TILEGPT_GPT2_RANKS"]
@@ -112,7 +112,7 @@ def test_gpt2_is_found_under_the_name_of_its_one_file(monkeypatch: pytest.Monkey
     assert tokenizer_hash(encoding) == tokenizer_hash(load_tokenizer(ranks)) == _GPT2_HASH
 
 
-def test_the_fast_encoder_has_the_same_tokens(rank_file: str):
+def test_the_fast_encoder_gives_the_same_tokens(rank_file: str):
     slow, fast = load_tokenizer(rank_file), load_encoder(rank_file)
     assert slow._pat_str != fast._pat_str
     choose = random.Random(0)

@@ -39,7 +39,7 @@ def test_lengths_of_zero(q_len: int, kv_len: int) -> None:
     assert (out == 0).all()
 
 
-def test_never_more_scores_than_a_pair_of_chunks_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_computed_for_one_pair_of_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     summary = chunked._summary
 
@@ -51,11 +51,11 @@ def test_never_more_scores_than_a_pair_of_chunks_has(monkeypatch: pytest.MonkeyP
     *tensors, d_out = inputs(100, 100, 16, torch.float32)
     run(tensors, d_out)
     assert max(sizes) == (32, 48)
-    pairs = 1 + 2 + 2 + 3  # of chunks that causal queries see
-    assert len(sizes) == 3 * pairs  # forward, again for its chunk of queries, and again for its own backward
+    pairs = 1 + 2 + 2 + 3  # of chunks, with causal masking
+    assert len(sizes) == 3 * pairs  # forward, recomputed for its chunk of queries, and for its own backward
 
 
-def test_what_it_does_not_do_is_refused_by_name() -> None:
+def test_unsupported_features_are_refused_by_name() -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
     with pytest.raises(
         AttentionError, match="attention=chunked does not support window; attention=naive does"

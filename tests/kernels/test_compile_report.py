@@ -71,7 +71,7 @@ def test_a_shipped_tile_passes() -> None:
     assert "\n0 of " in said
 
 
-def test_amd_has_the_portable_kernels_and_no_ptx(report) -> None:
+def test_the_portable_kernels_compile_for_amd_without_ptx(report) -> None:
     code, said = report("--arch", "gfx942", "--head-dim", "64")
     assert code == 0, said
     # causal, full, and with dropout, whose PTX AMD's compiler would refuse
@@ -93,7 +93,7 @@ def test_the_hopper_kernels_keep_to_their_budgets(printed) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["flash1_backward", "two_pass_backward"])
-def test_what_led_to_flash_is_on_the_tensor_cores_too(report, kernel: str) -> None:
+def test_predecessors_of_flash_use_the_tensor_cores_too(report, kernel: str) -> None:
     code, said = report("--arch", "90", "--head-dim", "64", kernel=kernel)
     assert code == 0, said
     assert "wgmma" in said
@@ -107,7 +107,7 @@ for name, (_, tiles, _) in HISTORY.items():
 """
 
 
-def test_what_led_to_flash_reads_back_behind_a_barrier(printed) -> None:
+def test_predecessors_of_flash_read_back_stores_only_after_a_barrier(printed) -> None:
     """Triton does not order a load after another thread's store, and its interpreter has only one thread."""
     barriers = {name: int(one) + int(other) for name, one, other in printed(BARRIERS)}
     reads_nothing_back = {"two_pass_forward": 0}
@@ -130,7 +130,7 @@ def test_what_led_to_flash_reads_back_behind_a_barrier(printed) -> None:
         (["--arch", "80", "--head-dim", "64", "--tile", "64", "64", "4", "1"], "no asynchronous loads"),
     ],
 )
-def test_a_bad_tile_is_stopped(report, arguments: list[str], problem: str) -> None:
+def test_a_tile_that_compiles_badly_is_refused(report, arguments: list[str], problem: str) -> None:
     code, said = report(*arguments)
     assert code == 1, said
     assert problem in said
@@ -177,7 +177,7 @@ for kernel in masks.documents_kernel, masks.block_lists_kernel:
 """
 
 
-def test_what_prepares_masks_compiles_without_spills() -> None:
+def test_the_mask_preparation_kernels_compile_without_spills() -> None:
     """The interpreter checks neither types nor registers."""
     names = ["documents_kernel", "block_lists_kernel"]
     with compiling("-c", MASKS) as process:  # a separate process, because it changes settings
@@ -202,7 +202,7 @@ print(idle_barriers(ttgir), *(idle_barriers(ttgir.replace(f", {name},", ",", 1))
 """
 
 
-def test_a_barrier_that_no_warp_gets_is_found(printed) -> None:
+def test_a_barrier_that_is_passed_to_no_warp_is_detected(printed) -> None:
     """Each operand of warp_specialize is left out once; 10 of them are barriers."""
     ((none, *found),) = printed(IDLE)
     assert none == "0"

@@ -18,7 +18,7 @@ def expected(x, dropout_p, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 48), (2, 3, 100), (1, 768), (5, 1), (33,), (0, 48)])
-def test_it_and_its_gradient_are_the_mask(dtype, shape):
+def test_dropout_and_its_gradient_apply_the_philox_mask(dtype, shape):
     x = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
     d_out = torch.randn(shape, device=DEVICE, dtype=dtype)
     out = dropout(x, 0.3, 2**50 + 1)
@@ -28,7 +28,7 @@ def test_it_and_its_gradient_are_the_mask(dtype, shape):
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 1e-3, 0.5, 1 - 1e-3])
-def test_any_probability(dropout_p):
+def test_dropout_matches_the_mask_at_any_probability(dropout_p):
     x = torch.ones(200, 100, device=DEVICE)
     torch.testing.assert_close(dropout(x, dropout_p, 3), expected(x, dropout_p, 3))
 
@@ -38,7 +38,7 @@ def test_no_dropout_needs_no_seed_and_no_pass_over_memory():
     assert dropout(x, 0.0, None) is x
 
 
-def test_any_strides():
+def test_dropout_takes_tensors_of_any_strides():
     x = torch.randn(48, 6, device=DEVICE).T
     d_out = torch.ones((), device=DEVICE).expand(6, 48)
     x.requires_grad_()
@@ -47,7 +47,7 @@ def test_any_strides():
     torch.testing.assert_close((out, d_x), (expected(x, 0.5, 1), expected(d_out, 0.5, 1)))
 
 
-def test_to_torch_compile_it_is_whole():
+def test_torch_compile_takes_dropout_without_graph_breaks():
     x = torch.randn(5, 48, device=DEVICE, requires_grad=True)
     seed = torch.tensor(9, device=DEVICE)
     torch.library.opcheck(room.dropped, (x, seed, 0.3))
@@ -58,21 +58,21 @@ def test_to_torch_compile_it_is_whole():
         torch.testing.assert_close((out, d_x), (expected(x, 0.3, 9), expected(torch.ones_like(x), 0.3, 9)))
 
 
-def test_to_torch_compile_a_seed_may_be_another_int_each_call():
+def test_compiled_dropout_takes_a_different_int_seed_each_call():
     x = torch.randn(5, 48, device=DEVICE)
     compiled = torch.compile(dropout, fullgraph=True, backend="aot_eager")
     for seed in (1, 2, 3):
         torch.testing.assert_close(compiled(x, 0.3, seed), expected(x, 0.3, seed))
 
 
-def test_its_gradient_has_a_gradient():
+def test_dropout_has_a_second_derivative():
     x = torch.randn(3, 8, device=DEVICE, dtype=torch.float32, requires_grad=True)
     (d_x,) = torch.autograd.grad(dropout(x, 0.5, 4).square().sum(), x, create_graph=True)
     (twice,) = torch.autograd.grad(d_x.sum(), x)
     torch.testing.assert_close(twice, expected(expected(torch.full_like(x, 2.0), 0.5, 4), 0.5, 4))
 
 
-def test_what_it_cannot_do_is_refused(monkeypatch):
+def test_an_unsupported_dtype_probability_seed_or_device_is_refused(monkeypatch):
     x = torch.zeros(3, 8, device=DEVICE)
     with pytest.raises(ValueError, match=r"^x is torch\.float64"):
         dropout(x.double(), 0.1, 1)
@@ -87,6 +87,6 @@ def test_what_it_cannot_do_is_refused(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_at_the_size_of_gpt2():
+def test_dropout_matches_the_mask_at_the_size_of_gpt2():
     x = torch.randn(65536, 768, device="cuda")
     torch.testing.assert_close(dropout(x, 0.1, 11), expected(x, 0.1, 11))

@@ -61,17 +61,17 @@ def assert_exact(problem):
         pytest.param((CHUNK + 1,), id="all the same"),
     ],
 )
-def test_runs_of_equal_tokens(runs):
+def test_gradient_is_exact_for_all_runs_of_equal_tokens(runs):
     assert_exact(problem(runs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 48, 64])
-def test_other_dtypes_and_widths(dtype, width):
+def test_gradient_is_exact_in_16_bits_and_at_other_widths(dtype, width):
     assert_exact(problem((3, CHUNK, 1), dtype, width))
 
 
-def test_no_tokens():
+def test_gradient_of_no_tokens_is_zero():
     assert not gradient(*problem(())).any()
 
 
@@ -93,7 +93,7 @@ def test_repeats_bit_for_bit():
     assert repeats(problem((3, 2 * CHUNK, 1)), 2)
 
 
-def test_the_operators_are_whole_to_torch_compile():
+def test_the_operators_pass_torchs_own_checks():
     tokens, table, direction = problem((4, 1, 7))
     torch.library.opcheck(room.token_rows, (tokens, table))
     torch.library.opcheck(room.embedding_gradient, (direction, tokens, ROWS))
@@ -118,14 +118,14 @@ def test_torch_compile_sees_torchs_forward_and_our_gradient():
     assert ours == [str(room.embedding_gradient)]
 
 
-def test_gradients_cannot_be_taken_twice_over():
+def test_a_second_derivative_is_refused():
     tokens, table, _ = problem((4, 1, 7))
     (d_table,) = torch.autograd.grad(embedding(tokens, table).square().sum(), table, create_graph=True)
     with pytest.raises(FusedError, match="no second derivative"):
         d_table.sum().backward()
 
 
-def test_refused(monkeypatch):
+def test_an_unsupported_dtype_or_device_is_refused(monkeypatch):
     tokens, table, _ = problem((4, 1, 7))
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):
         embedding(tokens, table.double())

@@ -19,14 +19,14 @@ def as_the_package(q, k, v, *, softmax_scale, causal):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_shapes_scale_and_mask_are_handed_over(causal: bool) -> None:
+def test_layout_scale_and_causal_mask_are_passed_to_the_package(causal: bool) -> None:
     q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
     expected = get_attention("naive")(q, k, v, causal=causal, scale=0.3)
     found = fa4(q, k, v, flash_attn_func=as_the_package, causal=causal, scale=0.3)
     torch.testing.assert_close(found, expected)
 
 
-def test_what_it_does_not_do_is_refused_by_name() -> None:
+def test_unsupported_features_are_refused_by_name() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(AttentionError, match="attention=fa4 does not support window"):
         fa4(q, q, q, flash_attn_func=as_the_package, window=(2, 0))
@@ -42,14 +42,14 @@ def test_a_seed_without_dropout_is_ignored_as_by_the_others() -> None:
     assert torch.equal(seeded, fa4(q, q, q, flash_attn_func=as_the_package))
 
 
-def test_autocast_gives_inputs_its_dtype() -> None:
+def test_autocast_casts_inputs_to_its_dtype() -> None:
     q = torch.randn(1, 1, 4, 8)
     with torch.autocast("cpu", torch.bfloat16):
         out = fa4(q.bfloat16(), q, q, flash_attn_func=as_the_package)
     assert torch.equal(out, fa4(*[q.bfloat16()] * 3, flash_attn_func=as_the_package))
 
 
-def test_a_run_is_told_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_request_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not(dtype: torch.dtype = torch.bfloat16, *features: str, head_dim: int = 64) -> str | None:
         request = AttentionRequest(torch.device("cuda"), dtype, head_dim, frozenset(features))
         return ATTENTION["fa4"].refuses(request)

@@ -87,9 +87,9 @@ def said(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_tokens_may_lie_far_apart() -> None:
+def test_offsets_between_tokens_may_exceed_32_bits() -> None:
     assert said(TOKENS) == "done"
 
 
-def test_a_block_mask_and_its_lists_may_be_large() -> None:
+def test_offsets_into_block_masks_and_lists_may_exceed_32_bits() -> None:
     assert said(BLOCKS) == "done"

@@ -39,7 +39,7 @@ def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "dropout_seed": 7}, {"window": (20, 0)}], ids=str)
-def test_a_packed_qkv_gives_what_its_parts_give_and_one_gradient(options: dict[str, object]) -> None:
+def test_packed_qkv_equals_separate_q_k_v_and_has_one_dense_gradient(options: dict[str, object]) -> None:
     qkv = torch.randn(2, 70, 3, 2, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     d_out = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(1))
     results = []
@@ -66,7 +66,7 @@ def test_scale_and_grouped_heads() -> None:
     assert_as_accurate(run(flash, tensors, d_out, **options), tensors, d_out, **options)
 
 
-def test_a_gradient_through_lse() -> None:
+def test_gradients_through_lse_match_naive() -> None:
     *tensors, d_out = inputs(70, 90, 32, torch.float32)
     d_lse = torch.randn(1, 1, 70)
     results = []
@@ -78,8 +78,8 @@ def test_a_gradient_through_lse() -> None:
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
-def test_a_nan_for_the_lse_of_a_query_that_sees_nothing_goes_nowhere() -> None:
-    """Such a query gets it when parts are merged and it sees none: the gradient of logaddexp(-inf, -inf) is NaN."""
+def test_a_nan_lse_gradient_of_a_fully_masked_query_is_ignored() -> None:
+    """It comes from merging parts in none of which the query sees a key: logaddexp(-inf, -inf) has gradient NaN."""
     *tensors, d_out = inputs(150, 40, 16, torch.float32)  # 110 queries, a tile of dQ's and most of the next
     d_lse = torch.randn(1, 1, 150)
     d_lse[:, :, :110] = 0
@@ -112,7 +112,7 @@ def test_two_halves_of_the_keys_merge_into_the_whole() -> None:
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
-def test_queries_that_see_nothing() -> None:
+def test_fully_masked_queries_have_zero_output_and_gradient() -> None:
     *tensors, d_out = inputs(150, 40, 16, torch.float32)
     got = run(flash, tensors, d_out)
     assert (got["out"][:, :, :110] == 0).all()
@@ -131,7 +131,7 @@ def test_lengths_of_zero(q_len: int, kv_len: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-def test_extreme_scores(dtype: torch.dtype) -> None:
+def test_extreme_scores_stay_accurate_and_finite(dtype: torch.dtype) -> None:
     """Logits of tens of thousands, one huge outlier, all equal, all strongly negative: right, and never NaN.
 
     The backward has P = exp(S - lse) from a float32 lse, so P's relative error grows as eps * |lse|: that much is the
@@ -186,8 +186,8 @@ def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", layouts(torch.zeros(2, 3, 40, 16)))
-def test_results_are_laid_out_as_torch_would(name: str) -> None:
-    """What SDPA promises a compiler (torch.empty_like of q, k and v), and what the operators promise it."""
+def test_results_have_the_memory_layout_that_sdpa_promises(name: str) -> None:
+    """SDPA and our operators promise a compiler the layout of torch.empty_like of q, k and v."""
     x = layouts(torch.randn(2, 3, 40, 16))[name]
     q, k, v = (x.detach().as_strided(x.shape, x.stride()).requires_grad_() for _ in range(3))
     api = kernels.flash.api
@@ -201,7 +201,7 @@ def test_results_are_laid_out_as_torch_would(name: str) -> None:
     torch.library.opcheck(api.flash_forward, (q, k, v, *none, *rules, True), test_utils="test_faketensor")
 
 
-def test_torch_compile_takes_it_whole() -> None:
+def test_torch_compile_gives_equal_results_without_graph_breaks() -> None:
     *tensors, d_out = inputs(40, 40, 16, torch.float32)
     compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)
     got, want = run(compiled, tensors, d_out), run(flash, tensors, d_out)
@@ -225,14 +225,16 @@ def test_a_second_derivative_is_refused() -> None:
         ({"alibi_slopes": torch.ones(1, requires_grad=True)}, "no gradient for alibi_slopes"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(change: dict[str, object], message: str) -> None:
+def test_an_unsupported_dtype_head_dim_or_gradient_is_refused_by_name(
+    change: dict[str, object], message: str
+) -> None:
     shape = {name: change.pop(name) for name in ("dtype", "head_dim") if name in change}
     q, k, v, _ = inputs(8, 8, **{"head_dim": 16, "dtype": torch.float32} | shape)
     with pytest.raises(AttentionError, match=message):
         flash(q, k, v, **change)
 
 
-def test_slopes_that_learn_elsewhere_can_be_evaluated() -> None:
+def test_alibi_slopes_that_require_grad_work_under_no_grad() -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
     slopes = torch.nn.Parameter(torch.tensor([0.5]))
     with torch.no_grad():
@@ -241,9 +243,9 @@ def test_slopes_that_learn_elsewhere_can_be_evaluated() -> None:
         )
 
 
-def test_autocast_gives_inputs_its_dtype() -> None:
+def test_autocast_casts_inputs_to_its_dtype() -> None:
     *tensors, d_out = inputs(40, 50, 16, torch.float32)
-    tensors[0] = tensors[0].detach().half().requires_grad_()  # as of a layer that autocast knows
+    tensors[0] = tensors[0].detach().half().requires_grad_()  # as from a layer that autocast runs in float16
     with torch.autocast("cpu", torch.float16):
         out = flash(*tensors)
         packed = flash.packed(torch.randn(1, 40, 3, 1, 16))

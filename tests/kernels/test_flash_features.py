@@ -44,7 +44,7 @@ def mask_kernel(Seed, Kept, batch, head, first_row, first_key, TRANSPOSED: tl.co
 
 @pytest.mark.parametrize("dropout_p", [0.3, 0.9])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_dropout_mask_is_the_oracles_element_by_element(transposed: bool, dropout_p: float) -> None:
+def test_the_dropout_mask_equals_the_oracles_element_by_element(transposed: bool, dropout_p: float) -> None:
     seed = torch.tensor(2**40 + 17)
     kept = torch.zeros(64, 128, dtype=torch.int8)
     spec = specify(Tile(64, 128, 4, 1), 16, causal=True, dropout_p=dropout_p)
@@ -88,7 +88,7 @@ def test_window(causal: bool, window: tuple[int, int]) -> None:
     ],
     ids=["causal", "window", "left", "documents", "blocks"],
 )
-def test_a_wide_head_whose_dk_and_dv_are_one_loop(options: dict[str, object]) -> None:
+def test_a_wide_head_with_dk_and_dv_in_one_loop_is_exact(options: dict[str, object]) -> None:
     *tensors, d_out = inputs(150, 150, 144, torch.float16)
     assert_as_accurate(run(flash, tensors, d_out, **options), tensors, d_out, **options)
 
@@ -120,13 +120,13 @@ def test_one_graph_for_lengths_shorter_and_longer_than_a_window() -> None:
 def test_softcap(dtype: torch.dtype) -> None:
     *tensors, d_out = inputs(130, 200, 16, dtype)
     with torch.no_grad():
-        tensors[0].mul_(5)  # so that the cap bends
+        tensors[0].mul_(5)  # so that the cap has an effect
     assert_as_accurate(run(flash, tensors, d_out, softcap=4.0), tensors, d_out, softcap=4.0)
 
 
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("cap", [100.0, 1e3, 1e6])
-def test_a_large_softcap_costs_no_digits(cap: float, size: int) -> None:
+def test_a_large_softcap_loses_no_accuracy(cap: float, size: int) -> None:
     """Scores reach 6, and 28 with q 5 times as large: beyond where the kernels use the series for a cap of 100."""
     *tensors, d_out = inputs(130, 200, 16, torch.float32)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_packed_documents(causal: bool) -> None:
     check({"causal": causal, "cu_seqlens": bounds}, batch=2)
 
 
-def test_documents_are_as_if_each_were_alone() -> None:
+def test_packed_documents_equal_each_document_alone() -> None:
     q, k, v, _ = (x.detach() for x in inputs(100, 100, 16, torch.float32))
     out = flash(q, k, v, cu_seqlens=ints(0, 30, 100))
     for part in (slice(0, 30), slice(30, 100)):
@@ -186,7 +186,7 @@ def test_block_mask(causal: bool) -> None:
     check({"causal": causal, "block_mask": mask[:, :1]}, 300, 300, batch=2, heads=2, kv_heads=2)
 
 
-def test_precise_delta_undoes_a_rounding_that_leans_one_way() -> None:
+def test_precise_delta_removes_the_bias_of_one_sided_rounding() -> None:
     """The case of arXiv 2510.04212, in float16: two keys share the maximum, their values are negative and average to
     half way between two numbers, and the small rest, negative too, always tips the rounding the same way."""
     q, k = torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16)
@@ -272,7 +272,7 @@ def test_every_feature_passes_torchs_own_checks() -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_numbers_a_head_or_batch_may_be_strided() -> None:
+def test_slopes_sinks_and_kv_lengths_may_be_strided() -> None:
     slopes = torch.tensor([0.5, 9.0, 0.1, 9.0])[::2]
     sinks = torch.tensor([[0.3, 9.0], [1.0, 9.0]])[:, 0]
     lengths = ints(50, 1, 30, 1)[::2]
@@ -280,8 +280,8 @@ def test_numbers_a_head_or_batch_may_be_strided() -> None:
     check({"alibi_slopes": torch.tensor(0.5).expand(2)}, 60, 60, heads=2)
 
 
-def test_rows_beyond_the_end_add_nothing_whatever_the_scores() -> None:
-    """Slopes below 0 let scores grow with distance; a row that is not there must not turn them into inf * 0."""
+def test_rows_beyond_the_end_add_nothing_even_if_scores_overflow() -> None:
+    """Slopes below 0 let scores grow with distance; a row beyond the end must not turn them into inf * 0."""
     options = {"causal": False, "alibi_slopes": torch.tensor([-5.0, -3.0])}
     *tensors, d_out = inputs(70, 70, 16, torch.float32, heads=2)
     exact = run(naive, [x.double() for x in tensors], d_out.double(), **options)

@@ -56,7 +56,7 @@ def test_packed_views_and_grouped_heads(flash, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_nan_for_the_lse_of_a_query_that_sees_nothing_goes_nowhere(flash, head_dim: int) -> None:
+def test_a_nan_lse_gradient_of_a_fully_masked_query_is_ignored(flash, head_dim: int) -> None:
     *tensors, d_out = inputs(700, 300, head_dim, torch.bfloat16, batch=2, heads=4, kv_heads=2, device="cuda")
     d_lse = torch.randn(2, 4, 700, device="cuda")
 
@@ -105,7 +105,9 @@ def features() -> dict[str, dict[str, object]]:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("name", features() if torch.cuda.is_available() else ["every feature"])
-def test_features_and_their_repeats(flash, name: str, kv_heads: int, head_dim: int) -> None:
+def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
+    flash, name: str, kv_heads: int, head_dim: int
+) -> None:
     if flash.keywords["tier"] == "auto":
         if name in ("window", "documents", "documents in a window", "blocks") and HOPPER and head_dim <= 128:
             flash = functools.partial(flash, tier="hopper")  # or it is refused
@@ -129,7 +131,7 @@ def test_features_and_their_repeats(flash, name: str, kv_heads: int, head_dim: i
 @ON_HOPPER
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seed", range(5))
-def test_offsets_in_no_order_are_no_endless_wait(seed: int, head_dim: int) -> None:
+def test_unordered_document_offsets_do_not_deadlock(seed: int, head_dim: int) -> None:
     """Whichever documents such offsets define, both tiers agree on them."""
     *tensors, d_out = inputs(
         1000, 1000, head_dim, torch.bfloat16, batch=2, heads=4, kv_heads=4, device="cuda"
@@ -157,7 +159,7 @@ def test_250_repeats_agree_bit_for_bit(flash, causal: bool, head_dim: int) -> No
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-def test_torch_compile_takes_it_whole(flash) -> None:
+def test_torch_compile_gives_equal_results_without_graph_breaks(flash) -> None:
     *tensors, d_out = inputs(512, 512, 64, torch.bfloat16, batch=2, heads=4, kv_heads=4, device="cuda")
     got = run(torch.compile(flash, fullgraph=True), tensors, d_out)
     want = run(flash, tensors, d_out)
@@ -172,7 +174,7 @@ def test_more_than_two_to_the_31_elements(flash) -> None:
     torch.testing.assert_close(out[-1:, -1:], flash(*last), atol=0, rtol=0)
 
 
-def test_memory_beyond_inputs_and_outputs(flash) -> None:
+def test_memory_beyond_inputs_and_outputs_stays_within_bounds(flash) -> None:
     """4 bytes a query for the log-sum-exp, 4 more for delta while the backward runs; on Hopper dQ in float32 too."""
     *tensors, d_out = inputs(4096, 4096, 64, torch.bfloat16, batch=4, heads=12, kv_heads=12, device="cuda")
     rows, tensor = 4 * 12 * 4096, d_out.numel() * d_out.element_size()
@@ -188,7 +190,7 @@ def test_memory_beyond_inputs_and_outputs(flash) -> None:
 
 
 @ON_HOPPER
-def test_a_tier_that_cannot_is_refused() -> None:
+def test_a_tier_that_cannot_serve_a_request_is_refused() -> None:
     request = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
     with pytest.raises(
         kernels.AttentionError, match=r"attention.tier=hopper needs attention without dropout_p"

@@ -83,7 +83,7 @@ def test_exact_over_many_tiles(name: str, head_dim: int, dtype: torch.dtype, cau
 
 @INTERPRETED
 @BOTH
-def test_queries_that_see_nothing(name: str) -> None:
+def test_fully_masked_queries_have_zero_output_and_gradient(name: str) -> None:
     *tensors, d_out = inputs(150, 40, 16, torch.float32)
     got = run(name, tensors, d_out)
     assert (got["out"][:, :, :110] == 0).all()
@@ -106,7 +106,7 @@ def test_lengths_of_zero(name: str, batch: int, q_len: int, kv_len: int, causal:
 @INTERPRETED
 @BOTH
 @HALF_AND_SINGLE
-def test_extreme_scores(name: str, dtype: torch.dtype) -> None:
+def test_extreme_scores_stay_accurate_and_finite(name: str, dtype: torch.dtype) -> None:
     """Logits of tens of thousands, one huge outlier, all equal, all strongly negative: right, and never NaN.
 
     The bounds are those of flash: a probability is recomputed from float32 statistics, and its relative error grows
@@ -149,7 +149,7 @@ def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous(name: str) 
 
 @INTERPRETED
 @BOTH
-def test_a_gradient_that_is_expanded(name: str) -> None:
+def test_an_expanded_output_gradient_gives_the_same_results(name: str) -> None:
     *tensors, d_out = inputs(70, 70, 16, torch.float32, heads=2, kv_heads=2)
     expanded = d_out[:, :1, :1].expand_as(d_out)
     assert_same(run(name, tensors, expanded), run(name, tensors, expanded.contiguous()))
@@ -157,7 +157,7 @@ def test_a_gradient_that_is_expanded(name: str) -> None:
 
 @INTERPRETED
 @BOTH
-def test_each_of_q_k_v_in_another_layout(name: str) -> None:
+def test_q_k_and_v_may_have_different_memory_layouts(name: str) -> None:
     *tensors, d_out = inputs(40, 70, 16, torch.float32, batch=2, heads=2, kv_heads=2)
     want = run(name, tensors, d_out)
     # Memory of q: heads inside tokens; of k: tokens outside all; of v: head_dim not last.
@@ -178,7 +178,7 @@ def test_repeats_agree_bit_for_bit(name: str) -> None:
 
 
 @INTERPRETED
-def test_tiles_of_flash1_that_are_not_square() -> None:
+def test_flash1_is_exact_with_tiles_that_are_not_square() -> None:
     *tensors, d_out = inputs(100, 150, 16, torch.float32)
     q, k, v = (x.detach() for x in tensors)
     for tile in (Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)):
@@ -190,8 +190,8 @@ def test_tiles_of_flash1_that_are_not_square() -> None:
 
 @INTERPRETED
 @BOTH
-def test_tiles_that_are_not_square(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a GPU's backward; the interpreter's are."""
+def test_results_are_exact_with_tiles_that_are_not_square(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a GPU's backward; the tiles used in the interpreter are square."""
     *tensors, d_out = inputs(100, 150, 16, torch.float32)
     for tile in (Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)):
         monkeypatch.setattr("kernels.history.inputs.INTERPRETER", tile)
@@ -199,7 +199,7 @@ def test_tiles_that_are_not_square(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @INTERPRETED
-def test_programs_of_two_pass_share_the_tiles_of_queries() -> None:
+def test_two_pass_gives_the_same_with_any_number_of_programs() -> None:
     q, k, v, _ = (x.detach() for x in inputs(200, 200, 16, torch.float32, heads=2, kv_heads=2))
     want = two_pass.forward_in(None, q, k, v, True, 0.25)
     for programs in (1, 3):
@@ -208,7 +208,7 @@ def test_programs_of_two_pass_share_the_tiles_of_queries() -> None:
 
 @INTERPRETED
 @BOTH
-def test_torch_compile_takes_it_whole(name: str) -> None:
+def test_torch_compile_gives_equal_results_without_graph_breaks(name: str) -> None:
     *tensors, d_out = inputs(40, 40, 16, torch.float32)
     compiled = torch.compile(kernels.get_attention(name), backend="aot_eager", fullgraph=True)
     out = compiled(*tensors)
@@ -269,7 +269,7 @@ def test_every_feature_is_refused_by_name(name: str, feature: str) -> None:
 
 @INTERPRETED
 @BOTH
-def test_an_argument_nobody_knows_is_refused(name: str) -> None:
+def test_an_unknown_argument_is_refused(name: str) -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
     with pytest.raises(AttentionError, match="unknown attention argument droput_p"):
         kernels.get_attention(name)(q, k, v, droput_p=0.1)
@@ -286,7 +286,9 @@ def test_an_argument_nobody_knows_is_refused(name: str) -> None:
         ({"head_dim": 257}, "it takes head_dim 16 to 256, not 257"),
     ],
 )
-def test_inputs_it_does_not_take_are_refused(name: str, change: dict[str, object], message: str) -> None:
+def test_an_unsupported_dtype_or_head_dim_is_refused(
+    name: str, change: dict[str, object], message: str
+) -> None:
     shape = {"head_dim": 16, "dtype": torch.float32} | change
     with pytest.raises(AttentionError, match=f"attention={name} cannot be used here: .*{message}"):
         kernels.resolve_attention(name, device="cpu", **shape)
@@ -310,7 +312,7 @@ def test_a_cpu_without_the_interpreter_is_refused_in_a_line(
 
 @INTERPRETED
 @BOTH
-def test_windows_that_overlap_and_batches_larger_than_a_grid(name: str) -> None:
+def test_overlapping_views_are_exact_and_a_batch_over_the_grid_refused(name: str) -> None:
     base = torch.randn(1, 1, 80, generator=torch.Generator().manual_seed(0))
     tensors = [base.unfold(2, 16, 1)[:, :, :40].requires_grad_() for _ in range(3)]
     d_out = torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(1))
@@ -363,7 +365,7 @@ def test_softmax_of_rows_that_are_not_contiguous(function) -> None:
 
 @pytest.mark.parametrize("function", SOFTMAX)
 def test_softmax_of_huge_values(function) -> None:
-    """As large as float16 has them, of either sign, and with minus infinities: what is masked."""
+    """Close to the limits of float16, of either sign, and minus infinity, which marks a masked element."""
     x = torch.full((4, 5000), -6e4, dtype=torch.float16, device=DEVICE)
     x[0, ::7] = 6e4
     x[1, 4999] = 6e4  # the maximum comes last
@@ -387,7 +389,7 @@ def test_the_k_largest_of_rows_that_are_not_contiguous_and_huge() -> None:
     assert_the_k_largest(x, 4, values, indices)
 
 
-def test_masked_elements_have_indices_of_their_own_and_k_a_range() -> None:
+def test_topk_of_masked_elements_has_distinct_indices_and_k_is_checked() -> None:
     x = torch.tensor([[1.0, -torch.inf, -torch.inf]], device=DEVICE)
     values, indices = softmax.online_softmax_topk(x, 3)
     assert values.tolist() == [[1.0, 0.0, 0.0]]

@@ -93,7 +93,7 @@ class TestOnHopper:
             )  # fmt: skip
             assert_accurate(*tensors, causal)
 
-    def test_views(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    def test_views_of_a_packed_qkv_are_exact(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
         qkv = torch.randn(2, 333, 3, 4, head_dim, device="cuda", dtype=dtype)
         d_out = torch.randn(2, 333, 4, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
         assert_accurate(*(qkv[:, :, each].transpose(1, 2) for each in range(3)), d_out, causal)
@@ -138,7 +138,7 @@ class TestOnHopper:
             again = gradients(tensors, causal)
             assert all(torch.equal(again[name], first[name]) for name in first)
 
-    def test_late_or_not_is_the_same_bit_for_bit(
+    def test_delaying_the_dq_product_by_a_step_changes_no_bit(
         self, delay: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         *qkv, d_out = inputs(
@@ -183,7 +183,9 @@ class TestOnHopper:
             got = gradients(forward(a, b, v, d_out, causal), causal)
             assert all(torch.isfinite(x).all() for x in got.values())
 
-    def test_refuses_what_tma_does_not_take(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    def test_layouts_that_tma_cannot_load_are_refused(
+        self, causal: bool, head_dim: int, dtype: torch.dtype
+    ) -> None:
         from kernels.flash.hopper_launch import fits_backward
 
         x = torch.randn(2, 4, 64, head_dim, device="cuda", dtype=dtype)

@@ -78,7 +78,7 @@ def test_exact_at_every_length(causal: bool, head_dim: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_several_tiles_a_program(causal: bool, head_dim: int) -> None:
+def test_exact_with_several_tiles_per_program(causal: bool, head_dim: int) -> None:
     """More tiles than the GPU has processors, with diagonals that do and do not begin on a block."""
     for q_len, kv_len in [(1024, 1024), (1000, 1000), (700, 777), (777, 700), (130, 1300)]:
         assert_accurate(
@@ -98,8 +98,10 @@ def test_several_tiles_a_program(causal: bool, head_dim: int) -> None:
         (4137, 4100, True),
     ],
 )
-def test_several_dynamic_tiles_a_program(q_len: int, kv_len: int, causal: bool, head_dim: int) -> None:
-    """Of two consumers and, with head_dim 64, of three."""
+def test_exact_with_several_dynamically_claimed_tiles_per_program(
+    q_len: int, kv_len: int, causal: bool, head_dim: int
+) -> None:
+    """With two consumer warpgroups and, for head_dim 64, with three."""
     assert_accurate(*normal(q_len, kv_len, head_dim, torch.bfloat16, batch=1, heads=16, kv_heads=16), causal)
 
 
@@ -185,7 +187,7 @@ def test_extreme_scores_stay_finite() -> None:
         assert_accurate(a, b, v, causal=True)
 
 
-def test_refuses_what_tma_does_not_take() -> None:
+def test_layouts_that_tma_cannot_load_are_refused() -> None:
     from kernels.flash.hopper_launch import fits_forward
 
     x = torch.randn(2, 4, 64, 80, device="cuda", dtype=torch.bfloat16)

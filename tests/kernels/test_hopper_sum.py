@@ -29,7 +29,7 @@ def laid_down(half: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("head_dim", "block_m"), BLOCK_M.items())
 @pytest.mark.parametrize("blind", [0, 3, 70, 130])
 @pytest.mark.parametrize("masks", [None, (2, 3), (1, 3), (2, 1)], ids=str)
-def test_the_sum_comes_back_in_rows(
+def test_the_dq_sum_is_written_back_in_row_order(
     masks: tuple[int, int] | None, head_dim: int, block_m: int, blind: int
 ) -> None:
     """masks: batches and heads that have a block mask of their own, whose second 128 queries see nothing."""
@@ -62,7 +62,7 @@ def test_the_sum_comes_back_in_rows(
 @pytest.mark.parametrize(("head_dim", "block_m"), BLOCK_M.items())
 @pytest.mark.parametrize("left", [ANY, 0, 200])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
-def test_a_turn_begins_with_the_first_block_that_adds(
+def test_turns_begin_with_the_first_block_of_keys_that_adds_to_dq(
     packed: bool, left: int, head_dim: int, block_m: int
 ) -> None:
     """The work items that add to a block of queries are those whose keys one of its queries sees, without a gap. So
@@ -93,7 +93,7 @@ def test_a_turn_begins_with_the_first_block_that_adds(
 
 
 @pytest.mark.parametrize(("head_dim", "block_m"), BLOCK_M.items())
-def test_delta_takes_no_gradient_of_lse_from_a_row_that_sees_nothing(head_dim: int, block_m: int) -> None:
+def test_delta_ignores_the_lse_gradient_of_fully_masked_rows(head_dim: int, block_m: int) -> None:
     batch, heads, length = 2, 3, 200
     out, d_out = torch.randn(2, batch, heads, length, head_dim, device=DEVICE)
     lse, d_lse, delta = torch.randn(3, batch, heads, length, device=DEVICE)

@@ -42,7 +42,7 @@ def equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(*pair) for pair in zip(a, b, strict=True))
 
 
-def test_a_graph_replays_forward_and_backward_with_new_numbers_and_new_dropout(flash) -> None:
+def test_a_cuda_graph_replays_with_new_inputs_and_new_dropout(flash) -> None:
     *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, **SHAPE)
     seed = torch.tensor(3, device="cuda")
     options = {"dropout_p": 0.2, "dropout_seed": seed}
@@ -61,7 +61,7 @@ def test_a_graph_replays_forward_and_backward_with_new_numbers_and_new_dropout(f
     assert equal(results, forward_and_backward(flash, tensors, d_out, **options))
 
 
-def test_graphs_and_calls_side_by_side_do_not_meet(flash) -> None:
+def test_concurrent_cuda_graphs_and_calls_do_not_disturb_each_other(flash) -> None:
     """Programs of a kernel share their work through a counter; launches that run concurrently each need their own."""
     steps = []
     for number in range(3):  # so few heads that all fit on the GPU at a time
@@ -87,7 +87,7 @@ def test_graphs_and_calls_side_by_side_do_not_meet(flash) -> None:
             assert equal(want, replayed)
 
 
-def test_a_graph_reads_the_masks_of_each_replay_and_a_call_reads_what_a_replay_wrote(flash) -> None:
+def test_cuda_graphs_and_calls_read_the_current_content_of_masks(flash) -> None:
     *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, **SHAPE)
     bounds = [
         torch.tensor([0, *inner, 600], dtype=torch.int32, device="cuda") for inner in ((100, 300), (7, 450))
@@ -105,7 +105,7 @@ def test_a_graph_reads_the_masks_of_each_replay_and_a_call_reads_what_a_replay_w
             assert equal(results, forward_and_backward(flash, tensors, d_out, **{name: mask}))
 
 
-def test_a_seed_on_the_cpu_does_not_wait_for_the_device(flash) -> None:
+def test_a_cpu_seed_causes_no_device_synchronisation(flash) -> None:
     *tensors, _ = inputs(100, 100, 64, torch.bfloat16, **SHAPE)
     want = flash(*tensors, dropout_p=0.5, dropout_seed=torch.tensor(7, device="cuda"))
     torch.cuda.set_sync_debug_mode("error")
@@ -142,7 +142,7 @@ class Attention(torch.nn.Module):
         return self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("length", [300, 2100])  # the longer's tiles are claimed
+@pytest.mark.parametrize("length", [300, 2100])  # at 2100, tiles are claimed dynamically
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_views_of_a_packed_qkv_under_inductor(flash, mode: str, length: int) -> None:
     torch.manual_seed(0)
@@ -163,7 +163,7 @@ def test_views_of_a_packed_qkv_under_inductor(flash, mode: str, length: int) -> 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("tier", ["triton", "auto"])
-def test_a_packed_qkv_gives_what_its_parts_give_to_the_bit(flash, tier: str, compiled: bool) -> None:
+def test_packed_qkv_equals_separate_q_k_v_bit_for_bit(flash, tier: str, compiled: bool) -> None:
     flash = kernels.bind(flash, tier=tier)
     packed = torch.compile(flash.packed, fullgraph=True) if compiled else flash.packed
     qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -188,7 +188,7 @@ def under_sdpa() -> Iterator[None]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_sdpa_gives_our_result_to_the_bit(
+def test_sdpa_with_our_kernels_equals_flash_bit_for_bit(
     flash, under_sdpa, causal: bool, packed: bool, compiled: bool
 ) -> None:
     *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, kv_heads=4, **SHAPE)
@@ -211,7 +211,7 @@ def test_sdpa_gives_our_result_to_the_bit(
     assert equal(got, forward_and_backward(flash, tensors, d_out, causal=causal))
 
 
-def test_a_model_that_knows_nothing_of_us(flash, under_sdpa) -> None:
+def test_torch_multihead_attention_runs_on_our_kernels(flash, under_sdpa) -> None:
     torch.manual_seed(0)
     model = torch.nn.MultiheadAttention(256, 4, bias=False, batch_first=True).to("cuda", torch.bfloat16)
     x = torch.randn(2, 100, 256, device="cuda", dtype=torch.bfloat16)

@@ -314,7 +314,7 @@ def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels(tmp_path)
     assert said(PORTABLE, TRITON_CACHE_DIR=str(tmp_path)) == "done"
 
 
-def test_a_hopper_launch_from_an_earlier_one_gives_triton_the_same() -> None:
+def test_a_repeated_hopper_launch_passes_triton_the_same_arguments() -> None:
     import triton
 
     from kernels.flash.tiers import VERIFIED_TRITON

@@ -13,7 +13,9 @@ CPU_BACKENDS = ["sdpa", "sdpa_flash", "sdpa_math"]
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(9, 9), (4, 9), (9, 4), (1, 9)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_as_naive_at_equal_and_unequal_lengths(name: str, q_len: int, kv_len: int, causal: bool) -> None:
+def test_results_match_naive_at_equal_and_unequal_lengths(
+    name: str, q_len: int, kv_len: int, causal: bool
+) -> None:
     *tensors, d_out = inputs(q_len, kv_len, 16, torch.float32, batch=2, heads=4, kv_heads=2)
     results = []
     for attention in (get_attention(name), get_attention("naive")):
@@ -23,7 +25,7 @@ def test_as_naive_at_equal_and_unequal_lengths(name: str, q_len: int, kv_len: in
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_math"])
-def test_dropout_is_seeded_and_moves_no_generator(name: str) -> None:
+def test_dropout_is_seeded_and_leaves_torchs_generator_unchanged(name: str) -> None:
     q, k, v, _ = inputs(64, 64, 16, torch.float32)
     before = torch.random.get_rng_state()
     attention = get_attention(name)
@@ -34,13 +36,13 @@ def test_dropout_is_seeded_and_moves_no_generator(name: str) -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first, attention(q, k, v))
-    # Though torch's generator takes it.
+    # Although torch's generator would accept it.
     with pytest.raises(AttentionError, match="dropout_seed must fit int64"):
         attention(q, k, v, dropout_p=0.5, dropout_seed=2**63)
 
 
 @pytest.mark.gpu
-def test_dropout_on_one_device_moves_no_generator_of_another() -> None:
+def test_dropout_leaves_the_generators_of_all_devices_unchanged() -> None:
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
         q = torch.randn(1, 1, 64, 16, device=device)
         before = torch.random.get_rng_state(), *torch.cuda.get_rng_state_all()
@@ -50,7 +52,7 @@ def test_dropout_on_one_device_moves_no_generator_of_another() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "dropout_seed": 3}])
-def test_compiles_whole_and_a_seeded_generator_repeats_its_dropout(options: dict[str, object]) -> None:
+def test_compiled_sdpa_repeats_its_dropout_after_the_same_torch_seed(options: dict[str, object]) -> None:
     attention = get_attention("sdpa")
     q, k, v, d_out = inputs(32, 32, 16, torch.float32)
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
@@ -66,7 +68,7 @@ def test_compiles_whole_and_a_seeded_generator_repeats_its_dropout(options: dict
         torch.testing.assert_close(first[0], attention(q, k, v))
 
 
-def test_compiles_whole_at_lengths_that_vary() -> None:
+def test_sdpa_compiles_without_graph_breaks_at_varying_lengths() -> None:
     torch._dynamo.reset()  # no graph of another test counts
     attention = get_attention("sdpa")
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
@@ -76,7 +78,7 @@ def test_compiles_whole_at_lengths_that_vary() -> None:
 
 
 @pytest.mark.parametrize("feature", [{"window": (4, 0)}, {"return_lse": True}, {"sinks": torch.zeros(1)}])
-def test_what_sdpa_cannot_do_is_refused(feature: dict[str, object]) -> None:
+def test_features_that_sdpa_lacks_are_refused(feature: dict[str, object]) -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
     with pytest.raises(
         AttentionError, match=f"attention=sdpa does not support {next(iter(feature))}; attention=naive does"
@@ -108,7 +110,7 @@ def test_flex_masks_and_modifies_scores_as_naive_does(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_flex_in_a_compiled_model_is_whole() -> None:
+def test_flex_compiles_without_graph_breaks() -> None:
     q, k, v, _ = (x.detach() for x in inputs(40, 40, 16, torch.float32))
     compiled = torch.compile(get_attention("flex"), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), get_attention("naive")(q, k, v))

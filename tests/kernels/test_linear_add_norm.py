@@ -69,8 +69,8 @@ def test_outputs_and_gradients_as_exact_as_torchs(dtype, shape):
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_of_the_outputs_may_not_be_used(dtype, used):
-    """In bfloat16 with a float32 stream, where the gradients of stream and product are two."""
+def test_gradients_are_exact_if_only_one_output_is_used(dtype, used):
+    """In bfloat16 with a float32 residual stream, where stream and product have separate gradients."""
     inputs, directions = problem(torch.float32)
     with torch.autocast(DEVICE, dtype, enabled=dtype is not torch.float32):
         ours, theirs = (results(each, inputs, directions, used) for each in (linear_add_norm, torchs))
@@ -85,7 +85,7 @@ def test_autocast_keeps_the_stream_in_float32():
     assert (x_new.dtype, normalised.dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_a_stream_of_16_bits_and_a_product_of_32():
+def test_a_float16_residual_stream_with_a_float32_product_is_accurate():
     inputs, directions = problem(torch.float32, stream=torch.float16)
     exact = results(torchs, double(inputs), directions)
     ours = results(linear_add_norm, inputs, directions)
@@ -94,7 +94,7 @@ def test_a_stream_of_16_bits_and_a_product_of_32():
         assert (ours[name] - x).abs().max() <= 1e-3 * x.abs().max(), name
 
 
-def test_no_rows():
+def test_an_input_without_rows_gives_empty_outputs():
     inputs, directions = problem(torch.float32, (0, 48))
     found = results(linear_add_norm, inputs, directions)
     assert found["x_new"].shape == found["normalised"].shape == (0, 48)
@@ -125,7 +125,7 @@ def test_inputs_of_any_strides():
 @pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(7, 48), (2, 3, 100), (5, 1), (5, 33)])
-def test_dropout_drops_what_the_mask_says(dtype, shape, used):
+def test_dropout_follows_the_mask(dtype, shape, used):
     inputs, directions = problem(dtype, shape)
     dropout = {"dropout_p": 0.25, "dropout_seed": 2**40 + 3}
     exact = results(torchs, double(inputs), directions, used, **dropout)
@@ -147,7 +147,7 @@ def test_dropout_under_autocast_and_compiled(dtype):
     assert not torch.equal(other["x_new"], ours["x_new"])
 
 
-def test_a_dropout_that_is_none_is_refused():
+def test_an_invalid_dropout_probability_or_seed_is_refused():
     inputs, _ = problem(torch.float32)
     for options, message in (
         ({"dropout_p": 1.0, "dropout_seed": 1}, "dropout_p must be at least 0 and below 1"),
@@ -164,7 +164,7 @@ def test_eps_is_added_to_the_variance():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_row_far_from_zero_keeps_its_digits():
+def test_a_row_with_a_large_mean_keeps_its_accuracy():
     """The variance of 1000 + N(0, 1) is computed from centred values: a difference of squares would have lost it.
 
     Many rows, since how a single row's mean is rounded, by us or by torch, is chance.
@@ -193,7 +193,7 @@ def test_repeats_bit_for_bit():
     assert repeats(*problem(torch.float32, (50, 48)), 3)
 
 
-def test_the_operators_are_whole_to_torch_compile():
+def test_operators_pass_opcheck_and_compile_without_graph_breaks():
     inputs, (d_x_new, d_normalised) = problem(torch.float32, (5, 48))
     x, y, weight, *vectors = (each.requires_grad_() for each in inputs.values())
     update = F.linear(y, weight).detach().bfloat16().requires_grad_()
@@ -215,7 +215,7 @@ def test_the_operators_are_whole_to_torch_compile():
         torch.testing.assert_close(ours, results(linear_add_norm, inputs, (d_x_new, d_normalised), used))
 
 
-def test_gradients_cannot_be_taken_twice_over():
+def test_a_second_derivative_is_refused():
     inputs, _ = problem(torch.float32)
     x, *others = (each.requires_grad_() for each in inputs.values())
     _, normalised = linear_add_norm(x, *others)
@@ -224,7 +224,7 @@ def test_gradients_cannot_be_taken_twice_over():
         d_x.sum().backward()
 
 
-def test_only_what_wants_a_gradient_gets_one():
+def test_only_inputs_that_require_a_gradient_get_one():
     inputs, _ = problem(torch.float32)
     inputs["bias"].requires_grad_()
     linear_add_norm(*inputs.values())[1].square().sum().backward()
@@ -233,7 +233,7 @@ def test_only_what_wants_a_gradient_gets_one():
         assert not linear_add_norm(*inputs.values())[0].requires_grad
 
 
-def test_inputs_that_do_not_fit_are_refused():
+def test_inputs_of_wrong_shape_dtype_or_device_are_refused():
     inputs, _ = problem(torch.float32)
     for name in ("x", "bias", "gain", "shift"):
         with pytest.raises(ValueError, match=rf"^{name} is \((6, 48|47,)\); it must be \((7, 48|48,)\)"):
@@ -258,8 +258,8 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
         kernels_of("add_norm", "cpu")
 
 
-def test_an_operator_that_comes_late_is_made_known_to_an_inductor_that_would_describe_it(monkeypatch):
-    """Only to PyTorch before 2.13, whose inductor takes for ever to describe it after a few of our layers."""
+def test_an_operator_gets_an_inductor_fallback_before_pytorch_2_13(monkeypatch):
+    """Without one, the inductor of such a PyTorch takes forever to describe it after a few of our layers."""
     from torch._inductor import lowering
 
     known = {}
@@ -274,8 +274,8 @@ def test_an_operator_that_comes_late_is_made_known_to_an_inductor_that_would_des
     assert list(known) == [room.add_norm]
 
 
-def test_compiled_the_kernels_load_16_bytes_and_spill_nothing():
-    """Of the other fused layers too, about 10 s: a process for each would import Triton and PyTorch again."""
+def test_compiled_fused_kernels_load_16_bytes_and_spill_nothing():
+    """For all fused layers at once, about 10 s: a process for each would import Triton and PyTorch again."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_fused"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -49,7 +49,7 @@ def test_loss_and_gradients_as_exact_as_torchs(dtype):
         assert error <= 2 * reference + 2 * ulp, name
 
 
-def test_targets_of_any_stride_and_negative_ones_that_do_not_count():
+def test_targets_may_be_strided_and_negative_targets_are_ignored():
     hidden, weight, targets = problem(torch.float32)
     wanted = gradients(linear_cross_entropy, hidden, weight, targets)
     targets[targets < 0] = -100  # as PyTorch's own losses have it
@@ -62,7 +62,7 @@ def test_targets_of_any_stride_and_negative_ones_that_do_not_count():
 
 
 @pytest.mark.parametrize("wrong", [VOCAB, PADDED, PADDED + 3, 2**40])
-def test_a_target_beyond_the_vocabulary_makes_the_loss_nan_and_no_other_rows_gradient_wrong(wrong):
+def test_a_too_large_target_makes_the_loss_nan_but_no_other_row_wrong(wrong):
     hidden, weight, targets = problem(torch.float32)
     _, right, _ = gradients(linear_cross_entropy, hidden, weight, targets)
     targets[2] = wrong
@@ -91,7 +91,7 @@ def test_a_target_beyond_the_vocabulary_makes_the_loss_nan_and_no_other_rows_gra
         ({"vocab_size": lambda x: 0}, "vocab_size must be 1 to 9024"),
     ],
 )
-def test_what_does_not_match_is_named(change, told):
+def test_arguments_of_wrong_shape_dtype_or_device_are_refused(change, told):
     inputs = dict(zip(("hidden", "weight", "targets"), problem(torch.float32), strict=True))
     inputs["vocab_size"] = VOCAB
     for name, alter in change.items():
@@ -115,7 +115,7 @@ def test_in_bf16_at_the_size_of_gpt2():
 
 
 @pytest.mark.gpu
-def test_the_full_logits_are_never_there():
+def test_the_full_logits_are_never_in_memory():
     hidden = torch.randn(65536, 768, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(50304, 768, device=DEVICE, requires_grad=True)
     targets = torch.randint(50257, (65536,), device=DEVICE)
@@ -126,7 +126,7 @@ def test_the_full_logits_are_never_there():
 
 
 @pytest.mark.parametrize(("rows", "chunk_rows"), [(37, 10), (300, 140), (0, 10)])
-def test_chunks_change_nothing(monkeypatch, rows, chunk_rows):
+def test_computing_in_chunks_does_not_change_the_result(monkeypatch, rows, chunk_rows):
     hidden, weight, targets = problem(torch.float32, rows)
     whole = gradients(linear_cross_entropy, hidden, weight, targets)
     monkeypatch.setattr(room, "CHUNK_BYTES", chunk_rows * PADDED * 4)
@@ -151,7 +151,7 @@ def test_padding_may_be_longer_than_the_vocabulary():
     assert not d_weight[VOCAB:].any()
 
 
-def test_rows_that_do_not_count():
+def test_rows_with_negative_targets_have_no_loss_and_no_gradient():
     hidden, weight, targets = problem(torch.float32)
     _, d_hidden, _ = gradients(linear_cross_entropy, hidden, weight, targets)
     assert torch.equal(d_hidden[::5], torch.zeros_like(d_hidden[::5]))
@@ -169,7 +169,7 @@ def test_the_gradient_scales_with_the_loss():
     torch.testing.assert_close(scaled, once * 0.25)
 
 
-def test_a_gradient_that_is_to_be_differentiated_is_refused():
+def test_a_second_derivative_is_refused():
     hidden, weight, targets = problem(torch.float32)
     loss = linear_cross_entropy(hidden.requires_grad_(), weight, targets, VOCAB)
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_a_gradient_that_is_to_be_differentiated_is_refused():
 def test_forward_mode_gradients_are_refused_and_not_lost(name):
     inputs = dict(zip(("hidden", "weight", "targets"), problem(torch.float32), strict=True))
     with forward_ad.dual_level():
-        assert linear_cross_entropy(**inputs, vocab_size=VOCAB).isfinite()  # nobody wants one
+        assert linear_cross_entropy(**inputs, vocab_size=VOCAB).isfinite()  # none is asked for
         inputs[name] = forward_ad.make_dual(inputs[name], torch.ones_like(inputs[name]))
         with pytest.raises(FusedError, match=r"has no forward-mode derivative; use model\.loss=torch"):
             linear_cross_entropy(**inputs, vocab_size=VOCAB)
@@ -203,7 +203,7 @@ def test_huge_logits_stay_finite():
         assert x.isfinite().all()
 
 
-def test_without_gradients_none_are_computed():
+def test_no_gradients_are_computed_under_no_grad():
     hidden, weight, targets = problem(torch.float32)
     with torch.no_grad():
         loss, d_hidden, d_weight, _ = room._forward(hidden, weight, targets, VOCAB, False)
@@ -211,14 +211,14 @@ def test_without_gradients_none_are_computed():
     assert d_hidden.numel() == d_weight.numel() == 0
 
 
-def test_meta_tensors_give_their_like():
+def test_meta_tensors_give_meta_results_of_the_right_shape():
     hidden, weight, targets = (x.to("meta") for x in problem(torch.float32))
     loss, d_hidden, d_weight = gradients(linear_cross_entropy, hidden, weight, targets)
     assert (loss.shape, loss.dtype, loss.device.type) == ((), torch.float32, "meta")
     assert (d_hidden.shape, d_weight.shape) == (hidden.shape, weight.shape)
 
 
-def test_the_operator_is_whole_to_torch_compile():
+def test_the_operator_passes_opcheck_and_compiles_without_graph_breaks():
     hidden, weight, targets = problem(torch.float32, rows=8)
     hidden.requires_grad_()
     weight.requires_grad_()

@@ -60,14 +60,14 @@ def test_under_autocast():
 
 
 @pytest.mark.parametrize("width", [1024, 1100])
-def test_a_program_goes_down_many_rows(width):
+def test_gradients_are_exact_if_a_program_processes_many_rows(width):
     rows = 3 * kernels.BACKWARD.programs * kernels.BACKWARD.rows + 1
     inputs, direction = problem(torch.float32, (rows,), width)
     exact = results(torchs, double(inputs), direction)
     assert_all_as_exact(exact, results(linear_gelu, inputs, direction), results(torchs, inputs, direction))
 
 
-def test_no_rows():
+def test_an_input_without_rows_gives_an_empty_output():
     inputs, direction = problem(torch.float32, (0,))
     found = results(linear_gelu, inputs, direction)
     assert found["out"].shape == (0, 100)
@@ -76,7 +76,7 @@ def test_no_rows():
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of numpy, in the interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_huge_values_go_to_the_limits(dtype):
+def test_huge_values_give_the_limits_of_gelu_and_its_derivative(dtype):
     """GELU(x) goes to x and to 0, its derivative to 1 and to 0; nowhere is there a NaN."""
     sizes = torch.tensor([5e0, 8e0, 1e1, 2e1, 1e2, 1e3, 1e5, 1e10, 1e19, 1e20, 1e25, 1e38, 3e38])
     pre = torch.cat([-sizes, sizes]).to(DEVICE, dtype)[None].requires_grad_()
@@ -124,7 +124,7 @@ def test_repeats_bit_for_bit():
     assert repeats(*problem(torch.float32, (50,)), 3)
 
 
-def test_the_operators_are_whole_to_torch_compile():
+def test_operators_pass_opcheck_and_compile_without_graph_breaks():
     inputs, direction = problem(torch.float32)
     pre, bias = direction.clone().requires_grad_(), inputs["bias"].clone().requires_grad_()
     torch.library.opcheck(room.bias_gelu, (pre, bias))
@@ -133,7 +133,7 @@ def test_the_operators_are_whole_to_torch_compile():
     torch.testing.assert_close(results(compiled, inputs, direction), results(linear_gelu, inputs, direction))
 
 
-def test_gradients_cannot_be_taken_twice_over():
+def test_a_second_derivative_is_refused():
     inputs, _ = problem(torch.float32)
     x, weight, bias = (each.requires_grad_() for each in inputs.values())
     (d_x,) = torch.autograd.grad(linear_gelu(x, weight, bias).sum(), x, create_graph=True)
@@ -141,7 +141,7 @@ def test_gradients_cannot_be_taken_twice_over():
         d_x.sum().backward()
 
 
-def test_inputs_that_do_not_fit_are_refused():
+def test_inputs_of_wrong_shape_or_dtype_are_refused():
     inputs, _ = problem(torch.float32)
     with pytest.raises(ValueError, match=r"bias is \(99,\); it must be \(100,\)"):
         linear_gelu(**inputs | {"bias": inputs["bias"][1:]})

@@ -55,7 +55,7 @@ def test_document_bounds(bounds: list[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_offsets_in_no_order_make_documents_that_do_not_overlap(seed: int) -> None:
+def test_unordered_offsets_make_documents_that_do_not_overlap(seed: int) -> None:
     """Otherwise the Hopper kernels would deadlock: a consumer would wait for a block that is never loaded."""
     generator = torch.Generator().manual_seed(seed)
     bounds = torch.randint(-100, 700, (1 + 3 * seed,), generator=generator).to(DEVICE, torch.int32)
@@ -72,7 +72,7 @@ def test_offsets_in_no_order_make_documents_that_do_not_overlap(seed: int) -> No
                 token = end
 
 
-def test_no_tokens_have_no_bounds() -> None:
+def test_document_bounds_of_no_tokens_are_empty() -> None:
     assert [x.shape for x in masks.document_bounds(ints([0, 0]), 2, 0)] == [(2, 0), (2, 0)]
 
 
@@ -121,20 +121,20 @@ def test_block_lists(causal: bool, left: int, right: int, q_len: int, kv_len: in
 
 
 @CPU_ONLY
-def test_more_blocks_than_one_step_of_the_kernel() -> None:
+def test_block_lists_are_right_for_more_blocks_than_one_kernel_step() -> None:
     mask = torch.rand(1, 1, 2, 300, generator=torch.Generator().manual_seed(0)).gt(0.5)
     got = masks.block_lists(mask, 256, 300 * 128, False, -1, -1)
     assert_lists(got, mask, 256, 300 * 128, False, -1, -1)
 
 
-def test_torchs_own_checks() -> None:
+def test_the_mask_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(masks.document_bounds, (ints([0, 5, 40]), 2, 20))
     mask = torch.ones(1, 2, 2, 3, dtype=torch.bool, device=DEVICE)
     torch.library.opcheck(masks.block_lists, (mask, 200, 300, True, 20, -1))
 
 
 @CPU_ONLY
-def test_a_mask_that_changed_in_place_is_seen() -> None:
+def test_a_mask_changed_in_place_takes_effect() -> None:
     flash = kernels.get_attention("flash")
     q, k, v, _ = (x.detach() for x in inputs(256, 256, 16, torch.float32))
     bounds, blocks = ints([0, 100, 256]), torch.eye(2, dtype=torch.bool)[None, None]
@@ -147,7 +147,7 @@ def test_a_mask_that_changed_in_place_is_seen() -> None:
 
 
 @CPU_ONLY
-def test_in_a_compiled_step_layers_share_what_they_make_of_a_mask() -> None:
+def test_compiled_layers_share_the_preparation_of_a_mask() -> None:
     flash, counts = kernels.get_attention("flash"), []
 
     def layers(q, k, v, cu_seqlens, block_mask):

@@ -76,7 +76,7 @@ DOCUMENT = [0, 0, 2, 2, 2, 2, 6, 6, 8, 9, 9, 9]  # 2..7 is one document, cut in 
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(name: str) -> None:
+def test_every_feature_matches_sums_written_out_by_hand(name: str) -> None:
     options, rules = FEATURES[name]
     q, k, v = make(6, 6)
     want = by_hand(q, k, v, **{"sees": lambda b, h, i, j, distance: distance <= 0, **rules})
@@ -105,7 +105,7 @@ def test_queries_that_see_nothing_have_zero_gradients() -> None:
     assert not any(x.grad.isnan().any() for x in (q, k, v))
 
 
-def test_dropout_drops_what_the_mask_says_and_moves_no_generator() -> None:
+def test_dropout_follows_the_mask_and_leaves_torchs_generator_unchanged() -> None:
     q, k, v = make(40, 40)
     v = torch.eye(40, dtype=torch.float64).expand(BATCH, KV_HEADS, 40, 40)  # out is then the probabilities
     q, k = q[..., :1].expand(-1, -1, -1, 40), k[..., :1].expand(-1, -1, -1, 40)
@@ -117,7 +117,7 @@ def test_dropout_drops_what_the_mask_says_and_moves_no_generator() -> None:
     torch.testing.assert_close(dropped, whole * keep / (1 - drop_share(0.3)))
 
 
-def test_dropout_needs_a_seed_and_a_share_below_one() -> None:
+def test_dropout_needs_a_valid_seed_and_a_probability_below_one() -> None:
     q, k, v = make(4, 4)
     with pytest.raises(AttentionError, match="needs dropout_seed"):
         naive_attention(q, k, v, dropout_p=0.1)
@@ -165,7 +165,7 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
 
 
 @pytest.mark.gpu
-def test_dropout_under_inductor() -> None:
+def test_dropout_compiled_by_inductor_equals_eager_dropout() -> None:
     """PyTorch 2.11 does not compile the mask's 64-bit products."""
     q, k, v = torch.randn(3, 2, 3, 100, 64, device="cuda")
     options = {"dropout_p": 0.3, "dropout_seed": torch.tensor(5, device="cuda")}

@@ -1,4 +1,4 @@
-"""Our functions as PyTorch operators: what they do where no gradient is wanted, and where one is that we lack."""
+"""Our functions as PyTorch operators: under no_grad, and asked for forward-mode gradients, which they lack."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return pre.requires_grad_(), bias.requires_grad_()
 
 
-def test_without_gradients_the_same_numbers_and_no_graph() -> None:
+def test_no_grad_gives_the_same_numbers_and_records_no_graph() -> None:
     pre, bias = inputs()
     with_graph = bias_gelu(pre, bias)
     with torch.no_grad():

@@ -20,7 +20,7 @@ def draw_kernel(Words, seed, SIZE: tl.constexpr, ROUNDS: tl.constexpr):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU tensor, so the interpreter")
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**62 + 12345])
-def test_words_are_tritons(seed: int) -> None:
+def test_philox_words_equal_those_of_triton(seed: int) -> None:
     words = torch.empty(4, 64, dtype=torch.int32)
     draw_kernel[1,](words, seed, SIZE=64, ROUNDS=ROUNDS)
     zero = torch.zeros((), dtype=torch.int64)
@@ -36,7 +36,7 @@ def test_words_are_tritons(seed: int) -> None:
         ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
     ],
 )
-def test_the_published_known_answers(counter: str, key: str, answer: str) -> None:
+def test_philox_gives_the_published_known_answers(counter: str, key: str, answer: str) -> None:
     """Random123's kat_vectors for philox4x32 with 7 rounds: all zeros, all ones, digits of pi."""
     low, high = (int(word, 16) for word in key.split())
     seed = torch.tensor([low | high << 32 if high < 2**31 else (low | high << 32) - 2**64])
@@ -45,7 +45,7 @@ def test_the_published_known_answers(counter: str, key: str, answer: str) -> Non
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
-def test_share_dropped(dropout_p: float) -> None:
+def test_the_share_dropped_matches_the_probability_in_every_dimension(dropout_p: float) -> None:
     share = drop_share(dropout_p)
     keep = dropout_mask(1234, dropout_p, 2, 3, 300, 299).double()
     sigma = (share * (1 - share)) ** 0.5
@@ -55,7 +55,7 @@ def test_share_dropped(dropout_p: float) -> None:
         assert (means - (1 - share)).abs().max() < 5.5 * sigma / (keep.numel() / len(means)) ** 0.5
 
 
-def test_the_share_is_rounded_to_half_a_word() -> None:
+def test_the_drop_probability_is_rounded_to_16_bits() -> None:
     assert [drop_share(p) for p in (0.5, 0.25, 2.0**-16)] == [0.5, 0.25, 2.0**-16]
     assert all(abs(drop_share(p) - p) <= 2.0**-17 for p in (0.1, 0.3, 0.9, 1e-6))
     assert drop_share(1 - 1e-9) == 1 - 2.0**-16
@@ -63,7 +63,7 @@ def test_the_share_is_rounded_to_half_a_word() -> None:
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])
-def test_neighbours_do_not_follow_each_other(dropout_p: float) -> None:
+def test_neighbouring_elements_and_seeds_are_uncorrelated(dropout_p: float) -> None:
     share = drop_share(dropout_p)
     keep, other_seed, high_seed = (
         dropout_mask(seed, dropout_p, 2, 2, 512, 512).double() - (1 - share) for seed in (99, 100, 99 + 2**32)
@@ -97,7 +97,7 @@ def test_a_mask_is_a_pure_function_of_seed_batch_head_row_and_column() -> None:
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
-def test_share_dropped_of_rows(dropout_p: float) -> None:
+def test_row_masks_drop_the_right_share_and_are_uncorrelated(dropout_p: float) -> None:
     keep = row_mask(1234, dropout_p, 700, 701).double()
     sigma = (dropout_p * (1 - dropout_p)) ** 0.5
     assert abs(keep.mean().item() - (1 - dropout_p)) < 5 * sigma / keep.numel() ** 0.5
@@ -107,6 +107,6 @@ def test_share_dropped_of_rows(dropout_p: float) -> None:
         assert abs((keep * other).mean().item() - (1 - dropout_p) ** 2) < 0.01
 
 
-def test_a_mask_of_rows_is_a_function_of_the_place() -> None:
+def test_a_row_mask_does_not_depend_on_the_size_of_the_tensor() -> None:
     whole = row_mask(5, 0.4, 40, 64)
     assert torch.equal(row_mask(5, 0.4, 20, 33), whole[:20, :33])

@@ -22,12 +22,12 @@ def test_unknown_name_lists_the_known_ones() -> None:
         resolve_attention("flahs", **CPU)
 
 
-def test_auto_is_no_function_of_its_own() -> None:
+def test_get_attention_refuses_auto() -> None:
     with pytest.raises(AttentionError, match="use resolve_attention"):
         kernels.get_attention("auto")
 
 
-def test_auto_on_a_cpu_is_sdpa_and_says_so() -> None:
+def test_auto_on_a_cpu_resolves_to_sdpa() -> None:
     name, attention = resolve_attention("auto", **CPU)
     assert name == "sdpa"
     assert attention is kernels.get_attention("sdpa")
@@ -41,7 +41,7 @@ def test_auto_on_a_gpu_is_flash_but_for_head_dims_where_sdpa_is_faster() -> None
     assert resolve_attention("auto", **gpu, head_dim=256, softcap=5.0)[0] == "flash"
 
 
-def test_auto_moves_on_to_a_backend_that_can() -> None:
+def test_auto_skips_a_backend_that_lacks_a_requested_feature() -> None:
     assert resolve_attention("auto", **CPU, window=(8, 0))[0] == "naive"
 
 
@@ -60,7 +60,7 @@ def test_a_refusal_says_what_the_argument_means(name: str, monkeypatch: pytest.M
         resolve_attention(name, **CPU, cu_seqlens=True)
 
 
-def test_features_that_are_off_are_not_asked_for() -> None:
+def test_features_that_are_off_do_not_rule_out_a_backend() -> None:
     assert resolve_attention("sdpa", **CPU, dropout_p=0.0, window=None, return_lse=False)[0] == "sdpa"
 
 
@@ -89,7 +89,7 @@ def test_flash_in_the_interpreter_refuses_bfloat16(monkeypatch: pytest.MonkeyPat
         resolve_attention("flash", device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64)
 
 
-def test_a_backend_is_one_decorated_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_decorated_function_registers_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.registry, "ATTENTION", dict(kernels.ATTENTION))
 
     def refuses(request: AttentionRequest) -> str | None:
@@ -104,7 +104,7 @@ def test_a_backend_is_one_decorated_function(monkeypatch: pytest.MonkeyPatch) ->
         resolve_attention("mean", device=torch.device("cpu"), dtype=torch.float32, head_dim=3)
 
 
-def test_what_is_bound_is_bound_in_the_packed_form_too() -> None:
+def test_bound_options_apply_to_the_packed_form_too() -> None:
     def attention(**options: object) -> object:
         return "apart", options
 
@@ -136,7 +136,7 @@ def test_import_brings_neither_triton_nor_the_compiler() -> None:
         ("auto", "hopper", "applies to flash only.*: attention.tier=hopper needs a Hopper GPU"),
     ],
 )
-def test_a_tier_that_cannot_be_had_is_refused(
+def test_an_unavailable_tier_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, name: str, tier: str, reason: str
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -144,12 +144,12 @@ def test_a_tier_that_cannot_be_had_is_refused(
         resolve_attention(name, **CPU, tier=tier)
 
 
-def test_a_tier_names_flash_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_with_a_tier_resolves_to_flash_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert resolve_attention("auto", **CPU, tier="triton")[0] == "flash"
 
 
-def test_what_every_attention_takes_may_be_asked_for_too() -> None:
+def test_options_that_every_attention_takes_may_be_requested() -> None:
     options = {"causal": False, "scale": 0.2, "dropout_p": 0.1, "dropout_seed": 3}
     _, attention = resolve_attention("auto", **CPU, **options)
     q = torch.randn(1, 2, 20, 64)
@@ -169,12 +169,12 @@ def test_an_attention_can_be_pickled_with_its_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chunked", "naive", "sdpa", "sdpa_math"])
-def test_autocast_gives_every_attention_its_dtype_as_it_does_flash(name: str) -> None:
+def test_autocast_casts_the_inputs_of_every_attention_to_its_dtype(name: str) -> None:
     torch._dynamo.reset()  # no graph of another test counts
     q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
     attention = kernels.get_attention(name)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = attention(q.bfloat16(), k, v.half())  # of layers that autocast knows, and does not
+        mixed = attention(q.bfloat16(), k, v.half())  # from layers that autocast casts, and that it does not
         assert attention(q.double(), k.double(), v.double()).dtype is torch.float64
         compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(q.bfloat16(), k, v.half())
     assert mixed.dtype is torch.bfloat16
@@ -184,19 +184,19 @@ def test_autocast_gives_every_attention_its_dtype_as_it_does_flash(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["chunked", "naive", "sdpa", "sdpa_math"])
-def test_of_meta_tensors_an_attention_gives_the_like(name: str) -> None:
+def test_meta_tensors_give_a_meta_result_of_the_same_shape(name: str) -> None:
     q = torch.empty(1, 2, 20, 16, device="meta")
     out = kernels.get_attention(name)(q, q, q)
     assert (out.shape, out.device.type) == (q.shape, "meta")
 
 
-def test_a_tier_that_is_none_is_said_before_what_the_kernels_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_tier_is_reported_before_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(AttentionError, match=r"attention\.tier=foo is none of auto, triton, hopper"):
         resolve_attention("flash", **CPU, tier="foo")
 
 
-def test_a_backend_with_tiers_says_which_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_tier_names_the_tier_in_use_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert kernels.attention_tier("flash", **CPU) == "triton"
     assert kernels.attention_tier("sdpa", **CPU) is None

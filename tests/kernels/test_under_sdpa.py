@@ -19,7 +19,7 @@ def activated():
     override.remove()
 
 
-def test_torch_lists_activates_and_restores_it() -> None:
+def test_torch_lists_activates_and_restores_our_kernels() -> None:
     kernels.register()
     assert "tilegpt" in torch.nn.attention.list_flash_attention_impls()
     torch.nn.attention.activate_flash_attention_impl("tilegpt")
@@ -29,7 +29,7 @@ def test_torch_lists_activates_and_restores_it() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_as_naive_forward_and_backward(activated, causal: bool) -> None:
+def test_results_and_gradients_match_naive(activated, causal: bool) -> None:
     *tensors, d_out = inputs(70, 70, 16, torch.float32, heads=2, kv_heads=2)
     out = activated(*tensors, is_causal=causal, scale=0.3)[0]
     want = naive_attention(*tensors, causal=causal, scale=0.3)
@@ -51,7 +51,7 @@ def test_dropout_comes_from_torchs_generator_and_is_replayed(activated) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(each, tensors, d_out) for each in (outs[0][0], want)))
 
 
-def test_removed_it_is_gone() -> None:
+def test_after_removal_torch_has_no_flash_attention_on_a_cpu() -> None:
     activate("CPU").remove()
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
     with pytest.raises(NotImplementedError):

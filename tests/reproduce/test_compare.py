@@ -45,7 +45,7 @@ def _config(text_file: Path, attention: str) -> Config:
 
 @pytest.fixture
 def copies(sweep: Path, tmp_path: Path) -> Path:
-    """The sweep again, to be damaged."""
+    """A copy of the sweep that a test may damage."""
     return shutil.copytree(sweep, tmp_path / "sweep", ignore=shutil.ignore_patterns("wandb", "checkpoints"))
 
 
@@ -85,7 +85,7 @@ def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
     assert "<link" not in page
 
 
-def test_a_step_is_split_in_the_table_and_as_a_bar_a_run(sweep):
+def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
     runs = find_runs([str(sweep)])
     column = HEADER.index("data / fwd+bwd / opt")
     for run, row in zip(runs, table(runs), strict=True):
@@ -103,7 +103,7 @@ def test_a_step_is_split_in_the_table_and_as_a_bar_a_run(sweep):
         assert f'width:{share:.2%};background:#9db4c7" title="optimizer' in content
 
 
-def test_a_run_from_before_steps_were_split_is_compared_all_the_same(copies, capsys):
+def test_an_old_run_without_phase_times_is_still_compared(copies, capsys):
     old = copies / "0_naive"
     before = rows(old)
     gone = [f"perf/{phase}_ms" for phase in ("data", "forward_backward", "optimizer")]
@@ -135,13 +135,13 @@ def measured(run: Path, speeds: list[float], **phases_ms: float) -> None:
 STEP = {"step": 35.0, "data": 0.15, "forward_backward": 31.0, "optimizer": 2.6}
 
 
-def test_what_an_idle_machine_varies_by_is_no_warning(copies):
+def test_usual_variation_of_speeds_and_phases_gives_no_warning(copies):
     measured(copies / "0_naive", [10_383, 13_184, 14_580], **STEP)
     measured(copies / "1_sdpa", [*[14_000] * 19, 90], **STEP | {"data": 0.9, "optimizer": 3.4})
     assert not warnings(find_runs([str(copies)]))
 
 
-def test_noise_is_not_sold_as_a_result(copies):
+def test_large_variation_of_speeds_and_phases_gives_warnings(copies):
     measured(copies / "0_naive", [983, 378, 372], **STEP | {"step": 1100.0, "optimizer": 224.0})
     measured(copies / "1_sdpa", [21_000, 21_700, 22_000], **STEP)
     varied, optimizer = warnings(find_runs([str(copies)]))
@@ -156,7 +156,7 @@ def test_noise_is_not_sold_as_a_result(copies):
     assert not [each for each in warnings(find_runs([str(copies)])) if "optimizer took" in each]
 
 
-def test_an_interpreted_run_is_told_and_no_phase_blamed(copies, text_file, monkeypatch):
+def test_an_interpreted_run_is_reported_without_warnings_on_phases(copies, text_file, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     train(_config(text_file, "sdpa_math"), copies / "2_math")
     measured(copies / "0_naive", [14_000] * 3, **STEP)
@@ -178,7 +178,7 @@ def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path, capsys):
     for offline in sweep.glob("*/wandb/offline-run-*"):
         shutil.copytree(offline, tmp_path / "wandb" / offline.name)
     from_files = table(find_runs([str(sweep)]))
-    # Two runs may have started in one second, and then nothing orders their folders.
+    # Two runs may have started in the same second, and then the order of their folders is undefined.
     runs = sorted(find_runs([str(tmp_path / "wandb")]), key=lambda run: run.facts["attention"])
     from_wandb = table(runs)
     assert [row[:6] for row in from_wandb] == [row[:6] for row in from_files]
@@ -186,7 +186,7 @@ def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path, capsys):
     assert find_runs([str(tmp_path / "wandb")])[0].environment["torch"]
 
 
-def test_an_unfinished_run_is_equal_to_itself_in_wandb(sweep, tmp_path):
+def test_an_unfinished_run_and_its_wandb_copy_have_equal_losses(sweep, tmp_path):
     run = shutil.copytree(sweep / "0_naive", tmp_path / "0_naive")
     (run / "summary.json").unlink()
     ours, wandbs = find_runs([str(run), str(run / "wandb" / "offline-run-*")])
@@ -204,7 +204,7 @@ def test_a_wandb_folder_that_takes_too_long_is_named(sweep, capsys, monkeypatch)
     assert f"{offline}: wandb leet inspect did not read it within 0 s" in capsys.readouterr().err
 
 
-def test_what_differs_beside_attention_is_listed(copies, capsys):
+def test_settings_other_than_attention_that_differ_are_listed(copies, capsys):
     config = copies / "1_sdpa" / "config.yaml"
     config.write_text(config.read_text().replace("seed: 1337", "seed: 7").replace("lr: 0.0006", "lr: 0.001"))
     environment = copies / "1_sdpa" / "environment.json"
@@ -219,7 +219,7 @@ def test_what_differs_beside_attention_is_listed(copies, capsys):
     assert '<tr class="red"><td>python</td>' not in page
 
 
-def test_of_many_runs_only_those_that_depart_are_named(copies):
+def test_among_many_runs_only_those_that_differ_are_named(copies):
     for name in "234":
         shutil.copytree(copies / "1_sdpa", copies / name)
     config = copies / "3" / "config.yaml"
@@ -227,7 +227,7 @@ def test_of_many_runs_only_those_that_depart_are_named(copies):
     assert "seed  sdpa seed=7: 7, all others: 1337\n" in told(copies)
 
 
-def test_a_checkpoint_is_no_step_and_an_evaluation_between_rows_hides_no_bar(text_file, tmp_path):
+def test_time_split_excludes_checkpoints_and_allows_any_eval_interval(text_file, tmp_path):
     config = _config(text_file, "sdpa")
     for name, every in (("saves", {"save_every": 1}), ("evaluates", {"log_every": 5, "eval_every": 3})):
         train(replace(config, trainer=replace(config.trainer, **every)), tmp_path / name)
@@ -245,10 +245,10 @@ def test_an_unfinished_run_shows_how_far_it_came(copies):
     said = told(copies)
     assert "unfinished, step 6 of 12" in said
     assert "not finished: sdpa" in said
-    assert "at step 4)" in said  # losses are held against each other where both were evaluated
+    assert "at step 4)" in said  # losses are compared at the last step at which both runs were evaluated
 
 
-def test_an_unfinished_run_says_what_auto_became(copies, text_file):
+def test_an_unfinished_run_shows_the_backend_that_auto_chose(copies, text_file):
     train(_config(text_file, "auto"), copies / "2")
     (copies / "2" / "summary.json").unlink()
     said = told(copies / "0_naive", copies / "2")
@@ -267,13 +267,13 @@ def test_a_file_that_cannot_be_read_is_named(copies, capsys, name):
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "facts.json", "summary.json", "environment.json"])
-def test_a_file_of_something_else_is_named(copies, capsys, name):
+def test_a_file_with_unexpected_content_is_named(copies, capsys, name):
     (copies / "1_sdpa" / name).write_text("[1]")
     assert main(["compare", str(copies)]) == 1
     assert f"{copies / '1_sdpa' / name} " in capsys.readouterr().err
 
 
-def test_a_run_of_another_program_is_compared_by_what_it_has(copies, capsys):
+def test_a_run_of_another_program_is_compared_by_the_fields_it_has(copies, capsys):
     other = copies / "0_naive"
     (other / "config.yaml").write_text("seed: 3\n")
     (other / "summary.json").write_text('{"steps": 12, "perf/tokens_per_second": 0}')
@@ -283,7 +283,7 @@ def test_a_run_of_another_program_is_compared_by_what_it_has(copies, capsys):
     assert [line.split()[:2] for line in said[1:3]] == [["naive", "-"], ["sdpa", said[2].split()[1]]]
 
 
-def test_a_run_that_went_on_in_its_own_directory_is_whole(copies, text_file, capsys):
+def test_only_a_run_resumed_into_another_directory_is_reported(copies, text_file, capsys):
     config = _config(text_file, "sdpa")
     run = copies / "2_sdpa"
     train(replace(config, trainer=replace(config.trainer, save_every=6)), run)
@@ -300,7 +300,7 @@ def test_a_run_that_went_on_in_its_own_directory_is_whole(copies, text_file, cap
     assert "resumed: sdpa; times and curves cover only the part since then" in said
 
 
-def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file):
+def test_a_run_resumed_with_changed_settings_reports_them(copies, text_file):
     config, run = _config(text_file, "naive"), copies / "2"
 
     def said_after(step: int, attention: str) -> list[str]:
@@ -327,7 +327,7 @@ def test_a_run_that_went_on_with_other_settings_says_which(copies, text_file):
     assert f"! after step 3 sdpa {naive_to_sdpa}" in told(newest)
 
 
-def test_long_names_leave_the_plots_their_room(copies):
+def test_long_run_names_do_not_squeeze_the_plots(copies):
     names = [f"2026-11-23_14-12-42_a_name_of_{'many_' * 12}words_{seed}" for seed in (1, 2)]
     for name in names:
         shutil.copytree(copies / "0_naive", copies / name)
@@ -335,13 +335,13 @@ def test_long_names_leave_the_plots_their_room(copies):
         assert main(["compare", *(str(copies / name) for name in names)]) == 0
 
 
-def test_an_end_without_the_way_there_is_compared(copies, capsys):
+def test_a_run_with_a_summary_but_no_metrics_is_compared(copies, capsys):
     (copies / "1_sdpa" / "metrics.csv").write_text("")
     assert main(["compare", str(copies)]) == 0
     assert "finished" in capsys.readouterr().out
 
 
-def test_runs_of_other_tokens_are_compared_by_speed_only(copies, capsys):
+def test_runs_on_different_corpora_are_compared_by_speed_only(copies, capsys):
     facts = copies / "1_sdpa" / "facts.json"
     facts.write_text(facts.read_text().replace('"corpus": "', '"corpus": "another-'))
     assert main(["compare", str(copies)]) == 0
@@ -354,7 +354,7 @@ def test_runs_of_other_tokens_are_compared_by_speed_only(copies, capsys):
     assert "Loss minus that of" not in (copies / "compare.html").read_text()
 
 
-def test_one_run_and_a_run_without_metrics_still_give_a_page(copies, capsys):
+def test_a_single_run_without_metrics_still_gives_a_page(copies, capsys):
     shutil.rmtree(copies / "0_naive")
     (copies / "1_sdpa" / "metrics.csv").unlink()
     (copies / "1_sdpa" / "summary.json").unlink()
@@ -365,7 +365,7 @@ def test_one_run_and_a_run_without_metrics_still_give_a_page(copies, capsys):
     assert (copies / "1_sdpa" / "compare.html").is_file()
 
 
-def test_the_page_of_several_sweeps_is_above_them_and_never_in_the_current_folder(tmp_path, monkeypatch):
+def test_the_page_goes_to_the_common_folder_never_to_the_current_one(tmp_path, monkeypatch):
     for run in ("runs/a_sweep/0_naive", "runs/b_sweep/0_naive", "here"):
         (tmp_path / run).mkdir(parents=True)
         (tmp_path / run / "metrics.csv").write_text("step\n")
@@ -375,14 +375,14 @@ def test_the_page_of_several_sweeps_is_above_them_and_never_in_the_current_folde
 
 
 @pytest.mark.parametrize("argument", ["nowhere", "nowhere/*"])
-def test_a_path_without_runs_is_one_line(argument, capsys):
+def test_a_path_without_runs_is_a_one_line_error(argument, capsys):
     assert main(["compare", argument]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: {argument}: no run found")
     assert len(error.splitlines()) == 1
 
 
-def test_what_a_shells_star_names_beside_the_runs_is_passed_over(copies, capsys):
+def test_other_files_matched_by_a_shell_glob_are_skipped(copies, capsys):
     (copies / "multirun.yaml").write_text("hydra: {}")
     (copies / "empty").mkdir()
     runs = find_runs([str(path) for path in sorted(copies.iterdir())])
@@ -393,7 +393,7 @@ def test_what_a_shells_star_names_beside_the_runs_is_passed_over(copies, capsys)
             find_runs([str(copies / argument) for argument in arguments])
 
 
-def test_a_run_that_left_no_settings_is_not_guessed_about(copies, capsys):
+def test_a_run_without_settings_files_is_reported_as_unknown(copies, capsys):
     (copies / "1_sdpa" / "config.yaml").unlink()
     for name in ("summary.json", "facts.json", "environment.json"):
         (copies / "1_sdpa" / name).unlink()

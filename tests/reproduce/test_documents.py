@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
 
-def test_documents_have_their_mean_and_end_with_a_row():
+def test_documents_have_the_mean_length_and_never_cross_a_row():
     offsets = document_offsets(batch=8, length=4096, mean=256)
     assert offsets.dtype == torch.int32
     assert set(range(0, 8 * 4096 + 1, 4096)) <= set(offsets.tolist())
@@ -42,7 +42,7 @@ def test_documents_have_their_mean_and_end_with_a_row():
 
 
 @pytest.mark.parametrize(("bound", "size"), BOUNDS)
-def test_the_share_is_of_the_pairs_that_are_seen(bound, size):
+def test_share_is_the_fraction_of_causal_pairs_that_are_visible(bound, size):
     inputs = Inputs(Workload(bound, size, 2, 1, 100, 16), torch.float64, CPU)
     q, k, v = (torch.zeros_like(x.transpose(1, 2)) for x in inputs.qkv)
     features = {"cu_seqlens": inputs.offsets} if bound == DOCUMENTS else {"window": (size, 0)}
@@ -69,7 +69,7 @@ def run(folder: Path) -> dict:
 
 
 @interpreted
-def test_who_does_not_do_it_is_said_in_a_line(tmp_path, capsys):
+def test_backends_without_documents_are_listed_in_one_line(tmp_path, capsys):
     results = run(tmp_path)
     assert all(set(s["ms"]) == {OURS, PORTABLE, WHOLE} for s in pick(results, kind="time"))
     lines = capsys.readouterr().out.splitlines()
@@ -78,7 +78,7 @@ def test_who_does_not_do_it_is_said_in_a_line(tmp_path, capsys):
 
 
 @interpreted
-def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
+def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch):
     """With an attention that ignores documents and windows."""
     asked = {OURS: documents._registered(OURS), "blind": documents._unbounded("naive")}
     monkeypatch.setattr(documents, "contenders", lambda: asked)
@@ -87,7 +87,7 @@ def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
 
 
 @interpreted
-def test_every_size_is_checked_at_its_size(tmp_path, monkeypatch):
+def test_each_window_is_checked_for_correctness_at_its_own_size(tmp_path, monkeypatch):
     """With an attention that cuts windows to 20."""
     naive = documents.get_attention("naive")
 
@@ -120,7 +120,7 @@ def results_of(ours: float, share: float, **sample: object) -> dict:
     }
 
 
-def test_what_is_concluded():
+def test_verdicts_depend_on_time_and_share_of_visible_pairs():
     saved, fastest = documents.judge(results_of(ours=3.0, share=0.12))
     assert (saved.ours, saved.status) == ("0.50x", AIM_MET)
     assert (fastest.ours, fastest.status) == ("0.75x", AIM_MET)
@@ -132,8 +132,8 @@ def test_what_is_concluded():
     assert "fastest other" in fastest.what
 
 
-def test_who_waited_for_the_host_is_not_compared(tmp_path):
-    """By the run's count of late rounds; in a file from before they were counted, by how much the rounds differ."""
+def test_contenders_that_waited_for_the_host_are_not_compared(tmp_path):
+    """Known from the run's count of late rounds; in an older file without it, from how much the rounds differ."""
     results = results_of(ours=3.0, share=0.12, late={FLEX: 1})
     assert len(documents.judge(results)) == 1
     assert f"waited for the host, so not compared: {FLEX}, 4 x 16 x 4096 x 128" in documents.table(results)

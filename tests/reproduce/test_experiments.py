@@ -44,7 +44,7 @@ def relative_imports(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_what_kernels_import_is_code_that_results_depend_on(name):
+def test_results_depend_on_every_file_that_the_kernels_import(name):
     code = code_of(EXPERIMENTS[name])
     kernels = [file for file in code if file.startswith("kernels/") and file.endswith(".py")]
     if name != "loss":  # the only one without attention
@@ -54,7 +54,7 @@ def test_what_kernels_import_is_code_that_results_depend_on(name):
     assert not missing
 
 
-def test_what_a_contender_imports_of_training_is_code_that_results_depend_on():
+def test_results_depend_on_the_training_files_contenders_import():
     tree = ast.parse((ROOT / "reproduce/contenders.py").read_text())
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     files = {f"{each.replace('.', '/')}.py" for each in modules if each.startswith("training.")}
@@ -62,7 +62,7 @@ def test_what_a_contender_imports_of_training_is_code_that_results_depend_on():
     assert missing == {"training/config.py"}  # names and types of settings
 
 
-def test_a_better_sentence_makes_no_figure_stale_and_other_code_does(tmp_path, monkeypatch):
+def test_changed_code_makes_results_stale_changed_comments_do_not(tmp_path, monkeypatch):
     monkeypatch.setattr("reproduce.results.ROOT", tmp_path)
     (tmp_path / "reproduce").mkdir()
     file = tmp_path / "reproduce/numerics.py"
@@ -113,7 +113,7 @@ def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
         assert verdict.status in STATUSES
 
 
-def test_every_backend_is_asked_and_what_is_refused_is_not_timed(tmp_path):
+def test_a_backend_that_refuses_a_mask_is_not_timed_with_it(tmp_path):
     assert run(tmp_path, "attention", "backends=naive,sdpa", "figures=fa1") == 0
     results = document(tmp_path, "attention")
     timed = {sample["mask"]: set(sample["ms"]) for sample in pick(results, kind="time")}
@@ -121,7 +121,7 @@ def test_every_backend_is_asked_and_what_is_refused_is_not_timed(tmp_path):
     assert timed["padding"] == {"naive"}
 
 
-def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
+def test_a_backend_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(ATTENTION, "wrong", None)  # gone after the test
     register_attention("wrong", refuses=lambda request: None)(
         lambda *qkv, **options: 1.01 * get_attention("naive")(*qkv, **options)
@@ -132,7 +132,7 @@ def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
     assert "wrong" in capsys.readouterr().out
 
 
-def test_a_gradient_that_is_wrong_at_the_full_length_alone_is_not_timed(tmp_path, capsys, monkeypatch):
+def test_a_backend_wrong_only_at_full_length_is_not_timed(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(ATTENTION, "steep", None)  # gone after the test
     naive = get_attention("naive")
 
@@ -182,7 +182,7 @@ def test_a_finished_result_is_kept_unless_again_or_other_settings(tmp_path, caps
     assert len(document(tmp_path, "sparse")["samples"]) == 2
 
 
-def test_all_shares_its_budget_in_order_of_worth(tmp_path, capsys, monkeypatch):
+def test_all_divides_its_budget_and_retries_what_ran_out_of_time(tmp_path, capsys, monkeypatch):
     started = []
 
     def process(command, check):
@@ -205,13 +205,13 @@ def test_all_shares_its_budget_in_order_of_worth(tmp_path, capsys, monkeypatch):
     assert said == f"the budget is spent; the same command continues with {', '.join(EXPERIMENTS)}\n"
 
 
-def test_no_budget_is_not_taken_for_one_without_end(capsys):
+def test_a_budget_of_zero_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["all", "--tiny", "--budget", "0s"])
     assert "0s is not a duration above 0; write 90s, 9m30s or 1h" in capsys.readouterr().err
 
 
-def test_what_goes_wrong_costs_one_sample(tmp_path):
+def test_an_error_costs_only_its_own_sample(tmp_path):
     def store():
         tiny = EXPERIMENTS["sparse"].module.TINY
         return Store(
@@ -241,7 +241,7 @@ def test_what_goes_wrong_costs_one_sample(tmp_path):
     assert store().finished
 
 
-def test_who_failed_once_takes_its_turn_the_next_time(tmp_path, monkeypatch):
+def test_a_backend_that_failed_is_timed_in_a_later_run(tmp_path, monkeypatch):
     command = ["attention", "--tiny", "--device", DEVICE, "figures=gpt2", "backends=standard,sdpa"]
     command += ["--results", str(tmp_path)]
 
@@ -269,7 +269,7 @@ def test_who_failed_once_takes_its_turn_the_next_time(tmp_path, monkeypatch):
     assert who_was_timed() == [["standard", "sdpa"]]
 
 
-def test_the_list_says_what_the_whole_experiment_took(tmp_path, monkeypatch, capsys):
+def test_the_list_shows_measured_minutes_of_complete_experiments_only(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "results" / "gpu"
     folder.mkdir(parents=True)
     document = dict.fromkeys(FIELDS) | {"version": VERSION, "seconds": 60.0}
@@ -292,7 +292,7 @@ def test_the_list_needs_no_torch():
         assert f" {' '.join(experiment.claims)} " in done.stdout  # apart from the next column
 
 
-def test_a_reader_that_stops_early_is_no_error():
+def test_a_closed_output_pipe_is_not_an_error():
     """As `python -m reproduce | head` does."""
     command = [sys.executable, "-m", "reproduce"]
     with subprocess.Popen(
@@ -316,7 +316,7 @@ def test_a_reader_that_stops_early_is_no_error():
         (["all", "repeats=3"], "settings apply to one experiment"),
     ],
 )
-def test_mistakes_are_one_line(arguments, words, tmp_path, capsys):
+def test_a_mistaken_command_is_a_one_line_error(arguments, words, tmp_path, capsys):
     tiny = [] if arguments[0] == "training" else ["--tiny"]
     assert main([*arguments, *tiny, "--results", str(tmp_path)]) == 1
     error = capsys.readouterr().err
@@ -328,7 +328,7 @@ def test_mistakes_are_one_line(arguments, words, tmp_path, capsys):
     ("command", "in_the_way"),
     [(["report"], "results/REPORT.md/folder"), (["numerics", "--tiny", "repeats=1"], "results")],
 )
-def test_a_place_that_cannot_be_written_is_one_line_with_the_remedy(command, in_the_way, tmp_path, capsys):
+def test_an_unwritable_path_is_a_one_line_error_with_the_remedy(command, in_the_way, tmp_path, capsys):
     (tmp_path / in_the_way).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / in_the_way).touch()
     assert main([*command, "--results", str(tmp_path / "results")]) == 1
@@ -339,7 +339,7 @@ def test_a_place_that_cannot_be_written_is_one_line_with_the_remedy(command, in_
     assert error.count("\n") == 1
 
 
-def test_a_full_disk_is_the_same_line(tmp_path, capsys):
+def test_a_failed_write_names_the_file_and_the_remedy(tmp_path, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # no file may be larger
     try:
@@ -361,7 +361,7 @@ def test_settings_are_parsed_by_their_types():
         parse_settings(settings, ["lengths=3,x"])
 
 
-def test_calls_take_turns_and_phases_are_apart():
+def test_timed_calls_alternate_and_phases_are_timed_separately():
     order = []
 
     def call_of(name):
@@ -387,7 +387,7 @@ def test_calls_take_turns_and_phases_are_apart():
         (1, {"quick": [1, 1, 1], "slow": [1, 1, 1], "endless": [1, 1, 1]}, {"slow": 2, "endless": 2}),
     ],
 )
-def test_a_round_for_which_the_device_woke_too_early_is_repeated(patience, sleeps, late, monkeypatch):
+def test_a_round_whose_device_sleep_was_too_short_is_repeated(patience, sleeps, late, monkeypatch):
     """On a simulated device that only sleeps; the warm-up, which compiles, is not repeated."""
     head_starts, slept = {"quick": 0.5, "slow": 3, "endless": 1e9}, {name: [] for name in sleeps}
     asleep, queued = [], []
@@ -435,7 +435,7 @@ def test_peak_memory_is_what_was_held_at_one_time():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
-def test_the_kernels_move_what_the_formula_says():
+def test_counted_memory_traffic_equals_the_formula():
     workload = Workload("test", 1, 1, 192, 32, False)
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
     tiles = {kernel: tile_for(kernel, 90, 32, torch.float16, False, 192) for kernel in KERNELS}
@@ -452,7 +452,7 @@ def test_the_kernels_move_what_the_formula_says():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
-def test_what_led_to_flash_counts_as_the_papers_say():
+def test_predecessors_of_flash_have_the_counts_that_the_papers_state():
     workload = Workload("figure2", 1, 1, 128, 32, False)
     counted = {name: history.count_backward(name, workload) for name in history.ATTENTIONS}
     # flash has two kernels that both compute the scores; flash1 saves maximum and sum.
@@ -471,7 +471,7 @@ def test_what_led_to_flash_counts_as_the_papers_say():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
-def test_a_bare_kernel_is_counted_by_its_lanes():
+def test_only_unmasked_lanes_of_a_kernel_are_counted():
     x, y = torch.ones(100), torch.zeros(100)
     with counting() as traffic:
         double_kernel[(4,)](x, y, 100, BLOCK=32)
@@ -514,7 +514,7 @@ def test_hardware_counters_are_summed_over_kernels():
     assert parse("==ERROR== ERR_NVGPUCTRPERM")["kernels"] == 0
 
 
-def test_programs_that_read_the_device_are_asked_and_believed(tmp_path, monkeypatch):
+def test_output_of_nvidia_smi_and_ncu_is_read(tmp_path, monkeypatch):
     """With stand-ins for nvidia-smi and ncu that print what the real ones print."""
     for name, body in {
         "nvidia-smi": """case "$*" in *--id=GPU-1f-2e*) ;; *) exit 1;; esac
@@ -538,7 +538,7 @@ echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
     assert "--clock-control none" in refused["command"]
 
 
-def test_block_masks_have_the_share_they_say():
+def test_block_masks_have_the_stated_share_of_blocks():
     assert sparse.butterfly_mask(128 * 64).sum() == 64 * (6 + 1)
     mask = sparse.random_mask(128 * 20, 30)
     assert (mask.sum(-1) == 6).all()
@@ -546,7 +546,7 @@ def test_block_masks_have_the_share_they_say():
     assert (slope, intercept, fit) == pytest.approx((10, 2, 1))
 
 
-def test_one_that_needs_too_much_memory_does_not_cost_the_others_their_time(monkeypatch):
+def test_a_backend_out_of_memory_is_dropped_and_the_others_are_timed(monkeypatch):
     timed = []
 
     def hungry(names, *_):

@@ -14,12 +14,12 @@ def test_the_hadamard_matrix_is_orthogonal(size):
 
 
 @pytest.mark.parametrize("rows", [None, 64])
-def test_numbers_keep_three_bits_behind_the_first(rows):
+def test_rounding_keeps_three_mantissa_bits(rows):
     x = torch.rand(2, 3, 100, 16, generator=torch.Generator().manual_seed(0)) + 1
     assert ((fp8._rounded(x, rows) - x) / x).abs().max() <= 2**-4
 
 
-def test_an_outlier_costs_its_own_block_only():
+def test_an_outlier_costs_accuracy_only_in_its_own_block():
     x = torch.randn(1, 1, 256, 16, generator=torch.Generator().manual_seed(0))
     x[0, 0, 0, 0] = 1e6
     whole, block = (fp8._rounded(x, rows)[0, 0, 128:] - x[0, 0, 128:] for rows in (None, 128))
@@ -27,7 +27,7 @@ def test_an_outlier_costs_its_own_block_only():
 
 
 @pytest.mark.parametrize("form", fp8.FORMS)
-def test_every_form_is_attention_to_the_digits_of_fp8(form):
+def test_every_form_matches_exact_attention_within_fp8_error(form):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 70, 32)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)

@@ -88,7 +88,7 @@ def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path
 
 
 @interpreted
-def test_with_liger_kernel_it_takes_part(tmp_path, capsys, monkeypatch):
+def test_liger_kernel_is_timed_if_it_is_installed(tmp_path, capsys, monkeypatch):
     install_peer(tmp_path / "peer", monkeypatch, 1.0)
     results = run(tmp_path)
     assert set(pick(results, kind="time")[0]["ms"]) == {"fused", "eager", "compiled", "liger"}
@@ -97,14 +97,14 @@ def test_with_liger_kernel_it_takes_part(tmp_path, capsys, monkeypatch):
 
 
 @interpreted
-def test_wrong_numbers_are_not_timed(tmp_path, capsys, monkeypatch):
+def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch):
     install_peer(tmp_path / "peer", monkeypatch, 1.002)
     assert set(pick(run(tmp_path), kind="time")[0]["ms"]) == {"fused", "eager", "compiled"}
     assert "left out: liger 0.8, 16 rows: wrong, so not timed: errors {'loss': 0.0" in capsys.readouterr().out
 
 
 @interpreted
-def test_what_does_not_fit_is_left_out_and_the_rest_timed(tmp_path, capsys, monkeypatch):
+def test_a_contender_out_of_memory_is_left_out_and_the_rest_timed(tmp_path, capsys, monkeypatch):
     def hungry(hidden, weight, targets, vocab_size):
         if len(hidden) > 16:
             raise torch.OutOfMemoryError("37 GiB")
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_left_out_and_the_rest_timed(tmp_path, capsys, monk
 
 
 @interpreted
-def test_the_limits_are_of_the_function_that_is_computed(tmp_path):
+def test_a_loss_that_predicts_the_padding_fails_the_check(tmp_path):
     """A loss that also predicts the padding fails the check that every contender but Liger-Kernel gets."""
 
     def padding_too(hidden, weight, targets, vocab_size):
@@ -129,7 +129,7 @@ def test_the_limits_are_of_the_function_that_is_computed(tmp_path):
 
 
 @interpreted
-def test_gradients_alone_can_be_wrong():
+def test_wrong_gradients_alone_fail_the_check():
     def steeper(*arguments):
         value = loss.cross_entropy(*arguments)
         return value + 0.003 * (value - value.detach())
@@ -152,7 +152,7 @@ def on_a_gpu(peak_bytes: float, **ms: float) -> dict:
     return {"device": "NVIDIA Test 3000", "settings": settings, "samples": samples}
 
 
-def test_faster_and_without_the_logits_is_what_was_aimed_at():
+def test_faster_and_without_full_logits_meets_the_aims():
     results = on_a_gpu(1.03 * 2**30, fused=26.4, compiled=28.0, liger=30.0)
     time, peer, memory = loss_figures.judge(results)
     assert (time.status, time.ours) == (AIM_MET, "1.06x")
@@ -162,15 +162,15 @@ def test_faster_and_without_the_logits_is_what_was_aimed_at():
     assert " 575 " in loss_figures.table(results)  # 15.2 TFLOP in 26.4 ms
 
 
-def test_slower_or_with_the_logits_is_not():
+def test_slower_and_with_full_logits_misses_the_aims():
     time, memory = loss_figures.judge(on_a_gpu(1.03 * 2**30 + LOGITS, fused=28.1, compiled=28.0))
     assert {time.status, memory.status} == {AIM_MISSED}
 
 
-def test_what_was_not_timed_is_not_judged(tmp_path):
+def test_nothing_is_judged_without_timings_of_the_fused_loss(tmp_path):
     results = on_a_gpu(1.0, eager=60.0)
     assert loss_figures.judge(results) == []
     results["samples"] = []
     assert loss_figures.judge(results) == []
-    loss_figures.draw(results, tmp_path / "loss.svg")  # the report shows it
+    loss_figures.draw(results, tmp_path / "loss.svg")  # the report shows the picture even so
     assert (tmp_path / "loss.svg").exists()

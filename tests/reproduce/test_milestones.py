@@ -24,7 +24,7 @@ def write_run(path: Path, losses: dict[int, float], *overrides: str) -> Path:
     return path
 
 
-def test_a_run_on_the_papers_curve_passes_what_it_reached(tmp_path, capsys):
+def test_a_run_on_the_papers_curve_passes_every_milestone_it_reached(tmp_path, capsys):
     run = write_run(
         tmp_path / "run", {5000: 3.45, 8000: math.log(28.4), 10000: 3.28, 15000: 3.2, 20000: 3.16}
     )
@@ -48,13 +48,13 @@ def test_a_run_above_the_curve_fails_there_only(tmp_path, capsys):
     assert "23.93" in failed[0]
 
 
-def test_the_reading_error_decides_at_the_edge(tmp_path):
+def test_a_perplexity_above_the_curve_by_the_reading_error_passes(tmp_path):
     inside = write_run(tmp_path / "in", {8000: math.log(28.4 + 0.09)})
     outside = write_run(tmp_path / "out", {8000: math.log(28.4 + 0.11)})
     assert [main(["milestones", str(run)]) for run in (inside, outside)] == [0, 1]
 
 
-def test_another_recipe_is_named(tmp_path, capsys):
+def test_settings_that_differ_from_the_reference_are_listed(tmp_path, capsys):
     run = write_run(tmp_path / "run", {1000: 5.0}, "trainer.batch_tokens=262144", *OTHER_TEXT)
     assert main(["milestones", str(run)]) == 0
     said = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_another_model_is_refused_unless_a_reference_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["attention=naive", "trainer.micro_batch=8", "seed=7"])
-def test_what_a_recipe_leaves_free_is_no_departure(tmp_path, capsys, name):
+def test_settings_that_a_recipe_leaves_free_are_not_reported(tmp_path, capsys, name):
     assert main(["milestones", str(write_run(tmp_path / "run", {1000: 5.0}, name))]) == 0
     assert "!" not in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_a_resumed_run_has_the_curve_of_all_its_parts(tmp_path, capsys):
     assert "4 passed, 0 failed" in capsys.readouterr().out  # up to step 10,000
 
 
-def test_of_a_sweep_one_run_is_to_be_named(tmp_path, capsys):
+def test_a_sweep_asks_to_name_one_of_its_runs(tmp_path, capsys):
     (tmp_path / "sweep").mkdir()
     first, _ = (write_run(tmp_path / "sweep" / name, {1000: 5.0}) for name in ("0_naive", "1_sdpa"))
     assert main(["milestones", str(tmp_path / "sweep")]) == 1

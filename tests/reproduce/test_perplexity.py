@@ -53,7 +53,7 @@ def test_contexts_are_trained_on_equal_tokens(tiny):
     assert {len(sample["losses"]) for sample in contexts} == {12}
 
 
-def test_it_is_the_run_that_the_trainer_makes(text_file, tmp_path):
+def test_losses_equal_those_of_the_trainer(text_file, tmp_path):
     """The experiment's losses, on a corpus folder prepared elsewhere, are those in the trainer's metrics.csv."""
     data = DataConfig(
         "text_files", files=str(text_file), separator="\n\n", cache_dir=str(tmp_path / "c"), workers=1
@@ -102,7 +102,7 @@ def test_it_needs_neither_datasets_nor_hydra_nor_wandb(tmp_path):
         ("contexts=24", "batch_tokens=128 is not a multiple of context 24"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, capsys, override, said):
+def test_a_mistaken_setting_is_a_one_line_error(tmp_path, capsys, override, said):
     assert main(["perplexity", "--tiny", "--device", "cpu", "--results", str(tmp_path), override]) == 1
     error = capsys.readouterr().err
     assert said in error
@@ -159,7 +159,7 @@ def test_longer_context_is_judged_by_its_direction(gain, status):
     assert ("C14", status) in judged(*contexts)
 
 
-def test_what_was_not_measured_has_no_panel(tmp_path):
+def test_a_loss_that_was_not_measured_has_no_panel(tmp_path):
     results = {
         "device": "GPU",
         "settings": {"seeds": [1]},

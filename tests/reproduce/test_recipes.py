@@ -20,7 +20,7 @@ def test_a_recipe_composes_and_builds_its_batch(name):
     assert len((CONFIGS / "experiment" / f"{name}.yaml").read_text().splitlines()) <= 20
 
 
-def test_the_papers_recipe_is_the_released_one():
+def test_gpt2_small_has_the_settings_of_the_papers_released_code():
     config = recipe("paper/gpt2_small")
     assert config.trainer.batch_tokens == 512 * 1024
     assert (config.optimizer.lr, tuple(config.optimizer.betas)) == (6e-4, (0.9, 0.999))
@@ -39,7 +39,7 @@ def test_the_papers_recipe_is_the_released_one():
     assert rates == pytest.approx([6e-4, 6e-4, 3e-4, 0.0], rel=1e-3)
 
 
-def test_the_papers_recipes_differ_only_as_the_paper_does():
+def test_the_papers_recipes_differ_only_where_the_papers_models_do():
     small = recipe("paper/gpt2_small")
     medium = recipe("paper/gpt2_medium")
     assert (medium.model.n_layer, medium.model.n_head, medium.model.n_embd) == (24, 16, 1024)

@@ -55,7 +55,7 @@ def write(directory, name: str, samples: list[dict], **changes: object) -> None:
     (folder / f"{name}.json").write_text(json.dumps(document))
 
 
-def test_the_papers_own_figures_reproduce_the_paper():
+def test_the_papers_attention_figures_are_judged_reproduced():
     results = {"device": GPU, "samples": papers_own_attention()}
     verdicts = [v for v in attention_figures.judge(results) if v.ratio is not None]
     assert {v.claim for v in verdicts} == {"C7", "C8"}
@@ -102,7 +102,7 @@ def papers_own_traffic() -> list[dict]:
         (traffic.judge, papers_own_traffic(), {"C3", "C6"}),
     ],
 )
-def test_so_do_their_figures_of_what_led_to_flash_and_of_its_traffic(judge, samples, claims):
+def test_the_papers_history_and_traffic_figures_are_judged_reproduced(judge, samples, claims):
     verdicts = judge({"device": GPU, "samples": samples})
     assert {verdict.claim for verdict in verdicts} == claims
     for verdict in verdicts:
@@ -122,7 +122,7 @@ def test_slower_and_larger_is_not_reproduced():
     assert {v.status for v in verdicts if "/flash peak memory" in v.what} == {"not reproduced"}
 
 
-def test_hardware_counters_decide_where_they_were_read():
+def test_hardware_counters_decide_the_verdicts_if_they_were_read():
     counters = {"l2_bytes": 0.0, "nanoseconds": 0.0, "kernels": 3, "dram_written": 0.0}
     samples = [
         {
@@ -170,7 +170,7 @@ def test_the_page_has_figures_and_pictures_and_needs_no_other_file(tmp_path):
     assert f"({picture.relative_to(tmp_path)})" in (tmp_path / "REPORT.md").read_text()
 
 
-def test_a_gpus_attention_and_training_together_make_the_picture_at_a_glance(tmp_path):
+def test_attention_and_training_of_a_gpu_give_the_headline_picture(tmp_path):
     write(tmp_path, "attention", papers_own_attention())
     ms = {
         name: {"forward": [1.0], "backward": [2.0], "optimizer": [0.5]} for name in ("flash+fused", "naive")
@@ -189,14 +189,14 @@ def test_a_gpus_attention_and_training_together_make_the_picture_at_a_glance(tmp
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_stopped_before_its_first_sample_costs_no_page(name, tmp_path):
+def test_an_experiment_without_samples_does_not_break_the_report(name, tmp_path):
     settings = asdict(EXPERIMENTS[name].module.Settings())
     write(tmp_path, name, [], state="partial", settings=settings)
     assert main(["report", "--results", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text().count("<svg") == 1
 
 
-def test_nor_do_two_of_them(tmp_path):
+def test_two_experiments_without_samples_do_not_break_the_report(tmp_path):
     for name in ("attention", "training"):
         settings = asdict(EXPERIMENTS[name].module.Settings())
         write(tmp_path, name, [], state="partial", settings=settings)
@@ -204,8 +204,8 @@ def test_nor_do_two_of_them(tmp_path):
     assert (tmp_path / "report.html").read_text().count("<svg") == 3
 
 
-def test_what_only_a_gpu_can_tell_has_its_row_until_a_gpu_has_told(tmp_path):
-    """Even if a CPU has counted something for the claim, and if a GPU's run has not got that far."""
+def test_a_gpu_only_figure_is_listed_as_not_measured_until_it_is(tmp_path):
+    """Also if a CPU has counted something for the same claim, or if a GPU's run stopped before measuring it."""
     counted = [
         {"kind": "softmax count", "softmax": name, "accesses": n} for name, n in (("safe", 4), ("online", 3))
     ]
@@ -232,7 +232,7 @@ def test_what_only_a_gpu_can_tell_has_its_row_until_a_gpu_has_told(tmp_path):
     assert [f"| {GPU} |" in row for row in rows()] == [False, True]
 
 
-def test_more_than_chunks_can_explain_is_not_comparable():
+def test_a_slowdown_that_chunks_cannot_explain_is_not_comparable():
     ms = {name: {"forward": [t], "backward": [t]} for name, t in (("flash", 1.0), ("chunked", 3.0))}
     for slower, status in ((1, "reproduced"), (5, "not comparable")):
         ms["chunked"] = {phase: [slower * 3.0] for phase in ms["chunked"]}
@@ -250,16 +250,14 @@ def test_more_than_chunks_can_explain_is_not_comparable():
         (128, 0.85, "not reproduced"),
     ],
 )
-def test_parallelism_over_the_sequence_gains_where_heads_are_few_and_costs_nothing_elsewhere(
-    heads, gain, status
-):
+def test_sequence_parallelism_must_gain_with_few_heads_not_lose_with_many(heads, gain, status):
     ms = {"one": [gain], "many": [1.0]}
     sample = {"kind": "programs", "heads": heads, "length": 16384, "processors": 132, "ms": ms}
     (verdict,) = history_figures.judge({"device": GPU, "samples": [sample]})
     assert (verdict.claim, verdict.status) == ("C19", status)
 
 
-def test_counters_that_could_not_be_read_are_said(tmp_path):
+def test_unreadable_hardware_counters_are_reported_with_the_reason(tmp_path):
     samples = [
         {"kind": "ncu", "backend": "standard", **shape("figure2", 1024), "refused": "ncu is not installed"}
     ]
@@ -267,7 +265,7 @@ def test_counters_that_could_not_be_read_are_said(tmp_path):
     assert (verdict.status, verdict.why) == ("not measured", "ncu is not installed")
 
 
-def test_what_no_paper_states_is_counted_apart_and_colours_no_claim():
+def test_own_aims_are_counted_apart_from_the_papers_figures():
     page = Page()
     page.verdicts["C1"] = [
         judged("C1", "time", "1x", "1x", 1.0, True, "", GPU),
@@ -290,7 +288,7 @@ def test_what_no_paper_states_is_counted_apart_and_colours_no_claim():
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_rounds_that_were_the_hosts_are_said(tmp_path, capsys):
+def test_rounds_that_waited_for_the_host_are_reported(tmp_path, capsys):
     samples = papers_own_attention()
     for sample, late in zip(samples, ({"standard": 2}, {"standard": 1, "flash": 2}, {}), strict=False):
         sample["late"] = late
@@ -311,7 +309,7 @@ def test_a_backend_has_one_colour_in_every_picture():
     assert len({plots.colour(name, others) for name in (*shown, *others)}) == len(shown) + len(others)
 
 
-def test_a_bar_in_a_cell_ends_no_column():
+def test_a_vertical_bar_in_a_table_cell_is_escaped():
     assert _markdown_table(("what",), [["mean |x|"]])[-2] == r"| mean \|x\| |"
 
 
@@ -344,7 +342,7 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_what_is_no_whole_document_or_in_anothers_place_is_left_out_with_a_line(tmp_path, capsys):
+def test_incomplete_or_misplaced_result_files_are_left_out_and_named(tmp_path, capsys):
     write(tmp_path, "attention", papers_own_attention())
     folder = tmp_path / "nvidia-test-3000"
     text = (folder / "attention.json").read_text()
@@ -361,7 +359,7 @@ def test_what_is_no_whole_document_or_in_anothers_place_is_left_out_with_a_line(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_kernel_for_hopper_makes_no_cpu_stale(tmp_path, capsys):
+def test_a_changed_hopper_kernel_does_not_make_cpu_results_stale(tmp_path, capsys):
     code = {"kernels/flash/hopper_backward.py": "0"}
     write(tmp_path, "attention", papers_own_attention(), code=code)
     write(tmp_path, "traffic", [], code=code, device="CPU (Test)")

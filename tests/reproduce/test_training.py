@@ -125,7 +125,7 @@ def test_a_nanogpt_checkout_takes_part(tmp_path):
         (f"nanogpt={pytest.__file__}", "has no GPT and GPTConfig"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, capsys, override, said):
+def test_a_mistaken_setting_is_named(tmp_path, capsys, override, said):
     arguments = ["training", "--tiny", "--device", "cpu", "--results", str(tmp_path), override]
     assert main(arguments) == 1
     assert said in capsys.readouterr().err
@@ -153,7 +153,7 @@ def judged(*samples: dict) -> dict[tuple[str, str], tuple[str, str]]:
     return {(each.claim, each.what): (each.status, each.ours) for each in verdicts}
 
 
-def test_table_2_is_held_against_the_whole_stack_and_attention_alone_is_apart():
+def test_table_2_is_compared_with_the_whole_stack_not_attention_alone():
     found = judged(
         speed("small", {HF_EAGER: 100e3, "naive": 200e3, "flash": 300e3, "flash" + FUSED: 360e3}),
         speed(
@@ -188,7 +188,7 @@ def test_table_2_is_held_against_the_whole_stack_and_attention_alone_is_apart():
     assert by_what["gpt2_small, 16 sequences a forward: MFU of ours, compiled"] == (AIM_MISSED, "45.0%")
 
 
-def test_steps_that_were_not_as_long_as_each_other_are_told_of():
+def test_unsteady_step_times_are_reported():
     milliseconds = {
         HF_EAGER: {"forward": [300.0, 301.0], "backward": [350.0, 351.0], "optimizer": [2.0, 2.0]},
         "flash": {"forward": [80.0, 60.0], "backward": [110.0, 72.0], "optimizer": [5.0, 2.0]},
@@ -226,8 +226,8 @@ def test_without_figures_nothing_is_claimed():
 
 
 @pytest.mark.gpu
-def test_a_training_point_on_a_gpu(tmp_path):
-    """With four sequences: 16 take 100 GiB for all contenders, which other tests on the GPU may not leave free."""
+def test_on_a_gpu_flash_and_fused_layers_take_less_memory(tmp_path):
+    """With 4 sequences: 16 need 100 GiB for all contenders, and other tests may hold part of the GPU's memory."""
     arguments = ["training", "parts=small", "backends=naive,flash", "seconds=0.5"]
     tokens = ["step_tokens=4096", "micro_tokens=4096"]
     assert main([*arguments, *tokens, "--results", str(tmp_path)]) == 0

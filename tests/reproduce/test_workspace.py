@@ -30,7 +30,7 @@ def shown(spec: dict) -> dict[str, dict]:
     }
 
 
-def test_the_view_that_is_saved_shows_what_runs_log(user_environment):
+def test_the_saved_view_shows_metrics_that_runs_log(user_environment):
     with WandbStub() as server:
         done = workspace(server, user_environment, "--group", "a_sweep")
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def test_the_view_that_is_saved_shows_what_runs_log(user_environment):
     assert (only["key"]["name"], only["op"], only["value"]) == ("group", "=", "a_sweep")
 
 
-def test_a_server_that_refuses_is_one_line(user_environment):
+def test_a_server_that_denies_access_is_an_error_with_the_remedy(user_environment):
     with WandbStub() as server:
         server.stranger = True
         done = workspace(server, user_environment)
@@ -63,7 +63,7 @@ def test_a_server_that_refuses_is_one_line(user_environment):
 
 
 @pytest.mark.parametrize("project", ["nobody", "/project", "a/b/c"])
-def test_a_project_is_named_with_its_entity(project, capsys):
+def test_a_project_not_given_as_entity_and_project_is_refused(project, capsys):
     assert main(["workspace", project]) == 1
     assert f"{project} is not ENTITY/PROJECT" in capsys.readouterr().err
 
