@@ -416,7 +416,9 @@ def test_unencodable_characters_are_printed_as_question_marks(command_line, tiny
 def test_a_run_saves_a_checkpoint_when_its_terminal_closes(user_environment, tiny, tmp_path):
     """As when ssh loses its connection; writing to such a terminal raises."""
     ours, theirs = os.openpty()
-    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    take = "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    take += "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # which nohup, around the tests, would have ignored
+    take += "os.execv(sys.argv[1], sys.argv[1:])"
     train = [sys.executable, ROOT / "train.py", *tiny, "trainer.steps=100000", "hydra.run.dir=run"]
     process = subprocess.Popen(
         [sys.executable, "-c", take, *train],
