@@ -417,9 +417,8 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_closes(user_environment, tin
     """As when ssh loses its connection; writing to such a terminal raises."""
     ours, theirs = os.openpty()
     take = "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    take += (
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # which nohup, around the tests, would have ignored
-    )
+    # nohup around the tests would have it ignored
+    take += "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     take += "os.execv(sys.argv[1], sys.argv[1:])"
     train = [sys.executable, ROOT / "train.py", *tiny, "trainer.steps=100000", "hydra.run.dir=run"]
     process = subprocess.Popen(
