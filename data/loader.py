@@ -130,55 +130,68 @@ class TokenSplit:
 
 
 class Batches:
-    """Training batches: windows of seq_len + 1 tokens at stride seq_len, each once an epoch in a new order.
+    """Training batches: windows of block_len + 1 tokens at stride block_len, each once an epoch in a new order.
 
-    sequences_per_batch counts the sequences of all ranks together. Epoch e uses the permutation keyed by (seed, e);
-    a batch may take the last sequences of one epoch and the first of the next.
-    Raises DataError when the split is shorter than one sequence.
+    Each window is cut into sequences of seq_len, so runs whose seq_len differs, but not their block_len and tokens a
+    batch, see the same tokens in every batch. sequences_per_batch counts the sequences of all ranks together. Epoch e
+    uses the permutation keyed by (seed, e); a batch may take the last windows of one epoch and the first of the next.
+    Raises DataError when the split is shorter than one window, or a batch or a window cannot be cut evenly.
+
+    Args:
+        block_len: tokens of a window; None: seq_len.
     """
 
-    def __init__(self, split: TokenSplit, seq_len: int, sequences_per_batch: int, seed: int):
+    def __init__(
+        self,
+        split: TokenSplit,
+        seq_len: int,
+        sequences_per_batch: int,
+        seed: int,
+        block_len: int | None = None,
+    ):
         _check_sizes(seq_len, sequences_per_batch)
-        if split.tokens <= seq_len:
+        block_len = block_len or seq_len
+        if block_len % seq_len or sequences_per_batch * seq_len % block_len:
+            raise DataError(
+                f"block_len={block_len:,} must be a multiple of seq_len={seq_len:,}, and divide the "
+                f"{sequences_per_batch * seq_len:,} tokens of a batch"
+            )
+        if split.tokens <= block_len:
             raise DataError(
                 f"the {split.name} split of {split.corpus.name} has {split.tokens:,} tokens, but one sequence takes "
-                f"{seq_len + 1:,}: give more text, or a model.seq_len of at most {max(1, split.tokens - 1)}"
+                f"{block_len + 1:,}: give more text, or a model.seq_len of at most {max(1, split.tokens - 1)}"
             )
-        self.split, self.seq_len, self.sequences_per_batch, self.seed = (
-            split,
-            seq_len,
-            sequences_per_batch,
-            seed,
-        )
-        self.windows = (split.tokens - 1) // seq_len
+        self.split, self.seq_len, self.block_len, self.seed = split, seq_len, block_len, seed
+        self.windows_per_batch = sequences_per_batch * seq_len // block_len
+        self.windows = (split.tokens - 1) // block_len
         # Windows are computed for a group of batches at once, and the last group is kept: numpy calls for eight
         # sequences at a time were most of the data time of the default run. Not an lru_cache, which cannot be
         # pickled, and which a copy would share with the original.
-        self._group = max(1, 512 // sequences_per_batch)
+        self._group = max(1, 512 // self.windows_per_batch)
         self._last_group: tuple[tuple[int, int], np.ndarray] | None = None
 
     def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
-        starts = self._windows(n, rank, world_size) * self.seq_len
-        tokens = np.stack([self.split.read(int(start), self.seq_len + 1) for start in starts])
-        return tokens[:, :-1], tokens[:, 1:]
+        starts = self._windows(n, rank, world_size) * self.block_len
+        tokens = np.stack([self.split.read(int(start), self.block_len + 1) for start in starts])
+        return tokens[:, :-1].reshape(-1, self.seq_len), tokens[:, 1:].reshape(-1, self.seq_len)
 
     def _windows(self, n: int, rank: int, world_size: int) -> np.ndarray:
         group, place = divmod(n, self._group)
         key, last = (group, self.seed), self._last_group  # read once, as another thread may write it
         if last is None or last[0] != key:
             last = self._last_group = key, self._group_windows(group)
-        return last[1][place][_share(self.sequences_per_batch, rank, world_size)]
+        return last[1][place][_share(self.windows_per_batch, rank, world_size)]
 
     def _group_windows(self, group: int) -> np.ndarray:
-        """Return the windows of a group's batches, int64 (batches, sequences_per_batch)."""
-        size = self._group * self.sequences_per_batch
+        """Return the windows of a group's batches, int64 (batches, windows_per_batch)."""
+        size = self._group * self.windows_per_batch
         epochs, positions = np.divmod(np.arange(group * size, (group + 1) * size), self.windows)
         windows = np.empty_like(positions)
         for epoch in np.unique(epochs):
             inside = epochs == epoch
             windows[inside] = Permutation(self.windows, self.seed, int(epoch))(positions[inside])
-        return windows.reshape(self._group, self.sequences_per_batch)
+        return windows.reshape(self._group, self.windows_per_batch)
 
 
 class EvaluationBatches:

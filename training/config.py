@@ -106,6 +106,9 @@ class DataConfig:
     # Attention stays within a document: no token sees the documents packed before its own. This changes perplexity,
     # so compare only runs with the same value.
     document_mask: bool = False
+    # Draw windows of this many tokens and cut each into sequences of model.seq_len, so that runs of different lengths
+    # see the same tokens at every step. null: model.seq_len.
+    block_len: int | None = None
     # Tokenising processes; null: one per CPU core.
     workers: int | None = None
     # python_source: folders searched for .py files; empty: the standard library of this Python. A string or a list is
@@ -221,6 +224,8 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     # Every random stream (initial weights, data order, dropout, sampling) is derived from it by name.
     seed: int = 1337
+    # The seed of the initial weights alone: other weights, the same batches. null: seed.
+    init_seed: int | None = None
 
     def __post_init__(self) -> None:
         # Not in ScheduleConfig: Hydra takes the defaults from an instance, which does not have the user's decay yet.

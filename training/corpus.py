@@ -16,7 +16,7 @@ from .config import DataConfig
 # this long, and then wait for its lock. On another node, which does not see rank 0's disk, one of them prepares.
 _GIVE_WAY_S = 10
 # What `prepare` and the trainer take; every other field of DataConfig describes the source.
-_NOT_SOURCE = ("tokenizer", "cache_dir", "val_fraction", "workers", "document_mask")
+_NOT_SOURCE = ("tokenizer", "cache_dir", "val_fraction", "workers", "document_mask", "block_len")
 
 
 def prepare_corpus(config: DataConfig, *, quiet: bool = False) -> Corpus:

@@ -79,6 +79,7 @@ def identity(run: Trainer) -> dict[str, Any]:
         "model": {f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)},
         "corpus": run.corpus.directory.name,
         "seed": config.seed,
+        "data.block_len": config.data.block_len,
         "trainer.batch_tokens": config.trainer.batch_tokens,
         "optimizer.decay_embeddings": config.optimizer.decay_embeddings,
     }

@@ -103,13 +103,16 @@ class Trainer:
         )
         sequences = config.trainer.batch_tokens // model_config.seq_len
         data_seed = stream_seed(config.seed, "data")
-        self.batches = Batches(self.corpus.train, model_config.seq_len, sequences, data_seed)
+        self.batches = Batches(
+            self.corpus.train, model_config.seq_len, sequences, data_seed, config.data.block_len
+        )
         self.validation = EvaluationBatches(
             self.corpus.val, model_config.seq_len, self.micro_batch * ranks.size
         )
 
         # Drawn on the CPU from its own stream: the same weights on any device, with any attention.
-        generator = torch.Generator().manual_seed(stream_seed(config.seed, "init"))
+        init_seed = config.seed if config.init_seed is None else config.init_seed
+        generator = torch.Generator().manual_seed(stream_seed(init_seed, "init"))
         self.model = GPT(
             model_config, attention, loss=LOSSES[self.loss], fused=BLOCKS[self.block], generator=generator
         ).to(ranks.device)

@@ -65,6 +65,25 @@ def test_a_split_reads_as_one_sequence_over_its_shards(corpus: Corpus):
     assert len(corpus.train.read(corpus.train.tokens - 3, 10)) == 3
 
 
+def test_runs_of_different_lengths_see_the_same_tokens_in_every_batch(corpus: Corpus):
+    """With one block_len: the batch of short sequences is that of long ones, cut."""
+    long = Batches(corpus.train, 64, 4, seed=3)
+    short = Batches(corpus.train, 16, 16, seed=3, block_len=64)
+    epoch = long.windows // 4
+    for n in (0, 1, epoch, epoch + 1):
+        for ours, theirs in zip(short.batch(n), long.batch(n), strict=True):
+            assert ours.shape == (16, 16)
+            assert np.array_equal(ours.reshape(4, 64), theirs)
+    halves = [short.batch(1, rank, 2)[0] for rank in (0, 1)]
+    assert np.array_equal(np.concatenate(halves), short.batch(1)[0])
+
+
+@pytest.mark.parametrize(("block_len", "sequences"), [(24, 6), (64, 6)])
+def test_a_block_that_cannot_be_cut_evenly_is_refused(corpus: Corpus, block_len: int, sequences: int):
+    with pytest.raises(DataError, match=f"block_len={block_len} must be a multiple"):
+        Batches(corpus.train, 16, sequences, seed=0, block_len=block_len)
+
+
 def test_a_split_may_have_more_shards_than_file_descriptors(tmp_path: Path):
     """OpenWebText has 4,800 shards, a shell allows 1,024 descriptors."""
     (tmp_path / "a.txt").write_text("\n".join(f"line {number:03d}" for number in range(300)))

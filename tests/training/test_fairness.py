@@ -98,6 +98,13 @@ def test_another_seed_changes_weights_and_batches(text_file, tmp_path):
     assert not np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])
 
 
+def test_another_init_seed_changes_the_weights_and_not_the_batches(text_file, tmp_path):
+    first = Trainer(config(text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
+    other = Trainer(replace(config(text_file, "sdpa"), init_seed=1), tmp_path, World(torch.device("cpu")))
+    assert not torch.equal(first.model.wte.weight, other.model.wte.weight)
+    assert np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])
+
+
 @pytest.mark.parametrize("option", ["loss", "block"])
 def test_fused_layers_give_the_losses_and_random_state_of_torch_layers(text_file, tmp_path, option):
     plain = config(text_file, "naive")
