@@ -159,7 +159,7 @@ def _run_one(arguments: argparse.Namespace, command: list[str]) -> int:
         return 0
     status = 0
     try:
-        module.run(Options(device, arguments.tiny, settings, store.sample))
+        module.run(Options(device, arguments.tiny, settings, store.sample, store.find, deadline))
         store.finish()
     except OutOfTime:
         status = OUT_OF_TIME

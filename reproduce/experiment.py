@@ -234,11 +234,16 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=10.0,
             code=(
                 *_ATTENTIONS,
+                *_LAYERS,
                 "model",
+                "training/cuda_graphs.py",
                 "training/evaluation.py",
+                "training/layers.py",
                 "training/optimizer.py",
+                "training/precision.py",
                 "training/schedule.py",
                 "training/seeds.py",
+                "reproduce/perplexity_numerics.py",
                 "data/loader.py",  # not data/prepare.py: the document names the prepared corpus that was used
                 "data/permutation.py",
             ),
@@ -272,7 +277,10 @@ class Options:
             saves the sample before returning it. The sample is {**where, **measured}. If a backend refuses, it is
             {**where, "refused": reason}; if memory runs out, {**where, "out_of_memory": True}; after any other error
             {**where, "failed": reason, "broke_device": bool}. The run then continues, unless the error broke the
-            device. Raises OutOfTime when the time budget is spent; `run` must not catch it.
+            device. Raises OutOfTime when the time budget is spent; `run` must not catch it. A sample with an entry
+            "partial" is measured again by the next run.
+        find: the complete sample at the coordinates **where, if an earlier run left one.
+        deadline: when the time budget is spent, on the clock of `time.monotonic`; None: never.
         say: prints a line of progress.
     """
 
@@ -280,6 +288,8 @@ class Options:
     tiny: bool
     settings: Any
     sample: Callable[..., Sample]
+    find: Callable[..., Sample | None] = lambda **where: None
+    deadline: float | None = None
     say: Callable[[str], None] = print
 
 

@@ -1,190 +1,525 @@
-"""Loss curves: every attention with the same seed and data, and longer contexts at equal tokens.
+"""GPT-2 small trained with every attention, and longer contexts: does either change the perplexity?
 
-FlashAttention, Table 2 and Figure 4: FlashAttention and standard attention reach the same perplexity. Here short runs
-are compared: the difference between backends must be smaller than that between runs of one backend that differ only
-in their initial weights. Table 4: a longer context lowers perplexity. Here every context predicts each token of the
-validation split exactly once.
+FlashAttention, Table 2 and Figure 4: FlashAttention and standard attention reach the same perplexity. Table 4: a
+longer context lowers it. Every run is one of the trainer's own, in its own process and run directory below `runs`;
+with several GPUs, one on each. A run that is cut saves itself, and the same command continues it.
+
+Four parts:
+    gpt2      GPT-2 small on English text; attention alone differs. Two controls say how close is the same: naive with
+              another micro-batch (the same mathematics, rounded in another order), and flash with other weights.
+    recipe    the paper's settings: dropout 0.1, attention scaled by the layer, float16; both draw one dropout mask.
+    numerics  one checkpoint evaluated with every backend, and every backend's gradients against float64's, tensor by
+              tensor: what attention changes, without the noise of training (perplexity_numerics.py).
+    context   a smaller model on whole source files, contexts 512 to 4096. Every run sees the same tokens at every
+              step. Evaluated on equal targets, with the longest model's windows cut, and by token position.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import json
-import time
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import math
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from data.loader import Batches, Corpus, EvaluationBatches, open_corpus, prefetch
-from kernels import ATTENTION, resolve_attention
-from model.config import GPTConfig
-from model.gpt import GPT
-from training.distributed import World
-from training.evaluation import evaluate
-from training.optimizer import OptimizerConfig, build_optimizer, update
-from training.schedule import ScheduleConfig, learning_rate
-from training.seeds import stream_seed
+from training import checkpoint
+from training.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Precision,
+    ScheduleConfig,
+    TrainerConfig,
+    to_yaml,
+)
+from training.corpus import prepare_corpus
+from training.schedule import Decay
 
-from .contenders import backends as registered
-from .experiment import Options, ReproduceError, Sample
+from .experiment import Options, OutOfTime, ReproduceError, Sample
+from .fleet import CUT, DONE, FAILED, NOT_STARTED, Fleet, Job
 from .perplexity_figures import draw, judge, table
 
 __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
-BASELINE = "naive"
+PARTS = ("gpt2", "recipe", "numerics", "context")
+# Beyond this a model of GPT-2's size learns its text by heart, and losses say little about attention.
+MAX_EPOCHS = 8
+# A shorter run has hardly left its warm-up.
+LEAST_STEPS = 100
+# Left for the runs to save themselves in, before a budget is over.
+_SAVING_S = 45.0
+_PROBE_STEPS = 30
 
 
 @dataclass(frozen=True)
 class Settings:
-    parts: tuple[str, ...] = ("backends", "context")
-    # A corpus folder prepared by prepare.py; if empty, Python's standard library as bytes, prepared here.
-    corpus: str = ""
+    parts: tuple[str, ...] = PARTS
+    # Globs of English text (.jsonl, .txt, .parquet) for `gpt2`, `recipe` and `numerics`, and of source code in whole
+    # files for `context`; if empty, Python's standard library: enough to try the experiment, not to judge by.
+    text: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+    tokenizer: str = "gpt2"
+    # GPT-2's first 8,192 tokens are a valid smaller vocabulary: with 50,257 a small model is mostly its embedding.
+    code_tokenizer: str = "gpt2"
     cache_dir: str = "data/cache"
-    # Folders of Python source; if empty, the standard library.
-    roots: tuple[str, ...] = ()
-    # Names in kernels.ATTENTION; if empty, all but the historical ones. The baseline, naive, is always included.
-    backends: tuple[str, ...] = ()
-    # Seeds of the initial weights: every backend has the first, the others show the spread. All share one data order.
-    seeds: tuple[int, ...] = (1337, 1, 2)
+    runs: str = "runs/perplexity"
+    # Minutes to plan for, on all GPUs together: the time of a step is measured first, and `steps` and `context_steps`
+    # are lowered so that all runs of the chosen parts fit. 0: as they are.
+    budget: float = 0.0
+    # Names of the runs to make, such as flash,naive; if empty, all of the chosen parts.
+    only: tuple[str, ...] = ()
+    # Of the initial weights: every run has the first; one of `seed_backend`, and `context_seeds`, the second too.
+    seeds: tuple[int, ...] = (1337, 1)
+    seed_backend: str = "flash"
     dtype: str = "bfloat16"
-    n_layer: int = 6
-    n_head: int = 8
-    n_embd: int = 512
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
     context: int = 1024
-    batch_tokens: int = 32768
-    steps: int = 400
+    batch_tokens: int = 65536
+    micro_batch: int = 16
+    steps: int = 3052  # 200 M tokens
+    recipe_steps: int = 400
     lr: float = 6e-4
-    contexts: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
-    context_backend: str = "auto"
-    # A longer context learns more slowly at first: after 400 steps of 2048 tokens on a CPU, 256 was 0.25 behind 16.
-    context_steps: int = 2000
+    eval_every: int = 200
+    contexts: tuple[int, ...] = (512, 1024, 2048, 4096)
+    context_seeds: tuple[int, ...] = (1024, 4096)  # the contexts that are trained with the second seed too
+    context_layers: int = 6
+    context_heads: int = 8
+    context_width: int = 512
+    context_steps: int = 8000  # 524 M tokens
+    context_lr: float = 1e-3
+    context_micro_tokens: int = 65536
+    numerics_tokens: int = 131072
+    numerics_batch: int = 4
 
 
 TINY = Settings(
-    roots=(str(Path(json.__file__).parent),),
-    backends=("naive", "sdpa"),
-    seeds=(1337, 1),
+    only=("naive", "naive_half", "sdpa", "naive_seed", "numerics_end", "context_8", "context_32"),
+    seed_backend="naive",
     dtype="float32",
     n_layer=1,
     n_head=2,
     n_embd=32,
     context=16,
     batch_tokens=128,
+    micro_batch=8,
     steps=12,
+    recipe_steps=12,
+    eval_every=3,
     contexts=(8, 32),
+    context_seeds=(),
+    context_layers=1,
+    context_heads=2,
+    context_width=32,
     context_steps=12,
+    context_micro_tokens=128,
+    numerics_tokens=256,
+    numerics_batch=2,
 )
 
 
+@dataclass(frozen=True)
+class TrainingRun:
+    """One run: its part, its name, and what it is trained with."""
+
+    part: str
+    name: str
+    config: Config
+
+    def directory(self, settings: Settings) -> Path:
+        """Named after all its settings, so that a run of others is never continued."""
+        digest = hashlib.sha256(to_yaml(self.config).encode()).hexdigest()[:8]
+        return Path(settings.runs) / f"{self.name}_{digest}"
+
+
 def run(options: Options) -> None:
-    settings = options.settings
-    if unknown := set(settings.parts) - set(Settings().parts):
-        raise ReproduceError(
-            f"parts={sorted(unknown)[0]} is unknown; choose from {', '.join(Settings().parts)}"
-        )
-    if unknown := set(settings.backends) - set(ATTENTION):
-        raise ReproduceError(f"backends={sorted(unknown)[0]} is unknown; choose from {', '.join(ATTENTION)}")
+    settings = _checked(options.settings)
+    corpora = _corpora(options)
+    settings = _planned(options, settings)
+    runs = _training_runs(settings, options)
+    _check_names(runs, settings)
+    for each in runs:
+        _check_epochs(each, corpora[each.part == "context"])
+    jobs = [_job(each, options, settings) for each in runs if not _is_known(options, each)]
+    numerics = _numerics(runs, options, settings)
+    jobs += [job for job, where in numerics if not options.find(**where)]
+    deadline = None if options.deadline is None else options.deadline - _SAVING_S
+    unfinished = False
+    with Fleet(jobs, _devices(options.device), deadline) as fleet:
+        names = {job.name for job in jobs}
+        for each in runs:
+            state = fleet.wait(each.name) if each.name in names else DONE
+            log = each.directory(settings).with_suffix(".log")
+            unfinished |= _collect(options, state, log, lambda e=each: _curve(e, settings), **_where(each))
+        for job, where in numerics:
+            state = fleet.wait(job.name) if job.name in names else DONE
+            unfinished |= _collect(
+                options, state, job.log, lambda j=job: json.loads(_output(j).read_text()), **where
+            )
+    if unfinished:
+        raise OutOfTime
+
+
+def _checked(settings: Settings) -> Settings:
+    if unknown := set(settings.parts) - set(PARTS):
+        raise ReproduceError(f"parts={sorted(unknown)[0]} is unknown; choose from {', '.join(PARTS)}")
     for context in (settings.context, *settings.contexts):
         if settings.batch_tokens % context:
             raise ReproduceError(
                 f"batch_tokens={settings.batch_tokens} is not a multiple of context {context}"
             )
-    corpus = _corpus(options)
-    about = {
-        "corpus": corpus.directory.name,
-        "tokenizer": corpus.manifest.tokenizer["name"],
-        "tokens": corpus.train.tokens,
-    }
-    options.sample(lambda: about, kind="corpus")
-    # flash first: once it and a second seed of the baseline are done, the comparison has an answer on any budget.
-    others = sorted(
-        set(settings.backends or registered()) - {BASELINE}, key=lambda name: (name != "flash", name)
+    if settings.batch_tokens % max(settings.contexts):
+        raise ReproduceError(
+            f"batch_tokens={settings.batch_tokens} is not a multiple of the longest context, {max(settings.contexts)}"
+        )
+    return settings
+
+
+def _check_names(runs: list[TrainingRun], settings: Settings) -> None:
+    known = {each.name for each in runs} | {"numerics_start", "numerics_end"}
+    if unknown := set(settings.only) - known:
+        raise ReproduceError(f"only={sorted(unknown)[0]} is no run of parts={','.join(settings.parts)}")
+
+
+def _wanted(part: str, name: str, settings: Settings) -> bool:
+    return part in settings.parts and (not settings.only or name in settings.only)
+
+
+# ---- the runs ----------------------------------------------------------------------------------------
+
+
+def _training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
+    """Every run of every part, longest first: two GPUs then end at nearly the same time."""
+    first, second = settings.seeds
+    base = _config(settings, options)
+    naive, flash, sdpa = map(AttentionConfig, ("naive", "flash", "sdpa"))
+    half = replace(base.trainer, micro_batch=max(1, settings.micro_batch // 2))
+    fp16 = Precision.fp16 if options.device.type == "cuda" else Precision.fp32
+    paper = replace(
+        base,
+        model=replace(base.model, dropout=0.1, scale_attn_by_inverse_layer_idx=True),
+        trainer=replace(base.trainer, steps=settings.recipe_steps, precision=fp16),
     )
-    first, *more = settings.seeds
-    jobs = [("backends", name, first, settings.context, settings.steps) for name in (BASELINE, *others)]
-    # The spread between seeds is measured on the baseline.
-    spread = [("backends", BASELINE, seed, settings.context, settings.steps) for seed in more]
-    jobs = jobs[:2] + spread[:1] + jobs[2:] + spread[1:]
-    jobs += [
-        ("context", settings.context_backend, first, context, settings.context_steps)
-        for context in settings.contexts
+    reseeded = AttentionConfig(settings.seed_backend)
+    runs = [
+        TrainingRun("gpt2", "naive_half", replace(base, attention=naive, trainer=half)),
+        TrainingRun("gpt2", "flash", replace(base, attention=flash)),
+        TrainingRun("gpt2", "naive", replace(base, attention=naive)),
+        TrainingRun("gpt2", f"{reseeded.name}_seed", replace(base, attention=reseeded, init_seed=second)),
+        TrainingRun("gpt2", "sdpa", replace(base, attention=sdpa)),
+        TrainingRun("gpt2", "flash_triton", replace(base, attention=replace(flash, tier="triton"))),
+        TrainingRun("recipe", "recipe_naive", replace(paper, attention=naive)),
+        TrainingRun("recipe", "recipe_flash", replace(paper, attention=flash)),
     ]
-    for part, backend, seed, context, steps in jobs:
-        if part not in settings.parts:
-            continue
-        where = {"part": part, "backend": backend, "seed": seed, "context": context, "steps": steps}
-        sample = options.sample(partial(_train, options, corpus, **where), kind="run", **where)
-        _report(options, sample)
+    for context in sorted(settings.contexts, reverse=True):
+        for seed in (first, second) if context in settings.context_seeds else (first,):
+            name = f"context_{context}" + "_seed" * (seed != first)
+            runs.append(TrainingRun("context", name, _context_config(settings, options, context, seed)))
+    return [each for each in runs if _wanted(each.part, each.name, settings)]
 
 
-def _corpus(options: Options) -> Corpus:
-    settings = options.settings
-    if settings.corpus:
-        return open_corpus(settings.corpus)
-    from data.corpora import make_corpus
-    from data.prepare import prepare
-
-    source = make_corpus("python_source", roots=list(settings.roots))
-    return prepare(source, "bytes", settings.cache_dir, workers=1 if options.tiny else None)
-
-
-def _report(options: Options, sample: Sample) -> None:
-    name = f"{sample['part']}: {sample['backend']}, context {sample['context']}, seed {sample['seed']}"
-    if "validation" in sample:
-        options.say(f"{name}: validation loss {sample['validation'][-1][1]:.4f}, {sample['seconds']:.0f} s")
-    else:
-        options.say(f"{name}: {sample.get('refused') or sample.get('failed') or 'out of memory'}")
-
-
-def _train(
-    options: Options, corpus: Corpus, *, part: str, backend: str, seed: int, context: int, steps: int
-) -> Sample:
-    """Train as the trainer does, but without a run directory; record the training loss of every step, and the
-    validation loss after each quarter of the steps."""
-    settings, ranks = options.settings, World(options.device)
-    dtype = getattr(torch, settings.dtype)
-    config = GPTConfig(corpus.n_vocab, context, settings.n_layer, settings.n_head, settings.n_embd)
-    resolved, attention = resolve_attention(
-        backend, device=options.device, dtype=dtype, head_dim=config.head_dim
+def _config(settings: Settings, options: Options) -> Config:
+    """GPT-2 small as `python train.py model=gpt2_small` trains it, with a shorter schedule."""
+    return Config(
+        model=ModelConfig(None, settings.context, settings.n_layer, settings.n_head, settings.n_embd),
+        data=_data(settings.text, settings.tokenizer, settings, options),
+        optimizer=OptimizerConfig(lr=settings.lr),
+        schedule=ScheduleConfig(Decay.linear, warmup_fraction=0.01),
+        trainer=TrainerConfig(
+            steps=settings.steps,
+            batch_tokens=settings.batch_tokens,
+            micro_batch=settings.micro_batch,
+            precision={"bfloat16": Precision.bf16, "float16": Precision.fp16}.get(
+                settings.dtype, Precision.fp32
+            ),
+            device=options.device.type,
+            log_every=1 if options.tiny else 10,
+            eval_every=settings.eval_every,
+            keep_checkpoints=1,
+            sample_tokens=10 if options.tiny else 200,
+        ),
+        logger=LoggerConfig(wandb=False),
+        seed=settings.seeds[0],
     )
-    sequences = settings.batch_tokens // context
-    data_seed = stream_seed(settings.seeds[0], "data")
-    batches = Batches(corpus.train, context, sequences, data_seed)
-    validation = EvaluationBatches(corpus.val, context, sequences)
-    generator = torch.Generator().manual_seed(stream_seed(seed, "init"))
-    model = GPT(config, attention, generator=generator).to(options.device)
-    optimizer = build_optimizer(model, replace(OptimizerConfig(), lr=settings.lr))
-    scaler = torch.amp.GradScaler(options.device.type, enabled=dtype is torch.float16)
-    autocast = partial(torch.autocast, options.device.type, dtype, enabled=dtype is not torch.float32)
 
-    began = time.perf_counter()
-    losses, evaluations = [], []
-    with closing(prefetch(batches, 0, steps)) as loaded:
-        for step, (inputs, targets) in enumerate(loaded):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(ScheduleConfig(), settings.lr, step, steps)
-            with autocast():
-                loss = model(inputs.to(options.device), targets.to(options.device))
-            scaler.scale(loss).backward()
-            update(model, optimizer, scaler)
-            losses.append(loss.detach())
-            if (step + 1) * 4 // steps > step * 4 // steps:
-                evaluation = evaluate(
-                    model, _on_device(validation, options.device), corpus.val.utf8_bytes, ranks, autocast
-                )
-                evaluations.append((step + 1, evaluation.loss, evaluation.bits_per_byte))
+
+def _context_config(settings: Settings, options: Options, context: int, seed: int) -> Config:
+    base = _config(settings, options)
+    block = max(settings.contexts)
+    return replace(
+        base,
+        model=ModelConfig(
+            None, context, settings.context_layers, settings.context_heads, settings.context_width
+        ),
+        data=replace(_data(settings.code, settings.code_tokenizer, settings, options), block_len=block),
+        optimizer=replace(base.optimizer, lr=settings.context_lr),
+        trainer=replace(
+            base.trainer,
+            steps=settings.context_steps,
+            micro_batch=max(1, settings.context_micro_tokens // context),
+            eval_every=max(1, settings.context_steps // 16),
+        ),
+        init_seed=seed,
+    )
+
+
+def _data(globs: tuple[str, ...], tokenizer: str, settings: Settings, options: Options) -> DataConfig:
+    workers = 1 if options.tiny else None
+    if globs:
+        return DataConfig("text_files", tokenizer, settings.cache_dir, files=list(globs), workers=workers)
+    roots = [str(Path(json.__file__).parent)] if options.tiny else []
+    return DataConfig("python_source", "bytes", settings.cache_dir, roots=roots, workers=workers)
+
+
+def _corpora(options: Options) -> list[Any]:
+    """The English text and the code, prepared here once, before several runs would do it at the same time."""
+    settings, corpora = options.settings, []
+    for kind, globs, tokenizer in (
+        ("text", settings.text, settings.tokenizer),
+        ("code", settings.code, settings.code_tokenizer),
+    ):
+        if kind == "code" and "context" not in settings.parts:
+            continue
+        corpus = prepare_corpus(_data(globs, tokenizer, settings, options), quiet=options.tiny)
+        corpora.append(corpus)
+        about = {"name": corpus.name, "tokenizer": Path(corpus.manifest.tokenizer["name"]).name}
+        about |= {"tokens": corpus.train.tokens, "validation_tokens": corpus.val.tokens}
+        options.sample(lambda about=about: about, kind="corpus", of=kind)
+    return corpora
+
+
+def _check_epochs(each: TrainingRun, corpus: Any) -> None:
+    """Say how often the run reads its text. Raises ReproduceError above MAX_EPOCHS."""
+    tokens = each.config.trainer.steps * each.config.trainer.batch_tokens
+    epochs = tokens / corpus.train.tokens
+    if epochs > MAX_EPOCHS:
+        raise ReproduceError(
+            f"{each.name} takes {tokens:,} tokens, {epochs:.1f} epochs of {corpus.name}'s {corpus.train.tokens:,}; "
+            f"more than {MAX_EPOCHS} say little: give more text, or fewer steps"
+        )
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    """Every GPU, unless one was named."""
+    if device.type != "cuda" or device.index is not None:
+        return [device]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+# ---- a budget ----------------------------------------------------------------------------------------
+
+
+def _planned(options: Options, settings: Settings) -> Settings:
+    """Print what the runs will take, and lower the steps where a budget asks for it."""
+    if not settings.budget:
+        return settings
+    speeds = {name: _probed(options, settings, name) for name in ("naive", "flash")}
+    devices = len(_devices(options.device))
+    runs = _training_runs(settings, options)
+    fixed = 60.0 * len(runs)  # seconds: compiling, evaluating, saving
+    needed = 0.0
+    for each in runs:
+        speed = speeds["flash" if "naive" not in each.name else "naive"]
+        needed += each.config.trainer.steps * each.config.trainer.batch_tokens / speed
+    share = min(1.0, (60 * settings.budget * devices - fixed) / needed)
+    steps = int(settings.steps * share)
+    spoken = ", ".join(
+        f"{name} {1e3 * settings.batch_tokens / s:,.0f} ms a step" for name, s in speeds.items()
+    )
+    options.say(
+        f"{spoken}: {len(runs)} runs of {settings.steps:,} steps would take {(needed + fixed) / 60 / devices:.0f} "
+        f"min on {devices} device{'s' * (devices > 1)}; budget={settings.budget:g} allows {max(0, steps):,} steps"
+    )
+    if steps < min(LEAST_STEPS, settings.steps):
+        least = (fixed + needed * min(LEAST_STEPS, settings.steps) / settings.steps) / 60 / devices
+        raise ReproduceError(
+            f"budget={settings.budget:g} is too short for {len(runs)} runs of {LEAST_STEPS} steps: give at least "
+            f"{math.ceil(least)} minutes, or fewer runs with only="
+        )
+    return replace(settings, steps=steps, context_steps=max(1, int(settings.context_steps * share)))
+
+
+def _probed(options: Options, settings: Settings, attention: str) -> float:
+    """Tokens/s of a few steps, evaluation and compilation left out."""
+    base = _config(settings, options)
+    trainer = replace(base.trainer, steps=_PROBE_STEPS, eval_every=0, sample_tokens=0)
+    probe = TrainingRun(
+        "probe", f"probe_{attention}", replace(base, attention=AttentionConfig(attention), trainer=trainer)
+    )
+    directory = probe.directory(settings)
+
+    def measure() -> Sample:
+        job = Job(probe.name, train_in, (probe.config, directory), directory.with_suffix(".log"))
+        with Fleet([job], _devices(options.device)[:1], None) as fleet:
+            if fleet.wait(job.name) != DONE:
+                raise RuntimeError(f"{job.name} failed: {_last_line(job.log)}")
+        summary = json.loads((directory / "summary.json").read_text())
+        return {"tokens_per_second": summary["perf/tokens_per_second"]}
+
+    sample = options.sample(measure, kind="probe", attention=attention)
+    if sample.get("failed"):
+        raise ReproduceError(sample["failed"])
+    return sample["tokens_per_second"]
+
+
+# ---- one run -----------------------------------------------------------------------------------------
+
+
+def train_in(device: torch.device, config: Config, directory: Path) -> None:
+    """Train `config` in `directory` to its end, from its newest checkpoint if it was cut."""
+    from training.trainer import train
+
+    if (directory / "summary.json").exists():
+        return
+    resume = None
+    if directory.exists() and checkpoint.saved(directory):
+        resume = str(directory)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)  # killed before its first checkpoint
+    train(replace(config, trainer=replace(config.trainer, resume=resume)), directory)
+
+
+def _job(each: TrainingRun, options: Options, settings: Settings) -> Job:
+    directory = each.directory(settings)
+    watch = _Watch(each.name, directory, options.say)
+    return Job(each.name, train_in, (each.config, directory), directory.with_suffix(".log"), watch=watch)
+
+
+class _Watch:
+    """Tells of each evaluation of a run, as its metrics.csv grows."""
+
+    def __init__(self, name: str, directory: Path, say: Callable[[str], None]) -> None:
+        self.name, self.file, self.say = name, directory / "metrics.csv", say
+        self.told = -1
+
+    def __call__(self) -> None:
+        with suppress(OSError, ValueError):
+            for row in _rows(self.file):
+                if row.get("val/loss") is not None and row["step"] > self.told:
+                    self.told = row["step"]
+                    self.say(f"{self.name}: step {row['step']:,.0f}, validation loss {row['val/loss']:.4f}")
+
+
+def _rows(file: Path) -> list[dict[str, float]]:
+    with file.open(newline="") as text:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(text)]
+
+
+def _where(each: TrainingRun) -> dict[str, Any]:
+    config = each.config
     return {
-        "resolved": resolved,
-        "parameters": model.num_parameters(),
-        "losses": torch.stack(losses).tolist(),
-        "validation": evaluations,
-        "seconds": round(time.perf_counter() - began, 2),
-        "model": asdict(config),
+        "kind": "run",
+        "part": each.part,
+        "name": each.name,
+        "attention": config.attention.name,
+        "init_seed": config.seed if config.init_seed is None else config.init_seed,
+        "context": config.model.seq_len,
+        "micro_batch": config.trainer.micro_batch,
+        "steps": config.trainer.steps,
     }
 
 
-def _on_device(batches: EvaluationBatches, device: torch.device):
-    for n in range(len(batches)):
-        yield tuple(torch.from_numpy(array).to(device) for array in batches.batch(n))
+def _is_known(options: Options, each: TrainingRun) -> bool:
+    return bool(options.find(**_where(each)))
+
+
+def _curve(each: TrainingRun, settings: Settings) -> Sample:
+    """What a run's files say: losses and validation by step, seconds, speed, memory, and a text it wrote."""
+    directory = each.directory(settings)
+    rows = _rows(directory / "metrics.csv")
+    facts = json.loads((directory / "facts.json").read_text())
+    done = (directory / "summary.json").exists()
+    summary = json.loads((directory / "summary.json").read_text()) if done else {}
+    speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
+    sample: Sample = {
+        "losses": [[int(row["step"]), round(row["train/loss"], 5)] for row in rows if "train/loss" in row],
+        "validation": [[int(row["step"]), row["val/loss"]] for row in rows if "val/loss" in row],
+        "seconds": round(rows[-1]["seconds"], 1),
+        "tokens_per_second": round(speeds[len(speeds) // 2], 1) if speeds else None,
+        "peak_gib": max(
+            (row["perf/peak_allocated_gib"] for row in rows if "perf/peak_allocated_gib" in row), default=None
+        ),
+        "tier": facts.get("attention_tier"),
+        "parameters": facts["parameters"],
+        "batch_tokens": each.config.trainer.batch_tokens,
+    }
+    if not done:
+        return sample | {"partial": int(rows[-1]["step"])}
+    sample |= {"bits_per_byte": summary["val/bits_per_byte"], "text": (directory / "sample.txt").read_text()}
+    if each.part == "context":
+        from .perplexity_numerics import by_context
+
+        sample |= by_context(directory, settings.contexts, each.config.model.seq_len)
+    return sample
+
+
+def _collect(options: Options, state: str, log: Path, measure: Callable[[], Sample], **where: Any) -> bool:
+    """Store what a job left; whether something of it is still to be done."""
+    if state == NOT_STARTED:
+        return not options.find(**where)
+    if state == FAILED:
+
+        def failed() -> Sample:
+            raise RuntimeError(f"{_last_line(log)} (see {log})")
+
+        options.sample(failed, **where)
+        return False
+    if state == CUT:
+        with suppress(FileNotFoundError):
+            options.sample(measure, **where)
+        return True
+    sample = options.sample(measure, **where)
+    if "validation" in sample:
+        name, (step, loss) = sample["name"], sample["validation"][-1]
+        speed = sample["tokens_per_second"] or 0
+        options.say(f"{name}: {step:,} steps, validation loss {loss:.4f}, {speed:,.0f} tokens/s")
+    return False
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else "it wrote nothing"
+
+
+# ---- numerics ----------------------------------------------------------------------------------------
+
+
+def _numerics(
+    runs: list[TrainingRun], options: Options, settings: Settings
+) -> list[tuple[Job, dict[str, Any]]]:
+    """Evaluations and gradients of the weights before the first step and after the last of one run."""
+    from .perplexity_numerics import compare_backends
+
+    trained = next((each for each in runs if each.name in ("flash", "naive")), None)
+    if trained is None:
+        return []
+    found = []
+    for when in ("start", "end"):
+        name = f"numerics_{when}"
+        if not _wanted("numerics", name, settings):
+            continue
+        directory = trained.directory(settings)
+        output = directory.with_name(f"{name}_{directory.name}.json")
+        arguments = (
+            trained.config, directory if when == "end" else None, output,
+            settings.numerics_tokens, settings.numerics_batch,
+        )  # fmt: skip
+        where = {"kind": "numerics", "when": when, "of": trained.name}
+        after = trained.name if when == "end" and not _is_known(options, trained) else None
+        found.append((Job(name, compare_backends, arguments, output.with_suffix(".log"), after=after), where))
+    return found
+
+
+def _output(job: Job) -> Path:
+    return job.arguments[2]

@@ -146,6 +146,7 @@ class Store:
             self.document["samples"] = list(earlier["samples"])
         self.earlier_seconds = earlier["seconds"] if earlier else 0.0
         self.retried = [s for s in self.failures if not s.get("broke_device")]
+        self.retried += [s for s in self.document["samples"] if "partial" in s]
         self.finished = bool(earlier) and earlier["state"] == "complete" and not self.retried
 
     def _reusable(self, other: Results | None) -> Results | None:
@@ -165,10 +166,9 @@ class Store:
 
         from kernels import AttentionError
 
+        if known := self.find(**where):
+            return known
         where = json.loads(json.dumps(where))
-        for known in self.document["samples"]:
-            if where.items() <= known.items() and known not in self.retried:
-                return known
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise OutOfTime
         broken = False
@@ -198,6 +198,14 @@ class Store:
         if broken:
             raise ReproduceError("that sample broke the device; the same command continues with the next one")
         return known
+
+    def find(self, **where: Any) -> Sample | None:
+        """See `Options.find`."""
+        where = json.loads(json.dumps(where))
+        for known in self.document["samples"]:
+            if where.items() <= known.items() and known not in self.retried:
+                return known
+        return None
 
     def _forget(self, samples: list[Sample]) -> None:
         self.retried = [each for each in self.retried if each not in samples]

@@ -1,172 +1,240 @@
-"""The perplexity experiment: it trains as the trainer does, on any prepared corpus; its verdicts fit the curves."""
+"""The perplexity experiment: the trainer's own runs, cut and continued; its verdicts fit the curves."""
 
 import json
-import subprocess
-import sys
+import math
 from pathlib import Path
 
 import pytest
 
 from reproduce import perplexity
-from reproduce.__main__ import main
+from reproduce.__main__ import OUT_OF_TIME, main
 from reproduce.experiment import NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
-from tests.conftest import measured
-from training.config import (
-    AttentionConfig,
-    Config,
-    DataConfig,
-    LoggerConfig,
-    ModelConfig,
-    TrainerConfig,
-)
-from training.corpus import prepare_corpus
-from training.trainer import train
 
 
-def run(folder: Path, *arguments: str) -> dict:
-    cache = f"cache_dir={folder / 'cache'}"
-    assert main(["perplexity", "--tiny", "--device", "cpu", "--results", str(folder), cache, *arguments]) == 0
-    return json.loads((folder / "cpu" / "perplexity.json").read_text())
+def command(folder: Path, *arguments: str) -> list[str]:
+    own = (f"runs={folder / 'runs'}", f"cache_dir={folder / 'cache'}")
+    return ["perplexity", "--tiny", "--device", "cpu", "--results", str(folder), *own, *arguments]
+
+
+def samples(folder: Path, kind: str) -> dict[str, dict]:
+    """The samples of a kind by name."""
+    file = folder / "cpu" / "perplexity.json"
+    if not file.exists():
+        file = file.with_suffix(".partial.json")
+    found = json.loads(file.read_text())["samples"]
+    return {sample.get("name", sample["kind"]): sample for sample in found if sample["kind"] == kind}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return run(tmp_path_factory.mktemp("results"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results")
+    assert main(command(folder)) == 0
+    return folder
 
 
-def runs(results: dict, part: str) -> list[dict]:
-    return [sample for sample in results["samples"] if sample["kind"] == "run" and sample["part"] == part]
+@pytest.mark.slow
+def test_runs_differ_in_attention_micro_batch_or_weights_alone(tiny: Path):
+    runs = samples(tiny, "run")
+    naive = runs["naive"]
+    assert [step for step, _ in naive["validation"]] == [3, 6, 9, 12]
+    assert naive["losses"][-1][1] < naive["losses"][0][1]
+    for name in ("naive_half", "sdpa"):
+        assert [loss for _, loss in runs[name]["losses"]] == pytest.approx(
+            [loss for _, loss in naive["losses"]], rel=1e-5
+        )
+    assert runs["naive_half"]["micro_batch"] * 2 == naive["micro_batch"]
+    assert runs["naive_seed"]["losses"][0][1] != pytest.approx(naive["losses"][0][1], rel=1e-4)
 
 
-def test_backends_see_the_same_weights_and_batches(tiny):
-    naive, sdpa, other_seed = runs(tiny, "backends")
-    assert (naive["backend"], sdpa["backend"], other_seed["seed"]) == ("naive", "sdpa", 1)
-    assert sdpa["losses"] == pytest.approx(naive["losses"], rel=1e-5)
-    assert other_seed["losses"][0] != pytest.approx(naive["losses"][0], rel=1e-4)
-    assert [step for step, _, _ in naive["validation"]] == [3, 6, 9, 12]
-    assert naive["losses"][-1] < naive["losses"][0]
+@pytest.mark.slow
+def test_one_checkpoint_is_evaluated_with_every_backend(tiny: Path):
+    rows = {row["backend"]: row for row in samples(tiny, "numerics")["numerics"]["rows"]}
+    assert rows.keys() >= {"naive", "flash", "sdpa"}
+    for row in rows.values():
+        assert row["loss"] == pytest.approx(rows["naive"]["loss"], abs=1e-6)
+        assert 0 < max(row["gradient_errors"].values()) < 1e-5
 
 
-def test_contexts_are_trained_on_equal_tokens(tiny):
-    contexts = runs(tiny, "context")
-    assert [sample["model"]["seq_len"] for sample in contexts] == [8, 32]
-    assert {len(sample["losses"]) for sample in contexts} == {12}
+@pytest.mark.slow
+def test_contexts_see_the_same_tokens_and_are_evaluated_three_ways(tiny: Path):
+    runs = samples(tiny, "run")
+    short, long = runs["context_8"], runs["context_32"]
+    assert len(short["losses"]) == len(long["losses"]) == 12
+    # windows of one length, whatever the model was trained with, ask for the same targets
+    assert [context for context, _ in long["cut"]] == [8, 32]
+    assert short["cut"][-1][1] == pytest.approx(short["validation"][-1][1], abs=1e-4)
+    assert long["cut"][-1][1] == pytest.approx(long["validation"][-1][1], abs=1e-4)
+    assert [(first, last) for first, last, _ in long["positions"]] == [(0, 16), (16, 32)]
 
 
-def test_losses_equal_those_of_the_trainer(text_file, tmp_path):
-    """The experiment's losses, on a corpus folder prepared elsewhere, are those in the trainer's metrics.csv."""
-    data = DataConfig(
-        "text_files", files=str(text_file), separator="\n\n", cache_dir=str(tmp_path / "c"), workers=1
-    )
-    config = Config(
-        model=ModelConfig(seq_len=16, n_layer=1, n_head=2, n_embd=32),
-        attention=AttentionConfig("naive"),
-        data=data,
-        trainer=TrainerConfig(steps=12, batch_tokens=128, log_every=1, sample_tokens=0, device="cpu"),
-        logger=LoggerConfig(wandb=False),
-    )
-    summary = train(config, tmp_path / "run")
-    corpus = prepare_corpus(data, quiet=True).directory
-    results = run(tmp_path, "parts=backends", "backends=naive", f"corpus={corpus}")
-    ours = runs(results, "backends")[0]
-    theirs = list(map(float, measured(tmp_path / "run", "train/loss").values()))
-    assert ours["losses"] == pytest.approx(theirs, rel=1e-6)
-    assert ours["validation"][-1][1] == pytest.approx(summary["val/loss"], rel=1e-6)
+@pytest.mark.slow
+def test_a_finished_experiment_is_not_run_again(tiny: Path, capsys):
+    assert main(command(tiny)) == 0
+    assert "already done" in capsys.readouterr().out
 
 
-def test_it_needs_neither_datasets_nor_hydra_nor_wandb(tmp_path):
-    """As on a bare GPU machine."""
-    code = (
-        "import sys\n"
-        "for name in ('datasets', 'hydra', 'omegaconf', 'wandb'): sys.modules[name] = None\n"
-        "from reproduce.__main__ import main\n"
-        "import reproduce.training\n"
-        f"sys.exit(main(['perplexity', '--tiny', '--device', 'cpu', '--results', {str(tmp_path)!r},"
-        f" 'parts=backends', 'backends=naive', 'cache_dir={tmp_path}/cache']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=perplexity.__file__.rsplit("/", 2)[0],
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.slow
+def test_a_run_that_is_cut_is_kept_and_goes_on(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(perplexity, "_SAVING_S", 20.0)
+    again = command(tmp_path, "only=naive", "steps=1000", "eval_every=20")
+    assert main([*again, "--budget", "35s"]) == OUT_OF_TIME
+    first = samples(tmp_path, "run")["naive"]
+    assert 0 < first["partial"] < 1000
+    monkeypatch.setattr(perplexity, "_SAVING_S", 0.0)
+    main([*again, "--budget", "25s"])
+    second = samples(tmp_path, "run")["naive"]
+    assert second.get("partial", second["steps"]) > first["partial"]
+    assert second["losses"][: first["partial"]] == first["losses"]
+    assert len(list((tmp_path / "runs").glob("naive_*/metrics.csv"))) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_where_to_look(tmp_path: Path, capsys):
+    assert main(command(tmp_path, "only=naive", "n_head=3")) == 1
+    out = capsys.readouterr().out
+    assert "n_head=3" in out
+    assert ".log)" in out
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("corpus=nowhere", "nowhere"),
-        ("backends=flsh", "backends=flsh is unknown"),
+        ("text=nowhere/*.txt tokenizer=bytes", "nowhere"),
+        ("only=flsh", "only=flsh is no run of"),
         ("parts=all", "parts=all is unknown"),
         ("contexts=24", "batch_tokens=128 is not a multiple of context 24"),
+        ("steps=100000", "epochs of python_source's"),
     ],
 )
 def test_a_mistaken_setting_is_a_one_line_error(tmp_path, capsys, override, said):
-    assert main(["perplexity", "--tiny", "--device", "cpu", "--results", str(tmp_path), override]) == 1
+    assert main(command(tmp_path, *override.split())) == 1
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) == 1
 
 
+def test_a_budget_scales_the_plan_or_is_refused(monkeypatch, capsys):
+    """With speeds known, and no run: 60 s fixed and 12,800,000 tokens at 20,000 a second are 12 min for each run."""
+    settings = perplexity.Settings(
+        parts=("gpt2",),
+        only=("flash", "naive"),
+        steps=1000,
+        batch_tokens=12_800,
+        context=128,
+        contexts=(128,),
+    )
+    monkeypatch.setattr(perplexity, "_probed", lambda options, settings, name: 20_000.0)
+    options = perplexity.Options(perplexity.torch.device("cpu"), True, settings, sample=None)
+
+    def planned(minutes: float) -> perplexity.Settings:
+        return perplexity._planned(options, perplexity.replace(settings, budget=minutes))
+
+    assert planned(60).steps == 1000
+    assert planned(12.0).steps == pytest.approx(1000 * (720 - 120) / 1280, abs=1)
+    assert "640 ms a step" in capsys.readouterr().out
+    with pytest.raises(perplexity.ReproduceError, match="at least 5 minutes"):
+        planned(3)
+
+
 # ---- conclusions, from curves made up for the purpose ---------------------------------------------------
 
 
-def curve(backend: str, offset: float, seed: int = 1, context: int = 64, part: str = "backends") -> dict:
-    where = {"kind": "run", "part": part, "backend": backend, "seed": seed, "context": context, "steps": 2}
-    return where | {"losses": [5 + offset, 4 + offset], "validation": [[2, 4 + offset, 1.0]]}
+def curve(name: str, *losses: float, context: int = 64, part: str = "gpt2", **changes: object) -> dict:
+    """A run whose validation losses are `losses`, after steps 1, 2, ..."""
+    run = {"kind": "run", "part": part, "name": name, "context": context, "steps": len(losses)}
+    run |= {
+        "batch_tokens": 64,
+        "parameters": 10**8,
+        "tokens_per_second": 1e3,
+        "peak_gib": 1.0,
+        "seconds": 1.0,
+    }
+    return run | {"validation": [[step, loss] for step, loss in enumerate(losses, 1)]} | changes
 
 
-def judged(*samples: dict, backends: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    results = {"device": "GPU", "settings": {"seeds": [1, 2], "backends": backends}, "samples": list(samples)}
+def judged(*found: dict) -> list[tuple[str, str]]:
+    results = {"device": "GPU", "settings": {}, "samples": list(found)}
     return [(verdict.claim, verdict.status) for verdict in perplexity.judge(results)]
 
 
-def test_curves_coincide_if_they_are_closer_than_two_seeds():
-    seeds = [curve("naive", 0.0), curve("naive", 0.03, seed=2)]
-    close, far = curve("flash", 0.001), curve("sdpa", -0.05)
-    statuses = [status for claim, status in judged(*seeds, close, far) if claim == "C12"]
-    assert statuses == [REPRODUCED, NOT_REPRODUCED, NOT_MEASURED]  # last: the paper's 18.2 takes a long run
+NAIVE, HALF = curve("naive", 5, 4, 3, 2), curve("naive_half", 5, 4, 3.01, 2.01)
+FLASH_SEED = curve("flash_seed", 5.1, 4.1, 3.1, 2.1)
 
 
-def test_seeds_that_differ_at_first_alone_do_not_make_a_curve_close():
-    """The mean difference is 0.3 against the seeds' 0.5 over all steps; from a quarter of them on, 0.3 against 0."""
-    base, seed, far = curve("naive", 0.0), curve("naive", 0.0, seed=2), curve("flash", 0.3)
-    for run, losses in ((base, [5, 4, 3, 2]), (seed, [7, 4, 3, 2]), (far, [5.3, 4.3, 3.3, 2.3])):
-        run |= {"losses": losses, "validation": [[4, 2.0, 1.0]], "steps": 4}
-    settings = {"seeds": [1, 2], "backends": []}
-    results = {"device": "GPU", "settings": settings, "samples": [base, seed, far]}
-    verdict, *_ = perplexity.judge(results)
-    assert verdict.status == NOT_REPRODUCED
-    assert (
-        "from step 1 on, when the initial weights no longer dominate, 3.0e-01 against 0.0e+00" in verdict.why
-    )
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        ((5, 4, 3.015, 2.015), REPRODUCED),  # within twice the control
+        ((5, 4, 3.045, 2.0), NOT_REPRODUCED),  # on average over the second half it is not
+        ((5, 4, 3.0, 2.03), NOT_REPRODUCED),  # at the end it is not
+        ((7, 6, 3.0, 2.0), REPRODUCED),  # the first half is not asked
+    ],
+)
+def test_curves_coincide_if_they_are_as_close_as_another_order_of_rounding(losses, status):
+    assert judged(NAIVE, HALF, curve("flash", *losses), FLASH_SEED)[0] == ("C12", status)
 
 
-def test_backends_that_were_left_out_are_said_to_be_not_measured():
-    curves = [curve("naive", 0.0), curve("naive", 0.03, seed=2), curve("flash", 0.001)]
-    statuses = [status for claim, status in judged(*curves, backends=("flash",)) if claim == "C12"]
-    assert statuses == [REPRODUCED, NOT_MEASURED, NOT_MEASURED]
+def test_curves_further_apart_than_two_seeds_do_not_coincide():
+    """Even where the control is as far."""
+    far, seed = curve("naive_half", 5, 4, 3.2, 2.2), curve("flash_seed", 5, 4, 3.31, 2.31)
+    assert judged(NAIVE, far, curve("flash", 5, 4, 3.3, 2.3), seed)[0] == ("C12", NOT_REPRODUCED)
 
 
-def test_without_a_second_seed_nothing_is_claimed():
-    assert {status for _, status in judged(curve("naive", 0.0), curve("flash", 0.0))} == {NOT_MEASURED}
+@pytest.mark.parametrize("left_out", ["naive", "naive_half", "flash_seed"])
+def test_without_its_controls_nothing_is_claimed(left_out: str):
+    found = [run for run in (NAIVE, HALF, curve("flash", 5, 4, 3, 2), FLASH_SEED) if run["name"] != left_out]
+    assert {status for claim, status in judged(*found) if claim == "C12"} == {NOT_MEASURED}
 
 
-@pytest.mark.parametrize(("gain", "status"), [(-0.1, REPRODUCED), (0.1, NOT_REPRODUCED)])
-def test_longer_context_is_judged_by_its_direction(gain, status):
-    contexts = [curve("flash", gain * i, context=64 * 2**i, part="context") for i in range(3)]
-    assert ("C14", status) in judged(*contexts)
+def test_a_cut_run_is_not_judged():
+    cut = curve("flash", 5, 4, partial=2)
+    assert judged(NAIVE, HALF, cut, FLASH_SEED)[0] == ("C12", NOT_MEASURED)
 
 
-def test_a_loss_that_was_not_measured_has_no_panel(tmp_path):
-    results = {
-        "device": "GPU",
-        "settings": {"seeds": [1]},
-        "samples": [curve("naive", 0.0), curve("flash", 0.1)],
+@pytest.mark.parametrize(
+    ("error", "apart", "status"),
+    [(1.9e-3, 0.0, REPRODUCED), (2.1e-3, 0.0, NOT_REPRODUCED), (1e-3, 0.002, NOT_REPRODUCED)],
+)
+def test_numerics_are_judged_by_every_tensor(error: float, apart: float, status: str):
+    def row(backend: str, loss: float, worst: float) -> dict:
+        return {
+            "backend": backend,
+            "dtype": "bfloat16",
+            "loss": loss,
+            "gradient_errors": {"a": 1e-3, "b": worst},
+        }
+
+    sample = {
+        "kind": "numerics",
+        "when": "end",
+        "rows": [row("naive", 3.0, 1e-3), row("flash", 3.0 + apart, error)],
     }
+    assert ("C12", status) in judged(sample)
+
+
+@pytest.mark.parametrize(
+    ("gain", "seed", "status"),
+    [(0.1, 0.05, REPRODUCED), (0.1, 0.3, NOT_REPRODUCED), (-0.1, 0.05, NOT_REPRODUCED)],
+)
+def test_longer_context_must_win_by_more_than_the_seeds_differ(gain: float, seed: float, status: str):
+    def context(length: int, loss: float, name: str = "") -> dict:
+        views = {"cut": [[64, loss + 0.1], [length, loss]], "positions": [[0, 32, 3.0], [32, 64, loss]]}
+        return curve(name or f"context_{length}", 3.0, loss, context=length, part="context", **views)
+
+    found = [context(64, 2.0), context(256, 2.0 - gain), context(256, 2.0 - gain + seed, "context_256_seed")]
+    assert ("C14", status) in judged(*found)
+
+
+def test_a_panel_that_was_not_measured_is_not_drawn(tmp_path: Path):
+    results = {"device": "GPU", "settings": {}, "samples": [NAIVE, curve("flash", 5, 4, 3, 2.1)]}
     perplexity.draw(results, tmp_path / "perplexity.svg")
     drawn = (tmp_path / "perplexity.svg").read_text()
-    assert "Training loss" in drawn
-    assert "step by step" in drawn
-    assert "Validation loss" not in drawn
+    assert "The same curve with every attention" in drawn
+    assert "How far apart" in drawn
+    assert "Longer context" not in drawn
+
+
+def test_the_table_has_perplexity_and_distance():
+    text = perplexity.table({"device": "GPU", "settings": {}, "samples": [NAIVE, HALF]})
+    assert f"{math.exp(2.01):.2f}" in text
+    assert "1.0e-02" in text
