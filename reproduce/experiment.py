@@ -4,6 +4,7 @@ An experiment is an entry in `EXPERIMENTS` and a module `reproduce/<name>.py` th
 
     Settings    a frozen dataclass: what `key=value` on the command line may change, with the defaults
     TINY        the Settings for `--tiny`: takes seconds on a CPU and executes every line of the experiment
+    SELECTION   optional: names of Settings that select samples and do not change them; a run with others adds to them
     run(options)                 measures; every figure goes through `options.sample`, so a killed run can resume
     table(results) -> str        what is printed at the end
     draw(results, path)          one picture of the results; path ends in .svg or .png

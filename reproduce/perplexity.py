@@ -51,6 +51,7 @@ from .perplexity_figures import draw, judge, table
 
 __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
+SELECTION = ("parts", "only", "budget", "runs", "cache_dir")
 PARTS = ("gpt2", "recipe", "numerics", "context")
 # Beyond this a model of GPT-2's size learns its text by heart, and losses say little about attention.
 MAX_EPOCHS = 8
@@ -153,7 +154,9 @@ def run(options: Options) -> None:
         _check_epochs(each, corpora[each.part == "context"])
     jobs = [_job(each, options, settings) for each in runs if not _is_known(options, each)]
     numerics = _numerics(runs, options, settings)
-    jobs += [job for job, where in numerics if not options.find(**where)]
+    # Before the runs that the verdict does not need.
+    early = next((n for n, job in enumerate(jobs) if job.name in ("sdpa", "flash_triton")), len(jobs))
+    jobs[early:early] = [job for job, where in numerics if not options.find(**where)]
     deadline = None if options.deadline is None else options.deadline - _SAVING_S
     unfinished = False
     with Fleet(jobs, _devices(options.device), deadline) as fleet:

@@ -147,16 +147,20 @@ class Store:
         self.earlier_seconds = earlier["seconds"] if earlier else 0.0
         self.retried = [s for s in self.failures if not s.get("broke_device")]
         self.retried += [s for s in self.document["samples"] if "partial" in s]
-        self.finished = bool(earlier) and earlier["state"] == "complete" and not self.retried
+        same = earlier and earlier["settings"] == self.document["settings"]
+        self.finished = bool(same) and earlier["state"] == "complete" and not self.retried
 
     def _reusable(self, other: Results | None) -> Results | None:
         """The other document if its samples are those that this run would measure."""
         if other is None or changed_since(other):
             return None
 
+        selection = getattr(EXPERIMENTS[self.document["experiment"]].module, "SELECTION", ())
+
         def applies_to(document: Results) -> list[Any]:
             versions = [document["environment"][name] for name in ("torch", "triton")]
-            return [document["settings"], document["device"], document["tiny"], *versions]
+            settings = {key: value for key, value in document["settings"].items() if key not in selection}
+            return [settings, document["device"], document["tiny"], *versions]
 
         return other if applies_to(other) == applies_to(self.document) else None
 

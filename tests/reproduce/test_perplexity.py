@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from reproduce import perplexity
 from reproduce.__main__ import OUT_OF_TIME, main
 from reproduce.experiment import NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
+from reproduce.fleet import Fleet
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -74,25 +76,43 @@ def test_a_finished_experiment_is_not_run_again(tiny: Path, capsys):
 
 
 @pytest.mark.slow
+def test_another_selection_adds_to_what_was_measured(tiny: Path, tmp_path: Path):
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    before = (tmp_path / "runs").stat().st_mtime
+    assert main(command(tmp_path, "only=naive,context_8")) == 0
+    assert (tmp_path / "runs").stat().st_mtime == before  # nothing was trained again
+    assert samples(tmp_path, "run").keys() == samples(tiny, "run").keys()
+
+
+class CutAfterAnEvaluation(Fleet):
+    """As if the budget were over then."""
+
+    def _late(self) -> bool:
+        kept = [line for file in self.runs.glob("*/metrics.csv") for line in file.read_text().splitlines()]
+        return len(kept) > 25
+
+
+@pytest.mark.slow
 def test_a_run_that_is_cut_is_kept_and_goes_on(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(perplexity, "_SAVING_S", 20.0)
-    again = command(tmp_path, "only=naive", "steps=1000", "eval_every=20")
-    assert main([*again, "--budget", "35s"]) == OUT_OF_TIME
+    monkeypatch.setattr(CutAfterAnEvaluation, "runs", tmp_path / "runs", raising=False)
+    whole = command(tmp_path, "only=naive", "steps=2000", "eval_every=20")
+    with monkeypatch.context() as patch:
+        patch.setattr(perplexity, "Fleet", CutAfterAnEvaluation)
+        assert main(whole) == OUT_OF_TIME
     first = samples(tmp_path, "run")["naive"]
-    assert 0 < first["partial"] < 1000
-    monkeypatch.setattr(perplexity, "_SAVING_S", 0.0)
-    main([*again, "--budget", "25s"])
+    assert 0 < first["partial"] < 2000
+    assert main(whole) == 0
     second = samples(tmp_path, "run")["naive"]
-    assert second.get("partial", second["steps"]) > first["partial"]
+    assert "partial" not in second
     assert second["losses"][: first["partial"]] == first["losses"]
-    assert len(list((tmp_path / "runs").glob("naive_*/metrics.csv"))) == 1
+    assert [step for step, _ in second["losses"]] == list(range(1, 2001))
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_says_where_to_look(tmp_path: Path, capsys):
-    assert main(command(tmp_path, "only=naive", "n_head=3")) == 1
+    assert main(command(tmp_path, "only=naive", "lr=1e30")) == 1
     out = capsys.readouterr().out
-    assert "n_head=3" in out
+    assert "the loss is nan" in out
     assert ".log)" in out
 
 
