@@ -15,10 +15,10 @@ from ..launch import INTERPRETED
 from ..operators import below_autograd, operator
 from ..registry import AttentionError, with_packed
 from . import refuses_inputs
+from .dispatch import hopper, takes_hopper
 from .masks import block_lists, document_bounds
-from .portable_launch import launch_flash
-from .tiers import hopper, takes_hopper
-from .tiles import are_forced
+from .portable.launch import launch_flash
+from .portable.tiles import are_forced
 
 Tensor = torch.Tensor
 
@@ -58,7 +58,7 @@ def flash_attention(
     dropout_seed: under a CUDA graph a tensor on the device; a number, or a CPU tensor, is captured as a constant.
     precise_delta: also keep the output's rounding error, as large as the output, so that delta = rowsum(dO * O) does
     not inherit a rounding that can be biased (arXiv 2510.04212).
-    tier: the kernels that may run: "triton", "hopper" (see `tiers`), or "auto", the Hopper ones where they apply.
+    tier: the kernels that may run: "triton", "hopper" (see `dispatch`), or "auto", the Hopper ones where they apply.
 
     Raises:
         AttentionError: names the argument that is not supported.

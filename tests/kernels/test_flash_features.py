@@ -5,8 +5,8 @@ import torch
 
 import kernels
 from kernels.flash.dropout import is_kept
-from kernels.flash.rules import rules_of
-from kernels.flash.tiles import Tile, specify
+from kernels.flash.portable.parameters import rules_of
+from kernels.flash.portable.tiles import Tile, specify
 from kernels.philox import dropout_mask
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs, run
 
