@@ -12,7 +12,7 @@ from ..arguments import (
     seed_on,
 )
 from ..launch import INTERPRETED
-from ..operators import below_autograd, operator
+from ..operators import below_autograd, in_backward, operator
 from ..registry import AttentionError, with_packed
 from . import refuses_inputs
 from .dispatch import hopper, takes_hopper
@@ -273,16 +273,15 @@ class _Flash(torch.autograd.Function):
         sinks, out, lse, *tensors = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros_like(out)
-        inputs = (d_out, d_lse, out, lse, *tensors, *ctx.rules)
-        # With create_graph, go through the operator, whose own backward raises the error.
-        twice = torch.is_grad_enabled()
-        dq, dk, dv, delta = flash_backward(*inputs) if twice else below_autograd(flash_backward, *inputs)
+        dq, dk, dv, delta = in_backward(flash_backward, d_out, d_lse, out, lse, *tensors, *ctx.rules)
         if tensors[2] is None:  # k is None: the gradient is packed
             dk = dv = None
         d_sinks = None
         if sinks is not None:
-            # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta).
-            d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+            # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta). lse is -inf only where the
+            # sink is too, and P = 0.
+            p = torch.exp(sinks.float()[:, None] - lse.clamp_min(torch.finfo(lse.dtype).min))
+            d_sinks = -(p * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, d_sinks, None, None
 
     @classmethod
