@@ -60,8 +60,9 @@ def forward_kernel(
     row_max = tl.full([SPEC.BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([SPEC.BLOCK_M], tl.float32)
     if Sinks is not None:  # as if every row had already seen one key, whose value is 0
-        row_max = tl.maximum(row_max, tl.load(Sinks + head).to(tl.float32) * LOG2_E)
-        row_sum += 1.0
+        sink = tl.load(Sinks + head).to(tl.float32) * LOG2_E
+        row_max = tl.maximum(row_max, sink)
+        row_sum += tl.exp2(sink - row_max)  # 1, or 0 for a sink of -inf, which is none
 
     # Which keys. The masked edges go first: in the opposite order ptxas serialises the wgmmas (C7515).
     keys = rules.kv_end
