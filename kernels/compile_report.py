@@ -34,17 +34,18 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .flash import dropout, hopper_backward, hopper_dq, hopper_forward, hopper_tiles, hopper_work
-from .flash.backward import dkdv_kernel, dq_kernel
-from .flash.forward import forward_kernel
-from .flash.hopper import layout_of
-from .flash.hopper_dropout import drop_of
-from .flash.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates, specify
+from .flash import dropout
+from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule
+from .flash.hopper.descriptors import layout_of
+from .flash.hopper.dropout import drop_of
+from .flash.portable.backward import dkdv_kernel, dq_kernel
+from .flash.portable.forward import forward_kernel
+from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates, specify
 from .history import flash1, two_pass
 
 HOPPER = {
-    "hopper_forward": hopper_forward.hopper_forward_kernel,
-    "hopper_backward": hopper_backward.hopper_backward_kernel,
+    "hopper_forward": forward.hopper_forward_kernel,
+    "hopper_backward": backward.hopper_backward_kernel,
 }
 # name -> (kernel, tiles, names of its float32 tensors)
 HISTORY = {
@@ -207,12 +208,10 @@ def _hopper_constants(job: Job) -> dict[str, object]:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
     if job.kernel == "hopper_forward":
         lengths = job.length, job.length + ragged
-        spec = hopper_tiles.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
+        spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
         return {"SPEC": spec, **absent} | ({} if spec.DYNAMIC.value else {"Counter": None})
-    row_blocks = job.length // hopper_work.BLOCK_M[job.head_dim]
-    dq_delay = (
-        0 if bounded or listed else hopper_backward.choose_dq_delay(job.head_dim, job.causal, row_blocks)
-    )
+    row_blocks = job.length // backward_schedule.BLOCK_M[job.head_dim]
+    dq_delay = 0 if bounded or listed else backward.choose_dq_delay(job.head_dim, job.causal, row_blocks)
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
     drop = drop_of(0.1 if job.feature.startswith("dropout") else 0.0)
     if drop is None:
@@ -223,10 +222,12 @@ def _hopper_constants(job: Job) -> dict[str, object]:
 def _descriptor(name: str, job: Job) -> str:
     """The type of a TMA descriptor: its block, and the block's layout in shared memory."""
     if name == "dq_sum_desc":
-        block, dtype = hopper_dq.SUM_BLOCK.value, torch.float32
+        block, dtype = dq.SUM_BLOCK.value, torch.float32
     else:
         queries = (
-            hopper_tiles.ROWS.value if job.kernel == "hopper_forward" else hopper_work.BLOCK_M[job.head_dim]
+            forward_schedule.ROWS.value
+            if job.kernel == "hopper_forward"
+            else backward_schedule.BLOCK_M[job.head_dim]
         )
         block, dtype = (1, 1, queries if name in ("q_desc", "do_desc") else 128, job.head_dim), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"

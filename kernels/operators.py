@@ -55,6 +55,16 @@ def below_autograd(of: torch._ops.OpOverload, *inputs: object) -> Any:
         return of(*inputs)
 
 
+def in_backward(of: torch._ops.OpOverload, *inputs: object) -> Any:
+    """Call a gradient's operator from an autograd.Function's backward: below Autograd, unless something has to see it.
+
+    That is create_graph, since the operator's own backward raises the error, and torch.compile (compiled autograd).
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return of(*inputs)
+    return below_autograd(of, *inputs)
+
+
 def has_tangent(*tensors: torch.Tensor) -> bool:
     """Whether one of the tensors carries a forward-mode tangent.
 

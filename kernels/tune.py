@@ -19,8 +19,8 @@ import triton
 from triton.testing import do_bench
 
 from .flash.api import flash_attention
-from .flash.portable_launch import architecture
-from .flash.tiles import KERNELS, LENGTHS, Tile, candidates, forced, tuned_path
+from .flash.portable.launch import architecture
+from .flash.portable.tiles import KERNELS, LENGTHS, Tile, candidates, forced, tuned_path
 
 TOKENS, WIDTH = 16384, 2048
 

@@ -102,7 +102,7 @@ _ATTENTIONS = (
     "kernels/arguments.py",
     "kernels/fa4.py",
     "kernels/flash",
-    "kernels/flash/measured/sm_90.json",  # the measured times that decide its tiles
+    "kernels/flash/portable/measured/sm_90.json",  # the measured times that decide its tiles
     "kernels/history",
     "kernels/launch.py",
     "kernels/library.py",

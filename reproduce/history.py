@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from kernels import AttentionError, get_attention, resolve_attention
-from kernels.flash.tiles import Tile
+from kernels.flash.portable.tiles import Tile
 from kernels.launch import sm_count
 
 from . import counting, timing

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from kernels import resolve_attention
-from kernels.flash.tiles import KERNELS, Tile, forced, tile_for
+from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 
 from . import counting, hardware_counters, timing
 from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, backend_names, check, time_all

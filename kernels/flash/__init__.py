@@ -6,7 +6,7 @@ import os
 import torch
 
 from ..registry import FEATURES, AttentionFn, AttentionRequest, register_attention
-from .tiers import TIERS, refuses_tier, tier_of
+from .dispatch import TIERS, refuses_tier, tier_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256

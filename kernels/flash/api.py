@@ -12,13 +12,13 @@ from ..arguments import (
     seed_on,
 )
 from ..launch import INTERPRETED
-from ..operators import below_autograd, operator
+from ..operators import below_autograd, in_backward, operator
 from ..registry import AttentionError, with_packed
 from . import refuses_inputs
+from .dispatch import hopper, takes_hopper
 from .masks import block_lists, document_bounds
-from .portable_launch import launch_flash
-from .tiers import hopper, takes_hopper
-from .tiles import are_forced
+from .portable.launch import launch_flash
+from .portable.tiles import are_forced
 
 Tensor = torch.Tensor
 
@@ -58,7 +58,7 @@ def flash_attention(
     dropout_seed: under a CUDA graph a tensor on the device; a number, or a CPU tensor, is captured as a constant.
     precise_delta: also keep the output's rounding error, as large as the output, so that delta = rowsum(dO * O) does
     not inherit a rounding that can be biased (arXiv 2510.04212).
-    tier: the kernels that may run: "triton", "hopper" (see `tiers`), or "auto", the Hopper ones where they apply.
+    tier: the kernels that may run: "triton", "hopper" (see `dispatch`), or "auto", the Hopper ones where they apply.
 
     Raises:
         AttentionError: names the argument that is not supported.
@@ -273,16 +273,15 @@ class _Flash(torch.autograd.Function):
         sinks, out, lse, *tensors = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros_like(out)
-        inputs = (d_out, d_lse, out, lse, *tensors, *ctx.rules)
-        # With create_graph, go through the operator, whose own backward raises the error.
-        twice = torch.is_grad_enabled()
-        dq, dk, dv, delta = flash_backward(*inputs) if twice else below_autograd(flash_backward, *inputs)
+        dq, dk, dv, delta = in_backward(flash_backward, d_out, d_lse, out, lse, *tensors, *ctx.rules)
         if tensors[2] is None:  # k is None: the gradient is packed
             dk = dv = None
         d_sinks = None
         if sinks is not None:
-            # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta).
-            d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+            # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta). lse is -inf only where the
+            # sink is too, and P = 0.
+            p = torch.exp(sinks.float()[:, None] - lse.clamp_min(torch.finfo(lse.dtype).min))
+            d_sinks = -(p * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, d_sinks, None, None
 
     @classmethod

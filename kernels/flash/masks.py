@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..operators import operator
-from .rules import BLOCK_MASK_SIZE
+from .portable.masks import BLOCK_MASK_SIZE
 
 TOKENS = 256  # per program
 CHUNK = 128  # of blocks, read at a time

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from ..arguments import check_scale
 from ..flash.api import empty_like
-from ..flash.forward import LOWEST
-from ..flash.memory import load_rows, load_vector, store_rows
-from ..flash.tiles import Tile
+from ..flash.portable.forward import LOWEST
+from ..flash.portable.memory import load_rows, load_vector, store_rows
+from ..flash.portable.tiles import Tile
 from ..operators import NAMESPACE
 from ..registry import AttentionError
 from .inputs import compiled_for, prepared, strides, tile_of

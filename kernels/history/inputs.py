@@ -4,7 +4,7 @@ import torch
 
 from ..arguments import check_inputs, in_autocast_dtype, refuse_features
 from ..flash import refuses_inputs
-from ..flash.tiles import Tile, specify
+from ..flash.portable.tiles import Tile, specify
 from ..launch import INTERPRETED
 from ..operators import has_tangent
 from ..registry import AttentionError

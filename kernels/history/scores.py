@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..flash.rules import LOG2_E
+from ..flash.portable.score_mods import LOG2_E
 
 
 @triton.jit

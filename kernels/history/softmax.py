@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..flash.forward import LOWEST
-from ..flash.rules import LOG2_E
+from ..flash.portable.forward import LOWEST
+from ..flash.portable.score_mods import LOG2_E
 
 Tensor = torch.Tensor
 BLOCK = 4096  # elements of a row at a time; each lane has its own running maximum and sum

@@ -44,7 +44,7 @@ print("done")
 
 BLOCKS = """
 from kernels.flash import masks
-from kernels.flash.rules import BLOCK_MASK_SIZE
+from kernels.flash.portable.masks import BLOCK_MASK_SIZE
 
 def same(got, want): return all(map(torch.equal, got, want))
 

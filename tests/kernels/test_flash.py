@@ -208,6 +208,23 @@ def test_torch_compile_gives_equal_results_without_graph_breaks() -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_autograd_takes_the_backward_of_an_eager_forward(packed: bool) -> None:
+    qkv = torch.randn(1, 40, 3, 2, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    sinks = torch.zeros(2, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        options = {"sinks": sinks, "dropout_p": 0.1, "dropout_seed": 3}
+        if packed:
+            return flash.packed(qkv, **options).square().sum()
+        return flash(*qkv.permute(2, 0, 3, 1, 4).unbind(), **options).square().sum()
+
+    want = torch.autograd.grad(loss(), (qkv, sinks))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        loss().backward()
+    assert all(torch.equal(x.grad, gradient) for x, gradient in zip((qkv, sinks), want, strict=True))
+
+
 def test_a_second_derivative_is_refused() -> None:
     q, k, v, d_out = inputs(8, 8, 16, torch.float32)
     (dq,) = torch.autograd.grad(flash(q, k, v), q, d_out, create_graph=True)

@@ -5,8 +5,8 @@ import torch
 
 import kernels
 from kernels.flash.dropout import is_kept
-from kernels.flash.rules import rules_of
-from kernels.flash.tiles import Tile, specify
+from kernels.flash.portable.parameters import rules_of
+from kernels.flash.portable.tiles import Tile, specify
 from kernels.philox import dropout_mask
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs, run
 
@@ -150,6 +150,20 @@ def test_sinks_and_their_gradient() -> None:
         out, lse = attention(*tensors, sinks=sinks, return_lse=True)
         gradients.append(torch.autograd.grad((out * d_out).sum() + (lse * d_lse).sum(), [sinks, *tensors]))
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    *tensors, d_out = inputs(200, 130, 16, torch.float32, heads=2, kv_heads=2)  # 70 queries see no key
+    sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    with_sink, without = (run(flash, tensors, d_out, **options) for options in ({"sinks": sinks}, {}))
+    for name, x in with_sink.items():
+        assert torch.equal(x[:, 0], without[name][:, 0]), name
+    out, lse = flash(*tensors, sinks=sinks, return_lse=True)
+    d_lse = torch.where(lse == -torch.inf, torch.nan, 1.0)  # as from logaddexp of two that see nothing
+    of_sinks, *others = torch.autograd.grad((out, lse), [sinks, *tensors], (d_out, d_lse))
+    assert of_sinks[0] == 0
+    assert of_sinks[1] != 0
+    assert all(x.isfinite().all() for x in others)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

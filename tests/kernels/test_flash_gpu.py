@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.flash.tiers import machine_lacks
+from kernels.flash.dispatch import machine_lacks
 from tests.kernels.accuracy import assert_as_accurate, inputs, run
 
 pytestmark = pytest.mark.gpu

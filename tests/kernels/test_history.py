@@ -10,7 +10,7 @@ import torch
 
 import kernels
 from kernels import AttentionError
-from kernels.flash.tiles import Tile
+from kernels.flash.portable.tiles import Tile
 from kernels.history import flash1, softmax, two_pass
 from kernels.registry import FEATURES
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs

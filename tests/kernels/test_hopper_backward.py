@@ -19,7 +19,7 @@ UNEQUAL = [(1, 239), (113, 203), (256, 512), (512, 256), (1023, 1024), (1024, 10
 
 def force(delay: int, patch: pytest.MonkeyPatch) -> None:
     from kernels import launch
-    from kernels.flash import hopper_launch
+    from kernels.flash.hopper import launch as hopper_launch
 
     patch.setattr(hopper_launch, "choose_dq_delay", lambda head_dim, causal, row_blocks: delay)
     patch.setattr(launch, "_known", {})  # earlier launches, whose key does not say whether they were delayed
@@ -41,7 +41,7 @@ def gradients(
     dropout_seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """dq, dk, dv of (q, k, v, d_out, out, lse), into NaN so that what is not written shows."""
-    from kernels.flash.hopper_launch import backward, fits_backward
+    from kernels.flash.hopper.launch import backward, fits_backward
     from kernels.flash.masks import block_lists, document_bounds
 
     q, k, v, d_out, out, lse = tensors
@@ -158,7 +158,7 @@ class TestOnHopper:
     ) -> None:
         """A single program must process all work items in an order in which none waits for a later one."""
         from kernels import launch
-        from kernels.flash import hopper_launch
+        from kernels.flash.hopper import launch as hopper_launch
 
         plain = [(q_len, kv_len, {}) for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000)]]
         for q_len, kv_len, features in [*plain, (1000, 1000, {"dropout_p": 0.1, "dropout_seed": 5})]:
@@ -186,7 +186,7 @@ class TestOnHopper:
     def test_layouts_that_tma_cannot_load_are_refused(
         self, causal: bool, head_dim: int, dtype: torch.dtype
     ) -> None:
-        from kernels.flash.hopper_launch import fits_backward
+        from kernels.flash.hopper.launch import fits_backward
 
         x = torch.randn(2, 4, 64, head_dim, device="cuda", dtype=dtype)
         assert fits_backward(x, x, x, x, x)
@@ -230,7 +230,7 @@ class TestWindowsAndDocuments:
         self, programs: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from kernels import launch
-        from kernels.flash import hopper_launch
+        from kernels.flash.hopper import launch as hopper_launch
 
         for bounds in ({"cu_seqlens": documents(1000, 2, "cuda")}, {"window": (200, 0)}):
             *qkv, d_out = inputs(
@@ -280,7 +280,7 @@ class TestBlockMasks:
         self, programs: int, causal: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from kernels import launch
-        from kernels.flash import hopper_launch
+        from kernels.flash.hopper import launch as hopper_launch
 
         mask = block_mask(1000, 1000, 2, 6, device="cuda")
         *qkv, d_out = inputs(

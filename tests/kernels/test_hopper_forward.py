@@ -34,7 +34,7 @@ def run(
     cu_seqlens: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from kernels.flash.hopper_launch import fits_forward, forward
+    from kernels.flash.hopper.launch import fits_forward, forward
     from kernels.flash.masks import block_lists, document_bounds
 
     assert fits_forward(q, k, v)
@@ -154,7 +154,7 @@ def test_any_number_of_programs_gives_the_same(
     programs: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels import launch
-    from kernels.flash import hopper_launch
+    from kernels.flash.hopper import launch as hopper_launch
 
     cases = [(1000, 1000, {}), (129, 65, {}), (700, 30, {}), (64, 2000, {}), (4100, 4100, {})]
     cases += [(1000, 1000, {"cu_seqlens": documents(1000, 2, "cuda")}), (1000, 1000, {"window": (200, 0)})]
@@ -188,7 +188,7 @@ def test_extreme_scores_stay_finite() -> None:
 
 
 def test_layouts_that_tma_cannot_load_are_refused() -> None:
-    from kernels.flash.hopper_launch import fits_forward
+    from kernels.flash.hopper.launch import fits_forward
 
     x = torch.randn(2, 4, 64, 80, device="cuda", dtype=torch.bfloat16)
     assert not fits_forward(x, x, x)

@@ -4,8 +4,8 @@ begins, undoing the order in which the threads store the sum, and delta. On any 
 import pytest
 import torch
 
-from kernels.flash.hopper_dq import delta_kernel, round_kernel
-from kernels.flash.hopper_work import BLOCK_M, KEYS
+from kernels.flash.hopper.backward_schedule import BLOCK_M, KEYS
+from kernels.flash.hopper.dq import delta_kernel, round_kernel
 from kernels.flash.masks import ANY, block_lists, document_bounds, list_strides
 from tests.kernels.accuracy import documents
 

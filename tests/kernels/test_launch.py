@@ -65,7 +65,9 @@ class Launcher:
 Driver.launcher_cls = Launcher
 triton.runtime.driver.set_active(Driver())
 from kernels import launch
-from kernels.flash import api, masks, portable_launch, tiles
+from kernels.flash import api, masks
+from kernels.flash.portable import launch as portable_launch
+from kernels.flash.portable import tiles
 
 portable_launch.architecture = lambda device: 90
 KERNELS = portable_launch.KERNELS.values()
@@ -209,9 +211,10 @@ nvidia.PyKernelArg = lambda **annotation: tuple(annotation.items())
 Driver.launcher_cls = nvidia.CudaLauncher
 triton.runtime.driver.set_active(Driver())
 from kernels import launch
-from kernels.flash import hopper_launch, tiers
+from kernels.flash import dispatch
+from kernels.flash.hopper import launch as hopper_launch
 
-assert triton.__version__ in tiers.VERIFIED_TRITON
+assert triton.__version__ in dispatch.VERIFIED_TRITON
 hopper_launch.sm_count = lambda device: 132
 count_slow([hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_kernel])
 count_slow([hopper_launch.delta_kernel, hopper_launch.round_kernel])
@@ -317,7 +320,7 @@ def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels(tmp_path)
 def test_a_repeated_hopper_launch_passes_triton_the_same_arguments() -> None:
     import triton
 
-    from kernels.flash.tiers import VERIFIED_TRITON
+    from kernels.flash.dispatch import VERIFIED_TRITON
 
     if triton.__version__ not in VERIFIED_TRITON:
         pytest.skip(f"the Hopper kernels run with triton {' or '.join(VERIFIED_TRITON)} only")

@@ -16,7 +16,7 @@ import triton
 from triton import language as tl
 
 from kernels import ATTENTION, get_attention, register_attention
-from kernels.flash.tiles import KERNELS, forced, tile_for
+from kernels.flash.portable.tiles import KERNELS, forced, tile_for
 from reproduce import attention, history, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
@@ -49,7 +49,10 @@ def test_results_depend_on_every_file_that_the_kernels_import(name):
     kernels = [file for file in code if file.startswith("kernels/") and file.endswith(".py")]
     if name != "loss":  # the only one without attention
         kernels.remove("kernels/__init__.py")
-        assert {"kernels/flash/forward.py", "kernels/flash/measured/sm_90.json"} <= code.keys()
+        assert {
+            "kernels/flash/portable/forward.py",
+            "kernels/flash/portable/measured/sm_90.json",
+        } <= code.keys()
     missing = {f"{file}: {each}" for file in kernels for each in relative_imports(ROOT / file) - set(code)}
     assert not missing
 

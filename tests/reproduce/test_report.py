@@ -360,7 +360,7 @@ def test_incomplete_or_misplaced_result_files_are_left_out_and_named(tmp_path, c
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_changed_hopper_kernel_does_not_make_cpu_results_stale(tmp_path, capsys):
-    code = {"kernels/flash/hopper_backward.py": "0"}
+    code = {"kernels/flash/hopper/backward.py": "0"}
     write(tmp_path, "attention", papers_own_attention(), code=code)
     write(tmp_path, "traffic", [], code=code, device="CPU (Test)")
     assert main(["report", "--results", str(tmp_path)]) == 0

@@ -71,7 +71,7 @@ def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> Non
 
 
 def repeat_attention(seconds: float) -> None:
-    from kernels.flash.hopper_launch import backward, forward
+    from kernels.flash.hopper.launch import backward, forward
 
     qkv = torch.randn(4, 1024, 3, 12, 64, device="cuda", dtype=torch.bfloat16)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()

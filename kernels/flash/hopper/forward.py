@@ -2,13 +2,13 @@
 
 Warp-specialised and persistent. A producer warp loads tiles of Q, K and V into rings of shared memory by TMA. Two or
 three consumer warpgroups own 64 queries each; a consumer issues S = Q K^T of the next block of keys and O += P V of
-the current one asynchronously, and computes the next block's softmax while P V runs (hopper_softmax.py). A program
-processes one tile of queries after another (hopper_tiles.py), and the producer prefetches the next tile while the
+the current one asynchronously, and computes the next block's softmax while P V runs (softmax.py). A program
+processes one tile of queries after another (forward_schedule.py), and the producer prefetches the next tile while the
 consumers finish.
 
-Covers plain attention, windows and documents under the causal mask (hopper_bounds.py), and block masks
-(hopper_blocks.py); blocks of keys that are fully masked are not visited. Everything else is left to the portable
-kernel (forward.py), whose conventions this one follows.
+Covers plain attention, windows and documents under the causal mask (bounds.py), and block masks
+(block_masks.py); blocks of keys that are fully masked are not visited. Everything else is left to the portable
+kernel (portable/forward.py), whose conventions this one follows.
 """
 
 from typing import NamedTuple
@@ -22,12 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import LOG2_E, Ring, arrive, fetch, make_ring
-from .hopper_blocks import LISTS, Blocks, count_visited, list_of
-from .hopper_bounds import Bounds, first_keys
-from .hopper_scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
-from .hopper_softmax import first_softmax, mask_before, mask_scores, pack, softmax, unpack, widen
-from .hopper_tiles import (
+from .block_masks import LISTS, Blocks, count_visited, list_of
+from .bounds import Bounds, first_keys
+from .forward_schedule import (
     BLOCK_N,
     ROWS,
     ForwardSizes,
@@ -37,6 +34,10 @@ from .hopper_tiles import (
     first_key_block,
     static_tile,
 )
+from .masks import mask_before, mask_scores
+from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring
+from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .softmax import first_softmax, pack, softmax, unpack, widen
 
 LN_2 = gl.constexpr(0.6931471805599453)
 Q_STAGES = gl.constexpr(2)
@@ -96,7 +97,7 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC: gl.constexpr):
-    """The producer warp: load one tile of queries after another, in the order of hopper_tiles.py."""
+    """The producer warp: load one tile of queries after another, in the order of forward_schedule.py."""
     stage = 0
     phase = 0
     if SPEC.DYNAMIC:
@@ -310,9 +311,9 @@ def hopper_forward_kernel(
     """out = softmax(q k^T * scale) v, and lse. Grid: (programs,), one for each SM but no more than there are tiles.
 
     The descriptors move (1, 1, 64, head_dim) of Q and (1, 1, 128, head_dim) of K and V. Lse: float32 (batch, heads,
-    q_len), contiguous. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (hopper_scheduler.py). DocumentStart,
-    left: if SPEC.BOUNDED (hopper_bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys, if
-    SPEC.LISTED (hopper_blocks.py).
+    q_len), contiguous. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (scheduler.py). DocumentStart,
+    left: if SPEC.BOUNDED (bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys, if
+    SPEC.LISTED (block_masks.py).
     """
     q = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
     k = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)

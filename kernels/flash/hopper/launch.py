@@ -5,16 +5,16 @@ import functools
 import torch
 import triton
 
-from ..launch import Launch, launch, sm_count
-from .hopper import Descriptor, fits_tma, rows_of
-from .hopper_backward import choose_dq_delay, hopper_backward_kernel
-from .hopper_dq import SUM_BLOCK, delta_kernel, round_kernel
-from .hopper_dropout import drop_of
-from .hopper_forward import hopper_forward_kernel
-from .hopper_tiles import BLOCK_N, ROWS, is_dynamic, specify
-from .hopper_work import BLOCK_M, KEYS
-from .masks import ANY, list_strides
-from .tiers import DTYPES, HEAD_DIMS
+from ...launch import Launch, launch, sm_count
+from ..dispatch import DTYPES, HEAD_DIMS
+from ..masks import ANY, list_strides
+from .backward import choose_dq_delay, hopper_backward_kernel
+from .backward_schedule import BLOCK_M, KEYS
+from .descriptors import Descriptor, fits_tma, rows_of
+from .dq import SUM_BLOCK, delta_kernel, round_kernel
+from .dropout import drop_of
+from .forward import hopper_forward_kernel
+from .forward_schedule import BLOCK_N, ROWS, is_dynamic, specify
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]

@@ -5,11 +5,11 @@ import functools
 import torch
 import triton
 
-from ..launch import Launch, launch
+from ...launch import Launch, launch
+from ..masks import list_strides
 from . import tiles
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
-from .masks import list_strides
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 Tensor = torch.Tensor

@@ -3,7 +3,7 @@
 Two warps of each program add its dQ tiles to global memory by TMA reductions, every other tile each. A turn counter
 for each block of queries serialises the additions in ascending order of keys: a tile waits until all earlier blocks
 of keys that its queries see have been added. Those are earlier work items, already claimed by running programs
-(hopper_scheduler.py), so the wait cannot deadlock.
+(scheduler.py), so the wait cannot deadlock.
 
 Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
 the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or behind that
@@ -20,10 +20,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .hopper_blocks import LISTS, list_of
-from .hopper_bounds import first_keys
-from .hopper_scheduler import CLAIM_STAGES, read_claim
-from .hopper_work import KEYS, block_at, decode_work_item
+from .backward_schedule import KEYS, block_at, decode_work_item
+from .block_masks import LISTS, list_of
+from .bounds import first_keys
+from .scheduler import CLAIM_STAGES, read_claim
 
 # One warpgroup's half of a dQ tile, in the shape in which TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
@@ -146,8 +146,8 @@ def delta_kernel(
     """delta = rowsum(dO * O) - d_lse; also sets the work item counter to 0, and each turn to the first block of KEYS
     keys that the queries see.
 
-    Lse, DLse: both or neither (see backward.py for why d_lse enters delta). DocumentStart, left: see
-    hopper_bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch).
+    Lse, DLse: both or neither (see portable/backward.py for why d_lse enters delta). DocumentStart, left: see
+    bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch).
     """
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     flat_head = batch * tl.num_programs(0) + head

@@ -1,7 +1,7 @@
 """The choice between our two sets of kernels: portable ones in Triton, and Gluon ones for Hopper.
 
-    triton   forward.py, backward.py: every feature, any GPU that Triton compiles for, the interpreter
-    hopper   hopper_forward.py, hopper_backward.py: sm_90, 16 bits, head_dim 64 and 128; windows and documents under
+    triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
+    hopper   hopper/: sm_90, 16 bits, head_dim 64 and 128; windows and documents under
              the causal mask, or a block mask
 
 With dropout the forward is portable and the backward Hopper's: a Hopper forward that draws the mask is no faster
@@ -84,7 +84,7 @@ def machine_lacks(device: torch.device) -> str | None:
 @functools.cache
 def hopper() -> ModuleType:
     """The module that launches the Hopper kernels; imports Gluon."""
-    return importlib.import_module(".hopper_launch", __package__)
+    return importlib.import_module(".hopper.launch", __package__)
 
 
 def takes_hopper(tier: str, q: torch.Tensor, has: bool, fits: Callable[[], bool]) -> bool:

@@ -1,7 +1,7 @@
 """Tile scheduling of the Hopper forward, the keys that a tile sees, and the compile-time choices for each shape.
 
 The kernel is persistent: one program for each SM takes one tile of queries after another. Few queries are scheduled
-statically, more of them dynamically (hopper_scheduler.py).
+statically, more of them dynamically (scheduler.py).
 """
 
 import functools
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_blocks import Blocks
-from .hopper_bounds import Bounds, first_keys
+from .block_masks import Blocks
+from .bounds import Bounds, first_keys
 
 ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
 BLOCK_N = gl.constexpr(128)  # keys
@@ -28,9 +28,9 @@ class ForwardSpec:
     ALIGNED: gl.constexpr  # only a consumer's last block of keys needs a mask
     # The first of two consumers sees only half of that block, and computes only that: 0.93 of the time at 1024.
     HALVED: gl.constexpr
-    BOUNDED: gl.constexpr  # window or documents (hopper_bounds.py)
-    LISTED: gl.constexpr  # block mask (hopper_blocks.py)
-    DYNAMIC: gl.constexpr  # dynamic tile scheduling (hopper_scheduler.py); else static
+    BOUNDED: gl.constexpr  # window or documents (bounds.py)
+    LISTED: gl.constexpr  # block mask (block_masks.py)
+    DYNAMIC: gl.constexpr  # dynamic tile scheduling (scheduler.py); else static
     EXP_BEFORE_WAIT: gl.constexpr  # exponentials before the wait for P V, not after it (`pipelined_step`)
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr  # tiles in shared memory of each of K and V

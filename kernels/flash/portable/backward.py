@@ -16,21 +16,12 @@ which works on the transposes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^
 import triton
 import triton.language as tl
 
-from .dropout import is_kept
+from ..dropout import is_kept
 from .forward import LOWEST
+from .masks import BLOCK_MASK_SIZE, block_list, listed, split_by_mask, visible_keys, visible_rows
 from .memory import load_rows, load_vector, store_rows
-from .rules import (
-    BLOCK_MASK_SIZE,
-    LOG2_E,
-    block_list,
-    listed,
-    modify_scores,
-    rules_of,
-    score_exp2_scale,
-    split_by_mask,
-    visible_keys,
-    visible_rows,
-)
+from .parameters import rules_of
+from .score_mods import LOG2_E, modify_scores, score_exp2_scale
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len"])

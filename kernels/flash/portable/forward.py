@@ -7,19 +7,11 @@ the softmax sum once, at the end. Exponentials are base 2, with scale * log2(e) 
 import triton
 import triton.language as tl
 
-from .dropout import is_kept
+from ..dropout import is_kept
+from .masks import BLOCK_MASK_SIZE, block_list, listed, split_by_mask, visible_keys
 from .memory import load_rows, store_rows
-from .rules import (
-    BLOCK_MASK_SIZE,
-    LOG2_E,
-    block_list,
-    listed,
-    modify_scores,
-    rules_of,
-    score_exp2_scale,
-    split_by_mask,
-    visible_keys,
-)
+from .parameters import rules_of
+from .score_mods import LOG2_E, modify_scores, score_exp2_scale
 
 LN_2 = tl.constexpr(0.6931471805599453)
 # Initial value of the running maximum: below every score, but finite, so that a row with only masked scores (-inf) so
@@ -68,8 +60,9 @@ def forward_kernel(
     row_max = tl.full([SPEC.BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([SPEC.BLOCK_M], tl.float32)
     if Sinks is not None:  # as if every row had already seen one key, whose value is 0
-        row_max = tl.maximum(row_max, tl.load(Sinks + head).to(tl.float32) * LOG2_E)
-        row_sum += 1.0
+        sink = tl.load(Sinks + head).to(tl.float32) * LOG2_E
+        row_max = tl.maximum(row_max, sink)
+        row_sum += tl.exp2(sink - row_max)  # 1, or 0 for a sink of -inf, which is none
 
     # Which keys. The masked edges go first: in the opposite order ptxas serialises the wgmmas (C7515).
     keys = rules.kv_end

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..philox import drop_share, drop_threshold
-from .rules import Spec
+from ...philox import drop_share, drop_threshold
+from .parameters import Spec
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
 """The backward kernel for Hopper (sm_90a), in Gluon: five products in one kernel, and still bitwise repeatable.
 
-A persistent program takes one work item after another (hopper_work.py): KEYS keys of a head, split evenly between two
-consumer warpgroups, against all blocks of queries that see them. One warp loads tiles of Q and dO into rings of
-shared memory by TMA, another stages the rows' log-sum-exp and delta beside them. The warpgroups issue their wgmmas
-asynchronously, in FlashAttention-3's schedule (Shah et al. 2024), on the transposes S^T = K Q^T and dP^T = V dO^T, as
-backward.py does. dQ is a sum over keys, and so over work items: two more warps accumulate it in global memory
-(hopper_dq.py).
+A persistent program takes one work item after another (backward_schedule.py): KEYS keys of a head, split evenly
+between two consumer warpgroups, against all blocks of queries that see them. One warp loads tiles of Q and dO into
+rings of shared memory by TMA, another stages the rows' log-sum-exp and delta beside them. The warpgroups issue their
+wgmmas asynchronously, in FlashAttention-3's schedule (Shah et al. 2024), on the transposes S^T = K Q^T and dP^T =
+V dO^T, as portable/backward.py does. dQ is a sum over keys, and so over work items: two more warps accumulate it in
+global memory (dq.py).
 
 dQ of a tile needs dS of both warpgroups, which would have to synchronise in every step. In long loops (DQ_DELAY) dQ's
 product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
-Covers plain attention with or without dropout (hopper_dropout.py), windows and documents under the causal mask
-(hopper_bounds.py), and block masks (hopper_blocks.py). Everything else is left to the portable kernels (backward.py).
+Covers plain attention with or without dropout (dropout.py), windows and documents under the causal mask
+(bounds.py), and block masks (block_masks.py). Everything else is left to the portable kernels (portable/).
 With grouped heads, every query head has its own work items, and its own dK and dV.
 """
 
@@ -27,15 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
-from .hopper_backward_masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
-from .hopper_blocks import LISTS, Blocks
-from .hopper_bounds import Bounds
-from .hopper_dq import SUM_BLOCK, reduce_dq, to_thread_order
-from .hopper_dropout import Draw, negate, pack_positive
-from .hopper_scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
-from .hopper_softmax import unpack
-from .hopper_work import HALF, KEYS, BackwardSizes, block_at, decode_work_item
+from .backward_schedule import HALF, KEYS, BackwardSizes, block_at, decode_work_item
+from .block_masks import LISTS, Blocks
+from .bounds import Bounds
+from .dq import SUM_BLOCK, reduce_dq, to_thread_order
+from .dropout import Draw, negate, pack_positive
+from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
+from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
+from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .softmax import unpack
 
 STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q, dO, dS and dQ
 DELAY_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
@@ -374,8 +374,8 @@ def hopper_backward_kernel(
     dK and dV have every query head; K and V have one head for each GROUP of them. The sum has two SUM_BLOCKs for each
     block of queries, in the element order of `to_thread_order`; blocks that see no key are not written. Lse, Delta:
     float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item
-    counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (hopper_bounds.py).
-    QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (hopper_blocks.py). Seed: int64,
+    counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (bounds.py).
+    QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (block_masks.py). Seed: int64,
     if DROP.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..philox import drop_threshold
-from . import dropout
+from ...philox import drop_threshold
+from .. import dropout
 
 is_kept = gluon.jit(dropout.is_kept.fn)
 

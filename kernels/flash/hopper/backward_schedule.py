@@ -11,8 +11,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_blocks import Blocks, count_visited, list_of
-from .hopper_bounds import Bounds, end_rows
+from .block_masks import Blocks, count_visited, list_of
+from .bounds import Bounds, end_rows
 
 KEYS = gl.constexpr(128)
 HALF = gl.constexpr(64)  # keys of a consumer warpgroup: M of one wgmma

@@ -1,4 +1,4 @@
-"""Online softmax and masking of the Hopper forward, on (64, keys) score tiles in a warpgroup's registers.
+"""Online softmax of the Hopper forward, on (64, keys) score tiles in a warpgroup's registers.
 
 Scores are the raw products; `exp2_scale` = scale * log2(e) turns them into exponents of 2. Between blocks of keys, a
 row carries its running maximum and eight partial sums, each owned by one thread, so that sums are reduced across
@@ -8,10 +8,9 @@ threads only once, at the end.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper import opaque
-from .hopper_tiles import BLOCK_N, ROWS
+from .forward_schedule import BLOCK_N, ROWS
 
-LOWEST = gl.constexpr(-3.0e38)  # see forward.py
+LOWEST = gl.constexpr(-3.0e38)  # see portable/forward.py
 
 
 @gluon.jit
@@ -40,35 +39,6 @@ def unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
 def partial_sums(p):
     """(ROWS, 8): sums over columns congruent modulo 8. One thread holds all terms of a sum, so no shuffles."""
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
-
-
-@gluon.jit
-def mask_scores(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
-    """Apply the causal mask and the end of the keys: -inf where a row may not see a key."""
-    layout: gl.constexpr = scores.type.layout
-    end = sizes.kv_len - first_key
-    keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    # Three consumers have few registers: subtracting the thread-dependent part of the column (`own`) from both sides
-    # leaves compile-time constants. With more registers that is slower (LOG.md, "What the Hopper kernels spilled").
-    own = keys & (6 if SPEC.CONSUMERS == 3 else 0)
-    if SPEC.CAUSAL:
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-        # Opaque; otherwise ptxas folds the launch-invariant part into the rows, and spills the result.
-        last = opaque(first_row + end - sizes.q_len)
-        return gl.where(keys - own <= rows + last - own, scores, float("-inf"))
-    return gl.where(keys - own < end - own, scores, float("-inf"))
-
-
-@gluon.jit
-def mask_before(scores, first_seen, first_key):
-    """Apply a window's or a document's start: -inf before first_seen, the first visible key of each row."""
-    layout: gl.constexpr = scores.type.layout
-    # Opaque; otherwise ptxas precomputes this for a later block, and spills with head_dim 128.
-    first = gl.convert_layout(first_seen, gl.SliceLayout(1, layout))[:, None] - opaque(first_key)
-    keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    # As in `mask_scores`, but for two consumers too: a masked step takes 535 instructions instead of 574 to 639.
-    own = keys & 6
-    return gl.where(keys - own >= first - own, scores, float("-inf"))
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Dynamic tile scheduling for the persistent Hopper kernels: programs claim work items by an atomic counter.
 
 One program runs for each SM, and the next work item goes to whichever program is free first. Items are
-claimed in ascending order, by programs that are running. So an item may wait for earlier ones (hopper_dq.py does)
+claimed in ascending order, by programs that are running. So an item may wait for earlier ones (dq.py does)
 without deadlock, wherever and whenever the GPU schedules the programs.
 
 In each program one warp claims, one item ahead of the others, and passes them the index through shared memory.
@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .hopper import Ring, make_barriers
+from .pipeline import Ring, make_barriers
 
 CLAIM_STAGES = gl.constexpr(2)  # indices in flight: of the current work item, and of the next
 

@@ -1,0 +1,11 @@
+"""The kernels for Hopper GPUs (sm_90a), in Gluon: warp-specialised and persistent, fed by TMA.
+
+forward.py, backward.py         the kernels
+forward_schedule.py, backward_schedule.py   the tiles and work items that a program takes, and their order
+scheduler.py                     dynamic scheduling: programs claim them by a counter
+pipeline.py, descriptors.py      rings of tiles in shared memory; TMA descriptors
+softmax.py, masks.py, dropout.py on tiles in registers
+bounds.py, block_masks.py        windows and documents; block masks
+dq.py                            the sum of dQ over work items, in a fixed order
+launch.py                        which tensors they take, and the arguments of a launch
+"""

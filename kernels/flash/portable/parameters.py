@@ -1,0 +1,69 @@
+"""What the portable kernels know of a call: Spec at compile time, Rules at run time."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Compile-time parameters, passed to a kernel as one argument; its fields are constants there."""
+
+    HEAD_DIM: tl.constexpr
+    BLOCK_D: tl.constexpr  # HEAD_DIM rounded up to a power of two
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP: tl.constexpr  # query heads per key head
+    CAUSAL: tl.constexpr
+    LEFT: tl.constexpr  # window: keys visible before a query's position; -1 for all
+    RIGHT: tl.constexpr  # likewise after it
+    SOFTCAP: tl.constexpr  # 0: off
+    ALIBI: tl.constexpr
+    DOCUMENTS: tl.constexpr
+    PADDED: tl.constexpr
+    DROPOUT_P: tl.constexpr  # dropped share, a multiple of 2^-16
+    DROP_BELOW: tl.constexpr  # a 16-bit half of a Philox word below this drops
+
+
+class Rules(NamedTuple):
+    """Runtime parameters of one batch and query head. Those of rules that SPEC turns off are arbitrary."""
+
+    q_len: tl.tensor
+    kv_len: tl.tensor
+    kv_end: tl.tensor  # keys from here on are padding
+    scale: tl.tensor
+    slope: tl.tensor  # ALiBi's
+    seed: tl.tensor  # dropout's
+    batch: tl.tensor
+    head: tl.tensor
+    DocumentStart: tl.tensor  # pointers to begin and end (exclusive) of the document of each token
+    DocumentEnd: tl.tensor  # of this batch
+
+
+@triton.jit
+def rules_of(
+    batch,
+    head,
+    Seed,
+    Slopes,
+    DocumentStart,
+    DocumentEnd,
+    KvLengths,
+    q_len,
+    kv_len,
+    scale,
+):
+    """The Rules of a batch and query head, from the kernel's arguments."""
+    kv_end, slope, seed, starts, ends = kv_len, scale, batch, batch, batch
+    if KvLengths is not None:
+        kv_end = tl.minimum(tl.load(KvLengths + batch), kv_len)
+    if Slopes is not None:
+        slope = tl.load(Slopes + head).to(tl.float32)
+    if Seed is not None:
+        seed = tl.load(Seed)
+    if DocumentStart is not None:
+        starts = DocumentStart + batch.to(tl.int64) * q_len
+        ends = DocumentEnd + batch.to(tl.int64) * q_len
+    return Rules(q_len, kv_len, kv_end, scale, slope, seed, batch, head, starts, ends)
