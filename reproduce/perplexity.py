@@ -315,7 +315,7 @@ def _check_epochs(each: TrainingRun, corpus: Any) -> None:
 
 def _devices(device: torch.device) -> list[torch.device]:
     """Every GPU, unless one was named."""
-    if device.type != "cuda" or device.index is not None:
+    if device.type != "cuda" or device.index:
         return [device]
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
