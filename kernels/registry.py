@@ -193,26 +193,28 @@ def resolve_attention(
         nearest = f"; use attention={able[0]}" if able else ""
         raise AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
     function = get_attention(name)
-    return name, function if tier == "auto" else bind(function, tier=tier)
+    return name, function if tier == "auto" else functools.partial(function, tier=tier)
 
 
-def bind(attention: AttentionFn, **options: object) -> AttentionFn:
-    """The attention with `options` bound, and so its packed form, if it has one (see `with_packed`)."""
-    bound = functools.partial(attention, **options)
-    if hasattr(attention, "packed"):
-        with_packed(bound, functools.partial(attention.packed, **options))
-    return bound
+_PACKED: dict[AttentionFn, AttentionFn] = {}
 
 
 def with_packed(attention: AttentionFn, packed: AttentionFn) -> None:
-    """Attach a packed form to an attention, as its attribute `packed`.
+    """Register the packed form of an attention.
 
-    The packed form takes one tensor (batch, length, 3, heads, head_dim), for a model that has q, k and v in it, and
-    returns the gradient in that layout. Its attribute `form_of` is the attention: a wrapper that copied the
-    attention's attributes, as functools.wraps does, is thereby recognised as having no packed form of its own.
+    It takes one tensor (batch, length, 3, heads, head_dim), for a model that has q, k and v in it, and returns the
+    gradient in that layout.
     """
-    packed.form_of = attention
-    attention.packed = packed
+    _PACKED[attention] = packed
+
+
+def packed_form(attention: AttentionFn) -> AttentionFn | None:
+    """The packed form of an attention, or None. A functools.partial of one that has it is bound likewise; any other
+    wrapper has none, since calling it would bypass the wrapper."""
+    if isinstance(attention, functools.partial):
+        packed = packed_form(attention.func)
+        return packed and functools.partial(packed, *attention.args, **attention.keywords)
+    return _PACKED.get(attention)
 
 
 def attention_tier(

@@ -63,8 +63,7 @@ def test_an_attention_with_a_packed_form_generates_the_same_text(model):
     def packed(qkv, **options):
         return plain_attention(*qkv.permute(2, 0, 3, 1, 4), **options)
 
-    attention.packed, packed.form_of = packed, attention
-    other = GPT(model.config, attention)
+    other = GPT(model.config, attention, packed=packed)
     other.load_state_dict(model.state_dict())
     texts = (generate(each, prompt(2, 5), 8, temperature=0.0, generator=seeded()) for each in (other, model))
     assert torch.equal(*texts)
