@@ -56,7 +56,7 @@ class FusedBlock(Block):
         self.layers = layers
         self.dropout = config.dropout
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, stream: Stream, seeds: Seeds, cu_seqlens: Tensor | None, cache: KVCache | None
     ) -> Stream:
         x, h = add_norm(self.layers, stream, self.ln_1, self.dropout)
@@ -81,11 +81,11 @@ class FusedGPT(GPT):
     def make_block(self, layer: int, attention: AttentionFn, packed: AttentionFn | None) -> FusedBlock:
         return FusedBlock(self.config, layer, attention, packed, self.layers)
 
-    def embed(self, tokens: Tensor, start: int, seeds: Seeds) -> Stream:
+    def embed(self, tokens: Tensor, start: int, seeds: Seeds) -> Stream:  # type: ignore[override]
         x = self.layers.embedding(tokens, self.wte.weight) + self.wpe.weight[start : start + tokens.size(1)]
         return Stream(x if seeds[0] is None else self.layers.dropout(x, self.config.dropout, seeds[0]))
 
-    def final_norm(self, stream: Stream) -> Tensor:
+    def final_norm(self, stream: Stream) -> Tensor:  # type: ignore[override]
         return add_norm(self.layers, stream, self.ln_f, self.config.dropout)[1]
 
 

@@ -6,6 +6,7 @@ released checkpoints. Axes: B batch, T tokens, C = n_embd, H heads, D = head_dim
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         """(B, T, C) -> (B, T, C), all but the projection."""
         B, T, C = x.shape
-        options = {"causal": True, "scale": self.scale}
+        options: dict[str, Any] = {"causal": True, "scale": self.scale}
         if self.training and self.dropout > 0.0:
             options |= {"dropout_p": self.dropout, "dropout_seed": dropout_seed}
         if cu_seqlens is not None:
@@ -232,12 +233,11 @@ class GPT(nn.Module):
         count = 1 + len(self.h)
         if not self.training or self.config.dropout == 0.0:
             return [(None, None, None)] * count
-        is_seed = isinstance(dropout_seed, Tensor) and dropout_seed.ndim == 0
-        if not is_seed or dropout_seed.dtype is not torch.int64:
-            raise ValueError(
-                f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
-            )
-        return dropout_seeds(dropout_seed, count)
+        if isinstance(dropout_seed, Tensor) and not dropout_seed.ndim and dropout_seed.dtype is torch.int64:
+            return dropout_seeds(dropout_seed, count)
+        raise ValueError(
+            f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
+        )
 
     def embed(self, tokens: Tensor, start: int, seeds: Seeds) -> Tensor:
         """(B, T) at positions from `start` on -> (B, T, C)."""
