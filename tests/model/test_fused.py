@@ -1,5 +1,6 @@
 """FusedGPT with functions of torch in our kernels' place: it computes what GPT does, block by block."""
 
+import pytest
 import torch
 from torch import distributed, multiprocessing
 from torch.distributed.fsdp import fully_shard
@@ -103,6 +104,7 @@ def steps(model) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_its_blocks_can_be_sharded_one_by_one(tmp_path):
     """FSDP frees a block's parameters when the block returns, so no other block may read them."""
     results = multiprocessing.get_context("spawn").SimpleQueue()

@@ -55,6 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return run(tmp_path_factory.mktemp("results"))
 
 
+@pytest.mark.slow
 def test_every_part_is_measured(tiny):
     timed = [sample for sample in tiny["samples"] if sample["kind"].startswith("speed")]
     assert {sample["part"] for sample in timed} == set(training.Settings().parts)
