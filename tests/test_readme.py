@@ -3,10 +3,14 @@
 import itertools
 import json
 import re
+import shlex
 import statistics
 from pathlib import Path
 
 import pytest
+
+from training.command_line import composed
+from training.config import Config
 
 ROOT = Path(__file__).parents[1]
 H200 = ROOT / "results" / "nvidia-h200"
@@ -122,6 +126,15 @@ def test_readmes_results_are_those_of_the_training_experiment() -> None:
         in readme
     )
     assert f"**{peaks[ours]}** GiB | nanoGPT's model {peaks[theirs]} |" in readme
+
+
+def test_every_override_in_usage_composes() -> None:
+    page = (ROOT / "docs" / "usage.md").read_text()
+    rows = [line.split("|")[3] for line in page.splitlines() if line.startswith("| ") and "=" in line]
+    assert len(rows) > 15
+    for row in rows:
+        for code in re.findall("`([^`]*=[^`]*)`", row):
+            assert isinstance(composed(*shlex.split(code)), Config), code
 
 
 def anchors(page: Path) -> set[str]:
