@@ -8,11 +8,12 @@ names.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 AttentionFn = Callable[..., Any]
+Function = TypeVar("Function", bound=Callable[..., Any])  # decorated, it keeps its type
 
 # The optional arguments of an AttentionFn that a backend may not support, with the value that means "not used".
 FEATURES: dict[str, object] = {
@@ -93,7 +94,7 @@ def register_attention(
     refuses: Callable[[AttentionRequest], str | None],
     lazy: bool = False,
     tier: Callable[[AttentionRequest], str] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Function], Function]:
     """Decorator: register the attention function as `name`.
 
     Args:
@@ -105,7 +106,7 @@ def register_attention(
             set that serves it. The attention function then has an argument `tier`.
     """
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Function) -> Function:
         load = function if lazy else lambda: function
         ATTENTION[name] = Backend(load, refuses, tier)
         return function
