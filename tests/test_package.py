@@ -58,6 +58,7 @@ def test_the_training_example_learns_and_writes(example):
     assert float(re.search(r"loss (\S+)", printed)[1]) < 4.0  # 5.5 for guessing among 256 bytes
 
 
+@pytest.mark.slow
 def test_the_hugging_face_example_converts_the_model_of_a_run(example, command_line, tiny, tmp_path):
     pytest.importorskip("transformers")
     ran = command_line("train.py", *tiny, "trainer.steps=1", "hydra.run.dir=runs/NAME")

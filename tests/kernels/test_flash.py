@@ -217,7 +217,7 @@ def test_compiled_autograd_takes_the_backward_of_an_eager_forward(packed: bool) 
     def loss() -> torch.Tensor:
         options = {"sinks": sinks, "dropout_p": 0.1, "dropout_seed": 3}
         if packed:
-            return flash.packed(qkv, **options).square().sum()
+            return flash_packed(qkv, **options).square().sum()
         return flash(*qkv.permute(2, 0, 3, 1, 4).unbind(), **options).square().sum()
 
     want = torch.autograd.grad(loss(), (qkv, sinks))
