@@ -194,7 +194,12 @@ def resolve_attention(
         nearest = f"; use attention={able[0]}" if able else ""
         raise AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
     function = get_attention(name)
-    return name, function if tier == "auto" else functools.partial(function, tier=tier)
+    return name, function if tier == "auto" else bind(function, tier=tier)
+
+
+def bind(attention: AttentionFn, **options: object) -> AttentionFn:
+    """The attention with `options` bound, and so its packed form (see `packed_form`)."""
+    return functools.partial(attention, **options)
 
 
 _PACKED: dict[AttentionFn, AttentionFn] = {}

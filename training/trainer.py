@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import math
 import time
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, EvaluationBatches, prefetch
 from data.tokenizer import findable, load_tokenizer
-from kernels import attention_tier, resolve_attention
+from kernels import attention_tier, bind, resolve_attention
 
 from . import checkpoint
 from .config import Config, ConfigError, ModelConfig
@@ -82,7 +81,7 @@ class Trainer:
         self.attention_name, attention = resolve_attention(config.attention.name, **request)
         self.attention_tier = attention_tier(self.attention_name, **request, length=config.model.seq_len)
         if config.attention.precise_delta:
-            attention = functools.partial(attention, precise_delta=True)
+            attention = bind(attention, precise_delta=True)
         self.loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
         self.block = resolve_layers(config.model.block, "model.block", ranks.device)
         wanted = config.trainer.compile

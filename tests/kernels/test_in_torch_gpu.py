@@ -1,6 +1,5 @@
 """Flash attention inside PyTorch on a GPU: CUDA graphs, torch's checks of operators, inductor, and under SDPA."""
 
-import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -165,7 +164,7 @@ def test_views_of_a_packed_qkv_under_inductor(flash, mode: str, length: int) -> 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("tier", ["triton", "auto"])
 def test_packed_qkv_equals_separate_q_k_v_bit_for_bit(flash, tier: str, compiled: bool) -> None:
-    flash = functools.partial(flash, tier=tier)
+    flash = kernels.bind(flash, tier=tier)
     packed = kernels.packed_form(flash)
     packed = torch.compile(packed, fullgraph=True) if compiled else packed
     qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

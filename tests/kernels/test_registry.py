@@ -113,10 +113,10 @@ def test_bound_options_apply_to_the_packed_form_too() -> None:
         return "packed", options
 
     kernels.with_packed(attention, packed)
-    bound = functools.partial(functools.partial(attention, tier="triton"), precise_delta=True)
+    bound = kernels.bind(kernels.bind(attention, tier="triton"), precise_delta=True)
     assert bound() == ("apart", {"tier": "triton", "precise_delta": True})
     assert kernels.packed_form(bound)() == ("packed", {"tier": "triton", "precise_delta": True})
-    assert kernels.packed_form(functools.partial(len)) is None
+    assert kernels.packed_form(kernels.bind(len)) is None
 
 
 def test_a_wrapped_attention_has_no_packed_form() -> None:
