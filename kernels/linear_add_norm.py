@@ -47,9 +47,25 @@ def linear_add_norm(
     Raises:
         ValueError: mismatched shapes, dtypes or devices, or invalid dropout. FusedError: our kernels cannot run here.
     """
+    return dropout_add_norm(x, F.linear(y, weight), bias, gain, shift, dropout_p, dropout_seed, eps)
+
+
+def dropout_add_norm(
+    x: Tensor,
+    update: Tensor,
+    bias: Tensor | None,
+    gain: Tensor,
+    shift: Tensor,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """x + dropout(update + bias), and the LayerNorm of that: `linear_add_norm` after its product.
+
+    update: the product y @ weight.T, shaped as x. All else as there.
+    """
     check_dropout(dropout_p, dropout_seed)
     seed = seed_on(x.device, dropout_seed) if dropout_p else None
-    update = F.linear(y, weight)
     check_operands(update, x, gain=gain, shift=shift, **({} if bias is None else {"bias": bias}))
     # In eager mode, what the operator would call, without the dispatcher; torch.compile sees the operator.
     add = add_norm if torch.compiler.is_compiling() else _AddNorm.apply

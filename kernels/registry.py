@@ -8,11 +8,12 @@ names.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 AttentionFn = Callable[..., Any]
+Function = TypeVar("Function", bound=Callable[..., Any])  # decorated, it keeps its type
 
 # The optional arguments of an AttentionFn that a backend may not support, with the value that means "not used".
 FEATURES: dict[str, object] = {
@@ -93,7 +94,7 @@ def register_attention(
     refuses: Callable[[AttentionRequest], str | None],
     lazy: bool = False,
     tier: Callable[[AttentionRequest], str] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Function], Function]:
     """Decorator: register the attention function as `name`.
 
     Args:
@@ -105,7 +106,7 @@ def register_attention(
             set that serves it. The attention function then has an argument `tier`.
     """
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Function) -> Function:
         load = function if lazy else lambda: function
         ATTENTION[name] = Backend(load, refuses, tier)
         return function
@@ -197,22 +198,29 @@ def resolve_attention(
 
 
 def bind(attention: AttentionFn, **options: object) -> AttentionFn:
-    """The attention with `options` bound, and so its packed form, if it has one (see `with_packed`)."""
-    bound = functools.partial(attention, **options)
-    if hasattr(attention, "packed"):
-        with_packed(bound, functools.partial(attention.packed, **options))
-    return bound
+    """The attention with `options` bound, and so its packed form (see `packed_form`)."""
+    return functools.partial(attention, **options)
+
+
+_PACKED: dict[AttentionFn, AttentionFn] = {}
 
 
 def with_packed(attention: AttentionFn, packed: AttentionFn) -> None:
-    """Attach a packed form to an attention, as its attribute `packed`.
+    """Register the packed form of an attention.
 
-    The packed form takes one tensor (batch, length, 3, heads, head_dim), for a model that has q, k and v in it, and
-    returns the gradient in that layout. Its attribute `form_of` is the attention: a wrapper that copied the
-    attention's attributes, as functools.wraps does, is thereby recognised as having no packed form of its own.
+    It takes one tensor (batch, length, 3, heads, head_dim), for a model that has q, k and v in it, and returns the
+    gradient in that layout.
     """
-    packed.form_of = attention
-    attention.packed = packed
+    _PACKED[attention] = packed
+
+
+def packed_form(attention: AttentionFn) -> AttentionFn | None:
+    """The packed form of an attention, or None. A functools.partial of one that has it is bound likewise; any other
+    wrapper has none, since calling it would bypass the wrapper."""
+    if isinstance(attention, functools.partial):
+        packed = packed_form(attention.func)
+        return packed and functools.partial(packed, *attention.args, **attention.keywords)
+    return _PACKED.get(attention)
 
 
 def attention_tier(

@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING
 from .config import GPTConfig
 
 if TYPE_CHECKING:  # a checker reads neither __getattr__ nor a computed __all__
+    from .fused import FusedGPT, FusedLayers
     from .gpt import GPT
     from .huggingface import from_huggingface, to_huggingface
 
-_HOME = {"GPT": "gpt", "from_huggingface": "huggingface", "to_huggingface": "huggingface"}
-__all__ = ["GPT", "GPTConfig", "from_huggingface", "to_huggingface"]
+_HOME = {
+    "GPT": "gpt",
+    "FusedGPT": "fused",
+    "FusedLayers": "fused",
+    "from_huggingface": "huggingface",
+    "to_huggingface": "huggingface",
+}
+__all__ = ["GPT", "FusedGPT", "FusedLayers", "GPTConfig", "from_huggingface", "to_huggingface"]
 
 
 def __getattr__(name: str):

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from .gpt import GPT, KVCache
+from .cache import KVCache
+from .gpt import GPT
 
 
 @torch.no_grad()
@@ -54,7 +55,7 @@ def _generate(model, tokens, n, temperature, top_k, generator, end_token) -> Ten
     batch, prompt_len = tokens.shape
     out = torch.cat([tokens, tokens.new_zeros(batch, n)], dim=1)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    cache = KVCache(model.config.n_layer, min(seq_len, prompt_len + n))
+    cache = KVCache(min(seq_len, prompt_len + n))
     start = max(0, prompt_len - seq_len)  # first token the cache has not read
     for end in range(prompt_len, prompt_len + n):
         if cache.length + end - start > seq_len:

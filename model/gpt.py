@@ -6,33 +6,18 @@ released checkpoints. Axes: B batch, T tokens, C = n_embd, H heads, D = head_dim
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .cache import KVCache
 from .config import GPTConfig
 
 AttentionFn = Callable[..., Tensor]  # GPT's docstring says what it must do
 LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as cross_entropy below
 Seeds = tuple[Tensor | None, ...]  # of a block's dropouts: attention, its projection, the MLP
-
-
-class Fused(NamedTuple):
-    """Functions that can take the place of the blocks' layers (see FusedBlock), the token embedding and dropout.
-
-    linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
-    linear_add_norm: (x, y, weight, bias, gain, shift, dropout_p, dropout_seed, eps) -> x + dropout(y @ weight.T +
-        bias), its norm
-    embedding: (tokens, weight) -> weight[tokens]
-    dropout: (x, dropout_p, dropout_seed) -> dropout(x)
-    """
-
-    linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
-    linear_add_norm: Callable[..., tuple[Tensor, Tensor]]
-    embedding: Callable[[Tensor, Tensor], Tensor]
-    dropout: Callable[[Tensor, float, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
@@ -45,36 +30,13 @@ class Embedding(nn.Embedding):
         """Nothing, as in Linear."""
 
 
-class KVCache:
-    """Keys and values of the tokens read so far, with room for max_len tokens (allocated at the first)."""
-
-    def __init__(self, n_layer: int, max_len: int):
-        self.max_len = max_len
-        self.length = 0  # tokens held; GPT advances it once all layers have appended theirs
-        self.first = 0  # tokens before it are no longer visible: they belong to another document
-        self.k: list[Tensor | None] = [None] * n_layer
-        self.v: list[Tensor | None] = [None] * n_layer
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, H, new, D) of one layer; return those from `first` on, (B, H, seen, D)."""
-        if self.k[layer] is None:
-            shape = (*k.shape[:2], self.max_len, k.size(3))
-            self.k[layer], self.v[layer] = k.new_empty(shape), v.new_empty(shape)
-        end = self.length + k.size(2)
-        self.k[layer][:, :, self.length : end] = k
-        self.v[layer][:, :, self.length : end] = v
-        return self.k[layer][:, :, self.first : end], self.v[layer][:, :, self.first : end]
-
-
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn):
+    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, packed: AttentionFn | None):
         super().__init__()
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.attention = attention
-        packed = getattr(attention, "packed", None)
-        # A wrapper may have copied this attribute from the function it wraps; calling that would bypass the wrapper.
-        self.packed = packed if getattr(packed, "form_of", None) is attention else None
+        self.packed = packed
         self.layer = layer
         self.n_head, self.head_dim = config.n_head, config.head_dim
         self.dropout = config.dropout
@@ -93,7 +55,7 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         """(B, T, C) -> (B, T, C), all but the projection."""
         B, T, C = x.shape
-        options = {"causal": True, "scale": self.scale}
+        options: dict[str, Any] = {"causal": True, "scale": self.scale}
         if self.training and self.dropout > 0.0:
             options |= {"dropout_p": self.dropout, "dropout_seed": dropout_seed}
         if cu_seqlens is not None:
@@ -123,53 +85,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn):
+    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, packed: AttentionFn | None):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config, layer, attention)
+        self.attn = CausalSelfAttention(config, layer, attention, packed)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, seeds: Seeds, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), seeds[0], cu_seqlens, cache)
         return x + self.mlp(self.ln_2(x))
-
-
-class FusedBlock(Block):
-    """A Block that computes with the functions it is given, on its modules' parameters. Of its modules it calls only
-    c_attn: the hooks of the others do not run, nor does a module that replaces one.
-
-    An addition to the residual stream and the LayerNorm that follows are one function, so a block also applies ln_1
-    of the next block, or ln_f of the model. Code that shards block by block (FSDP) therefore needs Block.
-    """
-
-    def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, fused: Fused):
-        super().__init__(config, layer, attention)
-        self.fused = fused
-        self.dropout = config.dropout
-
-    def forward(
-        self,
-        x: Tensor,
-        h: Tensor,
-        norm: nn.LayerNorm,
-        seeds: Seeds,
-        cu_seqlens: Tensor | None,
-        cache: KVCache | None,
-    ) -> tuple[Tensor, Tensor]:
-        """x: the residual stream (B, T, C). h: ln_1 of it. Returns the stream after the block, and `norm` of it."""
-        y = self.attn.heads(h, seeds[0], cu_seqlens, cache)
-        x, h = self._add_norm(x, y, self.attn.c_proj, self.ln_2, seeds[1])
-        y = self.fused.linear_gelu(h, self.mlp.c_fc.weight, self.mlp.c_fc.bias)
-        return self._add_norm(x, y, self.mlp.c_proj, norm, seeds[2])
-
-    def _add_norm(
-        self, x: Tensor, y: Tensor, linear: Linear, norm: nn.LayerNorm, dropout_seed: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """x + dropout(linear(y)), and norm of that."""
-        dropout_p = self.dropout if self.training else 0.0
-        parameters = linear.weight, linear.bias, norm.weight, norm.bias
-        return self.fused.linear_add_norm(x, y, *parameters, dropout_p, dropout_seed, norm.eps)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -212,11 +137,10 @@ class GPT(nn.Module):
 
     attention: (q, k, v, *, causal, scale[, dropout_p, dropout_seed, cu_seqlens]) -> out, all (B, H, T, D); they are
         views of one packed buffer. With more keys than queries, causal lets the last query see all keys.
-        The optional arguments are only passed when they apply. If it has an attribute `packed` whose attribute
-        `form_of` is this attention, that computes the same from the one buffer (B, T, 3, H, D), and is called instead
-        where nothing is cached.
+        The optional arguments are only passed when they apply.
+    packed: computes the same from that one buffer (B, T, 3, H, D), whose gradient is then one tensor too. It is
+        called instead of `attention` where nothing is cached. None: there is no such form.
     loss: as `cross_entropy` here; a fused linear-plus-loss function of the same signature can take its place.
-    fused: functions that take the place of the blocks' layers (FusedBlock), of wte's and of dropout; None: torch's.
     generator: draws the initial weights (see init_weights); None: one seeded with 0. A model built under
         `torch.device("meta")` draws none.
     """
@@ -226,8 +150,8 @@ class GPT(nn.Module):
         config: GPTConfig,
         attention: AttentionFn,
         *,
+        packed: AttentionFn | None = None,
         loss: LossFn = cross_entropy,
-        fused: Fused | None = None,
         generator: torch.Generator | None = None,
     ):
         super().__init__()
@@ -239,12 +163,13 @@ class GPT(nn.Module):
         self.loss = loss
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)  # also the output projection
         self.wpe = Embedding(config.seq_len, config.n_embd)
-        self.fused = fused
-        block, given = (Block, ()) if fused is None else (FusedBlock, (fused,))
-        self.h = nn.ModuleList(block(config, layer, attention, *given) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(self.make_block(layer, attention, packed) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         if not self.wte.weight.is_meta:
             self.init_weights(generator or torch.Generator().manual_seed(0))
+
+    def make_block(self, layer: int, attention: AttentionFn, packed: AttentionFn | None) -> Block:
+        return Block(self.config, layer, attention, packed)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -269,7 +194,7 @@ class GPT(nn.Module):
         Returns the logits (B, T, vocab_size), or with targets the mean NLL over targets != -1 (nats, 0-d float32).
 
         dropout_seed: 0-d int64 tensor, a new one for each call; needed to train with dropout > 0. It decides the
-        masks of the attention and, with `fused`, all others; without `fused` those use torch's default generator.
+        masks of the attention; the others are drawn from torch's default generator.
         """
         hidden = self.hidden(tokens, dropout_seed=dropout_seed)
         if targets is None:
@@ -292,36 +217,35 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{end} tokens, but seq_len={self.config.seq_len}: pass fewer, or train with a larger seq_len"
             )
-        seeds = [(None, None, None)] * (1 + len(self.h))
-        if self.training and self.config.dropout > 0.0:
-            is_seed = isinstance(dropout_seed, Tensor) and dropout_seed.ndim == 0
-            if not is_seed or dropout_seed.dtype is not torch.int64:
-                raise ValueError(
-                    f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
-                )
-            seeds = dropout_seeds(dropout_seed, len(seeds))
-        (first, *_), *seeds = seeds
-        rows = self.wte(tokens) if self.fused is None else self.fused.embedding(tokens, self.wte.weight)
-        x = rows + self.wpe.weight[start:end]  # (B, T, C)
-        if self.fused is None or first is None:
-            x = F.dropout(x, self.config.dropout, self.training)
-        else:
-            x = self.fused.dropout(x, self.config.dropout, first)
+        seeds = self.seeds(dropout_seed)
         cu_seqlens = None
         if self.config.document_end is not None and cache is None:  # a cache's `first` hides other documents
             cu_seqlens = document_offsets(tokens, self.config.document_end)
-        if self.fused is None:
-            for block, own in zip(self.h, seeds, strict=True):
-                x = block(x, own, cu_seqlens, cache)
-            h = self.ln_f(x)
-        else:
-            norms = [*(block.ln_1 for block in self.h), self.ln_f]
-            h = norms[0](x)
-            for block, norm, own in zip(self.h, norms[1:], seeds, strict=True):
-                x, h = block(x, h, norm, own, cu_seqlens, cache)
+        x = self.embed(tokens, start, seeds[0])
+        for block, own in zip(self.h, seeds[1:], strict=True):
+            x = block(x, own, cu_seqlens, cache)
         if cache is not None:
             cache.length = end
-        return h
+        return self.final_norm(x)
+
+    def seeds(self, dropout_seed: Tensor | None) -> list[Seeds]:
+        """Those of the embedding (its first), then of each block; None where nothing is dropped."""
+        count = 1 + len(self.h)
+        if not self.training or self.config.dropout == 0.0:
+            return [(None, None, None)] * count
+        if isinstance(dropout_seed, Tensor) and not dropout_seed.ndim and dropout_seed.dtype is torch.int64:
+            return dropout_seeds(dropout_seed, count)
+        raise ValueError(
+            f"training with dropout={self.config.dropout} needs dropout_seed, a 0-d int64 tensor"
+        )
+
+    def embed(self, tokens: Tensor, start: int, seeds: Seeds) -> Tensor:
+        """(B, T) at positions from `start` on -> (B, T, C)."""
+        x = self.wte(tokens) + self.wpe.weight[start : start + tokens.size(1)]
+        return F.dropout(x, self.config.dropout, self.training)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        return self.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., vocab_size): the padding of the vocabulary is cut off."""

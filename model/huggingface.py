@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -112,9 +112,13 @@ def _load(directory: Path) -> "GPT2LMHeadModel":
     with _transformers_imports():
         from transformers import GPT2LMHeadModel
 
-        model, found = GPT2LMHeadModel.from_pretrained(
-            directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        options: dict[str, Any] = {
+            "local_files_only": True,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+        }
+        loaded: Any = GPT2LMHeadModel.from_pretrained(directory, **options)
+    model, found = loaded
     if missing := sorted(set(found["missing_keys"]) - {"lm_head.weight"}):  # which is wte.weight
         names = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         raise ValueError(f"{directory} lacks {len(missing)} of the model's weights: {names}")
@@ -159,7 +163,7 @@ def _transformers_imports() -> Iterator[None]:
     hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "kernels"}
     for name in hidden:
         del sys.modules[name]
-    sys.modules["kernels"] = None
+    sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from model.config import GPTConfig
 from model.gpt import GPT, AttentionFn
 from training.config import Layers
 from training.cuda_graphs import compiled_to_graphs
-from training.layers import BLOCKS, LOSSES
+from training.layers import make_gpt
 from training.optimizer import OptimizerConfig, build_optimizer, update
 from training.precision import compiled
 
@@ -154,7 +154,7 @@ def initial_model(
     """Our model, on the device, with the initial weights that every contender but nanoGPT starts from."""
     with device:
         generator = torch.Generator(device).manual_seed(0)
-        return GPT(config, attention, loss=LOSSES[layers], fused=BLOCKS[layers], generator=generator)
+        return make_gpt(config, attention, loss=layers, block=layers, generator=generator)
 
 
 def _huggingface(

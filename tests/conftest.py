@@ -30,11 +30,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 ROOT = Path(__file__).parents[1]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU its tests are left out, not skipped one by one: they are 600."""
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=on_gpu)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What this run left out."""
+    if not torch.cuda.is_available():
+        terminalreporter.write_line("No CUDA device: tests marked gpu were left out.")
+    if config.option.markexpr == "not slow":
+        terminalreporter.write_line('Tests marked slow were left out; pytest -m "" runs them too.')
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,16 @@
-"""README's speed tables agree with the files in results/. Under 1 s."""
+"""The tables of README and docs/measurements.md agree with the files in results/, and links lead somewhere."""
 
 import itertools
 import json
 import re
+import shlex
 import statistics
 from pathlib import Path
+
+import pytest
+
+from training.command_line import composed
+from training.config import Config
 
 ROOT = Path(__file__).parents[1]
 H200 = ROOT / "results" / "nvidia-h200"
@@ -39,7 +45,7 @@ CONTENDERS = {
 
 def table(in_its_head: str) -> list[list[str]]:
     """The cells of each row of a table, with its header and without the line below the header."""
-    lines = (ROOT / "README.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "measurements.md").read_text().splitlines()
     (start,) = (number for number, line in enumerate(lines) if line.startswith("|") and in_its_head in line)
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
     return [
@@ -101,3 +107,52 @@ def test_training_table_shows_the_measured_tokens_per_second_and_mfu() -> None:
             assert numbers(speeds) == [f"{rates[each] / 1e3:.0f}" for each in contenders], (name, group)
             if mfu:
                 assert mfu == f"{100 * timed[group]['mfu'][contenders[0]]:.1f}", (name, group)
+
+
+def test_readmes_results_are_those_of_the_training_experiment() -> None:
+    readme = (ROOT / "README.md").read_text()
+    whole = {"part": "whole", "model": "gpt2_small"}
+    (timed,) = (each for each in samples("training", "speed") if whole.items() <= each.items())
+    peaks = {
+        each["contender"]: f"{each['peak_bytes'] / 2**30:.1f}"
+        for each in samples("training", "memory")
+        if whole.items() <= each.items()
+    }
+    thousands = {name: f"{rate / 1e3:.0f}" for name, rate in timed["tokens_per_second"].items()}
+    mfu = f"{100 * timed['mfu']['flash+fused']:.1f}"
+    ours, theirs = "flash+fused", "nanogpt"
+    assert (
+        f"**{thousands[ours]}** thousand tokens/s, {mfu} % MFU | nanoGPT's model {thousands[theirs]} |"
+        in readme
+    )
+    assert f"**{peaks[ours]}** GiB | nanoGPT's model {peaks[theirs]} |" in readme
+
+
+def test_every_override_in_usage_composes() -> None:
+    page = (ROOT / "docs" / "usage.md").read_text()
+    rows = [line.split("|")[3] for line in page.splitlines() if line.startswith("| ") and "=" in line]
+    assert len(rows) > 15
+    for row in rows:
+        for code in re.findall("`([^`]*=[^`]*)`", row):
+            assert isinstance(composed(*shlex.split(code)), Config), code
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub names the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+PAGES = sorted(
+    path for path in ROOT.rglob("*.md") if path.relative_to(ROOT).parts[0] not in ("runs", "results")
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            path, _, heading = target.partition("#")
+            there = (page.parent / path).resolve() if path else page
+            assert there.exists(), target
+            assert not heading or heading in anchors(there), target

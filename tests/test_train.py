@@ -295,6 +295,7 @@ def test_a_run_directory_that_cannot_be_created_is_refused_with_the_remedy(comma
     assert "name a writable directory: hydra.run.dir=" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_training_with_an_error_naming_the_file(command_line, tiny, tmp_path):
     assert command_line("prepare.py", *tiny).returncode == 0  # its files are larger than the limit
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -400,6 +401,7 @@ def test_a_run_ended_by_sigterm_saves_and_resumes_with_the_same_losses(
     assert {step: loss for step, loss in (before | after).items() if step in whole} == whole
 
 
+@pytest.mark.slow
 def test_unencodable_characters_are_printed_as_question_marks(command_line, tiny):
     """As with output to a file on Windows, where a traceback would otherwise end the run."""
     ascii_only = {"PYTHONIOENCODING": "ascii"}
@@ -413,6 +415,7 @@ def test_unencodable_characters_are_printed_as_question_marks(command_line, tiny
         assert "?" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_saves_a_checkpoint_when_its_terminal_closes(user_environment, tiny, tmp_path):
     """As when ssh loses its connection; writing to such a terminal raises."""
     ours, theirs = os.openpty()
@@ -437,6 +440,7 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_closes(user_environment, tin
     assert [path.name[:5] for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_pipe_closes_ends_without_a_traceback(user_environment, tiny, tmp_path):
     """As `train.py ... | head` does."""
     process = subprocess.Popen(

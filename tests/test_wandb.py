@@ -71,6 +71,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_resuming_continues_the_wandb_run_only_in_the_same_directory(start, server, tmp_path):
     said = ended(start("logger.group=both", "logger.tags=[mine]", "attention=naive"))
     ((name, run),) = server.runs.items()
@@ -98,6 +99,7 @@ def test_resuming_continues_the_wandb_run_only_in_the_same_directory(start, serv
     assert [row["step"] for row in other.history] == [16, 17, 18]
 
 
+@pytest.mark.slow
 def test_an_unusable_server_ends_a_run_only_with_logger_mode_online(start, server, tmp_path):
     server.stranger = True
     process = start("logger.mode=online")
@@ -113,6 +115,7 @@ def test_an_unusable_server_ends_a_run_only_with_logger_mode_online(start, serve
     assert (tmp_path / "run/summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_lost_server_delays_the_end_of_a_run_only_by_the_timeout(start, server, tmp_path):
     server.leaves = True
     process = start(patience=(20, 4))
@@ -135,6 +138,7 @@ def test_training_continues_when_the_wandb_process_is_killed(start, tmp_path):
     assert len(measured(tmp_path / "run", "train/loss")) == 400
 
 
+@pytest.mark.slow
 def test_a_run_begins_offline_if_the_wandb_process_is_killed_at_its_start(start, server, tmp_path):
     server.silent = True
     process = start()

@@ -6,18 +6,21 @@ import importlib.util
 
 import torch
 
+from kernels import AttentionFn, packed_form
 from kernels.dropout import dropout
 from kernels.embedding import embedding
 from kernels.fused import check_fused
-from kernels.linear_add_norm import linear_add_norm
+from kernels.linear_add_norm import dropout_add_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_gelu import linear_gelu
-from model.gpt import Fused, cross_entropy
+from model.config import GPTConfig
+from model.fused import FusedGPT, FusedLayers
+from model.gpt import GPT, cross_entropy
 
 from .config import Layers
 
 LOSSES = {Layers.torch: cross_entropy, Layers.fused: linear_cross_entropy}
-BLOCKS = {Layers.torch: None, Layers.fused: Fused(linear_gelu, linear_add_norm, embedding, dropout)}
+FUSED = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout)
 
 
 def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
@@ -28,3 +31,13 @@ def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
     if asked is Layers.fused:
         check_fused(device, option)
     return asked
+
+
+def make_gpt(
+    config: GPTConfig, attention: AttentionFn, *, loss: Layers, block: Layers, generator: torch.Generator
+) -> GPT:
+    """GPT-2 with its loss and its blocks in the layers given, which are resolved."""
+    options = {"packed": packed_form(attention), "loss": LOSSES[loss], "generator": generator}
+    if block is Layers.fused:
+        return FusedGPT(config, attention, FUSED, **options)
+    return GPT(config, attention, **options)

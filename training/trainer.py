@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from data.loader import Batches, EvaluationBatches, prefetch
 from data.tokenizer import findable, load_tokenizer
 from kernels import attention_tier, bind, resolve_attention
-from model.gpt import GPT
 
 from . import checkpoint
 from .config import Config, ConfigError, ModelConfig
@@ -28,7 +27,7 @@ from .distributed import World, world
 from .evaluation import Evaluation, evaluate
 from .init_from import initial_weights
 from .interrupt import Interrupt, StopRequested
-from .layers import BLOCKS, LOSSES, resolve_layers
+from .layers import make_gpt, resolve_layers
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer, update
 from .precision import compiled, resolve_precision
@@ -113,8 +112,8 @@ class Trainer:
         # Drawn on the CPU from its own stream: the same weights on any device, with any attention.
         init_seed = config.seed if config.init_seed is None else config.init_seed
         generator = torch.Generator().manual_seed(stream_seed(init_seed, "init"))
-        self.model = GPT(
-            model_config, attention, loss=LOSSES[self.loss], fused=BLOCKS[self.block], generator=generator
+        self.model = make_gpt(
+            model_config, attention, loss=self.loss, block=self.block, generator=generator
         ).to(ranks.device)
         if initial:
             self.model.load_state_dict(initial.state)

@@ -330,6 +330,7 @@ def test_leftovers_of_a_killed_download_are_removed_active_ones_kept(hub: HubStu
     assert not unfinished()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "file", "how"),
     [

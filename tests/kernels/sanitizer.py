@@ -55,7 +55,7 @@ def drop() -> None:
 
 
 def packed() -> None:
-    kernels.get_attention("flash").packed(random(2, 130, 3, 4, 64)).sum().backward()
+    kernels.packed_form(kernels.get_attention("flash"))(random(2, 130, 3, 4, 64)).sum().backward()
 
 
 def cases() -> dict[str, Callable[[], None]]:

@@ -61,6 +61,7 @@ def printed(child) -> Callable[[str], list[list[str]]]:
     return lambda program: [line.split() for line in answered(child, program)[1].splitlines()]
 
 
+@pytest.mark.slow
 def test_a_shipped_tile_passes() -> None:
     """With the real command."""
     command = ["-m", "kernels.compile_report", "--kernel", "forward", "--arch", "90", "--head-dim", "64"]
@@ -202,6 +203,7 @@ print(idle_barriers(ttgir), *(idle_barriers(ttgir.replace(f", {name},", ",", 1))
 """
 
 
+@pytest.mark.slow
 def test_a_barrier_that_is_passed_to_no_warp_is_detected(printed) -> None:
     """Each operand of warp_specialize is left out once; 10 of them are barriers."""
     ((none, *found),) = printed(IDLE)

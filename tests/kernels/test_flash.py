@@ -11,6 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter's matrix; test_flash_gpu.py has the GPU's", allow_module_level=True)
 
 flash = kernels.get_attention("flash")
+flash_packed = kernels.packed_form(flash)
 naive = kernels.get_attention("naive")
 
 LENGTHS = [1, 2, 63, 64, 65, 97, 128, 200]
@@ -44,7 +45,7 @@ def test_packed_qkv_equals_separate_q_k_v_and_has_one_dense_gradient(options: di
     d_out = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(1))
     results = []
     for attend in (
-        lambda: flash.packed(qkv, return_lse=True, **options),
+        lambda: flash_packed(qkv, return_lse=True, **options),
         lambda: flash(*qkv.permute(2, 0, 3, 1, 4).unbind(), return_lse=True, **options),
     ):
         out, lse = attend()
@@ -57,7 +58,7 @@ def test_packed_qkv_equals_separate_q_k_v_and_has_one_dense_gradient(options: di
 def test_a_packed_qkv_of_the_wrong_shape_is_named() -> None:
     for shape in ((2, 70, 2, 2, 32), (2, 70, 6, 32)):
         with pytest.raises(AttentionError, match=r"qkv must be \(batch, length, 3, heads, head_dim\), got"):
-            flash.packed(torch.randn(shape))
+            flash_packed(torch.randn(shape))
 
 
 def test_scale_and_grouped_heads() -> None:
@@ -216,7 +217,7 @@ def test_compiled_autograd_takes_the_backward_of_an_eager_forward(packed: bool) 
     def loss() -> torch.Tensor:
         options = {"sinks": sinks, "dropout_p": 0.1, "dropout_seed": 3}
         if packed:
-            return flash.packed(qkv, **options).square().sum()
+            return flash_packed(qkv, **options).square().sum()
         return flash(*qkv.permute(2, 0, 3, 1, 4).unbind(), **options).square().sum()
 
     want = torch.autograd.grad(loss(), (qkv, sinks))
@@ -265,7 +266,7 @@ def test_autocast_casts_inputs_to_its_dtype() -> None:
     tensors[0] = tensors[0].detach().half().requires_grad_()  # as from a layer that autocast runs in float16
     with torch.autocast("cpu", torch.float16):
         out = flash(*tensors)
-        packed = flash.packed(torch.randn(1, 40, 3, 1, 16))
+        packed = flash_packed(torch.randn(1, 40, 3, 1, 16))
     assert out.dtype == packed.dtype == torch.float16
     assert torch.equal(out, flash(*(x.half() for x in tensors)))
     out.backward(d_out.half())

@@ -165,7 +165,8 @@ def test_views_of_a_packed_qkv_under_inductor(flash, mode: str, length: int) -> 
 @pytest.mark.parametrize("tier", ["triton", "auto"])
 def test_packed_qkv_equals_separate_q_k_v_bit_for_bit(flash, tier: str, compiled: bool) -> None:
     flash = kernels.bind(flash, tier=tier)
-    packed = torch.compile(flash.packed, fullgraph=True) if compiled else flash.packed
+    packed = kernels.packed_form(flash)
+    packed = torch.compile(packed, fullgraph=True) if compiled else packed
     qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     d_out = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     results = []

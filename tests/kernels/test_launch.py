@@ -317,6 +317,7 @@ def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels(tmp_path)
     assert said(PORTABLE, TRITON_CACHE_DIR=str(tmp_path)) == "done"
 
 
+@pytest.mark.slow
 def test_a_repeated_hopper_launch_passes_triton_the_same_arguments() -> None:
     import triton
 

@@ -274,6 +274,7 @@ def test_an_operator_gets_an_inductor_fallback_before_pytorch_2_13(monkeypatch):
     assert list(known) == [room.add_norm]
 
 
+@pytest.mark.slow
 def test_compiled_fused_kernels_load_16_bytes_and_spill_nothing():
     """For all fused layers at once, about 10 s: a process for each would import Triton and PyTorch again."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,5 +1,6 @@
 """How a run gets its attention: by name, checked before the first step. Under 1 s."""
 
+import functools
 import os
 import pickle
 import subprocess
@@ -114,9 +115,20 @@ def test_bound_options_apply_to_the_packed_form_too() -> None:
     kernels.with_packed(attention, packed)
     bound = kernels.bind(kernels.bind(attention, tier="triton"), precise_delta=True)
     assert bound() == ("apart", {"tier": "triton", "precise_delta": True})
-    assert bound.packed() == ("packed", {"tier": "triton", "precise_delta": True})
-    assert bound.packed.form_of is bound
-    assert not hasattr(kernels.bind(len), "packed")
+    assert kernels.packed_form(bound)() == ("packed", {"tier": "triton", "precise_delta": True})
+    assert kernels.packed_form(kernels.bind(len)) is None
+
+
+def test_a_wrapped_attention_has_no_packed_form() -> None:
+    """Calling the packed form of what it wraps would bypass the wrapper."""
+    flash = kernels.get_attention("flash")
+    assert kernels.packed_form(flash) is not None
+
+    @functools.wraps(flash)
+    def wrapper(q, k, v, **options):
+        return flash(q, k, v, **options)
+
+    assert kernels.packed_form(wrapper) is None
 
 
 def test_import_brings_neither_triton_nor_the_compiler() -> None:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from model.cache import KVCache
 from model.config import GPTConfig
 from model.generate import generate
-from model.gpt import GPT, KVCache
+from model.gpt import GPT
 
 
 def plain_attention(q, k, v, *, causal, scale):
@@ -50,7 +51,7 @@ def uncached(model, tokens, n, temperature, top_k, generator):
 
 def test_logits_are_the_same_with_and_without_the_kv_cache(model):
     tokens = prompt(3, 16)
-    cache = KVCache(n_layer=2, max_len=16)
+    cache = KVCache(max_len=16)
     pieces = [model.hidden(piece, cache=cache) for piece in tokens.split([5, 1, 1, 6, 3], dim=1)]
     torch.testing.assert_close(model.logits(torch.cat(pieces, dim=1)), model(tokens), rtol=1e-4, atol=1e-4)
     assert cache.length == 16
@@ -63,8 +64,7 @@ def test_an_attention_with_a_packed_form_generates_the_same_text(model):
     def packed(qkv, **options):
         return plain_attention(*qkv.permute(2, 0, 3, 1, 4), **options)
 
-    attention.packed, packed.form_of = packed, attention
-    other = GPT(model.config, attention)
+    other = GPT(model.config, attention, packed=packed)
     other.load_state_dict(model.state_dict())
     texts = (generate(each, prompt(2, 5), 8, temperature=0.0, generator=seeded()) for each in (other, model))
     assert torch.equal(*texts)

@@ -1,6 +1,5 @@
 """GPT: initial weights, padding, causality, loss, dropout, published sizes, torch.compile. About 6 s."""
 
-import functools
 import math
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from model.config import GPTConfig
-from model.gpt import GPT, Fused
+from model.gpt import GPT
 
 TINY = {"vocab_size": 100, "seq_len": 32, "n_layer": 3, "n_head": 4, "n_embd": 64}
 
@@ -123,74 +122,10 @@ def test_an_attention_with_a_packed_form_is_called_with_packed_qkv():
         shapes.append(tuple(qkv.shape))
         return plain_attention(*qkv.permute(2, 0, 3, 1, 4), **options)
 
-    attention.packed, packed.form_of, shapes = packed, attention, []
-    tokens = some_tokens(2, 16)
-    losses = [tiny(each)(tokens, tokens) for each in (attention, plain_attention)]
+    shapes, tokens = [], some_tokens(2, 16)
+    losses = [model(tokens, tokens) for model in (GPT(GPTConfig(**TINY), attention, packed=packed), tiny())]
     assert shapes == [(2, 16, 3, 4, 16)] * TINY["n_layer"]
     torch.testing.assert_close(*losses)
-
-
-def test_a_wrapped_attention_is_called_through_its_wrapper():
-    """functools.wraps and torch.compile copy attributes, so the wrapper has the packed form of what it wraps."""
-
-    def packed(qkv, **options):
-        raise AssertionError("it is the packed form of what is wrapped")
-
-    def attention(q, k, v, **options):
-        return plain_attention(q, k, v, **options)
-
-    attention.packed, packed.form_of, calls = packed, attention, []
-
-    @functools.wraps(attention)
-    def wrapper(q, k, v, **options):
-        calls.append(1)
-        return attention(q, k, v, **options)
-
-    tiny(wrapper)(some_tokens(2, 16))
-    assert len(calls) == TINY["n_layer"]
-
-
-def test_layers_can_be_replaced_by_functions_of_their_parameters():
-    """The functions get the dropout rate in training only, and each call a seed of its own."""
-    rates, seeds, looked_up = [], [], []
-
-    def linear_gelu(x, weight, bias):
-        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-
-    def linear_add_norm(x, y, weight, bias, gain, shift, dropout_p, dropout_seed, eps):
-        rates.append(dropout_p)
-        seeds.append(dropout_seed)
-        x = x + F.linear(y, weight, bias)
-        return x, F.layer_norm(x, gain.shape, gain, shift, eps)
-
-    def embedding(tokens, weight):
-        looked_up.append(tokens)
-        return F.embedding(tokens, weight)
-
-    def dropout(x, dropout_p, dropout_seed):
-        rates.append(dropout_p)
-        seeds.append(dropout_seed)
-        return x
-
-    def attention(*qkv, dropout_p=0.0, dropout_seed=None, **options):
-        rates.append(dropout_p)
-        seeds.append(dropout_seed)
-        return plain_attention(*qkv, **options)
-
-    config, tokens = GPTConfig(**TINY | {"dropout": 0.1}), some_tokens(2, 16)
-    fused = GPT(config, attention, fused=Fused(linear_gelu, linear_add_norm, embedding, dropout))
-    torchs = GPT(config, plain_attention)
-    torch.testing.assert_close(fused.eval()(tokens), torchs.eval()(tokens))
-    assert (set(rates), set(seeds)) == ({0.0}, {None})
-    assert looked_up == [tokens]
-    rates.clear(), seeds.clear()
-    state = torch.get_rng_state()
-    for step in range(3):
-        fused.train()(tokens, dropout_seed=torch.tensor(step))
-    assert rates == [0.1] * 3 * (1 + 3 * TINY["n_layer"])
-    assert len(set(map(int, seeds))) == len(seeds)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert fused.state_dict().keys() == torchs.state_dict().keys()
 
 
 def test_a_block_calls_only_its_own_modules():

@@ -55,6 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return run(tmp_path_factory.mktemp("results"))
 
 
+@pytest.mark.slow
 def test_every_part_is_measured(tiny):
     timed = [sample for sample in tiny["samples"] if sample["kind"].startswith("speed")]
     assert {sample["part"] for sample in timed} == set(training.Settings().parts)
@@ -64,6 +65,7 @@ def test_every_part_is_measured(tiny):
             assert all(len(values) >= 2 for values in sample["ms"][name].values())
 
 
+@pytest.mark.slow
 def test_hugging_face_and_every_backend_take_part(tiny):
     (small,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == "small")
     assert set(small["tokens_per_second"]) == {HF_EAGER, HF_SDPA, "naive", "sdpa", "naive" + FUSED}
@@ -74,6 +76,7 @@ def test_hugging_face_and_every_backend_take_part(tiny):
     assert "naive" + FUSED in compiled["tokens_per_second"]
 
 
+@pytest.mark.slow
 def test_a_step_has_the_same_tokens_at_every_context_and_batch(tiny):
     steps = {s["micro_batch"] * s["accumulation"] * s["context"] for s in tiny["samples"]}
     assert steps == {STEP}
@@ -81,6 +84,7 @@ def test_a_step_has_the_same_tokens_at_every_context_and_batch(tiny):
     assert set(largest) == {STEP // CONTEXT}
 
 
+@pytest.mark.slow
 def test_logits_agree_before_anything_is_timed(tiny):
     errors = [s["logit_error"] for s in tiny["samples"] if s["kind"] == "memory"]
     assert max(errors) < 1e-5  # float32

@@ -375,6 +375,7 @@ with world("cpu") as ranks:
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_at_the_same_step_for_the_same_reason(config, tmp_path, user_environment):
     config = having(config, steps=50)
     (tmp_path / "ranks.py").write_text(RANKS)

@@ -1,0 +1,30 @@
+"""GPT-2 with all of our kernels: attention, the blocks' other layers, the token embedding, the head with its loss.
+
+    pip install .
+    python examples/fused_layers.py
+
+It needs a CUDA device; with TRITON_INTERPRET=1 it runs on a CPU, in seconds.
+"""
+
+import torch
+from tilegpt.kernels import get_attention, packed_form
+from tilegpt.kernels.dropout import dropout
+from tilegpt.kernels.embedding import embedding
+from tilegpt.kernels.linear_add_norm import dropout_add_norm
+from tilegpt.kernels.linear_cross_entropy import linear_cross_entropy
+from tilegpt.kernels.linear_gelu import linear_gelu
+from tilegpt.model import FusedGPT, FusedLayers, GPTConfig
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+flash = get_attention("flash")
+layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout)
+config = GPTConfig(vocab_size=1000, seq_len=32, n_layer=1, n_head=1, n_embd=64, dropout=0.1)
+model = FusedGPT(config, flash, layers, packed=packed_form(flash), loss=linear_cross_entropy).to(device)
+
+tokens = torch.randint(config.vocab_size, (1, 33), device=device)
+loss = model(tokens[:, :-1], tokens[:, 1:], dropout_seed=torch.tensor(0, device=device))
+loss.backward()
+print(
+    f"loss {loss.item():.2f}, largest gradient {max(p.grad.abs().max().item() for p in model.parameters()):.3f}"
+)

@@ -1,0 +1,25 @@
+"""Load the model of a run, write it as a Hugging Face checkpoint, and read that back.
+
+pip install . transformers
+python examples/huggingface.py runs/NAME/checkpoints/step-00002400 FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+from tilegpt.kernels import get_attention
+from tilegpt.model import GPT, GPTConfig, from_huggingface, to_huggingface
+
+checkpoint, folder = map(Path, sys.argv[1:])
+shape = yaml.safe_load((checkpoint.parents[1] / "config.yaml").read_text())["model"]
+del shape["loss"], shape["block"]  # what computed its layers
+attention = get_attention("sdpa")
+model = GPT(GPTConfig(**shape), attention)
+model.load_state_dict(torch.load(checkpoint / "weights.pt", map_location="cpu", weights_only=True))
+
+to_huggingface(model).save_pretrained(folder)
+same = from_huggingface(folder, attention)
+assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+print(f"{same.num_parameters():,} parameters in {folder}")

@@ -1,0 +1,100 @@
+"""GPT-2 whose layers are functions that it is given: our kernels, in a run on a GPU.
+
+An addition to the residual stream and the LayerNorm that follows it are one function, and what follows a block's last
+addition is ln_1 of the next block. So a Stream travels between blocks: a block hands on the product that it has not
+added yet, and the next one adds it. Every block then reads its own parameters alone, as FSDP needs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .cache import KVCache
+from .config import GPTConfig
+from .gpt import GPT, AttentionFn, Block, Seeds
+
+
+class FusedLayers(NamedTuple):
+    """The functions, which compute in torch's place:
+
+    linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
+    dropout_add_norm: (x, update, bias, gain, shift, dropout_p, dropout_seed, eps) -> x + dropout(update + bias), and
+        the LayerNorm of that
+    embedding: (tokens, weight) -> weight[tokens]
+    dropout: (x, dropout_p, dropout_seed) -> dropout(x)
+    """
+
+    linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
+    dropout_add_norm: Callable[..., tuple[Tensor, Tensor]]
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    dropout: Callable[[Tensor, float, Tensor], Tensor]
+
+
+class Stream(NamedTuple):
+    """The residual stream: x + dropout(update + bias), or x alone."""
+
+    x: Tensor  # (B, T, C)
+    update: Tensor | None = None  # (B, T, C)
+    bias: Tensor | None = None  # (C,)
+    seed: Tensor | None = None  # of that dropout
+
+
+class FusedBlock(Block):
+    """Of its modules it calls only c_attn and reads the parameters of the others, so their hooks do not run."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        layer: int,
+        attention: AttentionFn,
+        packed: AttentionFn | None,
+        layers: FusedLayers,
+    ):
+        super().__init__(config, layer, attention, packed)
+        self.layers = layers
+        self.dropout = config.dropout
+
+    def forward(  # type: ignore[override]
+        self, stream: Stream, seeds: Seeds, cu_seqlens: Tensor | None, cache: KVCache | None
+    ) -> Stream:
+        x, h = add_norm(self.layers, stream, self.ln_1, self.dropout)
+        y = self.attn.heads(h, seeds[0], cu_seqlens, cache)
+        stream = Stream(x, F.linear(y, self.attn.c_proj.weight), self.attn.c_proj.bias, seeds[1])
+        x, h = add_norm(self.layers, stream, self.ln_2, self.dropout)
+        y = self.layers.linear_gelu(h, self.mlp.c_fc.weight, self.mlp.c_fc.bias)
+        # The bias is copied: the next block reads it, and FSDP has freed this block's parameters by then.
+        return Stream(x, F.linear(y, self.mlp.c_proj.weight), self.mlp.c_proj.bias.clone(), seeds[2])
+
+
+class FusedGPT(GPT):
+    """GPT, with the same parameters, computing with the functions in `layers`.
+
+    Other arguments as GPT's. forward's dropout_seed decides all dropout masks.
+    """
+
+    def __init__(self, config: GPTConfig, attention: AttentionFn, layers: FusedLayers, **options: Any):
+        self.layers = layers
+        super().__init__(config, attention, **options)
+
+    def make_block(self, layer: int, attention: AttentionFn, packed: AttentionFn | None) -> FusedBlock:
+        return FusedBlock(self.config, layer, attention, packed, self.layers)
+
+    def embed(self, tokens: Tensor, start: int, seeds: Seeds) -> Stream:  # type: ignore[override]
+        x = self.layers.embedding(tokens, self.wte.weight) + self.wpe.weight[start : start + tokens.size(1)]
+        return Stream(x if seeds[0] is None else self.layers.dropout(x, self.config.dropout, seeds[0]))
+
+    def final_norm(self, stream: Stream) -> Tensor:  # type: ignore[override]
+        return add_norm(self.layers, stream, self.ln_f, self.config.dropout)[1]
+
+
+def add_norm(
+    layers: FusedLayers, stream: Stream, norm: nn.LayerNorm, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """The stream in one tensor, and `norm` of it."""
+    x, update, bias, seed = stream
+    if update is None:
+        return x, norm(x)
+    dropout_p = 0.0 if seed is None else dropout
+    return layers.dropout_add_norm(x, update, bias, norm.weight, norm.bias, dropout_p, seed, norm.eps)
