@@ -32,6 +32,7 @@ class Corpus:
         self.directory = directory
         self.manifest = read_manifest(directory)
         self.name = self.manifest.name
+        self.fingerprint = self.manifest.fingerprint
         self.n_vocab: int = self.manifest.tokenizer["n_vocab"]
         self.eot_token: int = self.manifest.tokenizer["eot_token"]
         self.train = TokenSplit(self, "train")

@@ -36,6 +36,15 @@ class Manifest:
     shards: list[dict[str, Any]]
     version: int = VERSION
 
+    @property
+    def fingerprint(self) -> str:
+        """The same for corpora of the same tokens, wherever and from whichever files they were made.
+
+        It follows from the tokenizer, the splits and the hashes of the shards, in order; not from names and times.
+        """
+        shards = [(shard["split"], shard["sha256"]) for shard in self.shards]
+        return _digest({"tokenizer": self.tokenizer["sha256"], "dtype": self.dtype, "shards": shards})[:16]
+
     def write(self, directory: Path, scratch: Path) -> None:
         """Flush the shards that it lists to the disk, then write it."""
         flush_to_disk(directory / shard["file"] for shard in self.shards)
@@ -76,7 +85,6 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(**settings: Any) -> str:
-    """Return the hash that names a corpus folder, of everything that decides its tokens."""
-    text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def folder_hash(**settings: Any) -> str:
+    """Return the hash that names a corpus folder before its tokens are known, of everything that decides them."""
+    return _digest({"version": VERSION, **settings})[:12]

@@ -20,7 +20,7 @@ from . import DataError
 from .corpora import Source, Unfit, too_few
 from .files import Need, make_folder, readable, require_room, unwritable
 from .loader import Corpus, open_corpus
-from .manifest import MANIFEST_FILE, Manifest, fingerprint
+from .manifest import MANIFEST_FILE, Manifest, folder_hash
 from .progress import Progress, Silence
 from .readers import Part
 from .shards import (
@@ -82,7 +82,7 @@ def prepare(
         "val_fraction": val_fraction,
         "split_seed": SPLIT_SEED,
     }
-    name = fingerprint(tokenizer=tokenizer_hash(encoding), **settings)
+    name = folder_hash(tokenizer=tokenizer_hash(encoding), **settings)
     directory = Path(cache_root).expanduser().absolute() / f"{source.name}-{name}"
     workshop = Workshop(directory, tokenizer, dtype_for(encoding))
     if (directory / MANIFEST_FILE).exists() and not workshop.partial.exists():

@@ -278,6 +278,31 @@ def test_a_finished_corpus_is_reused_until_its_source_is_edited(tmp_path: Path):
     assert prepare(source, "bytes", tmp_path).directory != corpus.directory
 
 
+def test_the_fingerprint_is_that_of_the_tokens_not_of_the_files(rank_file: str, tmp_path: Path):
+    """What decides on resume: a text may be moved, copied or touched, but not edited."""
+
+    def fingerprint(files: str, tokenizer: str = "bytes", val_fraction: float = 0.01) -> str:
+        source = make_corpus("text_files", files=str(tmp_path / files), separator="\n\n")
+        return prepare(source, tokenizer, tmp_path / "cache", val_fraction=val_fraction).fingerprint
+
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
+    before = fingerprint("a.txt")
+    os.utime(tmp_path / "a.txt", (0, 0))
+    assert fingerprint("a.txt") == before
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert fingerprint("b.txt") == before
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    only_bytes = tmp_path / "bytes.tiktoken"
+    only_bytes.write_text("".join(Path(rank_file).read_text().splitlines(keepends=True)[:256]))
+    others = {
+        fingerprint("b.txt", val_fraction=0.5),  # the same documents, split otherwise
+        fingerprint("b.txt", str(only_bytes)),  # the same token ids, of another tokenizer
+    }
+    (tmp_path / "b.txt").write_text("one\n\ntwo\n\nthred")
+    others.add(fingerprint("b.txt"))
+    assert len(others | {before}) == 4
+
+
 def test_empty_documents_are_kept_and_lone_surrogates_replaced(tmp_path: Path):
     import pyarrow
     import pyarrow.parquet
