@@ -4,9 +4,9 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ class HubDataset:
     @cached_property
     def _dataset(self):
         """The `datasets` object, checked to have the column."""
-        from datasets import load_dataset_builder
+        import datasets
         from huggingface_hub import constants
 
         hub.limit_retries()
@@ -132,7 +132,10 @@ class HubDataset:
             )
         try:
             revision = None if self._folder else self._commit
-            builder = load_dataset_builder(self.repo, self.config, revision=revision, data_files=files)
+            load = partial(
+                datasets.load_dataset_builder, self.repo, self.config, revision=revision, data_files=files
+            )
+            builder = load()
             if self._folder and builder.name == "text":
                 raise DataError(
                     f"{self.repo} holds .txt files, and `datasets` would make each line a document, without "
@@ -141,6 +144,10 @@ class HubDataset:
             # Whatever the Hub refuses or drops, `datasets` turns to the newest copy it has, be it of another commit.
             if not self._folder and builder.hash != self._commit:
                 raise hub.another_commit(self.repo, self._commit, builder.hash)
+            if builder.name == "csv":  # pandas would take NA for a missing value, and 007 for 7
+                self._require_column(next(iter(builder.as_streaming_dataset(split=self.split)), {}))
+                text = datasets.Features({self.column: datasets.Value("string")})
+                builder = load(usecols=[self.column], features=text, na_filter=False)
             if self.streaming:
                 dataset = builder.as_streaming_dataset(split=self.split)
             else:
@@ -155,9 +162,12 @@ class HubDataset:
         if not self.streaming:
             arrow_files = [Path(file["filename"]) for file in dataset.cache_files]
             self._remove_damaged(arrow_files[0].parent if arrow_files else None)
+        self._require_column(names)
+        return dataset.select_columns([self.column])
+
+    def _require_column(self, names: Iterable[str]) -> None:
         if self.column not in names:
             raise missing_column(self.column, names, f"{self.repo} ({self.split})")
-        return dataset.select_columns([self.column])
 
     def _remove_damaged(self, arrow_copy: Path | None = None) -> None:
         """Check what was downloaded; remove damaged files, and the Arrow copy made of them, and say so."""

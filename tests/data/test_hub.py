@@ -436,6 +436,30 @@ def test_a_local_folder_is_read_through_datasets_without_network(
     assert "check the network" not in broken["refused"]
 
 
+def test_a_csv_column_is_the_text_that_stands_there(hub: HubStub, tmp_path: Path):
+    """pandas reads NA, null and None as missing values, and a column of numbers as numbers."""
+    hub.down = True
+    texts = ["NA", "null", "None", "nan", "true", "007", "1e3", "a, b"]
+    for name, separator in (("comma.csv", ","), ("tab.tsv", "\t")):
+        rows = [f'"{text}"{separator}{row}' for row, text in enumerate(texts)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("\n".join([f"text{separator}number", *rows]))
+    common = {"source": "hub", "repo": str(tmp_path / "comma.csv")}
+    (whole, streamed, tabs, numbers, missing), _ = attempt(
+        hub,
+        tmp_path,
+        common,
+        {**common, "streaming": True},
+        {**common, "repo": str(tmp_path / "tab.tsv"), "streaming": True},
+        {**common, "column": "number"},
+        {**common, "column": "content"},
+    )
+    for end in (whole, streamed, tabs):
+        assert end.get("documents") == sorted(texts), end
+    assert numbers.get("documents") == list("01234567"), numbers
+    assert "has no column 'content'; it has text, number" in missing["refused"]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_repair_rebuilds_a_shard_from_a_local_folder(hub: HubStub, tmp_path: Path, streaming: bool):
     hub.down = True
