@@ -4,14 +4,15 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from . import DataError
 from .progress import Progress
-from .readers import Part, TextPart, json_lines_parts, parquet_parts, text_parts
+from .readers import Part, TextPart, holds, json_lines_parts, parquet_parts, read_text, text_parts
 
 # Every source, and the arguments of make_corpus() that it uses besides limit_documents.
 USES = {
@@ -22,6 +23,8 @@ USES = {
 }
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _OTHER_FORMATS = "; for other formats, such as CSV, use data=hub data.repo=FOLDER"
+
+_ESCAPES = (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t"))  # as typed, and as meant
 
 Paths = Sequence[str | os.PathLike] | str | os.PathLike  # one or several
 
@@ -99,7 +102,7 @@ def make_corpus(
     if source == "text_files":
         if not any(files):
             raise DataError("text_files needs files: data.files='*.txt' (globs or folders, one or a list)")
-        for typed, meant in (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t")):
+        for typed, meant in _ESCAPES:
             separator = separator.replace(typed, meant)
         return TextFiles(_absolute(files), column, separator, limit_documents)
     from .hub_dataset import HubDataset
@@ -109,6 +112,12 @@ def make_corpus(
         return OpenWebText(tuple(files), revision or OPENWEBTEXT_COMMIT, limit_documents)
     repo = os.path.expanduser(repo)
     return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
+
+
+def _typed(separator: str) -> str:
+    for typed, meant in _ESCAPES:
+        separator = separator.replace(meant, typed)
+    return f"'{separator}'"
 
 
 def _names(paths: Paths) -> list[str]:
@@ -162,12 +171,11 @@ class PythonSource(LocalFiles):
         return {"source": "python_source", **asdict(self)}
 
     def paths(self) -> list[Path]:
-        roots = self.roots or (sysconfig.get_paths()["stdlib"],)
-        found = [path for root in roots for path in _walk(root, (".py",))]
-        if not found:
-            raise DataError(
-                f"no .py file with text below {', '.join(roots)}: name other folders, data.roots=[...]"
-            )
+        found: list[Path] = []
+        for root in self.roots or (sysconfig.get_paths()["stdlib"],):
+            if not (files := _files_below(root, (".py",))):
+                raise DataError(f"no .py file with text below {root}: name other folders, data.roots=[...]")
+            found += files
         return found
 
     def parts(self, step: int) -> list[Part]:
@@ -197,30 +205,52 @@ class TextFiles(LocalFiles):
         return {"source": "text_files", **asdict(self)}
 
     def paths(self) -> list[Path]:
-        found: dict[Path, None] = {}  # a set that keeps the order
+        found: dict[tuple[str, str], Path] = {}  # by real folder and name, in order
+        real_folder = cache(os.path.realpath)
         for pattern in self.files:
-            if os.path.isdir(pattern):
-                paths = _walk(pattern, SUFFIXES)
-            else:
-                # a name with brackets is first tried as a name, then as a glob
-                matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-                paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
+            paths = _files_below(pattern, SUFFIXES) if os.path.isdir(pattern) else _files(pattern)
             if not paths:
                 raise DataError(
                     f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}{_OTHER_FORMATS}"
                 )
-            found.update(dict.fromkeys(paths))
-        for path in found:
+            for path in paths:
+                found.setdefault((real_folder(path.parent), path.name), path)
+        for path in found.values():
             if not path.name.endswith(SUFFIXES):
                 raise DataError(
                     f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHER_FORMATS}"
                 )
             if not path.name.endswith((".txt", ".jsonl")) and not _is_utf8(str(path)):
                 raise DataError(f"the name of {path} is not UTF-8, and such a file cannot be read: rename it")
-        with_text = [path for path in found if path.stat().st_size]
+        with_text = [path for path in found.values() if path.stat().st_size]
         if not with_text:
             raise DataError(f"the files that match data.files={','.join(self.files)} are all empty")
         return with_text
+
+    def fetch(self, progress: Progress, directory: Path) -> None:
+        """Nothing to download; but a .txt file without the separator would be one document without a word."""
+        if not self.separator:
+            return
+        texts = [path for path in self.paths() if path.suffix == ".txt"]
+        lacking = [path for path in texts if not holds(path, self.separator)]
+        unix = self.separator.replace("\r\n", "\n")
+        for path in lacking:
+            text = read_text(path)
+            for line_ends, other in (("Unix", unix), ("Windows", unix.replace("\n", "\r\n"))):
+                if other in text:
+                    raise DataError(
+                        f"{path} has {line_ends} line ends, so the separator was not found in it: use "
+                        f"data.separator={_typed(other)}"
+                    )
+        if lacking:
+            files = (
+                f"{len(lacking)} of {len(texts)} .txt files ({lacking[0]}{', ...' if lacking[1:] else ''})"
+            )
+            if lacking == texts:
+                raise DataError(f"data.separator={_typed(self.separator)} is missing in {files}")
+            progress.say(
+                f"data.separator={_typed(self.separator)} is missing in {files}: each is one document"
+            )
 
     def parts(self, step: int) -> list[Part]:
         paths = self.paths()
@@ -261,25 +291,46 @@ def _is_utf8(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def _walk(root: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files below `root` that have one of the suffixes and are not empty, in path order.
+def _files(pattern: str) -> list[Path]:
+    """The files that match a glob (or a name with brackets), in path order; below ** no folder is entered twice.
 
-    Links to folders are followed, as a glob's ** follows them.
+    Those that glob.glob finds, but that follows a link to a folder above it 40 times, and two such links for ever.
     """
-    if not os.path.isdir(root):
-        raise DataError(f"{root} is not a folder that can be read")
+    if os.path.isfile(pattern):
+        return [Path(pattern)]
+    above, recursive, below = (pattern + "/*" if pattern.endswith("/**") else pattern).partition("/**/")
+    matches = set()
+    if not recursive:
+        matches.update(Path(match) for match in glob.glob(pattern) if os.path.isfile(match))
+    for root in filter(os.path.isdir, glob.glob(above or "/") if recursive else ()):
+        for folder, folders, _ in _folders(root):
+            folders[:] = [name for name in folders if not name.startswith(".")]  # as glob does
+            matches.update(_files(os.path.join(glob.escape(folder), below)))
+    return sorted(matches)
+
+
+def _files_below(root: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files in a folder that have one of the suffixes and are not empty, in path order."""
+    found = []
+    for folder, folders, names in _folders(root):
+        # what is installed beside the standard library is not part of it
+        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    return sorted(path for path in found if path.is_file() and path.stat().st_size)
+
+
+def _folders(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """os.walk, in the order of names, that follows links to folders and enters each folder once."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot read the folder {error.filename}: {error.strerror}")
 
-    found, seen = [], set()
+    seen = set()
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:  # by another link, or this one leads to a folder that holds it
             folders.clear()
             continue
         seen.add(real)
-        # what is installed beside the standard library is not part of it
-        folders[:] = sorted(name for name in folders if name not in ("site-packages", "dist-packages"))
-        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
-    return sorted(path.absolute() for path in found if path.is_file() and path.stat().st_size)
+        folders.sort()
+        yield folder, folders, names

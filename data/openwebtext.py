@@ -93,15 +93,13 @@ class OpenWebText:
     def _names(self) -> list[str]:
         if not self.files:
             return list(OPENWEBTEXT_FILES)
-        names = [
-            name for name in OPENWEBTEXT_FILES if any(fnmatch.fnmatch(name, glob) for glob in self.files)
-        ]
-        if not names:
-            first, last = OPENWEBTEXT_FILES[0], OPENWEBTEXT_FILES[-1]
-            raise DataError(
-                f"data.files={','.join(self.files)} matches none of the files of {OPENWEBTEXT}, {first} to {last}"
-            )
-        return names
+        for pattern in self.files:
+            if not fnmatch.filter(OPENWEBTEXT_FILES, pattern):
+                first, last = OPENWEBTEXT_FILES[0], OPENWEBTEXT_FILES[-1]
+                raise DataError(
+                    f"data.files={pattern} matches none of the files of {OPENWEBTEXT}, {first} to {last}"
+                )
+        return [name for name in OPENWEBTEXT_FILES if any(fnmatch.fnmatch(name, each) for each in self.files)]
 
     def _expected_files(self) -> int:
         documents_per_file = _OPENWEBTEXT_COUNTS["documents"] / len(OPENWEBTEXT_FILES)

@@ -200,23 +200,27 @@ class ParquetPart:
 def text_parts(path: Path, step: int, separator: str = "") -> list[TextPart]:
     """Cut a text file into parts of about `step` bytes, between documents or, within one, at a space."""
     if separator:
-        _require_found(separator, path)
         cuts = _cuts(path, step, _after(separator.encode()))
         return [TextPart(str(path), start, stop, separator) for start, stop in cuts]
     cuts = _cuts(path, step, _at_space)  # as at CUT, the tokens stay those of the uncut document
     return [TextPart(str(path), start, stop, ends=stop == cuts[-1][1]) for start, stop in cuts]
 
 
-def _require_found(separator: str, path: Path) -> None:
-    """Refuse a file that has the separator with Windows line ends only: it would be one document."""
-    windows = separator.replace("\r", "").replace("\n", "\r\n")
+def holds(path: Path, mark: str) -> bool:
+    """Whether `mark` is in a file, which is read up to there."""
+    wanted, window = mark.encode(), b""
     with open(path, "rb") as file:
-        start = file.read(_SEARCH_BYTES)
-    if separator.encode() not in start and windows.encode() in start:
-        typed = windows.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
-        raise DataError(
-            f"{path} has Windows line ends, so the separator was not found in it: use data.separator='{typed}'"
-        )
+        while block := file.read(_SEARCH_BYTES):
+            window += block
+            if wanted in window:
+                return True
+            window = window[-len(wanted) :]
+    return False
+
+
+def read_text(path: Path) -> str:
+    """A whole file. Raises DataError if it is not UTF-8."""
+    return _decoded(path.read_bytes(), str(path), 0)
 
 
 def json_lines_parts(path: Path, step: int, column: str) -> list[JsonLinesPart]:

@@ -1,6 +1,7 @@
 """Corpora of local files become the right tokens, whatever the format and the number of workers (15 s)."""
 
 import base64
+import glob
 import gzip
 import itertools
 import json
@@ -234,6 +235,19 @@ def test_a_separator_splits_a_text_file_into_documents(documents: list[str], tmp
         assert sum(corpus.manifest.documents.values()) == len(texts)
 
 
+def test_a_file_without_the_separator_is_one_document_and_said_to_be(tmp_path: Path, monkeypatch):
+    """The first is read in blocks that end within the separator."""
+    monkeypatch.setattr("data.readers._SEARCH_BYTES", 4)
+    for name, text in {"a": "12\n\n\nthree", "b": "a\nb", "c": "c"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    source = make_corpus("text_files", files=str(tmp_path), separator="\n\n\n")
+    recorder = Recorder()
+    corpus = prepare(source, "bytes", tmp_path / "cache", progress=recorder)
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["12", "a\nb", "c", "three"]
+    words = rf"data.separator='\n\n\n' is missing in 2 of 3 .txt files ({tmp_path}/b.txt, ...)"
+    assert recorder.said[0] == f"{words}: each is one document"
+
+
 def test_a_limit_takes_the_first_documents(documents: list[str], parquet: Path, tmp_path: Path):
     corpora = [
         prepare(
@@ -382,8 +396,31 @@ def test_a_folder_linked_twice_is_read_once(tmp_path: Path):
         (tmp_path / name).write_text(name)
     for link, target in {"one": "elsewhere", "two": "elsewhere", "around": "texts"}.items():
         (tmp_path / "texts" / link).symlink_to(tmp_path / target)
-    found = make_corpus("text_files", files=str(tmp_path / "texts")).paths()
-    assert found == [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "one" / "b.txt"]
+    folder = str(tmp_path / "texts")
+    files = [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "one" / "b.txt"]
+    for patterns in (folder, f"{folder}/**/*.txt", f"{folder}/**", [folder, f"{folder}/around/a.txt"]):
+        assert make_corpus("text_files", files=patterns).paths() == files
+    # two of these would keep a glob of Python's busy for ever
+    (tmp_path / "texts" / "again").symlink_to(tmp_path / "texts")
+    assert make_corpus("text_files", files=f"{folder}/**/one/**/*.txt").paths() == files[1:]
+
+
+def test_a_recursive_glob_finds_what_globs_of_python_find(tmp_path: Path):
+    for name in ("a.txt", "b/a.txt", "b/c/a.txt", "b/c/d.txt", ".hidden/a.txt", "b/.e/a.txt", "[x]/c/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for pattern in (
+        "**",
+        "**/a.txt",
+        "**/c/*.txt",
+        "b/**/*.txt",
+        "**/b/**",
+        "*/**/c/**/a*",
+        "[[]x]/**/*.txt",
+    ):
+        found = make_corpus("text_files", files=f"{tmp_path}/{pattern}").paths()
+        matches = sorted(map(Path, glob.glob(f"{tmp_path}/{pattern}", recursive=True)))
+        assert found == [match for match in matches if match.is_file()], pattern
 
 
 def test_a_tilde_in_a_path_means_the_home_folder(

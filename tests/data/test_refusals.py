@@ -41,6 +41,8 @@ BAD_FILES = {
     "cut.parquet": (b"PAR1 and nothing else", "cut.parquet cannot be read as parquet"),
     "one.txt": (b"a single document", r"has 1 document, .*data\.separator"),
     "windows.txt": (b"a\r\n\r\nb", r"windows.txt has Windows line ends.*data\.separator='\\r\\n\\r\\n'"),
+    "unix.txt": (b"a\n\nb", r"unix.txt has Unix line ends.*data\.separator='\\n\\n'"),
+    "lacking.txt": (b"a\nb", r"data\.separator='\\n\\n' is missing in 1 of 1 .txt files .*lacking.txt"),
     "empty.txt": (b"", "no .* file with text|all empty"),
     "separators.txt": (b"\n\n\n\n", "has 0 documents"),
     "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
@@ -58,8 +60,10 @@ def test_bad_files_are_refused_by_name(name: str, tmp_path: Path):
     content, words = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     arguments = {"source": "text_files", "files": str(tmp_path / name)}
-    if name in ("separators.txt", "windows.txt", "latin1.txt", "notepad.txt"):
+    if name in ("separators.txt", "windows.txt", "latin1.txt", "notepad.txt", "lacking.txt"):
         arguments["separator"] = "\n\n"
+    if name == "unix.txt":
+        arguments["separator"] = "\r\n\r\n"
     message = refused(arguments, tmp_path / "cache")
     assert re.search(words, message), message
 
@@ -118,7 +122,12 @@ def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     assert "data.files" in refused({"source": "text_files", "files": ""}, tmp_path)
     for folder in ("/not/there", "~/not_there", "./there"):
         assert "there is no such folder" in refused({"source": "hub", "repo": folder}, tmp_path)
-    assert "not a folder" in refused({"source": "python_source", "roots": ["/nowhere"]}, tmp_path)
+    assert "cannot read the folder /nowhere: No such" in refused(
+        {"source": "python_source", "roots": ["/nowhere"]}, tmp_path
+    )
+    (tmp_path / "empty").mkdir()
+    roots = {"source": "python_source", "roots": [str(Path(__file__).parent), str(tmp_path / "empty")]}
+    assert f"no .py file with text below {tmp_path / 'empty'}" in refused(roots, tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(parquet: Path, tmp_path: Path):
