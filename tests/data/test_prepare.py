@@ -445,7 +445,8 @@ def test_a_tilde_in_a_path_means_the_home_folder(
 
 
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path: Path):
-    tokens = [bytes([i]) for i in range(256)] + [bytes([i, j]) for i in range(256) for j in range(256)]
+    pairs = [bytes([i, j]) for i in range(128, 256) for j in range(256)]
+    tokens = [*(bytes([i]) for i in range(256)), *pairs, *(b"\xff" + pair for pair in pairs)]
     ranks = tmp_path / "large.tiktoken"
     ranks.write_bytes(
         b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
