@@ -24,11 +24,11 @@ from . import DataError
 from .ahead import ahead
 from .files import written_whole
 from .readers import CUT, Part
-from .tokenizer import FAST_GPT2_PATTERN, load_encoder, load_tokenizer
+from .tokenizer import load_encoder, load_tokenizer
 
 _BLOCK_CHARACTERS = 1 << 20
-# All but the last blank of many before a visible character; \x1c to \x1f are blanks in Python and not in tiktoken.
-_BLANKS = re.compile(r"[^\S\x1c-\x1f]{500000,}(?=[^\S\x1c-\x1f][\S\x1c-\x1f])")
+# A multiple of the longest token of blanks; not the last blank of a run, which belongs to the next word.
+_MANY_BLANKS = re.compile(r"\s{65536}(?=\s)")
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def encode(
     for block in ahead(_blocks(parts), depth=2):
         tokens = []
         before = documents
-        for text, ends in block:
-            tokens.append(_encode_text(encoding, text))
+        for text, ends, where in block:
+            tokens.append(_encode_text(encoding, text, where))
             if ends:
                 tokens.append(end_of_text)
                 documents += 1
@@ -129,27 +129,30 @@ def measure(parts: list[Part], workshop: Workshop) -> tuple[float, float]:
     return min(1.0, len(tokens) / utf8_bytes), utf8_bytes / max(1, documents)
 
 
-def _encode_text(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+def _encode_text(encoding: tiktoken.Encoding, text: str, where: str) -> np.ndarray:
     try:
         # the tokens of encode_ordinary() without the Python list
         return encoding.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can escape and UTF-8 cannot hold
-        return _encode_text(encoding, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-    except ValueError as error:  # a million blanks in a row are too many for tiktoken's regex engine
-        if encoding._pat_str == FAST_GPT2_PATTERN and (blanks := _BLANKS.search(text)):
-            # where GPT-2's pattern ends a piece; and before the end of a text the engine need not go back
-            halves = text[: blanks.end()], text[blanks.end() :]
-            return np.concatenate([_encode_text(encoding, half) for half in halves])
-        raise DataError(f"a text of {len(text):,} characters beginning {text[:40]!r}: {error}") from None
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return _encode_text(encoding, whole, where)
+    except ValueError as error:  # a million blanks in a row overflow the stack of the regex engine
+        cuts = [0, *(blanks.end() for blanks in _MANY_BLANKS.finditer(text)), len(text)]
+        if len(cuts) == 2:
+            raise DataError(
+                f"{where}: {encoding.name} cannot encode the text that begins {text[:40]!r}: {error}"
+            ) from None
+        return np.concatenate([_encode_text(encoding, text[slice(*cut)], where) for cut in pairwise(cuts)])
 
 
-def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
-    """Yield the pieces in blocks of about a million characters."""
+def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool, str]]]:
+    """Yield the pieces, with the file of each, in blocks of about a million characters."""
     block, characters = [], 0
     for part in parts:
+        where = getattr(part, "path", str(part))
         try:
             for piece in chain.from_iterable(starmap(_cut, part.pieces())):
-                block.append(piece)
+                block.append((*piece, where))
                 characters += len(piece[0])
                 if characters >= _BLOCK_CHARACTERS:
                     yield block
@@ -157,7 +160,7 @@ def _blocks(parts: list[Part]) -> Iterator[list[tuple[str, bool]]]:
         except OSError as error:
             # pyarrow's own errors, of damaged compression, have no strerror
             reason = error.strerror or f"{error}: get the file again, then rerun the command"
-            raise DataError(f"cannot read {getattr(part, 'path', part)}: {reason}") from None
+            raise DataError(f"cannot read {where}: {reason}") from None
     if block:
         yield block
 

@@ -133,7 +133,7 @@ def test_a_rank_file_of_another_split_pattern_is_refused(rank_file: str, tmp_pat
     load_tokenizer.cache_clear()
     path.write_text("\n".join([*lines, f"{base64.b64encode(b');' + bytes([10])).decode()} {len(lines)}"]))
     with pytest.raises(
-        DataError, match=r"not made with GPT-2's split pattern.*its token '\);\\n' would never"
+        DataError, match=r"not made with GPT-2's split pattern.*its token '\);\\n' could never"
     ):
         load_tokenizer(str(path))
 
