@@ -103,6 +103,19 @@ class TokenSplit:
         """Without the memory maps, which would be pickled with all their tokens; the copy maps the files again."""
         return self.__dict__ | {"_maps": {}}
 
+    def epochs(self, tokens: int, at_most: float | None = None) -> float:
+        """Return how often a run of so many tokens goes through the split. Raises DataError when above `at_most`.
+
+        Up to 4 epochs are nearly as good as new text (Muennighoff et al., arXiv 2305.16264).
+        """
+        epochs = tokens / self.tokens
+        if at_most is not None and epochs > at_most:
+            raise DataError(
+                f"{self.corpus.name} is too small: {tokens:,} tokens are {epochs:.3g} epochs of its {self.tokens:,}, "
+                f"more than {at_most:g}: give more text, or train on at most {int(at_most * self.tokens):,} tokens"
+            )
+        return epochs
+
     def shard_tokens(self, index: int) -> np.ndarray:
         """Return the tokens of one shard, memory-mapped at first use."""
         if index not in self._maps:

@@ -209,6 +209,16 @@ def test_batches_without_tokens_or_sequences_are_refused(corpus: Corpus, seq_len
             make(seq_len, sequences)
 
 
+def test_a_corpus_too_small_for_a_run_is_refused_with_its_epochs(corpus: Corpus):
+    tokens = corpus.train.tokens
+    assert corpus.train.epochs(tokens // 2) == pytest.approx(0.5, rel=0.01)
+    assert corpus.train.epochs(4 * tokens, at_most=4) == 4
+    with pytest.raises(
+        DataError, match=rf"are 8 epochs of its {tokens:,}, more than 4: .*at most {4 * tokens:,} "
+    ):
+        corpus.train.epochs(8 * tokens, at_most=4)
+
+
 def test_a_corpus_shorter_than_a_sequence_is_refused(corpus: Corpus):
     tokens = corpus.val.tokens
     assert Batches(corpus.val, tokens - 1, 1, seed=0).batch(5)[0].shape == (1, tokens - 1)
