@@ -5,20 +5,20 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from . import DataError, hub
-from .corpora import limited, state_of
+from .parts import Part, as_text, missing_column
 from .progress import Progress, Silence
-from .readers import Part, as_text, missing_column
+from .source import Source, limited, state_of
 
 
 @dataclass(frozen=True)
-class HubDataset:
+class HubDataset(Source):
     """Any dataset with a text column, through datasets.load_dataset; a row is a document.
 
     repo: on the Hub, or a folder of files in any format that `datasets` reads, CSV, JSON lines or Arrow say.
@@ -27,6 +27,7 @@ class HubDataset:
     shows; a folder of them is refused, because text_files reads them whole.
     """
 
+    kind: ClassVar = "hub"
     repo: str
     config: str | None = None
     split: str = "train"
@@ -55,10 +56,7 @@ class HubDataset:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"source": "hub", **asdict(self), "repo": str(self._folder or self.repo)}
-
-    def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
-        """No published counts are known for it."""
+        return {**super().arguments, "repo": str(self._folder or self.repo)}
 
     def state(self) -> str:
         """The commit that the revision names now; of a folder a hash of its files' names, sizes and times.

@@ -5,15 +5,16 @@ import math
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from . import DataError, hub
-from .corpora import limited
 from .files import Need, require_room
+from .parts import Part
 from .progress import Progress
-from .readers import Part, parquet_parts
+from .read_parquet import parquet_parts
+from .source import Source, limited
 
 _DOWNLOADS_AT_ONCE = 4
 OPENWEBTEXT = "Skylion007/openwebtext"
@@ -27,13 +28,14 @@ _GPT2_HASH = "701d1e8ec4feb249e776a30ce771000e6f6efa186ccf07fa614bd7d2b2701688"
 
 
 @dataclass(frozen=True)
-class OpenWebText:
+class OpenWebText(Source):
     """The parquet files of Skylion007/openwebtext at one commit, in order; a row is a document.
 
     They are kept in the Hub cache and read there: `datasets` would make a 40 GB Arrow copy of them first.
     files: globs that choose some of the 80. limit_documents: only the files that hold them are downloaded.
     """
 
+    kind: ClassVar = "openwebtext"
     files: tuple[str, ...] = ()
     revision: str = OPENWEBTEXT_COMMIT
     limit_documents: int | None = None
@@ -50,10 +52,6 @@ class OpenWebText:
         count = len(self._names())
         part = "" if count == len(OPENWEBTEXT_FILES) else f"-{count}-files"
         return limited(f"openwebtext{part}", self.limit_documents)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"source": "openwebtext", **asdict(self)}
 
     def state(self) -> str:
         return self.revision

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 from tiktoken_ext import openai_public
 
@@ -97,6 +98,16 @@ def tokenizer_hash(encoding: tiktoken.Encoding) -> str:
     for token, rank in sorted(encoding._special_tokens.items()):
         digest.update(f"{rank} {token}\n".encode())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def byte_lengths(name: str) -> np.ndarray:
+    """Return how many bytes of text each token stands for; 0 for the special ones."""
+    encoding = load_tokenizer(name)
+    lengths = np.zeros(encoding.n_vocab, np.uint16)
+    for token, rank in encoding._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
 
 
 def _load_rank_file(path: Path) -> tiktoken.Encoding:

@@ -20,12 +20,15 @@ import zstandard
 from tiktoken_ext import openai_public
 
 from data import DataError
-from data.corpora import TextFiles, make_corpus
+from data.corpora import make_corpus
 from data.loader import Corpus, TokenSplit, open_corpus
+from data.local_files import TextFiles
 from data.prepare import prepare
 from data.progress import ConsoleProgress
-from data.shards import Workshop, encode, split_order
+from data.split import split_order
+from data.tokenise import encode
 from data.tokenizer import END_OF_TEXT, load_tokenizer
+from data.workshop import Workshop
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +174,7 @@ def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Pat
             special_tokens={END_OF_TEXT: len(ranks)},
         )
     monkeypatch.setattr("data.tokenizer.load_tokenizer", lambda _: encoding)
-    monkeypatch.setattr("data.shards._BLOCK_CHARACTERS", 20)
+    monkeypatch.setattr("data.tokenise.BLOCK_CHARACTERS", 20)
     letters = [
         *"   \t\n\r\x1c\x85\u00a0\u3000'.,_-/aZé\u0301東。、\uff0c1²\u0663🙂\ud83d",
         "\r\n",
@@ -265,7 +268,7 @@ def test_a_separator_splits_a_text_file_into_documents(documents: list[str], tmp
 
 def test_a_file_without_the_separator_is_one_document_and_said_to_be(tmp_path: Path, monkeypatch):
     """The first is read in blocks that end within the separator."""
-    monkeypatch.setattr("data.readers._SEARCH_BYTES", 4)
+    monkeypatch.setattr("data.cuts.SEARCH_BYTES", 4)
     for name, text in {"a": "12\n\n\nthree", "b": "a\nb", "c": "c"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     source = make_corpus("text_files", files=str(tmp_path), separator="\n\n\n")
@@ -371,7 +374,7 @@ def test_invalid_utf8_in_source_code_is_replaced_not_refused(tmp_path: Path):
 
 def test_a_separator_is_found_across_search_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also after many blocks that contain no separator."""
-    monkeypatch.setattr("data.readers._SEARCH_BYTES", 5)
+    monkeypatch.setattr("data.cuts.SEARCH_BYTES", 5)
     monkeypatch.setattr("data.prepare.SHARD_BYTES", 50)
     texts = ["é" * length for length in (1, 7, 300, 3, 30, 31, 32, 33, 90, 2)]
     (tmp_path / "a.txt").write_text("<end>".join(texts))

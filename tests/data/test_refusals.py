@@ -18,7 +18,7 @@ from data import DataError
 from data.corpora import make_corpus
 from data.prepare import prepare
 from data.progress import Silence
-from data.shards import split_order
+from data.split import split_order
 
 
 def refused(source_arguments: dict, cache: Path, workers: int = 1, **options) -> str:
@@ -45,11 +45,14 @@ BAD_FILES = {
     "lacking.txt": (b"a\nb", r"data\.separator='\\n\\n' is missing in 1 of 1 .txt files .*lacking.txt"),
     "empty.txt": (b"", "no .* file with text|all empty"),
     "separators.txt": (b"\n\n\n\n", "has 0 documents"),
-    "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
+    "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', r"has any text \(1 of 2 documents held out\)"),
     "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl.*such as CSV, use data=hub data\.repo=FOLDER"),
     "latin1.txt": (b"caf\xe9 au lait", r"latin1.txt: byte 3 \(0xe9\) is not UTF-8.*iconv"),
-    "digits.jsonl": (b'{"text": "a", "n": %s}\n' % (b"9" * 5000), "byte 0 cannot be read .*4300 digits"),
-    "deep.jsonl": (b"[" * 100_000, "byte 0 cannot be read .*recursion"),
+    "digits.jsonl": (
+        b'{"text": "a", "n": %s}\n' % (b"9" * 5000),
+        r"byte 0 is not JSON .*4300 digits",
+    ),
+    "deep.jsonl": (b"[" * 100_000, r"byte 0 is not JSON .*recursion"),
     "notepad.txt": ("a\n\nb".encode("utf-16"), "it looks like UTF-16: iconv -f utf-16 -t utf-8"),
     "latin1.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', r"latin1.jsonl: byte 24 \(0xff\) is not UTF-8"),
 }
@@ -197,7 +200,7 @@ def test_a_validation_split_without_text_is_refused(tmp_path: Path):
     lines = [json.dumps({"text": "" if row == held_out else "text"}) for row in range(4)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     message = refused({"source": "text_files", "files": str(tmp_path / "a.jsonl")}, tmp_path / "cache")
-    assert "has any text (1 held out)" in message
+    assert "has any text (1 of 4 documents held out)" in message
     assert "data.val_fraction" in message
 
 
