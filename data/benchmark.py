@@ -37,9 +37,8 @@ from typing import Any
 
 import numpy as np
 
-from .corpora import make_corpus
+from .corpora import PythonSource, make_corpus
 from .loader import Corpus
-from .local_files import PythonSource
 from .prepare import prepare
 from .tokenizer import load_tokenizer
 from .workers import cpu_count

@@ -116,42 +116,20 @@ class HubDataset(Source):
     @cached_property
     def _dataset(self):
         """The `datasets` object, checked to have the column."""
-        import datasets
         from huggingface_hub import constants
 
         hub.limit_retries()
         if not self._folder and not constants.HF_HUB_OFFLINE:
             hub.require_reachable(self.repo)
             hub.remove_unfinished(self.repo)
-        files = list(self.files) or None
-        if self._folder and not files and (self._folder / "state.json").exists():
-            raise DataError(
-                f"{self.repo} was written by save_to_disk: name its Arrow files, data.files='*.arrow'"
-            )
         try:
-            revision = None if self._folder else self._commit
-            load = partial(
-                datasets.load_dataset_builder, self.repo, self.config, revision=revision, data_files=files
-            )
-            builder = load()
-            if self._folder and builder.name == "text":
-                raise DataError(
-                    f"{self.repo} holds .txt files, and `datasets` would make each line a document, without "
-                    f"its line end: use data=text_files {shlex.quote(f'data.files={self._folder}')}"
-                )
-            # Whatever the Hub refuses or drops, `datasets` turns to the newest copy it has, be it of another commit.
-            if not self._folder and builder.hash != self._commit:
-                raise hub.another_commit(self.repo, self._commit, builder.hash)
-            if builder.name == "csv":  # pandas would take NA for a missing value, and 007 for 7
-                self._require_column(next(iter(builder.as_streaming_dataset(split=self.split)), {}))
-                text = datasets.Features({self.column: datasets.Value("string")})
-                builder = load(usecols=[self.column], features=text, na_filter=False)
+            builder = self._builder()
             if self.streaming:
                 dataset = builder.as_streaming_dataset(split=self.split)
             else:
                 builder.download_and_prepare()
                 dataset = builder.as_dataset(split=self.split)
-            names = dataset.column_names or list(next(iter(dataset)))
+            self._require_column(dataset.column_names or list(next(iter(dataset))))
         except DataError:
             raise
         except Exception as error:  # a dozen types, and their own messages help most
@@ -160,8 +138,35 @@ class HubDataset(Source):
         if not self.streaming:
             arrow_files = [Path(file["filename"]) for file in dataset.cache_files]
             self._remove_damaged(arrow_files[0].parent if arrow_files else None)
-        self._require_column(names)
         return dataset.select_columns([self.column])
+
+    def _builder(self):
+        """What `datasets` makes of the repository or folder, if it is what was asked for."""
+        import datasets
+
+        files = list(self.files) or None
+        if self._folder and not files and (self._folder / "state.json").exists():
+            raise DataError(
+                f"{self.repo} was written by save_to_disk: name its Arrow files, data.files='*.arrow'"
+            )
+        revision = None if self._folder else self._commit
+        load = partial(
+            datasets.load_dataset_builder, self.repo, self.config, revision=revision, data_files=files
+        )
+        builder = load()
+        if self._folder and builder.name == "text":
+            raise DataError(
+                f"{self.repo} holds .txt files, and `datasets` would make each line a document, without its line "
+                f"end: use data=text_files {shlex.quote(f'data.files={self._folder}')}"
+            )
+        # Whatever the Hub refuses or drops, `datasets` turns to the newest copy it has, be it of another commit.
+        if not self._folder and builder.hash != self._commit:
+            raise hub.another_commit(self.repo, self._commit, builder.hash)
+        if builder.name == "csv":  # pandas would take NA for a missing value, and 007 for 7
+            self._require_column(next(iter(builder.as_streaming_dataset(split=self.split)), {}))
+            text = datasets.Features({self.column: datasets.Value("string")})
+            builder = load(usecols=[self.column], features=text, na_filter=False)
+        return builder
 
     def _require_column(self, names: Iterable[str]) -> None:
         if self.column not in names:

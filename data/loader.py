@@ -175,7 +175,6 @@ class Batches:
         seed: int,
         block_len: int | None = None,
     ):
-        _check_sizes(seq_len, sequences_per_batch)
         block_len = block_len or seq_len
         if block_len % seq_len or sequences_per_batch * seq_len % block_len:
             raise DataError(
@@ -224,15 +223,10 @@ class EvaluationBatches:
     """Batches that ask for every token of the split after the first exactly once, in order.
 
     Targets are -1 where a window ends early, and in the whole rows that fill up the last batch, so that every rank
-    gets the same number of batches of one shape. Raises DataError when there is no token to predict.
+    gets the same number of batches of one shape.
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, sequences_per_batch: int):
-        _check_sizes(seq_len, sequences_per_batch)
-        if split.tokens < 2:
-            raise DataError(
-                f"the {split.name} split of {split.corpus.name} has no token to predict: give more text"
-            )
         self.split, self.seq_len, self.sequences_per_batch = split, seq_len, sequences_per_batch
         self.windows = -(-(split.tokens - 1) // seq_len)
 
@@ -241,8 +235,6 @@ class EvaluationBatches:
 
     def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
-        if not 0 <= n < len(self):
-            raise DataError(f"evaluation batch {n}: this split has batches 0 to {len(self) - 1}")
         windows = n * self.sequences_per_batch + _share(self.sequences_per_batch, rank, world_size)
         inputs = np.zeros((len(windows), self.seq_len), np.int64)
         targets = np.full((len(windows), self.seq_len), IGNORED, np.int64)
@@ -254,18 +246,8 @@ class EvaluationBatches:
         return inputs, targets
 
 
-def _check_sizes(seq_len: int, sequences_per_batch: int) -> None:
-    if seq_len < 1 or sequences_per_batch < 1:
-        raise DataError(
-            f"a batch needs at least one sequence of at least one token, got seq_len={seq_len} and "
-            f"sequences_per_batch={sequences_per_batch}"
-        )
-
-
 def _share(sequences: int, rank: int, world_size: int) -> np.ndarray:
     """Return the positions in a batch that belong to a rank."""
-    if not 0 <= rank < world_size:
-        raise DataError(f"rank={rank} of world_size={world_size}: a rank is at least 0 and below world_size")
     if sequences % world_size:
         nearest = max(1, round(sequences / world_size)) * world_size
         raise DataError(
@@ -292,8 +274,6 @@ def prefetch(
     """
     import torch
 
-    if depth < 1:  # a queue takes 0 as no limit
-        raise DataError(f"depth={depth}: it must be at least 1")
     if stop is None and isinstance(batches, EvaluationBatches):
         stop = len(batches)
 

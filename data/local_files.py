@@ -37,7 +37,8 @@ class PythonSource(Source):
     def paths(self) -> list[Path]:
         found: list[Path] = []
         for root in self.roots or (sysconfig.get_paths()["stdlib"],):
-            if not (files := _files_below(root, (".py",))):
+            # what is installed beside the standard library is not part of it
+            if not (files := _files_below(root, (".py",), without=("site-packages", "dist-packages"))):
                 raise DataError(f"no .py file with text below {root}: name other folders, data.roots=[...]")
             found += files
         return found
@@ -80,15 +81,7 @@ class TextFiles(Source):
                     f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}{_OTHER_FORMATS}"
                 )
             for path in paths:
-                if not path.name.endswith(SUFFIXES):
-                    raise DataError(
-                        f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files"
-                        f"{_OTHER_FORMATS}"
-                    )
-                if not path.name.endswith((".txt", ".jsonl")) and not _is_utf8(str(path)):
-                    raise DataError(
-                        f"the name of {path} is not UTF-8, and such a file cannot be read: rename it"
-                    )
+                _require_readable(path)
                 found.setdefault((real_folder(path.parent), path.name), path)
         with_text = [path for path in found.values() if path.stat().st_size]
         if not with_text:
@@ -145,9 +138,14 @@ def _typed(separator: str) -> str:
     return f"'{separator}'"
 
 
-def _is_utf8(name: str) -> bool:
-    """pyarrow opens only names in UTF-8, where a file system allows any bytes."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
+def _require_readable(path: Path) -> None:
+    if not path.name.endswith(SUFFIXES):
+        raise DataError(
+            f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHER_FORMATS}"
+        )
+    # pyarrow opens only names in UTF-8, where a file system allows any bytes
+    if not path.name.endswith((".txt", ".jsonl")) and any("\ud800" <= each <= "\udfff" for each in str(path)):
+        raise DataError(f"the name of {path} is not UTF-8, and such a file cannot be read: rename it")
 
 
 def _files(pattern: str) -> list[Path]:
@@ -168,12 +166,11 @@ def _files(pattern: str) -> list[Path]:
     return sorted(matches)
 
 
-def _files_below(root: str, suffixes: tuple[str, ...]) -> list[Path]:
+def _files_below(root: str, suffixes: tuple[str, ...], without: tuple[str, ...] = ()) -> list[Path]:
     """The files in a folder that have one of the suffixes and are not empty, in path order."""
     found = []
     for folder, folders, names in _folders(root):
-        # what is installed beside the standard library is not part of it
-        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+        folders[:] = [name for name in folders if name not in without]
         found += [Path(folder, name) for name in names if name.endswith(suffixes)]
     return sorted(path for path in found if path.is_file() and path.stat().st_size)
 

@@ -60,16 +60,14 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(
-            f"{directory} holds no finished corpus (no {MANIFEST_FILE}): name another folder; or, if it was being "
-            "prepared, prepare it again, which continues from what is done"
-        ) from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        raise DataError(
+            f"{directory} holds no finished corpus ({MANIFEST_FILE}: {error.strerror}): name another folder; or, if "
+            "it was being prepared, prepare it again, which continues from what is done"
+        ) from None
     except ValueError:
-        raise DataError(f"{path} is damaged: delete {directory} and prepare it again") from None
-    version = content.get("version") if isinstance(content, dict) else None
+        content = {}
+    version = content.get("version", VERSION)
     if version != VERSION:
         raise DataError(
             f"{path} has version {version}, but this code reads version {VERSION}: "

@@ -308,6 +308,8 @@ def test_python_source_takes_py_files_but_no_installed_packages(tmp_path: Path):
     corpus = prepare(make_corpus("python_source", roots=[str(tmp_path)]), "bytes", tmp_path / "cache")
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["x = 1\n", "y = '東'\n"]
     assert any(path.name == "argparse.py" for path in make_corpus("python_source").paths())
+    (tmp_path / "site-packages" / "g.txt").write_text("text files are taken wherever they are")
+    assert len(make_corpus("text_files", files=str(tmp_path)).paths()) == 2
 
 
 def test_a_finished_corpus_is_reused_until_its_source_is_edited(tmp_path: Path):
