@@ -1,6 +1,6 @@
 """Text -> tokens -> batches.
 
-    corpora.py       sources of text by name: local_files.py, openwebtext.py, hub_dataset.py (and hub.py, their network)
+    corpora.py       sources of text by name: local_files.py, openwebtext.py, hub_dataset.py (network: hub.py)
     read_*.py        a file format each: a text is read in parts (parts.py), cut where no token changes (cuts.py)
     tokenizer.py     tiktoken encodings by name or by file
     prepare.py       corpus -> token shards and a manifest, in parallel, resumable: tokenise.py, split.py, workshop.py
