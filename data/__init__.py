@@ -5,6 +5,7 @@
     tokenizer.py     tiktoken encodings by name or by file
     prepare.py       corpus -> token shards and a manifest, in parallel, resumable: tokenise.py, split.py, workshop.py
     loader.py        token shards -> batches, by step number
+    mix.py           several corpora as one, in given proportions: interleave.py
     inspect.py       `python -m data.inspect PATH`: what is in a corpus, and is it whole; repair.py, if it is not
 
 Importing this package imports nothing heavy.

@@ -1,8 +1,10 @@
 """Sources of text by name: a corpus before it is prepared."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
+from typing import ClassVar
 
 from . import DataError
 from .hub_dataset import HubDataset
@@ -10,7 +12,16 @@ from .local_files import PythonSource, TextFiles
 from .openwebtext import OpenWebText
 from .source import Source
 
-SOURCES = {source.kind: source for source in (PythonSource, TextFiles, OpenWebText, HubDataset)}
+
+@dataclass(frozen=True)
+class Mix:
+    """Prepared corpora: the folder of each, or of a run that was trained on it, and its weight (mix.py)."""
+
+    kind: ClassVar = "mix"
+    corpora: dict[str, float] = field(default_factory=dict)
+
+
+SOURCES = {source.kind: source for source in (PythonSource, TextFiles, OpenWebText, HubDataset, Mix)}
 Paths = Sequence[str | os.PathLike] | str | os.PathLike  # one or several
 
 
@@ -26,9 +37,10 @@ def make_corpus(
     split: str = "train",
     revision: str | None = None,
     streaming: bool = False,
+    corpora: Mapping[str, float] | None = None,
     limit_documents: int | None = None,
-) -> Source:
-    """Return the corpus called `source` (python_source, text_files, openwebtext, hub); nothing is read yet.
+) -> Source | Mix:
+    """Return the corpus called `source` (python_source, text_files, openwebtext, hub, mix); nothing is read yet.
 
     In `separator`, \\n, \\r and \\t may be written as two characters, as a command line passes them. Raises DataError
     for values no corpus can have, and for an argument that the source would ignore.
@@ -49,13 +61,15 @@ def make_corpus(
         "split": split,
         "revision": revision,
         "streaming": streaming,
+        "corpora": dict(corpora or {}) or None,
+        "limit_documents": limit_documents,
     }
-    uses = [field.name for field in fields_of(SOURCES[source]) if field.name != "limit_documents"]
+    uses = [field.name for field in fields_of(SOURCES[source])]
     for name, value in given.items():
         if name not in uses and value != make_corpus.__kwdefaults__[name]:
             raise DataError(f"data.{name} does not apply to source {source}, which uses {', '.join(uses)}")
     settings = {name: given[name] for name in uses if given[name] is not None}
-    return SOURCES[source](**settings, limit_documents=limit_documents)
+    return SOURCES[source](**settings)
 
 
 def _names(paths: Paths) -> tuple[str, ...]:

@@ -9,13 +9,14 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import DataError
 from .ahead import ahead
 from .files import sha256_of
+from .interleave import Interleave
 from .manifest import read_manifest
 from .permutation import Permutation
 from .tokenizer import findable, load_tokenizer, tokenizer_hash
@@ -70,9 +71,10 @@ class Corpus:
         return None
 
     def damaged(self, shard_file: str, reason: str) -> DataError:
+        file = self.directory / shard_file  # of a mix, in another corpus's folder
         return DataError(
-            f"{self.directory / shard_file} {reason}: rebuild just this shard with "
-            f"python -m {__package__}.inspect {shlex.quote(str(self.directory))} --repair {shard_file}"
+            f"{file} {reason}: rebuild just this shard with "
+            f"python -m {__package__}.inspect {shlex.quote(str(file.parent))} --repair {file.name}"
         )
 
 
@@ -86,6 +88,14 @@ def open_corpus(directory: str | Path) -> Corpus:
     return corpus
 
 
+class Share(NamedTuple):
+    """A corpus of a mixture: how many training tokens it has, and which share of a batch comes from it."""
+
+    name: str
+    tokens: int
+    share: float = 1.0
+
+
 class TokenSplit:
     """The tokens of a split as one long sequence over its memory-mapped shards."""
 
@@ -96,6 +106,9 @@ class TokenSplit:
         self.tokens: int = corpus.manifest.tokens[split]
         self.utf8_bytes: int = corpus.manifest.utf8_bytes[split]
         self.name = split
+        mix = corpus.manifest.mix if split == "train" else None
+        # the corpora of a mixture, one behind the other; else this one
+        self.sources = [Share(**each) for each in mix or [{"name": self.corpus.name, "tokens": self.tokens}]]
         self._maps: dict[int, np.ndarray] = {}
         self._edges = [0, *accumulate(shard["tokens"] for shard in self.shards)]
 
@@ -106,13 +119,16 @@ class TokenSplit:
     def epochs(self, tokens: int, at_most: float | None = None) -> float:
         """Return how often a run of so many tokens goes through the split. Raises DataError when above `at_most`.
 
-        Up to 4 epochs are nearly as good as new text (Muennighoff et al., arXiv 2305.16264).
+        Of a mixture, the corpus decides that repeats most often. Up to 4 epochs are nearly as good as new text
+        (Muennighoff et al., arXiv 2305.16264).
         """
-        epochs = tokens / self.tokens
+        source = max(self.sources, key=lambda source: source.share / source.tokens)
+        epochs = tokens * source.share / source.tokens
         if at_most is not None and epochs > at_most:
             raise DataError(
-                f"{self.corpus.name} is too small: {tokens:,} tokens are {epochs:.3g} epochs of its {self.tokens:,}, "
-                f"more than {at_most:g}: give more text, or train on at most {int(at_most * self.tokens):,} tokens"
+                f"{source.name} is too small: {tokens * source.share:,.0f} tokens are {epochs:.3g} epochs of its "
+                f"{source.tokens:,}, more than {at_most:g}: give more text, or train on at most "
+                f"{int(at_most * source.tokens / source.share):,} tokens"
             )
         return epochs
 
@@ -181,14 +197,24 @@ class Batches:
                 f"block_len={block_len:,} must be a multiple of seq_len={seq_len:,}, and divide the "
                 f"{sequences_per_batch * seq_len:,} tokens of a batch"
             )
-        if split.tokens <= block_len:
-            raise DataError(
-                f"the {split.name} split of {split.corpus.name} has {split.tokens:,} tokens, but one sequence takes "
-                f"{block_len + 1:,}: give more text, or a model.seq_len of at most {max(1, split.tokens - 1)}"
-            )
+        for source in split.sources:
+            if source.tokens <= block_len:
+                raise DataError(
+                    f"the {split.name} split of {source.name} has {source.tokens:,} tokens, but one sequence takes "
+                    f"{block_len + 1:,}: give more text, or a model.seq_len of at most {max(1, source.tokens - 1)}"
+                )
         self.split, self.seq_len, self.block_len, self.seed = split, seq_len, block_len, seed
         self.windows_per_batch = sequences_per_batch * seq_len // block_len
-        self.windows = (split.tokens - 1) // block_len
+        tokens = np.array([source.tokens for source in split.sources])
+        counts = (tokens - 1) // block_len
+        self.windows = int(counts.sum())
+        # of each source: its windows, the number of its first one, and the token that this starts at
+        self._counts, self._bases, self._tokens = (
+            counts,
+            np.cumsum(counts) - counts,
+            np.cumsum(tokens) - tokens,
+        )
+        self._interleave = Interleave([source.share for source in split.sources], seed)
         # Windows are computed for a group of batches at once, and the last group is kept: numpy calls for eight
         # sequences at a time were most of the data time of the default run. Not an lru_cache, which cannot be
         # pickled, and which a copy would share with the original.
@@ -197,7 +223,9 @@ class Batches:
 
     def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
-        starts = self._windows(n, rank, world_size) * self.block_len
+        windows = self._windows(n, rank, world_size)
+        source = np.searchsorted(self._bases, windows, "right") - 1
+        starts = self._tokens[source] + (windows - self._bases[source]) * self.block_len
         tokens = np.stack([self.split.read(int(start), self.block_len + 1) for start in starts])
         return tokens[:, :-1].reshape(-1, self.seq_len), tokens[:, 1:].reshape(-1, self.seq_len)
 
@@ -211,11 +239,13 @@ class Batches:
     def _group_windows(self, group: int) -> np.ndarray:
         """Return the windows of a group's batches, int64 (batches, windows_per_batch)."""
         size = self._group * self.windows_per_batch
-        epochs, positions = np.divmod(np.arange(group * size, (group + 1) * size), self.windows)
+        sources, items = self._interleave(np.arange(group * size, (group + 1) * size))
+        epochs, positions = np.divmod(items, self._counts[sources])
         windows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            inside = epochs == epoch
-            windows[inside] = Permutation(self.windows, self.seed, int(epoch))(positions[inside])
+        for source, epoch in np.unique(np.stack([sources, epochs]), axis=1).T.tolist():
+            inside = (sources == source) & (epochs == epoch)
+            permuted = Permutation(int(self._counts[source]), self.seed, epoch)(positions[inside])
+            windows[inside] = self._bases[source] + permuted
         return windows.reshape(self._group, self.windows_per_batch)
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from . import DataError
+from .corpora import Mix
 from .files import Need, make_folder, readable, require_room
 from .loader import Corpus, open_corpus
 from .manifest import MANIFEST_FILE, Manifest, folder_hash
+from .mix import open_mix
 from .parts import Part
 from .progress import Progress, Silence
 from .source import Source, Unfit, too_few
@@ -39,7 +41,7 @@ SPLIT_SEED = 2357
 
 @readable()
 def prepare(
-    source: Source,
+    source: Source | Mix,
     tokenizer: str,
     cache_root: str | Path,
     *,
@@ -51,9 +53,9 @@ def prepare(
     """Return the prepared corpus of `source` (see make_corpus), made now unless it is there already.
 
     tokenizer: see load_tokenizer. cache_root: the folder that the corpus folder is made in. val_fraction: fraction of
-    the documents held out, at least one. workers: tokenising processes, None for one per core; they change
-    nothing in the result. progress: where to report it, None for nowhere. give_way: seconds to wait for another
-    process to make the corpus before this one starts to.
+    the documents held out, at least one (of a mix: see mix.py). workers: tokenising processes, None for one per core;
+    they change nothing in the result. progress: where to report it, None for nowhere. give_way: seconds to wait for
+    another process to make the corpus before this one starts to.
 
     May be called by several processes at once: one works, the others wait for it. Raises DataError for whatever
     the user can put right.
@@ -63,6 +65,8 @@ def prepare(
         raise DataError(f"data.val_fraction={val_fraction}: it must be between 0 and 1, for example 0.01")
     if workers is not None and workers < 1:
         raise DataError(f"data.workers={workers}: it must be at least 1, or null for one process per core")
+    if isinstance(source, Mix):
+        return open_mix(source, tokenizer, cache_root, progress)
     tokenizer = findable(tokenizer)  # for the manifest: inspection or repair may run in another folder
     encoding = load_tokenizer(tokenizer)
     settings = {
@@ -153,14 +157,7 @@ def _make(
             f"no validation document of {source.name} has any text ({len(order)} of {documents} documents held out): "
             "hold out more, with a larger data.val_fraction, or look for text elsewhere"
         )
-    counted = {
-        key: {
-            split: sum(shard[key] for shard in shards if shard["split"] == split)
-            for split in ("train", "val")
-        }
-        for key in ("documents", "tokens", "utf8_bytes")
-    }
-    return {"shards": shards, **counted}
+    return {"shards": shards, **Manifest.counts(shards)}
 
 
 def group(parts: Iterable[Part], shard_bytes: int) -> list[list[Part]]:

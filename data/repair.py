@@ -30,6 +30,10 @@ def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str 
     shard = next((shard for shard in manifest.shards if shard["file"] == file), None)
     if shard is None:
         raise DataError(f"{corpus.directory} has no shard {file!r}: its shards are {_names(manifest.shards)}")
+    if manifest.mix:
+        raise DataError(
+            f"{corpus.directory} is a mix: repair the corpora in it, or delete it, and prepare it again in a second"
+        )
     corpus.tokenizer(tokenizer)
     arguments = dict(manifest.source)
     if arguments["source"] == "hub" and hub.COMMIT.fullmatch(manifest.state):  # not a folder, which has none

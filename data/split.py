@@ -53,7 +53,7 @@ def split_unit(
         # the training documents are what lies between the validation documents
         starts, stops = [0, *edges[val + 1]], [*edges[val], edges[-1]]
         train = (workshop.read(staged, *edge) for edge in zip(starts, stops, strict=True))
-        shard = _write_shard(workshop, "train", unit, chain.from_iterable(train))
+        shard = write_shard(workshop, "train", unit, chain.from_iterable(train))
         record["shard"] = {**shard, "first_document": first_document}
     workshop.record_split(unit, record)
     return record
@@ -71,10 +71,10 @@ def write_val_shard(workshop: Workshop, records: list[dict[str, Any]], order: np
         for document in order
         for unit, start, stop in pieces[int(document)]
     )
-    return _write_shard(workshop, "val", 0, blocks)
+    return write_shard(workshop, "val", 0, blocks)
 
 
-def _write_shard(workshop: Workshop, split: str, unit: int, blocks: Iterable[np.ndarray]) -> dict[str, Any]:
+def write_shard(workshop: Workshop, split: str, unit: int, blocks: Iterable[np.ndarray]) -> dict[str, Any]:
     """Write a shard, block by block, and return what the manifest says of it."""
     end_of_text = load_tokenizer(workshop.tokenizer).eot_token
     lengths = byte_lengths(workshop.tokenizer)
