@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from . import DataError
 from .hub_dataset import HubDataset
@@ -21,7 +21,9 @@ class Mix:
     corpora: dict[str, float] = field(default_factory=dict)
 
 
-SOURCES = {source.kind: source for source in (PythonSource, TextFiles, OpenWebText, HubDataset, Mix)}
+SOURCES: dict[str, type[Source] | type[Mix]] = {
+    source.kind: source for source in (PythonSource, TextFiles, OpenWebText, HubDataset, Mix)
+}
 Paths = Sequence[str | os.PathLike] | str | os.PathLike  # one or several
 
 
@@ -51,7 +53,7 @@ def make_corpus(
         raise DataError(
             f"data.limit_documents={limit_documents}: it must be at least 2, one to train on and one to validate on"
         )
-    given = {
+    given: dict[str, Any] = {
         "roots": _absolute(_names(roots)),
         "files": _absolute(_names(files)) if source == "text_files" else _names(files),
         "column": column,
@@ -65,15 +67,18 @@ def make_corpus(
         "limit_documents": limit_documents,
     }
     uses = [field.name for field in fields_of(SOURCES[source])]
-    for name, value in given.items():
-        if name not in uses and value != make_corpus.__kwdefaults__[name]:
+    unused = {
+        name: default for name, default in (make_corpus.__kwdefaults__ or {}).items() if name not in uses
+    }
+    for name, default in unused.items():
+        if given[name] != default:
             raise DataError(f"data.{name} does not apply to source {source}, which uses {', '.join(uses)}")
     settings = {name: given[name] for name in uses if given[name] is not None}
     return SOURCES[source](**settings)
 
 
 def _names(paths: Paths) -> tuple[str, ...]:
-    return tuple(map(os.fspath, [paths] if isinstance(paths, str | os.PathLike) else paths))
+    return tuple(os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths))
 
 
 def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:

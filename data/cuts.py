@@ -74,8 +74,8 @@ def at_space(file: BinaryIO, start: int) -> int:
     # visible in ASCII: the last byte of another character does not say whether it is one of Unicode's spaces
     if match := re.search(rb"(?<=[!-~]) ", window):
         return start + match.start()
-    begun = re.match(rb"[\x80-\xbf]*", window).end()  # of a character
+    begun = len(window) - len(window.lstrip(bytes(range(0x80, 0xC0))))  # of a character
     text = window[begun:].decode(errors="ignore")  # the last one may end beyond
-    if match := CUT.search(text):
-        return start + begun + len(text[: match.start()].encode())
+    if place := CUT.search(text):
+        return start + begun + len(text[: place.start()].encode())
     return start + (begun if len(window) == SEARCH_BYTES else len(window))

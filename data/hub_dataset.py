@@ -35,7 +35,6 @@ class HubDataset(Source):
     column: str = "text"
     files: tuple[str, ...] = ()
     streaming: bool = False
-    limit_documents: int | None = None
 
     def __post_init__(self) -> None:
         if not self.repo:
@@ -88,7 +87,8 @@ class HubDataset(Source):
             return hub.remembered_commit(self.repo, self.revision)
         hub.require_reachable(self.repo)
         try:
-            return HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.TIMEOUT_SECONDS).sha
+            info = HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.TIMEOUT_SECONDS)
+            return str(info.sha)
         except Exception as error:  # not there, private, gated, ...: the Hub's own words are the best
             raise hub.refused(self.repo, error) from error
 

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", metavar="PATH", help="the corpus's tokenizer file, if it has moved")
     options = parser.parse_args(arguments)
     progress = ConsoleProgress()
-    sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # any text, where the terminal or file is not of UTF-8
     try:
         return inspect(options, progress)
     except DataError as error:

@@ -309,9 +309,9 @@ def prefetch(
 
     def make() -> Iterator[tuple[Any, Any]]:
         for n in count(start) if stop is None else range(start, stop):
-            pair = (
-                torch.from_numpy(np.ascontiguousarray(array)) for array in batches.batch(n, rank, world_size)
+            inputs, targets = map(
+                torch.from_numpy, map(np.ascontiguousarray, batches.batch(n, rank, world_size))
             )
-            yield tuple(tensor.pin_memory() if pin_memory else tensor for tensor in pair)
+            yield (inputs.pin_memory(), targets.pin_memory()) if pin_memory else (inputs, targets)
 
     return ahead(make(), depth)

@@ -29,7 +29,6 @@ class PythonSource(Source):
 
     kind: ClassVar = "python_source"
     roots: tuple[str, ...] = ()
-    limit_documents: int | None = None
 
     def state(self) -> str:
         return state_of(self.paths())
@@ -60,7 +59,6 @@ class TextFiles(Source):
     files: tuple[str, ...]
     column: str = "text"
     separator: str = ""
-    limit_documents: int | None = None
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -156,7 +154,7 @@ def _files(pattern: str) -> list[Path]:
     if os.path.isfile(pattern):
         return [Path(pattern)]
     above, recursive, below = (pattern + "/*" if pattern.endswith("/**") else pattern).partition("/**/")
-    matches = set()
+    matches: set[Path] = set()
     if not recursive:
         matches.update(Path(match) for match in glob.glob(pattern) if os.path.isfile(match))
     for root in filter(os.path.isdir, glob.glob(above or "/") if recursive else ()):

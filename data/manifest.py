@@ -40,7 +40,7 @@ class Manifest:
     mix: list[dict[str, Any]] | None = None
 
     @staticmethod
-    def counts(shards: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    def counts(shards: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields `documents`, `tokens` and `utf8_bytes`."""
         return {
             key: {name: sum(s[key] for s in shards if s["split"] == name) for name in ("train", "val")}

@@ -38,7 +38,6 @@ class OpenWebText(Source):
     kind: ClassVar = "openwebtext"
     files: tuple[str, ...] = ()
     revision: str = OPENWEBTEXT_COMMIT
-    limit_documents: int | None = None
 
     def __post_init__(self) -> None:
         if not hub.COMMIT.fullmatch(self.revision):
@@ -66,7 +65,10 @@ class OpenWebText(Source):
         hub.remove_unfinished(OPENWEBTEXT)
         names = self._names()
         file_bytes = _OPENWEBTEXT_DOWNLOAD_BYTES // len(OPENWEBTEXT_FILES)
-        needed = len(names) if self.limit_documents is None else self._expected_files()
+        needed = len(names)
+        if self.limit_documents is not None:
+            per_file = _OPENWEBTEXT_COUNTS["documents"] / len(OPENWEBTEXT_FILES)
+            needed = min(needed, math.ceil(self.limit_documents / per_file))
         missing = sum(not self._cached(name) for name in names[:needed])
         if missing:
             tokens = _OPENWEBTEXT_COUNTS["train"] + _OPENWEBTEXT_COUNTS["val"]
@@ -79,13 +81,14 @@ class OpenWebText(Source):
             with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
                 list(pool.map(lambda name: _download(name, self.revision, received), names))
         else:
-            self._up_to_limit(_download(name, self.revision, received) for name in names)
+            downloads = (_download(name, self.revision, received) for name in names)
+            self._up_to_limit(downloads, self.limit_documents)
         received.finish()
 
     def parts(self, step: int) -> list[Part]:
-        paths = (self._cached(name) for name in self._names())
+        paths: Iterable[Path] = filter(None, map(self._cached, self._names()))
         if self.limit_documents is not None:
-            paths = self._up_to_limit(paths)
+            paths = self._up_to_limit(paths, self.limit_documents)
         return [part for path in paths for part in parquet_parts(path, step, "text")]
 
     def _names(self) -> list[str]:
@@ -99,18 +102,14 @@ class OpenWebText(Source):
                 )
         return [name for name in OPENWEBTEXT_FILES if any(fnmatch.fnmatch(name, each) for each in self.files)]
 
-    def _expected_files(self) -> int:
-        documents_per_file = _OPENWEBTEXT_COUNTS["documents"] / len(OPENWEBTEXT_FILES)
-        return min(len(self._names()), math.ceil(self.limit_documents / documents_per_file))
-
-    def _up_to_limit(self, paths: Iterable[Path]) -> list[Path]:
+    def _up_to_limit(self, paths: Iterable[Path], limit: int) -> list[Path]:
         import pyarrow.parquet
 
         taken, rows = [], 0
         for path in paths:
             taken.append(path)
             rows += pyarrow.parquet.read_metadata(path).num_rows
-            if rows >= self.limit_documents:
+            if rows >= limit:
                 break
         return taken
 

@@ -37,7 +37,9 @@ PIECE_BYTES = 1 << 20  # of a long text
 
 
 class Part(Protocol):
-    text_bytes: int  # approximate
+    @property
+    def text_bytes(self) -> int:
+        """Approximate."""
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Yield the text; the bool says that a document ends with this piece."""

@@ -8,7 +8,7 @@ take every unit of the text to its training shard: tokenise.py, and, once the nu
 import multiprocessing
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,7 @@ def prepare(
         return open_mix(source, tokenizer, cache_root, progress)
     tokenizer = findable(tokenizer)  # for the manifest: inspection or repair may run in another folder
     encoding = load_tokenizer(tokenizer)
-    settings = {
+    settings: dict[str, Any] = {
         "source": source.arguments,
         "state": source.state(),
         "shard_bytes": SHARD_BYTES,
@@ -174,7 +174,10 @@ def group(parts: Iterable[Part], shard_bytes: int) -> list[list[Part]]:
 
 
 def _tokenise(
-    workshop: Workshop, units: list[list[Part]], limit: int | None, results: Callable[..., Iterator[int]]
+    workshop: Workshop,
+    units: list[list[Part]],
+    limit: int | None,
+    results: Callable[..., Generator[int, None, None]],
 ) -> list[int]:
     """Tokenise every unit; return the documents of each, up to the unit that reaches the limit."""
     staged = [workshop.staged_documents(unit) for unit in range(len(units))]
@@ -204,7 +207,7 @@ def _split(
     counts: list[int],
     documents: int,
     order: np.ndarray,
-    results: Callable[..., Iterator[dict[str, Any]]],
+    results: Callable[..., Iterable[dict[str, Any]]],
 ) -> list[dict[str, Any]]:
     """Split every unit; return the records of all."""
     firsts = np.concatenate([[0], np.cumsum(counts)]).tolist()
@@ -228,7 +231,7 @@ def _results(
     sizes: list[int],
     workers: Workers,
     progress: Progress,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Yield the result of every job, in order: known from an earlier preparation, or (None) made now."""
     sizes = sizes[: len(jobs)]
     done = sum(size for size, result in zip(sizes, known, strict=True) if result is not None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import DataError, hub
-from .corpora import make_corpus
+from .corpora import Mix, make_corpus
 from .files import make_folder
 from .loader import Corpus
 from .manifest import Manifest
@@ -30,15 +30,15 @@ def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str 
     shard = next((shard for shard in manifest.shards if shard["file"] == file), None)
     if shard is None:
         raise DataError(f"{corpus.directory} has no shard {file!r}: its shards are {_names(manifest.shards)}")
-    if manifest.mix:
-        raise DataError(
-            f"{corpus.directory} is a mix: repair the corpora in it, or delete it, and prepare it again in a second"
-        )
     corpus.tokenizer(tokenizer)
     arguments = dict(manifest.source)
     if arguments["source"] == "hub" and hub.COMMIT.fullmatch(manifest.state):  # not a folder, which has none
         arguments["revision"] = manifest.state  # also where `main` was asked for
     source = make_corpus(**arguments)
+    if isinstance(source, Mix):
+        raise DataError(
+            f"{corpus.directory} is a mix: repair the corpora in it, or delete it, and prepare it again in a second"
+        )
     # apart from the corpus, whose shards are replaced only by what their hash says
     workshop = Workshop(corpus.directory / "repair", tokenizer or manifest.tokenizer["name"], manifest.dtype)
     with lock(corpus.directory, progress):

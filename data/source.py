@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,11 +12,12 @@ from .parts import Part
 from .progress import Progress
 
 
+@dataclass(frozen=True)
 class Source(ABC):
     """A corpus before it is prepared: a frozen dataclass of the arguments of make_corpus() that it uses."""
 
     kind: ClassVar[str]  # what make_corpus() calls it
-    limit_documents: int | None  # take only so many documents, from the start
+    limit_documents: int | None = field(default=None, kw_only=True)  # take only so many, from the start
 
     @property
     def name(self) -> str:

@@ -48,7 +48,7 @@ def split_unit(
         with written_whole(workshop.held_out(unit), workshop.partial) as file:
             for index in val:
                 for block in workshop.read(staged, edges[index], edges[index + 1]):
-                    file.write(block)
+                    file.write(block.data)
     if len(val) < len(numbers):
         # the training documents are what lies between the validation documents
         starts, stops = [0, *edges[val + 1]], [*edges[val], edges[-1]]
@@ -83,8 +83,8 @@ def write_shard(workshop: Workshop, split: str, unit: int, blocks: Iterable[np.n
     tokens = documents = utf8_bytes = 0
     with written_whole(path, workshop.partial) as file:
         for block in blocks:
-            file.write(block)
-            digest.update(block)
+            file.write(block.data)
+            digest.update(block.data)
             tokens += len(block)
             documents += int(np.count_nonzero(block == end_of_text))
             utf8_bytes += int(lengths[block].sum(dtype=np.int64))

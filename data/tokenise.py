@@ -1,7 +1,7 @@
 """The first step of a preparation: parts of text -> tokens, with an end-of-text token after each document."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import chain, pairwise, starmap
 
@@ -27,7 +27,7 @@ def tokenise_unit(workshop: Workshop, unit: int, parts: list[Part], limit: int |
         for tokens, ends in encode(parts, workshop, limit):
             documents += ends
             size += len(tokens)
-            file.write(tokens)
+            file.write(tokens.data)
     workshop.record_staged(unit, documents, size)
     return documents
 
@@ -43,7 +43,7 @@ def measure(parts: list[Part], workshop: Workshop) -> tuple[float, float]:
 
 def encode(
     parts: list[Part], workshop: Workshop, limit: int | None = None
-) -> Iterator[tuple[np.ndarray, int]]:
+) -> Generator[tuple[np.ndarray, int], None, None]:
     """Yield the tokens of the parts, block by block, with the number of documents that end in the block."""
     encoding = load_encoder(workshop.tokenizer)
     documents = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tiktoken_ext import openai_public
+from tiktoken_ext import openai_public  # type: ignore[import-untyped]
 
 from . import DataError
 
@@ -95,8 +95,8 @@ def tokenizer_hash(encoding: tiktoken.Encoding) -> str:
     digest = hashlib.sha256(encoding._pat_str.encode())
     for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
         digest.update(b"%d %s\n" % (rank, binascii.hexlify(token)))
-    for token, rank in sorted(encoding._special_tokens.items()):
-        digest.update(f"{rank} {token}\n".encode())
+    for name, rank in sorted(encoding._special_tokens.items()):
+        digest.update(f"{rank} {name}\n".encode())
     return digest.hexdigest()
 
 

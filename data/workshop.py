@@ -66,8 +66,9 @@ class Workshop:
     def staged_documents(self, unit: int) -> int | None:
         """Return how many documents a unit has, None if it is not tokenised."""
         record = _read(self._staged_record(unit))
-        whole = record and (self.split_record(unit) or self._tokens(self.staged(unit)) == record["tokens"])
-        return record["documents"] if whole else None
+        if record and (self.split_record(unit) or self._tokens(self.staged(unit)) == record["tokens"]):
+            return record["documents"]
+        return None
 
     def split_record(self, unit: int) -> dict[str, Any] | None:
         """Return what split_unit() recorded of a unit, None if it is not done."""
