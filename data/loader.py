@@ -119,7 +119,7 @@ class TokenSplit:
     def epochs(self, tokens: int, at_most: float | None = None) -> float:
         """Return how often a run of so many tokens goes through the split. Raises DataError when above `at_most`.
 
-        Of a mixture, the corpus decides that repeats most often. Up to 4 epochs are nearly as good as new text
+        Of a mixture: through the corpus that repeats most often. Up to 4 epochs are nearly as good as new text
         (Muennighoff et al., arXiv 2305.16264).
         """
         source = max(self.sources, key=lambda source: source.share / source.tokens)
@@ -177,6 +177,7 @@ class Batches:
     Each window is cut into sequences of seq_len, so runs whose seq_len differs, but not their block_len and tokens a
     batch, see the same tokens in every batch. sequences_per_batch counts the sequences of all ranks together. Epoch e
     uses the permutation keyed by (seed, e); a batch may take the last windows of one epoch and the first of the next.
+    In a mixture each corpus has epochs of its own, and interleave.py says whose turn it is.
     Raises DataError when the split is shorter than one window, or a batch or a window cannot be cut evenly.
 
     Args:
@@ -209,11 +210,9 @@ class Batches:
         counts = (tokens - 1) // block_len
         self.windows = int(counts.sum())
         # of each source: its windows, the number of its first one, and the token that this starts at
-        self._counts, self._bases, self._tokens = (
-            counts,
-            np.cumsum(counts) - counts,
-            np.cumsum(tokens) - tokens,
-        )
+        self._counts = counts
+        self._bases = np.cumsum(counts) - counts
+        self._tokens = np.cumsum(tokens) - tokens
         self._interleave = Interleave([source.share for source in split.sources], seed)
         # Windows are computed for a group of batches at once, and the last group is kept: numpy calls for eight
         # sequences at a time were most of the data time of the default run. Not an lru_cache, which cannot be

@@ -21,6 +21,7 @@ from .loader import Corpus, open_corpus
 from .manifest import MANIFEST_FILE, Manifest, corpus_folder, folder_hash
 from .progress import Progress
 from .split import write_shard
+from .tokenizer import findable
 from .workshop import Workshop, lock
 
 
@@ -45,13 +46,13 @@ def open_mix(mix: Mix, tokenizer: str, cache_root: str | Path, progress: Progres
     directory = Path(cache_root).expanduser().absolute() / f"mix-{folder_hash(corpora=about, shares=shares)}"
     with lock(directory, progress):
         if not (directory / MANIFEST_FILE).exists():
-            _make(directory, mix, corpora, shares)
+            _make(directory, mix, findable(tokenizer), corpora, shares)
     return open_corpus(directory)
 
 
-def _make(directory: Path, mix: Mix, corpora: list[Corpus], shares: list[float]) -> None:
+def _make(directory: Path, mix: Mix, tokenizer: str, corpora: list[Corpus], shares: list[float]) -> None:
     first = corpora[0].manifest
-    workshop = Workshop(directory, first.tokenizer["name"], first.dtype)
+    workshop = Workshop(directory, tokenizer, first.dtype)
     make_folder(workshop.partial)
     shards = [
         {**shard, "file": str(corpus.directory / shard["file"])}
@@ -64,6 +65,7 @@ def _make(directory: Path, mix: Mix, corpora: list[Corpus], shares: list[float])
         first,
         name=f"mix ({', '.join(named)})",
         source={"source": mix.kind, **asdict(mix)},
+        tokenizer={**first.tokenizer, "name": tokenizer},
         state="-".join(corpus.fingerprint for corpus in corpora),
         shards=shards,
         mix=[

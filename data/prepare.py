@@ -83,12 +83,7 @@ def prepare(
     manifest_file = directory / MANIFEST_FILE
     if manifest_file.exists() and not workshop.partial.exists():
         return open_corpus(directory)
-
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A worker imports the script that started it, anew and as a whole: it would wait here for its own parent.
-        raise DataError(
-            "a script that prepares a corpus needs `if __name__ == '__main__':` around its main code"
-        )
+    _require_main_guard()
     until = time.monotonic() + give_way
     while time.monotonic() < until and not manifest_file.exists():
         time.sleep(0.05)
@@ -113,6 +108,14 @@ def prepare(
             manifest.write(directory, workshop.partial)
         shutil.rmtree(workshop.partial, ignore_errors=True)
     return open_corpus(directory)
+
+
+def _require_main_guard() -> None:
+    """A worker imports the script that started it, anew and as a whole: it would wait here for its own parent."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise DataError(
+            "a script that prepares a corpus needs `if __name__ == '__main__':` around its main code"
+        )
 
 
 @contextmanager
@@ -155,7 +158,7 @@ def _make(
     if not shards[-1]["utf8_bytes"]:
         raise Unfit(
             f"no validation document of {source.name} has any text ({len(order)} of {documents} documents held out): "
-            "hold out more, with a larger data.val_fraction, or look for text elsewhere"
+            "hold out more, with a larger data.val_fraction"
         )
     return {"shards": shards, **Manifest.counts(shards)}
 

@@ -46,8 +46,10 @@ def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str 
             make_folder(workshop.partial)
             source.fetch(progress, corpus.directory)
             units = group(source.parts(manifest.shard_bytes), manifest.shard_bytes)
-            rebuild = _rebuild_train if shard["split"] == "train" else _rebuild_val
-            made = rebuild(workshop, manifest, shard, units, source.limit_documents)
+            if shard["split"] == "train":
+                made = _rebuild_train(workshop, manifest, shard, units, source.limit_documents)
+            else:
+                made = _rebuild_val(workshop, manifest, units)
             if made is None or made["sha256"] != shard["sha256"]:
                 raise DataError(
                     f"the source of {corpus.directory} has changed since then, so {file} cannot be rebuilt: prepare "
@@ -61,6 +63,7 @@ def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str 
 def _rebuild_train(
     workshop: Workshop, manifest: Manifest, shard: dict[str, Any], units: list[list[Part]], limit: int | None
 ) -> dict[str, Any] | None:
+    """None: the unit is not there."""
     unit = int(shard["file"].removeprefix("train-").removesuffix(".bin"))
     if unit >= len(units):
         return None
@@ -70,10 +73,8 @@ def _rebuild_train(
     return split_unit(workshop, unit, shard["first_document"], documents, np.sort(order)).get("shard")
 
 
-def _rebuild_val(
-    workshop: Workshop, manifest: Manifest, _: dict[str, Any], units: list[list[Part]], limit: int | None
-) -> dict[str, Any] | None:
-    """Tokenise the validation documents alone, as if they were one unit."""
+def _rebuild_val(workshop: Workshop, manifest: Manifest, units: list[list[Part]]) -> dict[str, Any] | None:
+    """Tokenise the validation documents alone, as if they were one unit; None: they are not all there."""
     order = split_order(sum(manifest.documents.values()), manifest.val_fraction, manifest.split_seed)
     parts = [part for unit in units for part in unit]
     if tokenise_unit(workshop, 0, [_Chosen(parts, frozenset(order.tolist()))], None) != len(order):

@@ -1,6 +1,7 @@
 """Mixtures of prepared corpora: shares that hold, batches that are a function of their number (4 s)."""
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from data.corpora import make_corpus
 from data.inspect import main as inspect
 from data.loader import Batches, Corpus, EvaluationBatches, open_corpus
 from data.prepare import prepare
+from data.tokenizer import load_tokenizer
 from training.command_line import composed
 from training.config import ConfigError
 from training.corpus import prepare_corpus
@@ -98,6 +100,19 @@ def test_other_shares_are_another_corpus_and_equal_ones_the_same(mix, parts, tmp
     moved = mixed(tmp_path, (parts[0], 25), (parts[1], 75))
     assert moved.fingerprint == mix.fingerprint
     assert mixed(tmp_path, (parts[0], 1), (parts[1], 3.01)).fingerprint != mix.fingerprint
+
+
+def test_a_tokenizer_file_may_have_moved(rank_file, tmp_path):
+    ranks = Path(shutil.copy(rank_file, tmp_path / "own.tiktoken"))
+    corpora = {}
+    for letter in "ab":
+        (tmp_path / f"{letter}.txt").write_text(".".join([letter * 9] * 30))
+        source = make_corpus("text_files", files=str(tmp_path / f"{letter}.txt"), separator=".")
+        corpora[str(prepare(source, str(ranks), tmp_path / "cache", workers=1).directory)] = 1
+    moved = ranks.rename(tmp_path / "moved.tiktoken")
+    load_tokenizer.cache_clear()
+    corpus = prepare(make_corpus("mix", corpora=corpora), str(moved), tmp_path / "cache")
+    assert corpus.tokenizer().name == "moved"
 
 
 def test_the_command_line_mixes_corpora_and_runs(parts, tmp_path):
