@@ -69,7 +69,7 @@ class OpenWebText(Source):
         if self.limit_documents is not None:
             per_file = _OPENWEBTEXT_COUNTS["documents"] / len(OPENWEBTEXT_FILES)
             needed = min(needed, math.ceil(self.limit_documents / per_file))
-        missing = sum(not self._cached(name) for name in names[:needed])
+        missing = sum(not self._is_cached(name) for name in names[:needed])
         if missing:
             tokens = _OPENWEBTEXT_COUNTS["train"] + _OPENWEBTEXT_COUNTS["val"]
             token_bytes = 2 * tokens * needed // len(OPENWEBTEXT_FILES)
@@ -86,7 +86,7 @@ class OpenWebText(Source):
         received.finish()
 
     def parts(self, step: int) -> list[Part]:
-        paths: Iterable[Path] = filter(None, map(self._cached, self._names()))
+        paths: Iterable[Path] = map(self._local, self._names())
         if self.limit_documents is not None:
             paths = self._up_to_limit(paths, self.limit_documents)
         return [part for path in paths for part in parquet_parts(path, step, "text")]
@@ -113,11 +113,21 @@ class OpenWebText(Source):
                 break
         return taken
 
-    def _cached(self, name: str) -> Path | None:
+    def _local(self, name: str) -> Path:
+        """Where fetch() has left a file."""
+        from huggingface_hub import hf_hub_download
+
+        return Path(
+            hf_hub_download(
+                OPENWEBTEXT, name, repo_type="dataset", revision=self.revision, local_files_only=True
+            )
+        )
+
+    def _is_cached(self, name: str) -> bool:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(OPENWEBTEXT, name, revision=self.revision, repo_type="dataset")
-        return Path(found) if isinstance(found, str) else None
+        return isinstance(found, str)
 
 
 def _download(name: str, revision: str, received: "_Received") -> Path:
