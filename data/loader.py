@@ -108,7 +108,7 @@ class TokenSplit:
         self.name = split
         mix = corpus.manifest.mix if split == "train" else None
         # the corpora of a mixture, one behind the other; else this one
-        self.sources = [Share(**each) for each in mix or [{"name": self.corpus.name, "tokens": self.tokens}]]
+        self.shares = [Share(**each) for each in mix or [{"name": self.corpus.name, "tokens": self.tokens}]]
         self._maps: dict[int, np.ndarray] = {}
         self._edges = [0, *accumulate(shard["tokens"] for shard in self.shards)]
 
@@ -122,13 +122,13 @@ class TokenSplit:
         Of a mixture: through the corpus that repeats most often. Up to 4 epochs are nearly as good as new text
         (Muennighoff et al., arXiv 2305.16264).
         """
-        source = max(self.sources, key=lambda source: source.share / source.tokens)
-        epochs = tokens * source.share / source.tokens
+        name, available, share = max(self.shares, key=lambda each: each.share / each.tokens)
+        epochs = tokens * share / available
         if at_most is not None and epochs > at_most:
+            most = int(at_most * available / share)
             raise DataError(
-                f"{source.name} is too small: {tokens * source.share:,.0f} tokens are {epochs:.3g} epochs of its "
-                f"{source.tokens:,}, more than {at_most:g}: give more text, or train on at most "
-                f"{int(at_most * source.tokens / source.share):,} tokens"
+                f"{name} is too small: {tokens * share:,.0f} tokens are {epochs:.3g} epochs of its {available:,}, "
+                f"more than {at_most:g}: give more text, or train on at most {most:,} tokens"
             )
         return epochs
 
@@ -198,22 +198,21 @@ class Batches:
                 f"block_len={block_len:,} must be a multiple of seq_len={seq_len:,}, and divide the "
                 f"{sequences_per_batch * seq_len:,} tokens of a batch"
             )
-        for source in split.sources:
-            if source.tokens <= block_len:
+        for name, tokens, _ in split.shares:
+            if tokens <= block_len:
                 raise DataError(
-                    f"the {split.name} split of {source.name} has {source.tokens:,} tokens, but one sequence takes "
-                    f"{block_len + 1:,}: give more text, or a model.seq_len of at most {max(1, source.tokens - 1)}"
+                    f"the {split.name} split of {name} has {tokens:,} tokens, but one sequence takes "
+                    f"{block_len + 1:,}: give more text, or a model.seq_len of at most {max(1, tokens - 1)}"
                 )
         self.split, self.seq_len, self.block_len, self.seed = split, seq_len, block_len, seed
         self.windows_per_batch = sequences_per_batch * seq_len // block_len
-        tokens = np.array([source.tokens for source in split.sources])
-        counts = (tokens - 1) // block_len
-        self.windows = int(counts.sum())
-        # of each source: its windows, the number of its first one, and the token that this starts at
-        self._counts = counts
-        self._bases = np.cumsum(counts) - counts
-        self._tokens = np.cumsum(tokens) - tokens
-        self._interleave = Interleave([source.share for source in split.sources], seed)
+        sizes = np.array([each.tokens for each in split.shares])
+        # of each corpus: its windows, the number of its first one, and the token that this starts at
+        self._counts = (sizes - 1) // block_len
+        self._bases = np.cumsum(self._counts) - self._counts
+        self._tokens = np.cumsum(sizes) - sizes
+        self.windows = int(self._counts.sum())
+        self._interleave = Interleave([each.share for each in split.shares], seed)
         # Windows are computed for a group of batches at once, and the last group is kept: numpy calls for eight
         # sequences at a time were most of the data time of the default run. Not an lru_cache, which cannot be
         # pickled, and which a copy would share with the original.
@@ -233,7 +232,7 @@ class Batches:
         key, last = (group, self.seed), self._last_group  # read once, as another thread may write it
         if last is None or last[0] != key:
             last = self._last_group = key, self._group_windows(group)
-        return last[1][place][_share(self.windows_per_batch, rank, world_size)]
+        return last[1][place][_of_rank(self.windows_per_batch, rank, world_size)]
 
     def _group_windows(self, group: int) -> np.ndarray:
         """Return the windows of a group's batches, int64 (batches, windows_per_batch)."""
@@ -264,7 +263,7 @@ class EvaluationBatches:
 
     def batch(self, n: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of batch n for one rank, int64 (sequences_per_batch / world_size, seq_len)."""
-        windows = n * self.sequences_per_batch + _share(self.sequences_per_batch, rank, world_size)
+        windows = n * self.sequences_per_batch + _of_rank(self.sequences_per_batch, rank, world_size)
         inputs = np.zeros((len(windows), self.seq_len), np.int64)
         targets = np.full((len(windows), self.seq_len), IGNORED, np.int64)
         for row, window in enumerate(windows):
@@ -275,7 +274,7 @@ class EvaluationBatches:
         return inputs, targets
 
 
-def _share(sequences: int, rank: int, world_size: int) -> np.ndarray:
+def _of_rank(sequences: int, rank: int, world_size: int) -> np.ndarray:
     """Return the positions in a batch that belong to a rank."""
     if sequences % world_size:
         nearest = max(1, round(sequences / world_size)) * world_size

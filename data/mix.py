@@ -46,11 +46,15 @@ def open_mix(mix: Mix, tokenizer: str, cache_root: str | Path, progress: Progres
     directory = Path(cache_root).expanduser().absolute() / f"mix-{folder_hash(corpora=about, shares=shares)}"
     with lock(directory, progress):
         if not (directory / MANIFEST_FILE).exists():
-            _make(directory, mix, findable(tokenizer), corpora, shares)
+            made = _make(directory, mix, findable(tokenizer), corpora, shares)
+            whole = sum(corpus.val.tokens for corpus in corpora)
+            progress.say(
+                f"{made.name}: validation has {made.val.tokens:,} of {whole:,} tokens, for the same proportions"
+            )
     return open_corpus(directory)
 
 
-def _make(directory: Path, mix: Mix, tokenizer: str, corpora: list[Corpus], shares: list[float]) -> None:
+def _make(directory: Path, mix: Mix, tokenizer: str, corpora: list[Corpus], shares: list[float]) -> Corpus:
     first = corpora[0].manifest
     workshop = Workshop(directory, tokenizer, first.dtype)
     make_folder(workshop.partial)
@@ -76,6 +80,7 @@ def _make(directory: Path, mix: Mix, tokenizer: str, corpora: list[Corpus], shar
     )
     manifest.write(directory, workshop.partial)
     shutil.rmtree(workshop.partial)
+    return Corpus(directory)
 
 
 def _validation(corpora: list[Corpus], shares: list[float]) -> Iterator[np.ndarray]:

@@ -12,6 +12,7 @@ from data.corpora import make_corpus
 from data.inspect import main as inspect
 from data.loader import Batches, Corpus, EvaluationBatches, open_corpus
 from data.prepare import prepare
+from data.progress import ConsoleProgress
 from data.tokenizer import load_tokenizer
 from training.command_line import composed
 from training.config import ConfigError
@@ -75,8 +76,11 @@ def test_a_batch_is_a_function_of_its_number_for_any_world_size(mix):
     assert np.array_equal(blocks.batch(2)[0].reshape(-1, 4 * SEQ_LEN), longer.batch(2)[0])
 
 
-def test_validation_is_whole_documents_in_the_same_proportions(mix, parts):
+def test_validation_is_whole_documents_in_the_same_proportions(mix, parts, tmp_path, capsys):
     """The smaller split has 4 documents of 50 tokens: so many of it, and a third as many of the other, 1 of 20."""
+    corpora = {str(corpus.directory): weight for corpus, weight in zip(parts, (1, 3), strict=True)}
+    prepare(make_corpus("mix", corpora=corpora), "bytes", tmp_path, progress=ConsoleProgress())
+    assert "validation has 250 of 1,200 tokens, for the same proportions" in capsys.readouterr().err
     whole = [corpus.val.read(0, 1 << 20) for corpus in parts]
     assert np.array_equal(mix.val.read(0, 1 << 20), np.concatenate([whole[0][:50], whole[1]]))
     assert (mix.val.documents, mix.val.utf8_bytes) == (5, 5 * 49)
