@@ -9,6 +9,7 @@ share allows, so that the validation loss is that of the mixture which the model
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -84,11 +85,20 @@ def _make(directory: Path, mix: Mix, tokenizer: str, corpora: list[Corpus], shar
 
 
 def _validation(corpora: list[Corpus], shares: list[float]) -> Iterator[np.ndarray]:
-    """Yield whole documents of each validation split, in proportion; the split that is shortest for it decides."""
+    """Yield whole documents of each validation split, in proportion; the split that is shortest for it decides.
+
+    They are mixed evenly, so that an evaluation of only the first tokens has the same proportions.
+    """
     in_all = min(corpus.val.tokens / share for corpus, share in zip(corpora, shares, strict=True))
+    documents: list[tuple[float, np.ndarray]] = []  # where its middle is in its split, from 0 to 1
     for corpus, share in zip(corpora, shares, strict=True):
         (shard,) = corpus.val.shards
         path = corpus.directory / shard["file"]
         tokens = np.fromfile(path, corpus.manifest.dtype, max(1, round(in_all * share)))
-        ends = np.flatnonzero(tokens == corpus.eot_token)
-        yield tokens[: ends[-1] + 1] if len(ends) else tokens
+        ends = np.flatnonzero(tokens == corpus.eot_token) + 1
+        edges = [0, *ends.tolist()] if len(ends) else [0, len(tokens)]
+        documents += [
+            ((start + stop) / (2 * edges[-1]), tokens[start:stop]) for start, stop in pairwise(edges)
+        ]
+    for _, document in sorted(documents, key=lambda each: each[0]):
+        yield document
