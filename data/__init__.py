@@ -1,10 +1,12 @@
 """Text -> tokens -> batches.
 
-    corpora.py       where text comes from: files here; openwebtext.py, hub_dataset.py: the Hub, and `datasets`
+    corpora.py       sources of text by name: local_files.py, openwebtext.py, hub_dataset.py (network: hub.py)
+    read_*.py        a file format each: a text is read in parts (parts.py), cut where no token changes (cuts.py)
     tokenizer.py     tiktoken encodings by name or by file
-    prepare.py       corpus -> token shards and a manifest, in parallel, resumable
+    prepare.py       corpus -> token shards and a manifest, in parallel, resumable: tokenise.py, split.py, workshop.py
     loader.py        token shards -> batches, by step number
-    inspect.py       `python -m data.inspect PATH`: what is in a corpus, and is it whole
+    mix.py           several corpora as one, in given proportions: interleave.py
+    inspect.py       `python -m data.inspect PATH`: what is in a corpus, and is it whole; repair.py, if it is not
 
 Importing this package imports nothing heavy.
 """

@@ -1,55 +1,30 @@
-"""Where text comes from: Python source and local text files here, the rest in openwebtext.py and hub_dataset.py."""
+"""Sources of text by name: a corpus before it is prepared."""
 
-import glob
-import hashlib
 import os
-import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
+from typing import Any, ClassVar
 
 from . import DataError
-from .progress import Progress
-from .readers import Part, TextPart, json_lines_parts, parquet_parts, text_parts
+from .hub_dataset import HubDataset
+from .local_files import PythonSource, TextFiles
+from .openwebtext import OpenWebText
+from .source import Source
 
-# Every source, and the arguments of make_corpus() that it uses besides limit_documents.
-USES = {
-    "python_source": ("roots",),
-    "text_files": ("files", "column", "separator"),
-    "openwebtext": ("files", "revision"),
-    "hub": ("repo", "config", "split", "revision", "column", "files", "streaming"),
+
+@dataclass(frozen=True)
+class Mix:
+    """Prepared corpora: the folder of each, or of a run that was trained on it, and its weight (mix.py)."""
+
+    kind: ClassVar = "mix"
+    corpora: dict[str, float] = field(default_factory=dict)
+
+
+SOURCES: dict[str, type[Source] | type[Mix]] = {
+    source.kind: source for source in (PythonSource, TextFiles, OpenWebText, HubDataset, Mix)
 }
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-_OTHER_FORMATS = "; for other formats, such as CSV, use data=hub data.repo=FOLDER"
-
 Paths = Sequence[str | os.PathLike] | str | os.PathLike  # one or several
-
-
-class Source(Protocol):
-    """A corpus before it is prepared."""
-
-    limit_documents: int | None  # take only so many documents, from the start
-
-    @property
-    def name(self) -> str:
-        """Short, for the folder and the manifest."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What make_corpus() takes to make it again."""
-
-    def state(self) -> str:
-        """A string that changes when the text does: a commit, or a hash of the names, sizes and times of files."""
-
-    def fetch(self, progress: Progress, directory: Path) -> None:
-        """Download what is not on this machine yet; the tokens will go to `directory`."""
-
-    def parts(self, step: int) -> list[Part]:
-        """The text, in order, in parts of about `step` bytes."""
-
-    def expected(self, tokenizer_sha256: str, val_fraction: float) -> dict[str, int] | None:
-        """The published counts (documents, and tokens of train and val) that a preparation must arrive at."""
 
 
 def make_corpus(
@@ -64,222 +39,48 @@ def make_corpus(
     split: str = "train",
     revision: str | None = None,
     streaming: bool = False,
+    corpora: Mapping[str, float] | None = None,
     limit_documents: int | None = None,
-) -> Source:
-    """Return the corpus called `source` (python_source, text_files, openwebtext, hub); nothing is read yet.
+) -> Source | Mix:
+    """Return the corpus called `source` (python_source, text_files, openwebtext, hub, mix); nothing is read yet.
 
     In `separator`, \\n, \\r and \\t may be written as two characters, as a command line passes them. Raises DataError
     for values no corpus can have, and for an argument that the source would ignore.
     """
-    if source not in USES:
-        raise DataError(f"there is no data source {source!r}: choose one of {', '.join(USES)}")
-    given = {
-        "roots": roots,
-        "files": files,
-        "separator": separator,
-        "column": column != "text" and column,
-        "repo": repo,
-        "config": config,
-        "split": split != "train" and split,
-        "revision": revision,
-        "streaming": streaming,
-    }
-    for name, value in given.items():
-        if value and name not in USES[source]:
-            raise DataError(
-                f"data.{name} does not apply to source {source}, which uses {', '.join(USES[source])}"
-            )
-    roots, files = _names(roots), _names(files)
+    if source not in SOURCES:
+        raise DataError(f"there is no data source {source!r}: choose one of {', '.join(SOURCES)}")
     if limit_documents is not None and limit_documents < 2:
         raise DataError(
             f"data.limit_documents={limit_documents}: it must be at least 2, one to train on and one to validate on"
         )
-    if source == "python_source":
-        return PythonSource(_absolute(roots), limit_documents)
-    if source == "text_files":
-        if not any(files):
-            raise DataError("text_files needs files: data.files='*.txt' (globs or folders, one or a list)")
-        for typed, meant in (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t")):
-            separator = separator.replace(typed, meant)
-        return TextFiles(_absolute(files), column, separator, limit_documents)
-    from .hub_dataset import HubDataset
-    from .openwebtext import OPENWEBTEXT_COMMIT, OpenWebText
+    given: dict[str, Any] = {
+        "roots": _absolute(_names(roots)),
+        "files": _absolute(_names(files)) if source == "text_files" else _names(files),
+        "column": column,
+        "separator": separator,
+        "repo": os.path.expanduser(repo),
+        "config": config,
+        "split": split,
+        "revision": revision,
+        "streaming": streaming,
+        "corpora": dict(corpora or {}) or None,
+        "limit_documents": limit_documents,
+    }
+    uses = [field.name for field in fields_of(SOURCES[source])]
+    unused = {
+        name: default for name, default in (make_corpus.__kwdefaults__ or {}).items() if name not in uses
+    }
+    for name, default in unused.items():
+        if given[name] != default:
+            raise DataError(f"data.{name} does not apply to source {source}, which uses {', '.join(uses)}")
+    settings = {name: given[name] for name in uses if given[name] is not None}
+    return SOURCES[source](**settings)
 
-    if source == "openwebtext":
-        return OpenWebText(tuple(files), revision or OPENWEBTEXT_COMMIT, limit_documents)
-    repo = os.path.expanduser(repo)
-    return HubDataset(repo, config, split, revision, column, tuple(files), streaming, limit_documents)
+
+def _names(paths: Paths) -> tuple[str, ...]:
+    return tuple(os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths))
 
 
-def _names(paths: Paths) -> list[str]:
-    return list(map(os.fspath, [paths] if isinstance(paths, str | os.PathLike) else paths))
-
-
-def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
+def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
     """Absolute, since a repair may run in another folder, with ~ expanded, which shells leave in data.files=~/x."""
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths if path)
-
-
-def state_of(paths: Iterable[Path]) -> str:
-    """A hash of the names, sizes and times of files."""
-    digest = hashlib.sha256()
-    for path in paths:
-        stat = path.stat()
-        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class LocalFiles:
-    """What corpora of files on this machine have in common."""
-
-    def fetch(self, progress: Progress, directory: Path) -> None:
-        """Nothing to do: the files are here."""
-
-    def paths(self) -> list[Path]:
-        raise NotImplementedError
-
-    def state(self) -> str:
-        return state_of(self.paths())
-
-    def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
-        """No published counts are known for them."""
-
-
-@dataclass(frozen=True)
-class PythonSource(LocalFiles):
-    """Every .py file below `roots`, one document each, in path order. No roots: this Python's standard library."""
-
-    roots: tuple[str, ...] = ()
-    limit_documents: int | None = None
-
-    @property
-    def name(self) -> str:
-        return limited("python_source", self.limit_documents)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"source": "python_source", **asdict(self)}
-
-    def paths(self) -> list[Path]:
-        roots = self.roots or (sysconfig.get_paths()["stdlib"],)
-        found = [path for root in roots for path in _walk(root, (".py",))]
-        if not found:
-            raise DataError(
-                f"no .py file with text below {', '.join(roots)}: name other folders, data.roots=[...]"
-            )
-        return found
-
-    def parts(self, step: int) -> list[Part]:
-        # some files of the standard library's own tests are in other encodings, or in none
-        return [TextPart(str(path), 0, path.stat().st_size, errors="replace") for path in self.paths()]
-
-
-@dataclass(frozen=True)
-class TextFiles(LocalFiles):
-    """Local .txt, .jsonl (also .gz, .zst) and .parquet files, in the order of the patterns, sorted within each.
-
-    A .txt file is one document, or several with `separator` between them; a line or a row of the others is one.
-    readers.py says why they are not read through `datasets`.
-    """
-
-    files: tuple[str, ...]
-    column: str = "text"
-    separator: str = ""
-    limit_documents: int | None = None
-
-    @property
-    def name(self) -> str:
-        return limited("text_files", self.limit_documents)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"source": "text_files", **asdict(self)}
-
-    def paths(self) -> list[Path]:
-        found: dict[Path, None] = {}  # a set that keeps the order
-        for pattern in self.files:
-            if os.path.isdir(pattern):
-                paths = _walk(pattern, SUFFIXES)
-            else:
-                # a name with brackets is first tried as a name, then as a glob
-                matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-                paths = [Path(match).absolute() for match in matches if os.path.isfile(match)]
-            if not paths:
-                raise DataError(
-                    f"no {', '.join(SUFFIXES)} file with text matches data.files={pattern}{_OTHER_FORMATS}"
-                )
-            found.update(dict.fromkeys(paths))
-        for path in found:
-            if not path.name.endswith(SUFFIXES):
-                raise DataError(
-                    f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHER_FORMATS}"
-                )
-            if not path.name.endswith((".txt", ".jsonl")) and not _is_utf8(str(path)):
-                raise DataError(f"the name of {path} is not UTF-8, and such a file cannot be read: rename it")
-        with_text = [path for path in found if path.stat().st_size]
-        if not with_text:
-            raise DataError(f"the files that match data.files={','.join(self.files)} are all empty")
-        return with_text
-
-    def parts(self, step: int) -> list[Part]:
-        paths = self.paths()
-        texts = [path for path in paths if path.suffix == ".txt"]
-        if self.separator and not texts:
-            raise DataError("data.separator is for .txt files, and data.files has none: leave it out")
-        if texts == paths and len(paths) == 1 and not self.separator:
-            raise too_few(self.name, 1)
-        parts: list[Part] = []
-        for path in paths:
-            if path.suffix == ".txt":
-                parts += text_parts(path, step, self.separator)
-            elif path.suffix == ".parquet":
-                parts += parquet_parts(path, step, self.column)
-            else:
-                parts += json_lines_parts(path, step, self.column)
-        return parts
-
-
-class Unfit(DataError):
-    """The text that was read makes no corpus; the work done so far is of no use to a later preparation."""
-
-
-def too_few(name: str, documents: int) -> Unfit:
-    return Unfit(
-        f"{name} has {documents} {'document' if documents == 1 else 'documents'}, but training and validation need "
-        "one each: give more files, or say what separates the documents within a .txt file, "
-        "data.separator='\\n\\n' for paragraphs"
-    )
-
-
-def limited(name: str, limit_documents: int | None) -> str:
-    return name if limit_documents is None else f"{name}-first-{limit_documents}"
-
-
-def _is_utf8(name: str) -> bool:
-    """pyarrow opens only names in UTF-8, where a file system allows any bytes."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
-
-
-def _walk(root: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files below `root` that have one of the suffixes and are not empty, in path order.
-
-    Links to folders are followed, as a glob's ** follows them.
-    """
-    if not os.path.isdir(root):
-        raise DataError(f"{root} is not a folder that can be read")
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"cannot read the folder {error.filename}: {error.strerror}")
-
-    found, seen = [], set()
-    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:  # by another link, or this one leads to a folder that holds it
-            folders.clear()
-            continue
-        seen.add(real)
-        # what is installed beside the standard library is not part of it
-        folders[:] = sorted(name for name in folders if name not in ("site-packages", "dist-packages"))
-        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
-    return sorted(path.absolute() for path in found if path.is_file() and path.stat().st_size)

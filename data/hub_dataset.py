@@ -4,21 +4,21 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from . import DataError, hub
-from .corpora import limited, state_of
+from .parts import Part, as_text, missing_column
 from .progress import Progress, Silence
-from .readers import Part, as_text, missing_column
+from .source import Source, limited, state_of
 
 
 @dataclass(frozen=True)
-class HubDataset:
+class HubDataset(Source):
     """Any dataset with a text column, through datasets.load_dataset; a row is a document.
 
     repo: on the Hub, or a folder of files in any format that `datasets` reads, CSV, JSON lines or Arrow say.
@@ -27,6 +27,7 @@ class HubDataset:
     shows; a folder of them is refused, because text_files reads them whole.
     """
 
+    kind: ClassVar = "hub"
     repo: str
     config: str | None = None
     split: str = "train"
@@ -34,7 +35,6 @@ class HubDataset:
     column: str = "text"
     files: tuple[str, ...] = ()
     streaming: bool = False
-    limit_documents: int | None = None
 
     def __post_init__(self) -> None:
         if not self.repo:
@@ -55,10 +55,7 @@ class HubDataset:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"source": "hub", **asdict(self), "repo": str(self._folder or self.repo)}
-
-    def expected(self, tokenizer_sha256: str, val_fraction: float) -> None:
-        """No published counts are known for it."""
+        return {**super().arguments, "repo": str(self._folder or self.repo)}
 
     def state(self) -> str:
         """The commit that the revision names now; of a folder a hash of its files' names, sizes and times.
@@ -90,7 +87,8 @@ class HubDataset:
             return hub.remembered_commit(self.repo, self.revision)
         hub.require_reachable(self.repo)
         try:
-            return HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.TIMEOUT_SECONDS).sha
+            info = HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub.TIMEOUT_SECONDS)
+            return str(info.sha)
         except Exception as error:  # not there, private, gated, ...: the Hub's own words are the best
             raise hub.refused(self.repo, error) from error
 
@@ -118,35 +116,20 @@ class HubDataset:
     @cached_property
     def _dataset(self):
         """The `datasets` object, checked to have the column."""
-        from datasets import load_dataset_builder
         from huggingface_hub import constants
 
         hub.limit_retries()
         if not self._folder and not constants.HF_HUB_OFFLINE:
             hub.require_reachable(self.repo)
             hub.remove_unfinished(self.repo)
-        files = list(self.files) or None
-        if self._folder and not files and (self._folder / "state.json").exists():
-            raise DataError(
-                f"{self.repo} was written by save_to_disk: name its Arrow files, data.files='*.arrow'"
-            )
         try:
-            revision = None if self._folder else self._commit
-            builder = load_dataset_builder(self.repo, self.config, revision=revision, data_files=files)
-            if self._folder and builder.name == "text":
-                raise DataError(
-                    f"{self.repo} holds .txt files, and `datasets` would make each line a document, without "
-                    f"its line end: use data=text_files {shlex.quote(f'data.files={self._folder}')}"
-                )
-            # Whatever the Hub refuses or drops, `datasets` turns to the newest copy it has, be it of another commit.
-            if not self._folder and builder.hash != self._commit:
-                raise hub.another_commit(self.repo, self._commit, builder.hash)
+            builder = self._builder()
             if self.streaming:
                 dataset = builder.as_streaming_dataset(split=self.split)
             else:
                 builder.download_and_prepare()
                 dataset = builder.as_dataset(split=self.split)
-            names = dataset.column_names or list(next(iter(dataset)))
+            self._require_column(dataset.column_names or list(next(iter(dataset))))
         except DataError:
             raise
         except Exception as error:  # a dozen types, and their own messages help most
@@ -155,9 +138,39 @@ class HubDataset:
         if not self.streaming:
             arrow_files = [Path(file["filename"]) for file in dataset.cache_files]
             self._remove_damaged(arrow_files[0].parent if arrow_files else None)
+        return dataset.select_columns([self.column])
+
+    def _builder(self):
+        """What `datasets` makes of the repository or folder, if it is what was asked for."""
+        import datasets
+
+        files = list(self.files) or None
+        if self._folder and not files and (self._folder / "state.json").exists():
+            raise DataError(
+                f"{self.repo} was written by save_to_disk: name its Arrow files, data.files='*.arrow'"
+            )
+        revision = None if self._folder else self._commit
+        load = partial(
+            datasets.load_dataset_builder, self.repo, self.config, revision=revision, data_files=files
+        )
+        builder = load()
+        if self._folder and builder.name == "text":
+            raise DataError(
+                f"{self.repo} holds .txt files, and `datasets` would make each line a document, without its line "
+                f"end: use data=text_files {shlex.quote(f'data.files={self._folder}')}"
+            )
+        # Whatever the Hub refuses or drops, `datasets` turns to the newest copy it has, be it of another commit.
+        if not self._folder and builder.hash != self._commit:
+            raise hub.another_commit(self.repo, self._commit, builder.hash)
+        if builder.name == "csv":  # pandas would take NA for a missing value, and 007 for 7
+            self._require_column(next(iter(builder.as_streaming_dataset(split=self.split)), {}))
+            text = datasets.Features({self.column: datasets.Value("string")})
+            builder = load(usecols=[self.column], features=text, na_filter=False)
+        return builder
+
+    def _require_column(self, names: Iterable[str]) -> None:
         if self.column not in names:
             raise missing_column(self.column, names, f"{self.repo} ({self.split})")
-        return dataset.select_columns([self.column])
 
     def _remove_damaged(self, arrow_copy: Path | None = None) -> None:
         """Check what was downloaded; remove damaged files, and the Arrow copy made of them, and say so."""

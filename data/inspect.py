@@ -18,7 +18,7 @@ import numpy as np
 from . import DataError
 from .files import readable
 from .loader import Corpus, TokenSplit
-from .manifest import MANIFEST_FILE
+from .manifest import corpus_folder
 from .progress import ConsoleProgress, Progress
 from .repair import rebuild_shard
 from .workers import cpu_count
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", metavar="PATH", help="the corpus's tokenizer file, if it has moved")
     options = parser.parse_args(arguments)
     progress = ConsoleProgress()
-    sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # any text, where the terminal or file is not of UTF-8
     try:
         return inspect(options, progress)
     except DataError as error:
@@ -74,21 +74,6 @@ def inspect(options: argparse.Namespace, progress: Progress) -> int:
     describe(corpus)
     print_documents(corpus, options.documents, options.tokenizer)
     return 0
-
-
-def corpus_folder(path: Path) -> Path:
-    """Return the corpus folder that `path` is, or that the run there was trained on."""
-    named = path / "corpus"
-    if not (path / MANIFEST_FILE).exists() and named.is_file():
-        return Path(named.read_text(encoding="utf-8").strip())
-    if not path.is_dir():
-        raise DataError(f"there is no folder {path}: name a corpus folder or a run directory")
-    if runs := sorted(path.glob("*/corpus")):
-        raise DataError(f"{path} holds runs: name one of them, for example {runs[0].parent}")
-    if not (path / MANIFEST_FILE).exists() and (corpora := sorted(path.glob(f"*/{MANIFEST_FILE}"))):
-        names = ", ".join(each.parent.name for each in corpora)
-        raise DataError(f"{path} holds prepared corpora: name one of these folders in it: {names}")
-    return path.absolute()
 
 
 def check(corpus: Corpus) -> dict[str, str]:

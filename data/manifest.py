@@ -35,12 +35,40 @@ class Manifest:
     # file, split, documents, tokens, utf8_bytes, sha256; first_document where train
     shards: list[dict[str, Any]]
     version: int = VERSION
+    # Of a mixture (mix.py): the name, training tokens and share of each corpus, in the order of the training shards,
+    # whose files are in other folders.
+    mix: list[dict[str, Any]] | None = None
+
+    @staticmethod
+    def counts(shards: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields `documents`, `tokens` and `utf8_bytes`."""
+        return {
+            key: {name: sum(s[key] for s in shards if s["split"] == name) for name in ("train", "val")}
+            for key in ("documents", "tokens", "utf8_bytes")
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for corpora of the same tokens, wherever and from whichever files they were made.
+
+        It follows from the tokenizer, the splits and the hashes of the shards, in order, and the shares of a mixture;
+        not from names and times.
+        """
+        tokens = {
+            "tokenizer": self.tokenizer["sha256"],
+            "dtype": self.dtype,
+            "shards": [(shard["split"], shard["sha256"]) for shard in self.shards],
+        }
+        shares = {"shares": [each["share"] for each in self.mix]} if self.mix else {}
+        return _digest(tokens | shares)[:16]
 
     def write(self, directory: Path, scratch: Path) -> None:
         """Flush the shards that it lists to the disk, then write it."""
         flush_to_disk(directory / shard["file"] for shard in self.shards)
         with written_whole(directory / MANIFEST_FILE, scratch) as file:
             content = asdict(self)
+            if self.mix is None:  # so that older code can read it
+                del content["mix"]
             file.write((json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
@@ -51,16 +79,14 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(
-            f"{directory} holds no finished corpus (no {MANIFEST_FILE}): name another folder; or, if it was being "
-            "prepared, prepare it again, which continues from what is done"
-        ) from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        raise DataError(
+            f"{directory} holds no finished corpus ({MANIFEST_FILE}: {error.strerror}): name another folder; or, if "
+            "it was being prepared, prepare it again, which continues from what is done"
+        ) from None
     except ValueError:
-        raise DataError(f"{path} is damaged: delete {directory} and prepare it again") from None
-    version = content.get("version") if isinstance(content, dict) else None
+        content = {}
+    version = content.get("version", VERSION)
     if version != VERSION:
         raise DataError(
             f"{path} has version {version}, but this code reads version {VERSION}: "
@@ -72,11 +98,25 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(**content)
 
 
+def corpus_folder(path: Path) -> Path:
+    """Return the corpus folder that `path` is, or that the run there was trained on."""
+    named = path / "corpus"
+    if not (path / MANIFEST_FILE).exists() and named.is_file():
+        return Path(named.read_text(encoding="utf-8").strip())
+    if not path.is_dir():
+        raise DataError(f"there is no folder {path}: name a corpus folder or a run directory")
+    if runs := sorted(path.glob("*/corpus")):
+        raise DataError(f"{path} holds runs: name one of them, for example {runs[0].parent}")
+    if not (path / MANIFEST_FILE).exists() and (corpora := sorted(path.glob(f"*/{MANIFEST_FILE}"))):
+        names = ", ".join(each.parent.name for each in corpora)
+        raise DataError(f"{path} holds prepared corpora: name one of these folders in it: {names}")
+    return path.absolute()
+
+
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(**settings: Any) -> str:
-    """Return the hash that names a corpus folder, of everything that decides its tokens."""
-    text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def folder_hash(**settings: Any) -> str:
+    """Return the hash that names a corpus folder before its tokens are known, of everything that decides them."""
+    return _digest({"version": VERSION, **settings})[:12]

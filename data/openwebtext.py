@@ -5,15 +5,16 @@ import math
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from . import DataError, hub
-from .corpora import limited
 from .files import Need, require_room
+from .parts import Part
 from .progress import Progress
-from .readers import Part, parquet_parts
+from .read_parquet import parquet_parts
+from .source import Source, limited
 
 _DOWNLOADS_AT_ONCE = 4
 OPENWEBTEXT = "Skylion007/openwebtext"
@@ -27,16 +28,16 @@ _GPT2_HASH = "701d1e8ec4feb249e776a30ce771000e6f6efa186ccf07fa614bd7d2b2701688"
 
 
 @dataclass(frozen=True)
-class OpenWebText:
+class OpenWebText(Source):
     """The parquet files of Skylion007/openwebtext at one commit, in order; a row is a document.
 
     They are kept in the Hub cache and read there: `datasets` would make a 40 GB Arrow copy of them first.
     files: globs that choose some of the 80. limit_documents: only the files that hold them are downloaded.
     """
 
+    kind: ClassVar = "openwebtext"
     files: tuple[str, ...] = ()
     revision: str = OPENWEBTEXT_COMMIT
-    limit_documents: int | None = None
 
     def __post_init__(self) -> None:
         if not hub.COMMIT.fullmatch(self.revision):
@@ -51,10 +52,6 @@ class OpenWebText:
         part = "" if count == len(OPENWEBTEXT_FILES) else f"-{count}-files"
         return limited(f"openwebtext{part}", self.limit_documents)
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"source": "openwebtext", **asdict(self)}
-
     def state(self) -> str:
         return self.revision
 
@@ -68,8 +65,11 @@ class OpenWebText:
         hub.remove_unfinished(OPENWEBTEXT)
         names = self._names()
         file_bytes = _OPENWEBTEXT_DOWNLOAD_BYTES // len(OPENWEBTEXT_FILES)
-        needed = len(names) if self.limit_documents is None else self._expected_files()
-        missing = sum(not self._cached(name) for name in names[:needed])
+        needed = len(names)
+        if self.limit_documents is not None:
+            per_file = _OPENWEBTEXT_COUNTS["documents"] / len(OPENWEBTEXT_FILES)
+            needed = min(needed, math.ceil(self.limit_documents / per_file))
+        missing = sum(not self._is_cached(name) for name in names[:needed])
         if missing:
             tokens = _OPENWEBTEXT_COUNTS["train"] + _OPENWEBTEXT_COUNTS["val"]
             token_bytes = 2 * tokens * needed // len(OPENWEBTEXT_FILES)
@@ -81,48 +81,53 @@ class OpenWebText:
             with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
                 list(pool.map(lambda name: _download(name, self.revision, received), names))
         else:
-            self._up_to_limit(_download(name, self.revision, received) for name in names)
+            downloads = (_download(name, self.revision, received) for name in names)
+            self._up_to_limit(downloads, self.limit_documents)
         received.finish()
 
     def parts(self, step: int) -> list[Part]:
-        paths = (self._cached(name) for name in self._names())
+        paths: Iterable[Path] = map(self._local, self._names())
         if self.limit_documents is not None:
-            paths = self._up_to_limit(paths)
+            paths = self._up_to_limit(paths, self.limit_documents)
         return [part for path in paths for part in parquet_parts(path, step, "text")]
 
     def _names(self) -> list[str]:
         if not self.files:
             return list(OPENWEBTEXT_FILES)
-        names = [
-            name for name in OPENWEBTEXT_FILES if any(fnmatch.fnmatch(name, glob) for glob in self.files)
-        ]
-        if not names:
-            first, last = OPENWEBTEXT_FILES[0], OPENWEBTEXT_FILES[-1]
-            raise DataError(
-                f"data.files={','.join(self.files)} matches none of the files of {OPENWEBTEXT}, {first} to {last}"
-            )
-        return names
+        for pattern in self.files:
+            if not fnmatch.filter(OPENWEBTEXT_FILES, pattern):
+                first, last = OPENWEBTEXT_FILES[0], OPENWEBTEXT_FILES[-1]
+                raise DataError(
+                    f"data.files={pattern} matches none of the files of {OPENWEBTEXT}, {first} to {last}"
+                )
+        return [name for name in OPENWEBTEXT_FILES if any(fnmatch.fnmatch(name, each) for each in self.files)]
 
-    def _expected_files(self) -> int:
-        documents_per_file = _OPENWEBTEXT_COUNTS["documents"] / len(OPENWEBTEXT_FILES)
-        return min(len(self._names()), math.ceil(self.limit_documents / documents_per_file))
-
-    def _up_to_limit(self, paths: Iterable[Path]) -> list[Path]:
+    def _up_to_limit(self, paths: Iterable[Path], limit: int) -> list[Path]:
         import pyarrow.parquet
 
         taken, rows = [], 0
         for path in paths:
             taken.append(path)
             rows += pyarrow.parquet.read_metadata(path).num_rows
-            if rows >= self.limit_documents:
+            if rows >= limit:
                 break
         return taken
 
-    def _cached(self, name: str) -> Path | None:
+    def _local(self, name: str) -> Path:
+        """Where fetch() has left a file."""
+        from huggingface_hub import hf_hub_download
+
+        return Path(
+            hf_hub_download(
+                OPENWEBTEXT, name, repo_type="dataset", revision=self.revision, local_files_only=True
+            )
+        )
+
+    def _is_cached(self, name: str) -> bool:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(OPENWEBTEXT, name, revision=self.revision, repo_type="dataset")
-        return Path(found) if isinstance(found, str) else None
+        return isinstance(found, str)
 
 
 def _download(name: str, revision: str, received: "_Received") -> Path:

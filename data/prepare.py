@@ -1,42 +1,35 @@
 """Make a corpus ready: documents -> tokens -> shards and a manifest, in parallel, resumable after any kill.
 
 The folder is named after a hash of everything that decides the tokens, so another limit, tokenizer or state of
-the source is another folder, and what is found in a folder is always part of the same result.
+the source is another folder, and what is found in a folder is always part of the same result (workshop.py). Two steps
+take every unit of the text to its training shard: tokenise.py, and, once the number of documents is known, split.py.
 """
 
 import multiprocessing
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from . import DataError
-from .corpora import Source, Unfit, too_few
-from .files import Need, make_folder, readable, require_room, unwritable
+from .corpora import Mix
+from .files import Need, make_folder, readable, require_room
 from .loader import Corpus, open_corpus
-from .manifest import MANIFEST_FILE, Manifest, fingerprint
+from .manifest import MANIFEST_FILE, Manifest, folder_hash
+from .mix import open_mix
+from .parts import Part
 from .progress import Progress, Silence
-from .readers import Part
-from .shards import (
-    Workshop,
-    dtype_for,
-    group,
-    measure,
-    split_order,
-    split_result,
-    split_unit,
-    staged_documents,
-    tokenise_unit,
-    write_val_shard,
-)
+from .source import Source, Unfit, too_few
+from .split import split_order, split_unit, write_val_shard
+from .tokenise import measure, tokenise_unit
 from .tokenizer import findable, load_encoder, load_tokenizer, tokenizer_hash
 from .workers import Workers, cpu_count
+from .workshop import Workshop, lock
 
 # Small enough that a kill loses a second's work and the workers finish together; OpenWebText is 4,800 such files.
 SHARD_BYTES = 8 << 20
@@ -48,7 +41,7 @@ SPLIT_SEED = 2357
 
 @readable()
 def prepare(
-    source: Source,
+    source: Source | Mix,
     tokenizer: str,
     cache_root: str | Path,
     *,
@@ -60,9 +53,9 @@ def prepare(
     """Return the prepared corpus of `source` (see make_corpus), made now unless it is there already.
 
     tokenizer: see load_tokenizer. cache_root: the folder that the corpus folder is made in. val_fraction: fraction of
-    the documents held out, at least one. workers: tokenising processes, None for one per core; they change
-    nothing in the result. progress: where to report it, None for nowhere. give_way: seconds to wait for another
-    process to make the corpus before this one starts to.
+    the documents held out, at least one (of a mix: see mix.py). workers: tokenising processes, None for one per core;
+    they change nothing in the result. progress: where to report it, None for nowhere. give_way: seconds to wait for
+    another process to make the corpus before this one starts to.
 
     May be called by several processes at once: one works, the others wait for it. Raises DataError for whatever
     the user can put right.
@@ -72,56 +65,57 @@ def prepare(
         raise DataError(f"data.val_fraction={val_fraction}: it must be between 0 and 1, for example 0.01")
     if workers is not None and workers < 1:
         raise DataError(f"data.workers={workers}: it must be at least 1, or null for one process per core")
+    if isinstance(source, Mix):
+        return open_mix(source, tokenizer, cache_root, progress)
     tokenizer = findable(tokenizer)  # for the manifest: inspection or repair may run in another folder
     encoding = load_tokenizer(tokenizer)
-    state = source.state()
-    settings = {
+    settings: dict[str, Any] = {
         "source": source.arguments,
-        "state": state,
+        "state": source.state(),
         "shard_bytes": SHARD_BYTES,
         "val_fraction": val_fraction,
         "split_seed": SPLIT_SEED,
     }
-    name = fingerprint(tokenizer=tokenizer_hash(encoding), **settings)
+    name = folder_hash(tokenizer=tokenizer_hash(encoding), **settings)
     directory = Path(cache_root).expanduser().absolute() / f"{source.name}-{name}"
-    workshop = Workshop(directory, tokenizer, dtype_for(encoding))
-    if (directory / MANIFEST_FILE).exists() and not workshop.partial.exists():
+    # uint16 while every token id fits; little-endian on any machine
+    workshop = Workshop(directory, tokenizer, "<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
+    manifest_file = directory / MANIFEST_FILE
+    if manifest_file.exists() and not workshop.partial.exists():
         return open_corpus(directory)
-
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A worker imports the script that started it, anew and as a whole: it would wait here for its own parent.
-        raise DataError(
-            "a script that prepares a corpus needs `if __name__ == '__main__':` around its main code"
-        )
+    _require_main_guard()
     until = time.monotonic() + give_way
-    while time.monotonic() < until and not (directory / MANIFEST_FILE).exists():
+    while time.monotonic() < until and not manifest_file.exists():
         time.sleep(0.05)
     with lock(directory, progress):
-        if not (directory / MANIFEST_FILE).exists():  # finished meanwhile, or killed before it tidied up
+        if not manifest_file.exists():  # finished meanwhile, or killed before it tidied up
             # readable() is inside, as its DataError decides what is kept
             with _resumable(workshop), readable():
                 facts = _make(source, workshop, val_fraction, workers or cpu_count(), progress)
-                if source.state() != state:
+                if source.state() != settings["state"]:
                     raise Unfit(
                         f"the files of {source.name} changed while they were read: prepare them again when nothing "
                         "writes there (data.cache_dir must lie outside data.repo)"
                     )
-            manifest = Manifest(
-                name=source.name,
-                tokenizer={
-                    "name": tokenizer,
-                    "sha256": tokenizer_hash(encoding),
-                    "n_vocab": encoding.n_vocab,
-                    "eot_token": encoding.eot_token,
-                },
-                dtype=workshop.dtype,
-                **settings,
-                **facts,
-            )
-            _check_expected(source, manifest, val_fraction)
+            about = {
+                "name": tokenizer,
+                "sha256": tokenizer_hash(encoding),
+                "n_vocab": encoding.n_vocab,
+                "eot_token": encoding.eot_token,
+            }
+            manifest = Manifest(source.name, tokenizer=about, dtype=workshop.dtype, **settings, **facts)
+            _check_expected(source, manifest)
             manifest.write(directory, workshop.partial)
         shutil.rmtree(workshop.partial, ignore_errors=True)
     return open_corpus(directory)
+
+
+def _require_main_guard() -> None:
+    """A worker imports the script that started it, anew and as a whole: it would wait here for its own parent."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise DataError(
+            "a script that prepares a corpus needs `if __name__ == '__main__':` around its main code"
+        )
 
 
 @contextmanager
@@ -146,126 +140,123 @@ def _make(
     source.fetch(progress, workshop.directory)
     units = group(source.parts(SHARD_BYTES), SHARD_BYTES)
     if not units:
-        raise DataError(f"{source.name} holds no text")
-    text_bytes = sum(part.text_bytes for unit in units for part in unit)
+        raise too_few(source.name, 0)
+    sizes = [sum(part.text_bytes for part in unit) for unit in units]
     if source.limit_documents is not None and source.arguments.get("streaming"):
         workers = 1  # several work ahead of the limit, and would download files that it does not need
-    workers = min(workers, 1 + text_bytes // WORTH_A_PROCESS)
+    workers = min(workers, 1 + sum(sizes) // WORTH_A_PROCESS)
     with Workers(workers, first=partial(load_encoder, workshop.tokenizer)) as processes:
         # behind it the processes start: 0.2 s less, of 9 for 250 MB with two
-        _check_room(source, units, workshop, progress)
-        return _make_shards(source, units, workshop, val_fraction, processes, progress)
+        _check_room(source, units[0], sum(sizes), workshop, progress)
+        results = partial(_results, sizes=sizes, workers=processes, progress=progress)
+        counts = _tokenise(workshop, units, source.limit_documents, results)
+        documents = min(sum(counts), source.limit_documents or sum(counts))
+        order = _validation_documents(source.name, documents, val_fraction)
+        records = _split(workshop, counts, documents, order, results)
+    shards = [record["shard"] for record in records if "shard" in record]
+    shards.append(write_val_shard(workshop, records, order))
+    if not shards[-1]["utf8_bytes"]:
+        raise Unfit(
+            f"no validation document of {source.name} has any text ({len(order)} of {documents} documents held out): "
+            "hold out more, with a larger data.val_fraction"
+        )
+    return {"shards": shards, **Manifest.counts(shards)}
 
 
-def _make_shards(
-    source: Source,
-    units: list[list[Part]],
+def group(parts: Iterable[Part], shard_bytes: int) -> list[list[Part]]:
+    """Cut the sequence of parts into units of at least `shard_bytes` of text, but for the last."""
+    units: list[list[Part]] = []
+    room = 0
+    for part in parts:
+        if room <= 0:
+            units.append([])
+            room = shard_bytes
+        units[-1].append(part)
+        room -= part.text_bytes
+    return units
+
+
+def _tokenise(
     workshop: Workshop,
-    val_fraction: float,
-    workers: Workers,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Do both steps of shards.py for every unit; refuse what makes no corpus as soon as its counts are known."""
-    counts = _tokenise(units, workshop, source.limit_documents, workers, progress)
-    documents = sum(counts)
-    if source.limit_documents is not None:
-        documents = min(documents, source.limit_documents)
+    units: list[list[Part]],
+    limit: int | None,
+    results: Callable[..., Generator[int, None, None]],
+) -> list[int]:
+    """Tokenise every unit; return the documents of each, up to the unit that reaches the limit."""
+    staged = [workshop.staged_documents(unit) for unit in range(len(units))]
+    jobs = [(workshop, unit, units[unit], limit) for unit in range(len(units))]
+    counts: list[int] = []
+    with closing(results("tokenising", tokenise_unit, jobs, staged)) as found:
+        for documents in found:
+            counts.append(documents)
+            if limit is not None and sum(counts) >= limit:
+                break
+    return counts
+
+
+def _validation_documents(name: str, documents: int, val_fraction: float) -> np.ndarray:
     if documents < 2:
-        raise too_few(source.name, documents)
+        raise too_few(name, documents)
     order = split_order(documents, val_fraction, SPLIT_SEED)
     if len(order) == documents:
         raise Unfit(
             f"data.val_fraction={val_fraction} of {documents} documents leaves none to train on: use a smaller one"
         )
-    records = _split(units, counts, workshop, documents, order, workers, progress)
-    shards = [record["shard"] for record in records if "shard" in record]
-    shards.append(write_val_shard(workshop, records, order))
-    if sum(shard["tokens"] for shard in shards) == documents:
-        raise Unfit(f"the {documents} documents of {source.name} are all empty")
-    if not shards[-1]["utf8_bytes"]:
-        raise Unfit(
-            f"no validation document of {source.name} has any text ({len(order)} held out): "
-            "hold out more, with a larger data.val_fraction"
-        )
-    facts: dict[str, Any] = {"shards": shards}
-    for key in ("documents", "tokens", "utf8_bytes"):
-        facts[key] = {split: sum(s[key] for s in shards if s["split"] == split) for split in ("train", "val")}
-    return facts
-
-
-def _tokenise(
-    units: list[list[Part]], workshop: Workshop, limit: int | None, workers: Workers, progress: Progress
-) -> list[int]:
-    """Stage every unit not yet staged; return the documents of each, up to the unit that reaches the limit."""
-    staged = [staged_documents(workshop, unit) for unit in range(len(units))]
-    todo = [unit for unit, documents in enumerate(staged) if documents is None]
-    jobs = ((workshop, unit, units[unit], limit) for unit in todo)
-    with closing(workers.run(tokenise_unit, jobs)) as results:
-        report = _Report("tokenising", units, todo, progress)
-        counts: list[int] = []
-        for unit, documents in enumerate(staged):
-            counts.append(next(results) if documents is None else documents)
-            if documents is None:
-                report.finished(unit)
-            if limit is not None and sum(counts) >= limit:
-                report.skip_rest()
-                break
-    return counts
+    return order
 
 
 def _split(
-    units: list[list[Part]],
-    counts: list[int],
     workshop: Workshop,
+    counts: list[int],
     documents: int,
     order: np.ndarray,
-    workers: Workers,
-    progress: Progress,
+    results: Callable[..., Iterable[dict[str, Any]]],
 ) -> list[dict[str, Any]]:
-    """Split every unit not yet split; return the records of all."""
-    records = [split_result(workshop, unit) for unit in range(len(counts))]
-    todo = [unit for unit, record in enumerate(records) if record is None]
+    """Split every unit; return the records of all."""
     firsts = np.concatenate([[0], np.cumsum(counts)]).tolist()
     val_documents = np.sort(order)
     jobs = []
-    for unit in todo:
+    for unit in range(len(counts)):
         # the last document can begin in this unit and end in the next
         low, high = np.searchsorted(val_documents, [firsts[unit], firsts[unit + 1] + 1])
         jobs.append((workshop, unit, firsts[unit], documents, val_documents[low:high]))
-    with closing(workers.run(split_unit, jobs)) as results:
-        report = _Report("splitting", units[: len(counts)], todo, progress)
-        for unit, record in zip(todo, results, strict=True):
-            records[unit] = record
-            report.finished(unit)
-    return records
+    return list(
+        results("splitting", split_unit, jobs, [workshop.split_record(unit) for unit in range(len(counts))])
+    )
 
 
-class _Report:
-    """Reports finished units to Progress, in bytes of text."""
+def _results(
+    stage: str,
+    step: Callable[..., Any],
+    jobs: list[tuple],
+    known: list[Any],
+    *,
+    sizes: list[int],
+    workers: Workers,
+    progress: Progress,
+) -> Generator[Any, None, None]:
+    """Yield the result of every job, in order: known from an earlier preparation, or (None) made now."""
+    sizes = sizes[: len(jobs)]
+    done = sum(size for size, result in zip(sizes, known, strict=True) if result is not None)
+    progress.advance(stage, done, sum(sizes))
+    todo = (job for job, result in zip(jobs, known, strict=True) if result is None)
+    try:
+        with closing(workers.run(step, todo)) as made:
+            for size, result in zip(sizes, known, strict=True):
+                if result is None:
+                    result = next(made)
+                    done += size
+                    progress.advance(stage, done, sum(sizes))
+                yield result
+    except GeneratorExit:  # the rest is not needed
+        progress.advance(stage, sum(sizes), sum(sizes))
 
-    def __init__(self, stage: str, units: list[list[Part]], todo: list[int], progress: Progress):
-        self._stage, self._progress = stage, progress
-        self._sizes = [sum(part.text_bytes for part in unit) for unit in units]
-        self._total = sum(self._sizes)
-        self._done = self._total - sum(self._sizes[unit] for unit in todo)
-        self._show()
 
-    def finished(self, unit: int) -> None:
-        self._done += self._sizes[unit]
-        self._show()
-
-    def skip_rest(self) -> None:
-        self._done = self._total
-        self._show()
-
-    def _show(self) -> None:
-        self._progress.advance(self._stage, self._done, self._total)
-
-
-def _check_room(source: Source, units: list[list[Part]], workshop: Workshop, progress: Progress) -> None:
+def _check_room(
+    source: Source, first_unit: list[Part], text_bytes: int, workshop: Workshop, progress: Progress
+) -> None:
     """Say how much the tokens will take, and refuse now rather than hours from now if that does not fit."""
-    text_bytes = sum(part.text_bytes for unit in units for part in unit)
-    per_byte, bytes_per_document = measure(units[0], workshop)
+    per_byte, bytes_per_document = measure(first_unit, workshop)
     if source.limit_documents is not None:
         text_bytes = min(text_bytes, int(source.limit_documents * bytes_per_document))
     written = sum(file.stat().st_size for file in workshop.directory.rglob("*") if file.is_file())
@@ -273,33 +264,12 @@ def _check_room(source: Source, units: list[list[Part]], workshop: Workshop, pro
     require_room([Need(workshop.directory, max(0, size - written))], source.name, "tokens", progress)
 
 
-def _check_expected(source: Source, manifest: Manifest, val_fraction: float) -> None:
+def _check_expected(source: Source, manifest: Manifest) -> None:
     """Compare with the published counts of the corpus, where it has some."""
-    expected = source.expected(manifest.tokenizer["sha256"], val_fraction)
+    expected = source.expected(manifest.tokenizer["sha256"], manifest.val_fraction)
     counts = {"documents": sum(manifest.documents.values()), **manifest.tokens}
     if expected and counts != expected:
         raise DataError(
             f"{source.name} has {counts}, but the published counts are {expected}: a source file is not the "
             f"pinned one; delete {source.name}'s files from the Hub cache and the corpus folder, and prepare it again"
         )
-
-
-@contextmanager
-def lock(directory: Path, progress: Progress) -> Iterator[None]:
-    """Let one process at a time make a corpus. The system lets go of the lock when its holder dies."""
-    held = FileLock(directory / ".lock")
-    try:
-        while not held.is_locked:
-            make_folder(directory)
-            with suppress(FileNotFoundError):  # its holder failed, and removed the folder
-                try:
-                    held.acquire(timeout=0)
-                except Timeout:
-                    progress.say(f"another process is preparing {directory}: waiting for it")
-                    held.acquire()
-    except OSError as error:
-        raise unwritable(directory, error) from None
-    try:
-        yield
-    finally:
-        held.release()

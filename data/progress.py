@@ -1,7 +1,7 @@
 """How a long preparation tells the caller where it is. The library prints nothing by itself."""
 
 import sys
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -29,7 +29,7 @@ class ConsoleProgress:
 
     def __init__(self) -> None:
         self._stage = ""
-        self._bar = None
+        self._bar: Any = None
 
     def say(self, text: str) -> None:
         from tqdm import tqdm

@@ -5,10 +5,13 @@ import binascii
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import tiktoken
+from tiktoken_ext import openai_public  # type: ignore[import-untyped]
 
 from . import DataError
 
@@ -33,11 +36,13 @@ def findable(name: str) -> str:
 def load_tokenizer(name: str) -> tiktoken.Encoding:
     """Return the encoding called `name`.
 
-    `bytes`: the 256 byte values, and <|endoftext|> = 256. A path ending in `.tiktoken`: the ranks in that file
-    with GPT-2's split pattern, and <|endoftext|> after the last rank. Anything else: tiktoken's encoding of that
-    name, whose vocabulary tiktoken keeps in TIKTOKEN_CACHE_DIR and downloads at first use.
+    `bytes`: the 256 byte values, and <|endoftext|> = 256. The path of a `.tiktoken` file of tiktoken's own: that
+    encoding. Another `.tiktoken` file: its ranks with GPT-2's split pattern, and <|endoftext|> after the last one, so
+    the first lines of GPT-2's are a smaller vocabulary. Anything else: tiktoken's encoding of that name, whose
+    vocabulary tiktoken keeps in TIKTOKEN_CACHE_DIR and downloads at first use.
 
-    Raises DataError when there is no such encoding, or its vocabulary is neither on disk nor within reach.
+    Raises DataError when there is no such encoding, its vocabulary is neither on disk nor within reach, or the tokens
+    of a file are not those of GPT-2's split pattern.
     """
     if name == "bytes":
         ranks = {bytes([value]): value for value in range(256)}
@@ -74,8 +79,6 @@ def load_encoder(name: str) -> tiktoken.Encoding:
     of 13 MB/s on one core. They are tried in the same order, and a greedy run that nothing follows in the pattern
     is the same as a possessive one, so the pieces are the same.
     """
-    from tiktoken_ext import openai_public
-
     encoding = load_tokenizer(name)
     if encoding._pat_str != openai_public.r50k_pat_str:
         return encoding
@@ -92,17 +95,25 @@ def tokenizer_hash(encoding: tiktoken.Encoding) -> str:
     digest = hashlib.sha256(encoding._pat_str.encode())
     for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
         digest.update(b"%d %s\n" % (rank, binascii.hexlify(token)))
-    for token, rank in sorted(encoding._special_tokens.items()):
-        digest.update(f"{rank} {token}\n".encode())
+    for name, rank in sorted(encoding._special_tokens.items()):
+        digest.update(f"{rank} {name}\n".encode())
     return digest.hexdigest()
 
 
-def _load_rank_file(path: Path) -> tiktoken.Encoding:
-    from tiktoken_ext import openai_public
+@lru_cache(maxsize=1)
+def byte_lengths(name: str) -> np.ndarray:
+    """Return how many bytes of text each token stands for; 0 for the special ones."""
+    encoding = load_tokenizer(name)
+    lengths = np.zeros(encoding.n_vocab, np.uint16)
+    for token, rank in encoding._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
 
+
+def _load_rank_file(path: Path) -> tiktoken.Encoding:
     try:
-        lines = path.read_bytes().splitlines()
-        pairs = (line.split() for line in lines if line)
+        content = path.read_bytes()
+        pairs = (line.split() for line in content.splitlines() if line)
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     except OSError as error:
         raise DataError(
@@ -112,17 +123,45 @@ def _load_rank_file(path: Path) -> tiktoken.Encoding:
         raise DataError(
             f"{path} is not a rank file: each line must be a base64 token, a space and a rank"
         ) from None
+    if known := _of_tiktoken(content, ranks):
+        return known
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
         raise DataError(
             f"{path} is not a complete rank file: it needs the 256 single bytes and ranks 0 to n-1; get it again"
         )
-    return tiktoken.Encoding(
+    encoding = tiktoken.Encoding(
         path.stem,
         pat_str=openai_public.r50k_pat_str,
         mergeable_ranks=ranks,
         special_tokens={END_OF_TEXT: len(ranks)},
     )
+    for token, rank in ranks.items():
+        with suppress(UnicodeDecodeError):
+            if encoding.encode_ordinary(token.decode()) != [rank]:
+                raise DataError(
+                    f"{path} was not made with GPT-2's split pattern, by which it would be read: its token "
+                    f"{token.decode()!r} could never occur; of tiktoken's encodings name the whole file, or just the "
+                    "encoding"
+                )
+    return encoding
+
+
+def _of_tiktoken(content: bytes, ranks: dict[bytes, int]) -> tiktoken.Encoding | None:
+    """The encoding of tiktoken that a rank file belongs to, by the hash that tiktoken compares at a download."""
+    digest = hashlib.sha256(content).hexdigest()
+    load = openai_public.load_tiktoken_bpe
+    try:
+        for name in ("r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
+            openai_public.load_tiktoken_bpe = lambda _, expected_hash: (
+                ranks if expected_hash == digest else {}
+            )
+            arguments = openai_public.ENCODING_CONSTRUCTORS[name]()
+            if arguments["mergeable_ranks"]:
+                return tiktoken.Encoding(**arguments)
+    finally:
+        openai_public.load_tiktoken_bpe = load
+    return None
 
 
 def _rank_url(name: str) -> str:
@@ -157,10 +196,12 @@ def _require_vocabulary(name: str) -> None:
         wanted = f"{Path(single).name} as {_cache_name(single)}"
         if name == "gpt2":
             wanted += " (or " + " and ".join(f"{Path(url).name} as {_cache_name(url)}" for url in urls) + ")"
-        # Another encoding splits text by another pattern than load_tokenizer does for a rank file.
-        ranks = f"name a local {name}.tiktoken {_BY_PATH}, or "
+        # the others have the ranks of an encoding, and further special tokens
+        ranks = (
+            "" if name in ("p50k_edit", "o200k_harmony") else f"name a local {name}.tiktoken {_BY_PATH}, or "
+        )
         raise DataError(
             f"the vocabulary of {name} is not in {_cache_dir()} and cannot be downloaded "
-            f"({type(error).__name__}): {ranks if single == _rank_url('gpt2') else ''}"
+            f"({type(error).__name__}): {ranks}"
             f"set TIKTOKEN_CACHE_DIR to a folder that holds {wanted}"
         ) from None

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -52,11 +52,11 @@ class Workers:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._pool:
-            if error:
+            if error and self._end:
                 self._end.send(None)  # nobody receives it, so that all of them see it
             self._pool.shutdown(cancel_futures=True)
 
-    def run(self, function: Callable[..., Any], jobs: Iterable[tuple]) -> Iterator[Any]:
+    def run(self, function: Callable[..., Any], jobs: Iterable[tuple]) -> Generator[Any, None, None]:
         """Yield function(*job) for each job, in order. Closing the generator drops the jobs not yet started."""
         if self._pool is None:
             for job in jobs:
@@ -88,10 +88,11 @@ def _begin(first: Callable[[], Any], ended: multiprocessing.connection.Connectio
 def _end_with_parent(ended: multiprocessing.connection.Connection) -> None:
     """Watch the parent, which cannot tell its workers to stop once it is killed. Ctrl-C is left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sentinel = multiprocessing.parent_process().sentinel
+    parent = multiprocessing.parent_process()
+    assert parent
 
     def watch() -> None:
-        multiprocessing.connection.wait([sentinel, ended])
+        multiprocessing.connection.wait([parent.sentinel, ended])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -93,7 +93,7 @@ class AttentionConfig:
 class DataConfig:
     """Which text, which tokens, and where they are kept."""
 
-    # Where text comes from: python_source, text_files, openwebtext or hub.
+    # Where text comes from: python_source, text_files, openwebtext, hub or mix.
     source: str = "python_source"
     # bytes, any tiktoken encoding by name (gpt2), or the path of a .tiktoken rank file.
     tokenizer: str = "bytes"
@@ -129,9 +129,19 @@ class DataConfig:
     revision: str | None = None
     # hub: read over the network without a local copy.
     streaming: bool = False
+    # mix: prepared corpora, {FOLDER: weight, ...}: folders that prepare.py printed, or runs. The weights hold in
+    # training and in validation. (Hydra could add no folder to a dict[str, float].)
+    corpora: Any = None
 
     def __post_init__(self) -> None:
         self.roots, self.files = _strings(self.roots), _strings(self.files)
+        try:
+            if self.corpora is not None:
+                self.corpora = {str(folder): float(weight) for folder, weight in self.corpora.items()}
+        except (AttributeError, ValueError, TypeError):
+            raise ConfigError(
+                "data.corpora must be folders with weights: '{FOLDER: 0.7, OTHER: 0.3}'."
+            ) from None
         if not self.cache_dir:  # it would be the current directory
             raise ConfigError("data.cache_dir is empty: name a folder, or leave it out.")
 

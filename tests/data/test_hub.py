@@ -163,13 +163,13 @@ def test_a_subset_of_openwebtext_downloads_only_its_files(hub: HubStub, tmp_path
     parts = (
         {"limit_documents": 7},
         {"files": ["plain_text/train-0001[0-2]-*"]},
-        {"files": ["train-99.parquet"]},
+        {"files": ["plain_text/train-0001[0-2]-*", "train-99.parquet"]},
     )
     (first, some, none), _ = attempt(hub, tmp_path, *({"source": "openwebtext", **part} for part in parts))
     assert first["documents"] == documents(range(2))[:7]
     assert some["name"] == "openwebtext-3-files"
     assert some["documents"] == documents(range(10, 13))
-    assert "matches none" in none["refused"]
+    assert "data.files=train-99.parquet matches none" in none["refused"]
     fetched = hub.fetched()
     assert (fetched[:2], sorted(fetched[2:])) == (list(OPENWEBTEXT_FILES[:2]), list(OPENWEBTEXT_FILES[10:13]))
 
@@ -435,6 +435,30 @@ def test_a_local_folder_is_read_through_datasets_without_network(
     assert after["state"] != before[0]["state"]
     assert str(folders[2]) in broken["refused"]
     assert "check the network" not in broken["refused"]
+
+
+def test_a_csv_column_is_the_text_that_stands_there(hub: HubStub, tmp_path: Path):
+    """pandas reads NA, null and None as missing values, and a column of numbers as numbers."""
+    hub.down = True
+    texts = ["NA", "null", "None", "nan", "true", "007", "1e3", "a, b"]
+    for name, separator in (("comma.csv", ","), ("tab.tsv", "\t")):
+        rows = [f'"{text}"{separator}{row}' for row, text in enumerate(texts)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("\n".join([f"text{separator}number", *rows]))
+    common = {"source": "hub", "repo": str(tmp_path / "comma.csv")}
+    (whole, streamed, tabs, numbers, missing), _ = attempt(
+        hub,
+        tmp_path,
+        common,
+        {**common, "streaming": True},
+        {**common, "repo": str(tmp_path / "tab.tsv"), "streaming": True},
+        {**common, "column": "number"},
+        {**common, "column": "content"},
+    )
+    for end in (whole, streamed, tabs):
+        assert end.get("documents") == sorted(texts), end
+    assert numbers.get("documents") == list("01234567"), numbers
+    assert "has no column 'content'; it has text, number" in missing["refused"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

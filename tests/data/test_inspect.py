@@ -112,16 +112,34 @@ def test_a_path_that_is_not_a_corpus_or_shard_is_a_one_line_error(
     assert refused.stderr.startswith("error: ")
 
 
-def test_repair_is_refused_if_the_source_files_have_changed(inspect: Inspect, tmp_path: Path):
+def test_repair_needs_the_text_not_the_times_of_the_source_files(inspect: Inspect, tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
     corpus = prepare(
-        make_corpus("text_files", files=str(tmp_path / "a.txt"), separator="\n\n"), "bytes", tmp_path
+        make_corpus("text_files", files=str(tmp_path / "a.txt"), separator="\n\n"),
+        "bytes",
+        tmp_path / "cache",
     )
-    (corpus.directory / "train-00000.bin").unlink()
-    (tmp_path / "a.txt").write_text("changed")
+    files = [corpus.directory / shard["file"] for shard in corpus.manifest.shards]
+    good = [file.read_bytes() for file in files]
+    for text in ("one\n\ntwo\n\nthreE", "One\n\nTwo\n\nthree", "one\n\ntwo"):
+        (tmp_path / "a.txt").write_text(text)
+        for file, content in zip(files, good, strict=True):
+            refused = inspect(corpus.directory, "--repair", file.name)
+            if refused.returncode:
+                assert f"has changed since then, so {file.name} cannot be rebuilt" in refused.stderr
+            assert file.read_bytes() == content  # a good shard is not replaced by another text's
+    (tmp_path / "a.txt").write_text("One\n\ntwo\n\nthree")
+    files[0].unlink()
     refused = inspect(corpus.directory, "--repair")
     assert refused.returncode == 1
     assert "has changed since" in refused.stderr
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")  # the same text, at another time
+    assert inspect(corpus.directory, "--repair").returncode == 0
+    assert [file.read_bytes() for file in files] == good
+    assert sorted(path.name for path in corpus.directory.iterdir() if path.suffix != ".bin") == [
+        ".lock",
+        "manifest.json",
+    ]
 
 
 def test_a_changed_tokenizer_file_is_refused(

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -181,32 +180,14 @@ def test_ranks_that_do_not_divide_a_batch_are_refused(corpus: Corpus):
         Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0).batch(0, 0, 3)
 
 
-def test_a_rank_batch_number_or_depth_out_of_range_is_refused(corpus: Corpus):
-    batches, evaluation = (
-        Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=0),
-        EvaluationBatches(corpus.val, SEQ_LEN, PER_BATCH),
-    )
-    for rank, world_size in ((2, 2), (-1, 2), (0, 0)):
-        for each in (batches, evaluation):
-            with pytest.raises(DataError, match=f"^rank={rank} of world_size={world_size}: a rank is"):
-                each.batch(0, rank, world_size)
-    last = len(evaluation) - 1
-    for n in (-1, last + 1):
-        with pytest.raises(DataError, match=f"^evaluation batch {n}: this split has batches 0 to {last}$"):
-            evaluation.batch(n)
-    for depth in (0, -1):
-        with pytest.raises(DataError, match=f"^depth={depth}: it must be at least 1"):
-            prefetch(batches, depth=depth)
-
-
-@pytest.mark.parametrize(("seq_len", "sequences"), [(0, 4), (8, 0), (-1, 4)])
-def test_batches_without_tokens_or_sequences_are_refused(corpus: Corpus, seq_len: int, sequences: int):
-    for make in (
-        lambda *sizes: Batches(corpus.train, *sizes, seed=0),
-        partial(EvaluationBatches, corpus.val),
+def test_a_corpus_too_small_for_a_run_is_refused_with_its_epochs(corpus: Corpus):
+    tokens = corpus.train.tokens
+    assert corpus.train.epochs(tokens // 2) == pytest.approx(0.5, rel=0.01)
+    assert corpus.train.epochs(4 * tokens, at_most=4) == 4
+    with pytest.raises(
+        DataError, match=rf"are 8 epochs of its {tokens:,}, more than 4: .*at most {4 * tokens:,} "
     ):
-        with pytest.raises(DataError, match=f"at least one sequence .*got seq_len={seq_len} and"):
-            make(seq_len, sequences)
+        corpus.train.epochs(8 * tokens, at_most=4)
 
 
 def test_a_corpus_shorter_than_a_sequence_is_refused(corpus: Corpus):

@@ -1,6 +1,7 @@
 """Corpora of local files become the right tokens, whatever the format and the number of workers (15 s)."""
 
 import base64
+import glob
 import gzip
 import itertools
 import json
@@ -19,12 +20,15 @@ import zstandard
 from tiktoken_ext import openai_public
 
 from data import DataError
-from data.corpora import TextFiles, make_corpus
+from data.corpora import make_corpus
 from data.loader import Corpus, TokenSplit, open_corpus
+from data.local_files import TextFiles
 from data.prepare import prepare
 from data.progress import ConsoleProgress
-from data.shards import Workshop, encode, split_order
+from data.split import split_order
+from data.tokenise import encode
 from data.tokenizer import END_OF_TEXT, load_tokenizer
+from data.workshop import Workshop
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +174,7 @@ def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Pat
             special_tokens={END_OF_TEXT: len(ranks)},
         )
     monkeypatch.setattr("data.tokenizer.load_tokenizer", lambda _: encoding)
-    monkeypatch.setattr("data.shards._BLOCK_CHARACTERS", 20)
+    monkeypatch.setattr("data.tokenise.BLOCK_CHARACTERS", 20)
     letters = [
         *"   \t\n\r\x1c\x85\u00a0\u3000'.,_-/aZé\u0301東。、\uff0c1²\u0663🙂\ud83d",
         "\r\n",
@@ -190,22 +194,51 @@ def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Pat
     assert np.concatenate([tokens for tokens, _ in blocks]).tolist() == expected
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what the most memory was")
-@pytest.mark.parametrize("blank", [" ", "\n"])
-def test_blanks_that_overflow_tiktokens_stack_are_tokenised(blank: str, rank_file: str, tmp_path: Path):
-    """tiktoken refuses the document. By its pattern, the last blank belongs to the next word, the others together."""
-    (tmp_path / "a.txt").write_text("The end." + blank * 1_200_000 + "the next")
+@pytest.mark.parametrize(
+    ("name", "blank"),
+    [("gpt2", " "), ("gpt2", "\n"), ("cl100k_base", " "), ("cl100k_base", "\t"), ("o200k_base", " ")],
+)
+def test_blanks_that_overflow_tiktokens_stack_are_tokenised(
+    name: str, blank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """tiktoken refuses the document. Its tokens are those of a thousand times fewer blanks, and more blanks."""
+    for load in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(openai_public, load, lambda *_, **__: {})
+    merged = [blank.encode() * 2, blank.encode() * 4, b"the", b" the", b"\tthe"]
+    ranks = {token: rank for rank, token in enumerate([*(bytes([value]) for value in range(256)), *merged])}
+    pattern = getattr(openai_public, name)()["pat_str"]
+    encoding = tiktoken.Encoding(
+        name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
+    )
+    monkeypatch.setattr("data.tokenizer.load_tokenizer", lambda _: encoding)
+    few, many = ("The end." + count * blank + "the next" for count in (1200, 1_200_000))
+    (tmp_path / "a.txt").write_text(many)
     (tmp_path / "b.txt").write_text("short")
-    corpus = prepare(make_corpus("text_files", files=str(tmp_path / "*.txt")), rank_file, tmp_path, workers=1)
-    encoding = corpus.tokenizer()
     with pytest.raises(ValueError, match="stack size"):
-        encoding.encode_to_numpy("The end." + blank * 1_200_000 + "the next")
-    parts = ("The end." + blank * 1_199_999, blank + "the next")
-    wanted = [token for part in parts for token in encoding.encode_ordinary(part)]
-    longest = max((corpus.train, corpus.val), key=lambda split: split.tokens)
-    assert longest.read(0, longest.tokens).tolist() == [*wanted, encoding.eot_token]
+        encoding.encode_to_numpy(many)
+    parts = make_corpus("text_files", files=str(tmp_path / "*.txt")).parts(1 << 30)
+    blocks = encode(parts[:1], Workshop(tmp_path, f"{name} with {blank!r}", "<u4"))
+    found = np.concatenate([tokens for tokens, _ in blocks]).tolist()
+    expected, four = encoding.encode_ordinary(few), ranks[blank.encode() * 4]
+    at = expected.index(four)
+    assert found == [*expected[:at], *[four] * 299_700, *expected[at:], encoding.eot_token]
 
 
+def test_a_text_that_tiktoken_cannot_encode_is_refused_with_its_file(tmp_path: Path, monkeypatch):
+    """No encoding of tiktoken's has a pattern that fails here; one with another such weakness may come."""
+    ranks = {bytes([value]): value for value in range(256)}
+    encoding = tiktoken.Encoding(
+        "weak", pat_str="[^!]+(?=!)|.", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
+    )
+    monkeypatch.setattr("data.tokenizer.load_tokenizer", lambda _: encoding)
+    (tmp_path / "a.txt").write_text("x" * 1_200_000)
+    (tmp_path / "b.txt").write_text("short")
+    parts = make_corpus("text_files", files=str(tmp_path / "*.txt")).parts(1 << 30)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/a.txt: weak cannot encode the text that begins 'xxx"):
+        list(encode(parts, Workshop(tmp_path, "weak", "<u4")))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what the most memory was")
 def test_memory_does_not_grow_with_file_size_and_little_with_line_length(tmp_path: Path):
     """Three lines of 20 MB take 135 MB; 197 MB with the tokens memory-mapped, 330 MB if all copies of a line stay."""
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
@@ -232,6 +265,19 @@ def test_a_separator_splits_a_text_file_into_documents(documents: list[str], tmp
         order = split_order(len(texts), 0.01, 2357)
         assert decoded(corpus.val) == [texts[index] for index in order]
         assert sum(corpus.manifest.documents.values()) == len(texts)
+
+
+def test_a_file_without_the_separator_is_one_document_and_said_to_be(tmp_path: Path, monkeypatch):
+    """The first is read in blocks that end within the separator."""
+    monkeypatch.setattr("data.cuts.SEARCH_BYTES", 4)
+    for name, text in {"a": "12\n\n\nthree", "b": "a\nb", "c": "c"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    source = make_corpus("text_files", files=str(tmp_path), separator="\n\n\n")
+    recorder = Recorder()
+    corpus = prepare(source, "bytes", tmp_path / "cache", progress=recorder)
+    assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["12", "a\nb", "c", "three"]
+    words = rf"data.separator='\n\n\n' is missing in 2 of 3 .txt files ({tmp_path}/b.txt, ...)"
+    assert recorder.said[0] == f"{words}: each is one document"
 
 
 def test_a_limit_takes_the_first_documents(documents: list[str], parquet: Path, tmp_path: Path):
@@ -263,6 +309,8 @@ def test_python_source_takes_py_files_but_no_installed_packages(tmp_path: Path):
     corpus = prepare(make_corpus("python_source", roots=[str(tmp_path)]), "bytes", tmp_path / "cache")
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["x = 1\n", "y = '東'\n"]
     assert any(path.name == "argparse.py" for path in make_corpus("python_source").paths())
+    (tmp_path / "site-packages" / "g.txt").write_text("text files are taken wherever they are")
+    assert len(make_corpus("text_files", files=str(tmp_path)).paths()) == 2
 
 
 def test_a_finished_corpus_is_reused_until_its_source_is_edited(tmp_path: Path):
@@ -276,6 +324,31 @@ def test_a_finished_corpus_is_reused_until_its_source_is_edited(tmp_path: Path):
     assert again.stages == again.said == []
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree\n\nfour")
     assert prepare(source, "bytes", tmp_path).directory != corpus.directory
+
+
+def test_the_fingerprint_is_that_of_the_tokens_not_of_the_files(rank_file: str, tmp_path: Path):
+    """What decides on resume: a text may be moved, copied or touched, but not edited."""
+
+    def fingerprint(files: str, tokenizer: str = "bytes", val_fraction: float = 0.01) -> str:
+        source = make_corpus("text_files", files=str(tmp_path / files), separator="\n\n")
+        return prepare(source, tokenizer, tmp_path / "cache", val_fraction=val_fraction).fingerprint
+
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
+    before = fingerprint("a.txt")
+    os.utime(tmp_path / "a.txt", (0, 0))
+    assert fingerprint("a.txt") == before
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert fingerprint("b.txt") == before
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    only_bytes = tmp_path / "bytes.tiktoken"
+    only_bytes.write_text("".join(Path(rank_file).read_text().splitlines(keepends=True)[:256]))
+    others = {
+        fingerprint("b.txt", val_fraction=0.5),  # the same documents, split otherwise
+        fingerprint("b.txt", str(only_bytes)),  # the same token ids, of another tokenizer
+    }
+    (tmp_path / "b.txt").write_text("one\n\ntwo\n\nthred")
+    others.add(fingerprint("b.txt"))
+    assert len(others | {before}) == 4
 
 
 def test_empty_documents_are_kept_and_lone_surrogates_replaced(tmp_path: Path):
@@ -304,7 +377,7 @@ def test_invalid_utf8_in_source_code_is_replaced_not_refused(tmp_path: Path):
 
 def test_a_separator_is_found_across_search_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also after many blocks that contain no separator."""
-    monkeypatch.setattr("data.readers._SEARCH_BYTES", 5)
+    monkeypatch.setattr("data.cuts.SEARCH_BYTES", 5)
     monkeypatch.setattr("data.prepare.SHARD_BYTES", 50)
     texts = ["é" * length for length in (1, 7, 300, 3, 30, 31, 32, 33, 90, 2)]
     (tmp_path / "a.txt").write_text("<end>".join(texts))
@@ -357,8 +430,31 @@ def test_a_folder_linked_twice_is_read_once(tmp_path: Path):
         (tmp_path / name).write_text(name)
     for link, target in {"one": "elsewhere", "two": "elsewhere", "around": "texts"}.items():
         (tmp_path / "texts" / link).symlink_to(tmp_path / target)
-    found = make_corpus("text_files", files=str(tmp_path / "texts")).paths()
-    assert found == [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "one" / "b.txt"]
+    folder = str(tmp_path / "texts")
+    files = [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "one" / "b.txt"]
+    for patterns in (folder, f"{folder}/**/*.txt", f"{folder}/**", [folder, f"{folder}/around/a.txt"]):
+        assert make_corpus("text_files", files=patterns).paths() == files
+    # two of these would keep a glob of Python's busy for ever
+    (tmp_path / "texts" / "again").symlink_to(tmp_path / "texts")
+    assert make_corpus("text_files", files=f"{folder}/**/one/**/*.txt").paths() == files[1:]
+
+
+def test_a_recursive_glob_finds_what_globs_of_python_find(tmp_path: Path):
+    for name in ("a.txt", "b/a.txt", "b/c/a.txt", "b/c/d.txt", ".hidden/a.txt", "b/.e/a.txt", "[x]/c/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for pattern in (
+        "**",
+        "**/a.txt",
+        "**/c/*.txt",
+        "b/**/*.txt",
+        "**/b/**",
+        "*/**/c/**/a*",
+        "[[]x]/**/*.txt",
+    ):
+        found = make_corpus("text_files", files=f"{tmp_path}/{pattern}").paths()
+        matches = sorted(map(Path, glob.glob(f"{tmp_path}/{pattern}", recursive=True)))
+        assert found == [match for match in matches if match.is_file()], pattern
 
 
 def test_a_tilde_in_a_path_means_the_home_folder(
@@ -383,7 +479,8 @@ def test_a_tilde_in_a_path_means_the_home_folder(
 
 
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path: Path):
-    tokens = [bytes([i]) for i in range(256)] + [bytes([i, j]) for i in range(256) for j in range(256)]
+    pairs = [bytes([i, j]) for i in range(128, 256) for j in range(256)]
+    tokens = [*(bytes([i]) for i in range(256)), *pairs, *(b"\xff" + pair for pair in pairs)]
     ranks = tmp_path / "large.tiktoken"
     ranks.write_bytes(
         b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))

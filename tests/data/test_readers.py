@@ -13,9 +13,11 @@ import pytest
 
 from data import DataError
 from data.corpora import make_corpus
-from data.readers import parquet_parts, text_parts
-from data.shards import Workshop, encode
+from data.read_parquet import parquet_parts
+from data.read_text import text_parts
+from data.tokenise import encode
 from data.tokenizer import load_tokenizer
+from data.workshop import Workshop
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
@@ -23,8 +25,8 @@ def test_a_long_parquet_row_is_read_in_pieces_with_the_same_tokens(
     kind: str, tmp_path: Path, rank_file: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """In pieces, since a single emoji makes a str take four times the memory."""
-    monkeypatch.setattr("data.readers._BATCH_BYTES", 1000)
-    monkeypatch.setattr("data.readers._PIECE_BYTES", 1000)
+    monkeypatch.setattr("data.read_parquet.BATCH_BYTES", 1000)
+    monkeypatch.setattr("data.parts.PIECE_BYTES", 1000)
     texts = [
         "the words, they said 🙂 and said again " * 300,
         "",
@@ -46,8 +48,8 @@ def test_a_long_parquet_row_is_read_in_pieces_with_the_same_tokens(
 
 
 def test_a_long_json_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("data.readers._LONG_LINE", 1000)
-    monkeypatch.setattr("data.readers._PIECE_BYTES", 1000)
+    monkeypatch.setattr("data.read_json_lines.LONG_LINE", 1000)
+    monkeypatch.setattr("data.parts.PIECE_BYTES", 1000)
     text = "the words, they said 🙂 and said again " * 300
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in (text, "short")))
     (part,) = make_corpus("text_files", files=tmp_path / "a.jsonl").parts(1 << 20)
@@ -90,7 +92,7 @@ def test_a_long_line_is_read_or_refused_as_a_short_one(line: bytes, tmp_path: Pa
             return str(error)
 
     short = read()
-    monkeypatch.setattr("data.readers._LONG_LINE", 0)
+    monkeypatch.setattr("data.read_json_lines.LONG_LINE", 0)
     assert read() == short
 
 
@@ -101,7 +103,7 @@ def test_splitting_a_file_into_parts_keeps_its_documents(
     """A separator can overlap another: of three newlines the first two end a document, the third begins one."""
     choose = random.Random(0)
     for block in (1, 3, 1000):
-        monkeypatch.setattr("data.readers._SEARCH_BYTES", block)
+        monkeypatch.setattr("data.cuts.SEARCH_BYTES", block)
         for _ in range(50):
             text = "".join(choose.choices(letters, k=60))
             (tmp_path / "a.txt").write_bytes(text.encode())
@@ -113,7 +115,7 @@ def test_splitting_a_file_into_parts_keeps_its_documents(
 def test_cjk_text_is_cut_at_its_punctuation_never_within_a_character(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("data.readers._SEARCH_BYTES", 40)
+    monkeypatch.setattr("data.cuts.SEARCH_BYTES", 40)
     path = tmp_path / "a.txt"
     path.write_text("東京は大きい。京都は古い、" * 20, encoding="utf-8")
     for step in range(10, 60):

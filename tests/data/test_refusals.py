@@ -18,7 +18,7 @@ from data import DataError
 from data.corpora import make_corpus
 from data.prepare import prepare
 from data.progress import Silence
-from data.shards import split_order
+from data.split import split_order
 
 
 def refused(source_arguments: dict, cache: Path, workers: int = 1, **options) -> str:
@@ -41,13 +41,18 @@ BAD_FILES = {
     "cut.parquet": (b"PAR1 and nothing else", "cut.parquet cannot be read as parquet"),
     "one.txt": (b"a single document", r"has 1 document, .*data\.separator"),
     "windows.txt": (b"a\r\n\r\nb", r"windows.txt has Windows line ends.*data\.separator='\\r\\n\\r\\n'"),
+    "unix.txt": (b"a\n\nb", r"unix.txt has Unix line ends.*data\.separator='\\n\\n'"),
+    "lacking.txt": (b"a\nb", r"data\.separator='\\n\\n' is missing in 1 of 1 .txt files .*lacking.txt"),
     "empty.txt": (b"", "no .* file with text|all empty"),
     "separators.txt": (b"\n\n\n\n", "has 0 documents"),
-    "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', "all empty"),
+    "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', r"has any text \(1 of 2 documents held out\)"),
     "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl.*such as CSV, use data=hub data\.repo=FOLDER"),
     "latin1.txt": (b"caf\xe9 au lait", r"latin1.txt: byte 3 \(0xe9\) is not UTF-8.*iconv"),
-    "digits.jsonl": (b'{"text": "a", "n": %s}\n' % (b"9" * 5000), "byte 0 cannot be read .*4300 digits"),
-    "deep.jsonl": (b"[" * 100_000, "byte 0 cannot be read .*recursion"),
+    "digits.jsonl": (
+        b'{"text": "a", "n": %s}\n' % (b"9" * 5000),
+        r"byte 0 is not JSON .*4300 digits",
+    ),
+    "deep.jsonl": (b"[" * 100_000, r"byte 0 is not JSON .*recursion"),
     "notepad.txt": ("a\n\nb".encode("utf-16"), "it looks like UTF-16: iconv -f utf-16 -t utf-8"),
     "latin1.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', r"latin1.jsonl: byte 24 \(0xff\) is not UTF-8"),
 }
@@ -58,8 +63,10 @@ def test_bad_files_are_refused_by_name(name: str, tmp_path: Path):
     content, words = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     arguments = {"source": "text_files", "files": str(tmp_path / name)}
-    if name in ("separators.txt", "windows.txt", "latin1.txt", "notepad.txt"):
+    if name in ("separators.txt", "windows.txt", "latin1.txt", "notepad.txt", "lacking.txt"):
         arguments["separator"] = "\n\n"
+    if name == "unix.txt":
+        arguments["separator"] = "\r\n\r\n"
     message = refused(arguments, tmp_path / "cache")
     assert re.search(words, message), message
 
@@ -118,7 +125,12 @@ def test_bad_settings_are_refused(parquet: Path, tmp_path: Path):
     assert "data.files" in refused({"source": "text_files", "files": ""}, tmp_path)
     for folder in ("/not/there", "~/not_there", "./there"):
         assert "there is no such folder" in refused({"source": "hub", "repo": folder}, tmp_path)
-    assert "not a folder" in refused({"source": "python_source", "roots": ["/nowhere"]}, tmp_path)
+    assert "cannot read the folder /nowhere: No such" in refused(
+        {"source": "python_source", "roots": ["/nowhere"]}, tmp_path
+    )
+    (tmp_path / "empty").mkdir()
+    roots = {"source": "python_source", "roots": [str(Path(__file__).parent), str(tmp_path / "empty")]}
+    assert f"no .py file with text below {tmp_path / 'empty'}" in refused(roots, tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(parquet: Path, tmp_path: Path):
@@ -188,7 +200,7 @@ def test_a_validation_split_without_text_is_refused(tmp_path: Path):
     lines = [json.dumps({"text": "" if row == held_out else "text"}) for row in range(4)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     message = refused({"source": "text_files", "files": str(tmp_path / "a.jsonl")}, tmp_path / "cache")
-    assert "has any text (1 held out)" in message
+    assert "has any text (1 of 4 documents held out)" in message
     assert "data.val_fraction" in message
 
 

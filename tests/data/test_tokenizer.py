@@ -1,5 +1,7 @@
 """Tokenizers by name and by file (2 s)."""
 
+import base64
+import hashlib
 import os
 import random
 import shutil
@@ -7,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiktoken_ext import openai_public
 
 from data import DataError
 from data.tokenizer import load_encoder, load_tokenizer, tokenizer_hash
@@ -61,10 +64,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("no_proxy", raising=False)
 
 
-def test_a_missing_cl100k_base_does_not_suggest_a_rank_file(no_network: None):
-    with pytest.raises(DataError, match=r"cl100k_base is not in .*TIKTOKEN_CACHE_DIR") as refusal:
-        load_tokenizer("cl100k_base")
-    assert "rank file" not in str(refusal.value)
+@pytest.mark.parametrize(("name", "suggested"), [("cl100k_base", True), ("o200k_harmony", False)])
+def test_a_missing_vocabulary_suggests_a_rank_file_where_one_is_enough(
+    name: str, suggested: bool, no_network: None
+):
+    with pytest.raises(DataError, match=rf"{name} is not in .*TIKTOKEN_CACHE_DIR") as refusal:
+        load_tokenizer(name)
+    assert (f"{name}.tiktoken" in str(refusal.value)) == suggested
 
 
 def test_an_unreadable_cached_vocabulary_is_named_with_the_remedy(
@@ -110,6 +116,76 @@ def test_gpt2_loads_from_its_one_cached_rank_file(monkeypatch: pytest.MonkeyPatc
     assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
     assert encoding.encode_ordinary("Hello world") == [15496, 995]
     assert tokenizer_hash(encoding) == tokenizer_hash(load_tokenizer(ranks)) == _GPT2_HASH
+    cut = tmp_path / "gpt2-8192.tiktoken"
+    cut.write_bytes(b"".join(Path(ranks).read_bytes().splitlines(keepends=True)[:8192]))
+    small = load_tokenizer(str(cut))
+    assert (small.n_vocab, small.eot_token) == (8193, 8192)
+    assert small.encode_ordinary(" the of and") == encoding.encode_ordinary(" the of and")
+    assert small.decode(small.encode_ordinary(TEXT)) == TEXT
+
+
+def test_a_rank_file_of_another_split_pattern_is_refused(rank_file: str, tmp_path: Path):
+    """Read with GPT-2's pattern, a cl100k_base.tiktoken would give other tokens than cl100k_base without a word."""
+    path = tmp_path / "cl100k_base.tiktoken"
+    lines = Path(rank_file).read_text().splitlines()
+    path.write_text("\n".join([*lines, f"{base64.b64encode(b');').decode()} {len(lines)}"]))
+    assert load_tokenizer(str(path)).encode_ordinary(");") == [len(lines)]
+    load_tokenizer.cache_clear()
+    path.write_text("\n".join([*lines, f"{base64.b64encode(b');' + bytes([10])).decode()} {len(lines)}"]))
+    with pytest.raises(
+        DataError, match=r"not made with GPT-2's split pattern.*its token '\);\\n' could never"
+    ):
+        load_tokenizer(str(path))
+
+
+def test_a_file_of_tiktokens_own_is_that_encoding_under_any_name(tmp_path: Path, monkeypatch):
+    """tiktoken knows its files by their hashes; here one of them is small."""
+    path = tmp_path / "downloaded.tiktoken"
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)))
+
+    def cl100k_base() -> dict:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        ranks = openai_public.load_tiktoken_bpe("https://host/cl100k_base.tiktoken", expected_hash=digest)
+        special = {"<|endoftext|>": 257, "<|fim_prefix|>": 258}
+        return {
+            "name": "cl100k_base",
+            "pat_str": r"\S+|\s+",
+            "mergeable_ranks": ranks,
+            "special_tokens": special,
+        }
+
+    monkeypatch.setitem(openai_public.ENCODING_CONSTRUCTORS, "cl100k_base", cl100k_base)
+    encoding = load_tokenizer(str(path))
+    assert (encoding.name, encoding.eot_token, encoding.n_vocab) == ("cl100k_base", 257, 259)
+
+
+def test_the_first_lines_of_a_rank_file_are_a_smaller_vocabulary(rank_file: str, tmp_path: Path):
+    lines = Path(rank_file).read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut-260.tiktoken"
+    cut.write_text("".join(lines[:260]))
+    small, whole = load_tokenizer(str(cut)), load_tokenizer(rank_file)
+    assert (small.name, small.n_vocab, small.eot_token) == ("cut-260", 261, 260)
+    text = TEXT + " the tion"
+    assert small.decode(small.encode_ordinary(text)) == text
+    assert len(text.encode()) > len(small.encode_ordinary(text)) > len(whole.encode_ordinary(text))
+    assert small._pat_str == openai_public.r50k_pat_str
+
+
+@pytest.mark.skipif(
+    "TILEGPT_CL100K_RANKS" not in os.environ, reason="TILEGPT_CL100K_RANKS=path of cl100k_base.tiktoken"
+)
+def test_cl100k_base_from_its_file_is_cl100k_base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    ranks = Path(os.environ["TILEGPT_CL100K_RANKS"])
+    shutil.copy(ranks, tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    copy = shutil.copy(ranks, tmp_path / "any.tiktoken")
+    encoding = load_tokenizer(str(copy))
+    assert tokenizer_hash(encoding) == tokenizer_hash(load_tokenizer("cl100k_base"))
+    assert (encoding.n_vocab, encoding.eot_token) == (100277, 100257)
+    cut = tmp_path / "cut.tiktoken"
+    cut.write_bytes(b"".join(ranks.read_bytes().splitlines(keepends=True)[:8192]))
+    with pytest.raises(DataError, match="not made with GPT-2's split pattern"):
+        load_tokenizer(str(cut))
 
 
 def test_the_fast_encoder_gives_the_same_tokens(rank_file: str):

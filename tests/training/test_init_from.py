@@ -157,7 +157,8 @@ def write_ranks(path: Path, tokens: int) -> str:
     ranks = [bytes([value]) for value in range(256)]
     pairs = [bytes([first, second]) for first in b"etaoinshrdlu" for second in b"etaoinshrdlu"]
     ranks += pairs[: tokens - 256]
-    ranks += [b"~%d~" % number for number in range(tokens - len(ranks))]
+    letters = bytes.maketrans(b"0123456789", b"abcdefghij")  # a word, as the split pattern has them
+    ranks += [b"q" + (b"%d" % number).translate(letters) for number in range(tokens - len(ranks))]
     path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), n) for n, token in enumerate(ranks)))
     return str(path)
 
