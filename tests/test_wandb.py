@@ -98,6 +98,67 @@ def test_resuming_continues_the_wandb_run_only_in_the_same_directory(start, serv
     assert [row["step"] for row in other.history] == [16, 17, 18]
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file and link below a folder."""
+    return {
+        str(path.relative_to(folder)): str(path.readlink()).encode()
+        if path.is_symlink()
+        else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+@pytest.mark.parametrize("why", ["stranger", "interrupt"])
+def test_a_resume_that_wandb_refuses_changes_nothing_in_the_run_directory(start, server, tmp_path, why):
+    """Resumed from an older checkpoint, it would remove the newer one; here the server knows no key, or is silent."""
+    ended(start("trainer.save_every=6"))
+    before = contents(tmp_path / "run")
+    server.stranger, server.silent = why == "stranger", why == "interrupt"
+    process = start("logger.mode=online", "trainer.resume=run/checkpoints/step-00000006", "optimizer.lr=1e-4")
+    if why == "interrupt":
+        until(lambda: server.waiting > 0)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if why == "interrupt" else 1), err
+    assert contents(tmp_path / "run") == before
+
+
+def test_going_back_to_an_older_checkpoint_with_other_settings_begins_another_wandb_run(
+    start, server, tmp_path
+):
+    """wandb would drop the new rows, as it has those steps. With the same settings the rows are the same."""
+    ended(start("trainer.save_every=6"))
+    ((name, first),) = server.runs.items()
+    back = "trainer.resume=run/checkpoints/step-00000006"
+    assert "it has rows up to step 12 already, and keeps those" in ended(start(back))
+    assert list(server.runs) == [name]
+    assert f"a new run: {name} went on to step 12 with other settings" in ended(
+        start(back, "trainer.steps=9")
+    )
+    assert [row["step"] for row in first.history if "step" in row] == list(range(1, 13))
+    _, other = server.runs.values()
+    losses = {row["step"]: row["train/loss"] for row in other.history if "train/loss" in row}
+    assert losses == pytest.approx(
+        {step: float(x) for step, x in measured(tmp_path / "run", "train/loss").items()}
+    )
+    assert sorted(losses) == list(range(1, 10))
+
+
+def test_variables_of_wandb_are_followed_or_named_as_not_used(start, server, tmp_path, monkeypatch):
+    monkeypatch.setitem(server.variables, "WANDB_PROJECT", "mine")
+    monkeypatch.setitem(server.variables, "WANDB_TAGS", "night,shift")
+    monkeypatch.setitem(server.variables, "WANDB_NAME", "by hand")
+    monkeypatch.setitem(server.variables, "WANDB_RUN_ID", "chosen")
+    said = ended(start("logger.tags=[own]"))
+    ((name, run),) = server.runs.items()
+    assert f"{server.url}/someone/mine/runs/{name}" in said
+    assert run.facts["tags"] == ["sdpa", "own", "night", "shift"]
+    assert run.facts["displayName"] == "by hand"
+    assert name != "chosen"
+    assert "WANDB_RUN_ID: not used, since a run's id and files belong to its directory" in said
+
+
 def test_an_unusable_server_ends_a_run_only_with_logger_mode_online(start, server, tmp_path):
     server.stranger = True
     process = start("logger.mode=online")

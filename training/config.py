@@ -207,7 +207,8 @@ class LoggerConfig:
 
     wandb: bool = True
     mode: WandbMode = WandbMode.auto
-    project: str = "tilegpt"
+    # null: WANDB_PROJECT, or else tilegpt.
+    project: str | None = None
     # Runs to be compared share a group; a sweep (-m) sets it to the sweep's name.
     group: str | None = None
     tags: list[str] = field(default_factory=list)

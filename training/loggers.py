@@ -8,10 +8,11 @@ import io
 import os
 import re
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
@@ -57,30 +58,49 @@ class Logger(Protocol):
         """Close; `summary` is empty when the run did not end well."""
 
 
-class CsvLogger:
-    """metrics.csv: one row per log point, empty cells where nothing was measured, flushed at once.
+class Kept(NamedTuple):
+    """What a run that is resumed in its own directory keeps of metrics.csv."""
 
-    A run resumed in its own directory keeps its rows up to `step`, where it resumes. A checkpoint is older than the
-    evaluation of its step, so that evaluation's row is dropped if it will be made again (`evaluates`). `seconds` is
-    the time of the last row kept; it includes an evaluation after the checkpoint was written, if that is not made
-    again.
+    rows: list[dict[str, str]]
+    abandoned: int  # the step of the last row that is dropped; 0: none is
+
+    @property
+    def seconds(self) -> float:
+        """The time of the last row. It includes an evaluation after the checkpoint, if that is not made again."""
+        return float(self.rows[-1]["seconds"]) if self.rows else 0.0
+
+
+def kept_rows(path: Path, step: int, evaluates: bool) -> Kept:
+    """The rows up to `step`, where the run resumes.
+
+    A checkpoint is older than the evaluation of its step, so that evaluation's row is dropped if it will be made
+    again (`evaluates`).
     """
+    kept, abandoned = [], 0
+    if path.exists():
+        with path.open(newline="", errors="replace") as file:
+            # A full disk or a dying machine cuts a row short, or fills it with NUL bytes.
+            whole = (line for line in file if "\0" not in line)
+            for row in csv.DictReader(whole):
+                if None in row.values() or not row["step"].isdigit():
+                    continue
+                at = int(row["step"])
+                if at < step or (at == step and not (evaluates and row["val/loss"])):
+                    kept.append(row)
+                else:
+                    abandoned = at
+    return Kept(kept, abandoned)
 
-    def __init__(self, path: Path, step: int, evaluates: bool) -> None:
-        kept = io.StringIO()
-        writer = csv.DictWriter(kept, COLUMNS, restval="")
+
+class CsvLogger:
+    """metrics.csv: one row per log point, empty cells where nothing was measured, flushed at once."""
+
+    def __init__(self, path: Path, kept: Kept) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, restval="")
         writer.writeheader()
-        self.seconds = 0.0
-        if path.exists():
-            with path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    if None in row.values():  # cut short by a full disk or a dying machine
-                        continue
-                    again = evaluates and row["val/loss"]
-                    if int(row["step"]) < step or (int(row["step"]) == step and not again):
-                        writer.writerow(row)
-                        self.seconds = float(row["seconds"])
-        write_whole(path, kept.getvalue())  # a kill loses no row that is kept
+        writer.writerows(kept.rows)
+        write_whole(path, text.getvalue())  # a kill loses no row that is kept
         self._file = path.open("a", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
 
@@ -105,29 +125,47 @@ class WandbLogger:
     """One wandb run per training run; online when a key is configured, otherwise offline, and never a prompt.
 
     A run resumed in its own directory continues its wandb run. Offline, each start leaves a folder of its own with
-    the same id, and `wandb sync` makes one run of them. wandb ignores steps that it already has.
+    the same id, and `wandb sync` makes one run of them. wandb ignores steps that it already has, so a run that goes
+    back to an older checkpoint with other settings begins another wandb run, with the rows of metrics.csv so far.
 
     Training survives the failure of wandb: of its server at the start (the run is then offline) and at the end, and
-    of its own process at any time. With logger.mode=online, a server that does not answer raises ConfigError.
+    of its own process at any time. With logger.mode=online, a server that does not answer raises ConfigError; the run
+    directory is then as it was.
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, facts: dict[str, Any], environment: dict[str, Any]
+        self,
+        config: Config,
+        run_dir: Path,
+        facts: dict[str, Any],
+        environment: dict[str, Any],
+        kept: Kept,
+        changed: bool,
     ) -> None:
+        """changed: whether the settings are not those that the run was trained with so far."""
         import wandb
         from omegaconf import OmegaConf
 
         self.mode = wandb_mode(config.logger.mode)
         resolved = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+        file = run_dir / "wandb_id"
+        known = file.read_text() if file.exists() else ""
+        branches = bool(known and kept.abandoned and changed)
+        new_id = secrets.token_hex(4)
+        self._notes = _unused_variables()
+        if branches:
+            self._notes.append(f"a new run: {known} went on to step {kept.abandoned:,} with other settings")
+        elif known and kept.abandoned:
+            self._notes.append(f"it has rows up to step {kept.abandoned:,} already, and keeps those")
         options = {
             "dir": run_dir,
-            "id": _wandb_id(run_dir),
+            "id": new_id if branches else known or new_id,
             "resume": "allow",
-            "project": config.logger.project,
-            "name": run_dir.name,
+            "project": config.logger.project or os.environ.get("WANDB_PROJECT") or "tilegpt",
+            "name": os.environ.get("WANDB_NAME") or run_dir.name,
             "group": config.logger.group,
-            "job_type": "train",
-            "tags": [facts["attention"], *config.logger.tags],
+            "job_type": os.environ.get("WANDB_JOB_TYPE") or "train",
+            "tags": [facts["attention"], *config.logger.tags, *_tags_of_environment()],
             "config": resolved | {"resolved": facts, "environment": environment},
             # Without a limit, a run whose server was gone had not ended after 480 s.
             "settings": wandb.Settings(
@@ -138,36 +176,49 @@ class WandbLogger:
             ),
         }
         self._why, self._gone = "offline", False
+        with _unchanged_if_refused(run_dir / "wandb"):
+            self._run = self._begin(config.logger.mode, options)
+        write_whole(file, options["id"])
+        self._run.define_metric("tokens")
+        for namespace in ("train/*", "val/*", "perf/*"):
+            self._run.define_metric(namespace, step_metric="tokens")
+        self._run.define_metric("val/loss", step_metric="tokens", summary="min")
+        if options["id"] == new_id:
+            for row in kept.rows:
+                self.log(
+                    {name: float(cell) for name, cell in row.items() if cell} | {"step": int(row["step"])}
+                )
+
+    def _begin(self, asked: WandbMode, options: dict[str, Any]) -> Any:
+        import wandb
+
         try:
-            self._run = wandb.init(mode=self.mode, **options)
-        except wandb.errors.UsageError:
-            raise
+            return wandb.init(mode=self.mode, **options)
+        except wandb.errors.UsageError as error:
+            raise ConfigError(f"wandb: {_first_line(error)}; or use logger=none.") from None
         except Exception as error:
             reason = f"wandb stopped ({type(error).__name__})"
             if isinstance(error, wandb.errors.CommError):
                 answered = re.search(r"returned error \d+", str(error))
                 reason = f"the server {answered[0] if answered else 'did not answer'}"
-            if config.logger.mode is WandbMode.online:
+            if asked is WandbMode.online:
                 raise ConfigError(
                     f"logger.mode=online: {reason}; use logger.mode=offline, or auto."
                 ) from None
             self.mode, self._why = "offline", f"offline, since {reason}"
             with suppress(Exception):  # it raises if that process is gone
                 wandb.teardown()  # otherwise its process considers the id in use
-            self._run = wandb.init(mode="offline", **options)
-        self._run.define_metric("tokens")
-        for namespace in ("train/*", "val/*", "perf/*"):
-            self._run.define_metric(namespace, step_metric="tokens")
-        self._run.define_metric("val/loss", step_metric="tokens", summary="min")
+            return wandb.init(mode="offline", **options)
 
     def where(self) -> list[tuple[str, str]]:
         """How to look at the run, as rows of the banner."""
-        if self.mode == "online":
-            return [("wandb", self._run.url)]
         if self.mode == "disabled":
             return [("wandb", "disabled by WANDB_MODE")]
+        notes = [("", note) for note in self._notes]
+        if self.mode == "online":
+            return [("wandb", self._run.url), *notes]
         look, upload = f"wandb leet {self._folder}", f"wandb sync {self._folder}"
-        return [("wandb", f"{self._why}; view: {look}"), ("", f"upload: {upload}")]
+        return [("wandb", f"{self._why}; view: {look}"), ("", f"upload: {upload}"), *notes]
 
     @property
     def _folder(self) -> str:
@@ -204,25 +255,66 @@ class WandbLogger:
                 wandb.teardown()  # otherwise it tries again when Python exits, with a traceback
 
 
-def _wandb_id(run_dir: Path) -> str:
-    kept = run_dir / "wandb_id"
-    if not kept.exists():
-        write_whole(kept, secrets.token_hex(4))
-    return kept.read_text()
+@contextmanager
+def _unchanged_if_refused(folder: Path) -> Iterator[None]:
+    """Leave a run directory's folder `wandb` as it was if wandb does not begin: it makes files before it fails."""
+    import wandb
+
+    before = {path: path.readlink() if path.is_symlink() else None for path in folder.glob("*")}
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            wandb.teardown()  # its process still writes there
+        for path in folder.glob("*"):
+            if path.is_symlink() and path.readlink() != before.get(path):
+                path.unlink()
+                if path in before:
+                    path.symlink_to(before[path])
+            elif path not in before:
+                shutil.rmtree(path, ignore_errors=True)
+        if folder.is_dir() and not before:
+            folder.rmdir()
+        raise
+
+
+def check_wandb(config: LoggerConfig) -> None:
+    """Raise ConfigError for what wandb would refuse only once the run has begun, each as a traceback of its own."""
+    if not config.wandb:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError("wandb is not installed: pip install wandb, or use logger=none.")
+    import wandb
+
+    chosen = os.environ.get("WANDB_MODE") or "offline"
+    if config.mode is WandbMode.auto and chosen not in _WANDB_MODES:
+        raise ConfigError(f"WANDB_MODE={chosen}: it must be {', '.join(_WANDB_MODES)}, or unset.")
+    try:
+        wandb.Settings(project=config.project, run_tags=tuple(config.tags))
+    except (wandb.errors.UsageError, ValueError) as error:
+        raise ConfigError(f"logger.project, logger.tags: {_first_line(error)}.") from None
+    for name, value in os.environ.items():
+        if not name.startswith("WANDB_"):
+            continue
+        try:
+            wandb.Settings().update_from_env_vars({name: value})
+        except (wandb.errors.UsageError, ValueError) as error:
+            raise ConfigError(f"{name}={value}: {_first_line(error)}; correct it, or unset it.") from None
+    try:
+        wandb_mode(config.mode)
+    except ConfigError:
+        raise
+    except Exception as error:  # from one of its settings files, or of its process
+        raise ConfigError(f"wandb cannot start ({_first_line(error)}); or use logger=none.") from error
 
 
 def wandb_mode(mode: WandbMode) -> str:
     """online or offline (or what WANDB_MODE says), decided without a prompt and without the network."""
-    if importlib.util.find_spec("wandb") is None:
-        raise ConfigError("wandb is not installed: pip install wandb, or use logger=none.")
     if mode is WandbMode.offline:
         return "offline"
+    chosen = mode.value
     if mode is WandbMode.auto:
         chosen = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        if chosen not in _WANDB_MODES:
-            raise ConfigError(f"WANDB_MODE={chosen}: it must be {', '.join(_WANDB_MODES)}, or unset.")
-    else:
-        chosen = mode.value
     if chosen == "online" and not _has_wandb_key():
         raise ConfigError(
             "wandb online needs an API key: run `wandb login`, set WANDB_API_KEY, or use logger.mode=offline."
@@ -230,16 +322,22 @@ def wandb_mode(mode: WandbMode) -> str:
     return chosen
 
 
-def check_names(config: LoggerConfig) -> None:
-    """Raise ConfigError for a project or tag that wandb would refuse only once the run has begun."""
-    import wandb
+def _tags_of_environment() -> list[str]:
+    return [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
 
-    try:
-        wandb.Settings(project=config.project, run_tags=tuple(config.tags))
-    except (wandb.errors.UsageError, ValueError) as error:
-        # pydantic's own text has many lines
-        told = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
-        raise ConfigError(f"logger.project, logger.tags: {told}.") from None
+
+def _unused_variables() -> list[str]:
+    """A note on the variables of wandb that a run cannot follow: what they decide belongs to its directory."""
+    ours = [name for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR") if os.environ.get(name)]
+    return (
+        [f"{', '.join(ours)}: not used, since a run's id and files belong to its directory"] if ours else []
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """pydantic's own text has many lines."""
+    text = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+    return (text.splitlines() or [type(error).__name__])[0].removesuffix(".")
 
 
 def _has_wandb_key() -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 
 from . import checkpoint
 from .config import Config, ConfigError, to_yaml
 from .console import for_shell, printable, table
+from .distributed import World
 from .environment import environment
 from .files import unwritable, write_json, write_whole
-from .loggers import CsvLogger, Logger, WandbLogger, check_names, wandb_mode
-from .report import banner, in_sweep, result
+from .loggers import CsvLogger, Kept, WandbLogger, check_wandb, kept_rows
+from .report import Rows, banner, in_sweep, result
 from .sampling import sample_text
 from .seeds import stream_seed
 
@@ -21,14 +25,38 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def refusal(config: Config, run_dir: Path) -> str | None:
-    """Why the run may not begin: wandb would not take it, or the directory holds another run."""
-    if config.logger.wandb:
-        try:
-            wandb_mode(config.logger.mode)
-            check_names(config.logger)
-        except ConfigError as error:
-            return str(error)
+LOCK = ".lock"
+
+
+@contextmanager
+def claimed(config: Config, run_dir: Path, ranks: World) -> Iterator[None]:
+    """Hold the run directory, so that no other process trains in it. Raises ConfigError if this run may not.
+
+    Rank 0 decides: only it has the directory and the key.
+    """
+    lock = FileLock(run_dir / LOCK)
+    try:
+        if why := ranks.share(_refusal(config, run_dir, lock) if ranks.is_main else None):
+            raise ConfigError(why)
+        yield
+    finally:
+        if lock.is_locked and [path.name for path in run_dir.iterdir()] == [LOCK]:
+            (run_dir / LOCK).unlink()  # nothing of a refused run stays
+        lock.release()
+
+
+def _refusal(config: Config, run_dir: Path, lock: FileLock) -> str | None:
+    """Why the run may not begin: another process trains there, wandb would not take it, or it holds another run."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+        check_wandb(config.logger)
+    except Timeout:
+        return f"{run_dir} is in use: another process trains there; wait for it, or choose another hydra.run.dir."
+    except OSError as error:  # the directory is a colleague's, or archived
+        return str(unwritable(run_dir, error))
+    except ConfigError as error:
+        return str(error)
     kept = checkpoint.saved(run_dir)
     if not (kept or (run_dir / "metrics.csv").exists()) or _resumes_in_place(config, run_dir):
         return None
@@ -45,39 +73,49 @@ def _resumes_in_place(config: Config, run_dir: Path) -> bool:
     return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
-def open_run(run: Trainer) -> list[Logger]:
-    """Write what is known beforehand, print the banner, and return the loggers (none but on rank 0)."""
+class Opened(NamedTuple):
+    """What a run has gathered to begin with. Nothing of an earlier run in its directory has been touched."""
+
+    rows: Rows  # of the banner
+    facts: dict[str, Any]
+    environment: dict[str, Any]
+    kept: Kept
+    wandb: WandbLogger | None
+
+
+def open_run(run: Trainer) -> Opened | None:
+    """Ask wandb, which may refuse the run, and gather what `begin_run` writes. None on all ranks but 0."""
     if not run.world.is_main:
-        return []
+        return None
+    kept = kept_rows(run.run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))
+    facts, where, rows = run.facts(), environment(run.world.device), banner(run)
+    logger = None
+    if run.config.logger.wandb:
+        logger = WandbLogger(run.config, run.run_dir, facts, where, kept, changed=bool(run.resumed.changed))
+        rows += logger.where()
+    return Opened(rows, facts, where, kept, logger)
+
+
+def begin_run(run: Trainer, opened: Opened) -> CsvLogger:
+    """Take the directory over: drop what is newer than the step to resume from, write what is known beforehand."""
     run_dir = run.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # Drop what is newer than the step to resume from: checkpoints first, since a restart looks for the newest.
-        if gone := checkpoint.drop_after(run_dir, run.start):
-            print(f"removed {', '.join(gone)}: newer than the step this run resumes from", flush=True)
         for end in ("summary.json", "sample.txt"):
             (run_dir / end).unlink(missing_ok=True)
+        # Before the rows: a restart looks for the newest checkpoint.
+        if gone := checkpoint.drop_after(run_dir, run.start):
+            print(f"removed {', '.join(gone)}: newer than the step this run resumes from", flush=True)
     except OSError as error:  # the directory is a colleague's, or archived
         raise unwritable(run_dir, error) from error
     write_whole(run_dir / "config.yaml", to_yaml(run.config))
     write_whole(run_dir / "corpus", f"{run.corpus.directory}\n")  # for python -m data.inspect RUN
     write_json(run_dir / "tokenizer.json", run.corpus.manifest.tokenizer)
-    where = environment(run.world.device)
-    write_json(run_dir / "environment.json", where)
-    facts = run.facts()
-    write_json(run_dir / "facts.json", facts)
-    loggers: list[Logger] = []
-    rows = banner(run)
-    if run.config.logger.wandb:
-        wandb_logger = WandbLogger(run.config, run_dir, facts, where)
-        loggers.append(wandb_logger)
-        rows += wandb_logger.where()
-    # After wandb, which may refuse the run: a directory with a metrics.csv counts as holding one.
-    metrics = CsvLogger(run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))
-    loggers.insert(0, metrics)  # first, so that a row is on disk before wandb gets it
-    run.resumed = run.resumed._replace(seconds=max(run.resumed.seconds, metrics.seconds))
-    print(table("tilegpt", [*rows, ("run", str(run_dir))]), flush=True)
-    return loggers
+    write_json(run_dir / "environment.json", opened.environment)
+    write_json(run_dir / "facts.json", opened.facts)
+    metrics = CsvLogger(run_dir / "metrics.csv", opened.kept)
+    print(table("tilegpt", [*opened.rows, ("run", str(run_dir))]), flush=True)
+    return metrics
 
 
 def stopped(run: Trainer, done: int) -> str:

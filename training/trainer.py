@@ -35,7 +35,7 @@ from .precision import compiled, resolve_precision
 from .profiling import profiled
 from .report import dtype_name
 from .restore import FROM_THE_START, identity, resume
-from .run_directory import close_run, open_run, refusal, stopped
+from .run_directory import begin_run, claimed, close_run, open_run, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
 
@@ -47,7 +47,9 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
     """
     with world(config.trainer.device) as ranks:
         try:
-            summary = Trainer(config, Path(ranks.share(str(run_dir))), ranks).run()
+            run_dir = Path(ranks.share(str(run_dir)))
+            with claimed(config, run_dir, ranks):
+                summary = Trainer(config, run_dir, ranks).run()
         except RuntimeError as error:
             # torch has no exception type for a CPU that is out of memory.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
@@ -63,9 +65,6 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
 class Trainer:
     def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
         self.run_dir, self.world = run_dir, ranks
-        # Rank 0 decides: only it has the directory and the key.
-        if why := ranks.share(refusal(config, run_dir) if ranks.is_main else None):
-            raise ConfigError(why)
         reset_peak_memory(ranks.device)
         self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
         self.dtype = resolve_precision(config.trainer.precision, ranks.device)
@@ -141,7 +140,10 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, report. A signal ends it sooner: saved, and with SystemExit."""
         config = self.config.trainer
-        loggers = open_run(self)
+        opened = open_run(self)
+        loggers = [opened.wandb] if opened and opened.wandb else []
+        if opened:
+            self.resumed = self.resumed._replace(seconds=max(self.resumed.seconds, opened.kept.seconds))
         progress = Progress(self.start, config.steps, shown=self.world.is_main)
         self.interrupt = Interrupt(self.world)
         self.began = time.perf_counter() - self.resumed.seconds
@@ -172,6 +174,8 @@ class Trainer:
                 self.interrupt.listening(),
                 closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
+                if opened:
+                    loggers.insert(0, begin_run(self, opened))  # first: a row is on disk before wandb gets it
                 # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
                 if self.evaluates_at(done):
                     evaluation = evaluated()
