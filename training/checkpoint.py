@@ -84,9 +84,10 @@ def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
 def best(run_dir: Path) -> tuple[Path, float] | None:
     """The best checkpoint and its validation loss, where one is kept."""
     link = run_dir / FOLDER / BEST
-    if not (link / "validation_loss").is_file():
+    try:
+        return _link_target(link), float((link / "validation_loss").read_text())
+    except (OSError, ValueError):  # none is kept, or a power cut emptied the file
         return None
-    return _link_target(link), float((link / "validation_loss").read_text())
 
 
 def _link_target(path: Path) -> Path:
@@ -145,7 +146,18 @@ def find(path: str | Path) -> Path:
 
 
 def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
-    return _load(checkpoint, "weights.pt", device)
+    """The model's state dict. Raises ConfigError if it cannot be read, or holds a value that is not finite."""
+    weights = _load(checkpoint, "weights.pt", device)
+    if broken := not_finite(weights):
+        raise ConfigError(
+            f"{checkpoint / 'weights.pt'} holds values that are not finite, in {broken}; {_remedy(checkpoint)}."
+        )
+    return weights
+
+
+def not_finite(weights: dict[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity."""
+    return next((name for name, weight in weights.items() if not weight.isfinite().all()), None)
 
 
 def load_training(checkpoint: Path, device: torch.device | str) -> dict[str, Any]:
@@ -157,6 +169,9 @@ def _load(checkpoint: Path, name: str, device: torch.device | str) -> Any:
         return torch.load(checkpoint / name, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
-        older = [path for path in saved(checkpoint.parent.parent) if path.name < checkpoint.name]
-        remedy = f"use the checkpoint before it, {older[-1]}" if older else "there is no older checkpoint"
-        raise ConfigError(f"{checkpoint / name} cannot be read ({reason}); {remedy}.") from error
+        raise ConfigError(f"{checkpoint / name} cannot be read ({reason}); {_remedy(checkpoint)}.") from error
+
+
+def _remedy(checkpoint: Path) -> str:
+    older = [path for path in saved(checkpoint.parent.parent) if path.name < checkpoint.name]
+    return f"use the checkpoint before it, {older[-1]}" if older else "there is no older checkpoint"

@@ -165,6 +165,8 @@ def _checked(arguments: list[str]) -> Namespace:
 def _correction(wrong: str) -> str:
     """What to type instead of `trainer.steps 5`, `--steps 5` or `--steps=5`."""
     key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", wrong).groups()
+    if meaning := _meaning(key):
+        return f"{wrong}: use {meaning}"
     near = _nearest(key)
     hint = f"did you mean {near}={value or 'VALUE'}?" if near else f"settings are written key=value; {_ALL}"
     return f"{wrong}: {hint}"
@@ -256,6 +258,8 @@ def _explain(error: Exception) -> str:
 
 def _hint(key: str) -> str:
     """What to type instead of a name that does not exist."""
+    if meaning := _meaning(key):
+        return f"use {meaning}"
     if near := _nearest(key):
         return f"did you mean {near}?"
     group = key.split(".")[0]
@@ -276,7 +280,26 @@ _NANOGPT_NAMES = {
     "block_size": "model.seq_len",
     "dataset": "data",
     "out_dir": "hydra.run.dir",
+    "wandb_project": "logger.project",
 }
+# For those that take others.
+_NANOGPT_MEANINGS = {
+    "warmup_iters": "schedule.warmup_fraction, which is warmup_iters / max_iters",
+    "min_lr": "schedule.final_fraction, which is min_lr / learning_rate",
+    "lr_decay_iters": "trainer.steps: the decay ends with the run",
+    "decay_lr": "schedule=constant for a rate that does not decay",
+    "gradient_accumulation_steps": "trainer.batch_tokens: the tokens of all micro-batches and ranks together",
+    "beta1": "optimizer.betas=[beta1,beta2]",
+    "beta2": "optimizer.betas=[beta1,beta2]",
+    "eval_only": "trainer.steps=0",
+    "always_save_checkpoint": "trainer.save_every",
+    "wandb_log": "logger=wandb or logger=none",
+    "wandb_run_name": "hydra.run.dir, whose last part names the run",
+}
+
+
+def _meaning(key: str) -> str | None:
+    return _NANOGPT_MEANINGS.get(key.split(".")[-1].lstrip("-"))
 
 
 def _nearest(key: str) -> str | None:

@@ -16,7 +16,7 @@ from model.huggingface import from_huggingface
 from . import checkpoint
 from .config import Config, ConfigError, ModelConfig
 from .console import for_shell
-from .restore import read_run
+from .restore import AUTO, read_run
 
 _SIZES = ("n_layer", "n_head", "n_embd")
 # The settings that weights depend on. Dropout and the document mask are each run's own.
@@ -39,7 +39,7 @@ def initial_weights(config: Config) -> InitialWeights:
     Needs no corpus: a mismatch is refused before hours of tokenising.
     """
     path = config.trainer.init_from
-    if config.trainer.resume:
+    if config.trainer.resume not in (None, AUTO):
         raise ConfigError(
             f"trainer.resume={config.trainer.resume} already loads the weights: leave out trainer.init_from={path}."
         )

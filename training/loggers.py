@@ -150,6 +150,7 @@ class WandbLogger:
         resolved = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
         file = run_dir / "wandb_id"
         known = file.read_text() if file.exists() else ""
+        known = known if known.isalnum() else ""  # a power cut leaves NUL bytes
         branches = bool(known and kept.abandoned and changed)
         new_id = secrets.token_hex(4)
         self._notes = _unused_variables()

@@ -57,9 +57,11 @@ def banner(run: Trainer) -> Rows:
     if config.trainer.init_from:
         rows.append(("weights", f"from {config.trainer.init_from}"))
     if run.start:
-        rows.append(("resumed", f"{config.trainer.resume}, at step {run.start:,}"))
+        rows.append(("resumed", f"{run.resume_from}, at step {run.start:,}"))
     if run.resumed.changed:
         rows.append(("changed", changes(run.resumed.changed)))
+    if run.resumed.warm_up:
+        rows.append(("warm-up", run.resumed.warm_up))
     return rows
 
 

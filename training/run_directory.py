@@ -18,6 +18,7 @@ from .environment import environment
 from .files import unwritable, write_json, write_whole
 from .loggers import CsvLogger, Kept, WandbLogger, check_wandb, kept_rows
 from .report import Rows, banner, in_sweep, result
+from .restore import AUTO
 from .sampling import sample_text
 from .seeds import stream_seed
 
@@ -70,7 +71,7 @@ def _refusal(config: Config, run_dir: Path, lock: FileLock) -> str | None:
 def _resumes_in_place(config: Config, run_dir: Path) -> bool:
     """Whether the run is resumed in its own directory."""
     resume = config.trainer.resume
-    return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
+    return resume == AUTO or (resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve()))
 
 
 class Opened(NamedTuple):
@@ -88,7 +89,8 @@ def open_run(run: Trainer) -> Opened | None:
     if not run.world.is_main:
         return None
     kept = kept_rows(run.run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))
-    facts, where, rows = run.facts(), environment(run.world.device), banner(run)
+    facts = {**run.facts(), "resumed": run.resumed.history}
+    where, rows = environment(run.world.device), banner(run)
     logger = None
     if run.config.logger.wandb:
         logger = WandbLogger(run.config, run.run_dir, facts, where, kept, changed=bool(run.resumed.changed))
@@ -123,6 +125,8 @@ def stopped(run: Trainer, done: int) -> str:
     trainer = run.config.trainer
     if not trainer.steps:
         return "stopped during the evaluation"
+    if trainer.resume == AUTO:
+        return f"stopped at step {done:,} and saved; the same command, with this hydra.run.dir, resumes it"
     here = f"{for_shell(f'hydra.run.dir={run.run_dir}')} {for_shell(f'trainer.resume={run.run_dir}')}"
     how = f"adding {here}"
     if trainer.init_from and not trainer.resume:

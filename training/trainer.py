@@ -34,7 +34,7 @@ from .optimizer import build_optimizer, update
 from .precision import compiled, resolve_precision
 from .profiling import profiled
 from .report import dtype_name
-from .restore import FROM_THE_START, identity, resume
+from .restore import AUTO, FROM_THE_START, finished, identity, resume, resume_path
 from .run_directory import begin_run, claimed, close_run, open_run, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
@@ -49,6 +49,10 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
         try:
             run_dir = Path(ranks.share(str(run_dir)))
             with claimed(config, run_dir, ranks):
+                if summary := ranks.share(finished(config, run_dir)):
+                    if ranks.is_main:
+                        print(f"{run_dir} holds the finished run: nothing to do", flush=True)
+                    return summary
                 summary = Trainer(config, run_dir, ranks).run()
         except RuntimeError as error:
             # torch has no exception type for a CPU that is out of memory.
@@ -87,9 +91,14 @@ class Trainer:
         wanted = config.trainer.compile
         self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
         self.graphs = resolve_graphs(config.trainer.cuda_graphs, self.compiled, ranks)
-        initial = initial_weights(config) if config.trainer.init_from else None
-        if config.trainer.resume:
-            checkpoint.find(config.trainer.resume)
+        self.resume_from = ranks.share(resume_path(config, run_dir))
+        initial = None
+        if self.resume_from and config.trainer.resume == AUTO:  # which began with init_from's weights
+            config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, init_from=None))
+        if config.trainer.init_from:
+            initial = initial_weights(config)
+        if self.resume_from:
+            checkpoint.find(self.resume_from)
         model_config = _with_vocabulary(config)
         self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
         self.config = config = dataclasses.replace(
@@ -119,7 +128,7 @@ class Trainer:
             self.model.load_state_dict(initial.state)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
-        self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else FROM_THE_START
+        self.resumed = resume(self, self.resume_from) if self.resume_from else FROM_THE_START
         self.start = self.resumed.step
 
         # What trains and what evaluates: the same weights. DDP goes inside torch.compile, which then splits the graph
@@ -195,6 +204,7 @@ class Trainer:
                         progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
                     # Saved before the evaluation, so that nothing an evaluation breaks is lost.
                     if saving or stopping:
+                        self._check_update(done, inputs[:1], targets[:1])
                         self._save(done)
                     if stopping:
                         raise StopRequested
@@ -319,9 +329,26 @@ class Trainer:
             **memory(self.world.device),
         }
 
-    def _give_up(self, why: str, done: int) -> NoReturn:
-        kept = checkpoint.saved(self.run_dir)
-        left = f"the newest checkpoint is {kept[-1]}" if kept else "no checkpoint was saved"
+    @torch.no_grad()
+    def _check_update(self, done: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Give up if the update just made broke the model: its step's loss is from before it.
+
+        By one sequence, not compiled: compiling what evaluates may take longer than a signal leaves.
+        """
+        self.model.eval()
+        with self.autocast():
+            loss = self.world.sum(self.model(inputs, targets).float()).item()
+        self.model.train()
+        if not math.isfinite(loss):
+            self._give_up(f"the update broke the model (its loss is {loss})", done, broken=done)
+
+    def _give_up(self, why: str, done: int, broken: int | None = None) -> NoReturn:
+        """End the run at step `done`. broken: the step whose weights failed; None: the one before, as for a loss."""
+        broken = done - 1 if broken is None else broken
+        kept = [path for path in checkpoint.saved(self.run_dir) if path < checkpoint.at(self.run_dir, broken)]
+        left = (
+            f"the newest checkpoint from before is {kept[-1]}" if kept else "no checkpoint was saved before"
+        )
         wider = "" if self.dtype is torch.float32 else ", or try trainer.precision=fp32"
         raise ConfigError(
             f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
@@ -345,7 +372,7 @@ class Trainer:
                 self.eval_model, until_stopped(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
             )
         if not math.isfinite(evaluation.loss):
-            self._give_up(f"the validation loss is {evaluation.loss}", done)
+            self._give_up(f"the validation loss is {evaluation.loss}", done, broken=done)
         self.throughput.resume()
         return evaluation
 
@@ -363,13 +390,13 @@ class Trainer:
             "flops_per_token": self.model.flops_per_token(self.config.model.seq_len),
             "world_size": self.world.size,
             "corpus": self.corpus.directory.name,
-            "resumed": self.resumed.history,
         }
 
     def _summary(self, evaluation: Evaluation) -> dict[str, Any]:
         config = self.config.trainer
         return {
             **self.facts(),
+            "resumed": self.resumed.history,
             "steps": config.steps,
             "tokens": config.steps * config.batch_tokens,
             "seconds": self._seconds(),

@@ -212,3 +212,13 @@ def test_hugging_face_weights_with_another_vocabulary_size_are_refused(config, t
     to_huggingface(small).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"vocabulary of 257, .*GPT-2's is 50257"):
         Trainer(having(config, init_from=str(tmp_path)), tmp_path / "run", CPU)
+
+
+def test_hugging_face_weights_with_a_nan_are_refused_by_its_name(config, tmp_path):
+    pytest.importorskip("transformers")
+    broken = GPT(GPTConfig(257, 32, n_layer=1, n_head=2, n_embd=32), lambda q, k, v, **_: v)
+    with torch.no_grad():
+        broken.wte.weight[7, 7] = float("nan")
+    to_huggingface(broken).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"transformer\.wte\.weight holds values that are not finite"):
+        Trainer(having(config, init_from=str(tmp_path)), tmp_path / "run", CPU)

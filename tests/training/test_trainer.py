@@ -111,6 +111,50 @@ def test_fp16_overflow_at_every_gradient_scale_ends_the_run(config, tmp_path):
         run.run()
 
 
+def test_a_model_that_its_last_update_broke_is_neither_saved_nor_recommended(config, tmp_path):
+    """A step's loss is from before its update, so it says nothing of what is saved."""
+    run = Trainer(having(config, save_every=1, keep_checkpoints=1), tmp_path, CPU)
+    train_step = run.train_step
+
+    def breaking(step, *batch):
+        measured = train_step(step, *batch)
+        if step == 3:
+            with torch.no_grad():
+                run.model.h[0].mlp.c_fc.bias[5] = math.inf
+        return measured
+
+    run.train_step = breaking
+    said = r"the update broke the model \(its loss is nan\) at step 4: .*from before is .*step-00000003"
+    with pytest.raises(ConfigError, match=said):
+        run.run()
+    assert steps_saved(tmp_path) == [3]
+
+
+def test_a_checkpoint_with_a_nan_is_refused_by_name(config, tmp_path):
+    train(having(config, save_every=4), tmp_path)
+    weights = checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
+    weights["wpe.weight"][3, 3] = math.nan
+    torch.save(weights, checkpoint.find(tmp_path) / "weights.pt")
+    said = r"not finite, in wpe\.weight; use the checkpoint before it, .*step-00000004"
+    for goes_on in ({"resume": str(tmp_path)}, {"init_from": str(tmp_path)}):
+        with pytest.raises(ConfigError, match=said):
+            train(having(config, **goes_on), tmp_path / "other")
+    with pytest.raises(ConfigError, match=said):
+        load_run(tmp_path)
+
+
+def test_an_infinite_perplexity_is_null_in_the_summary(config, tmp_path, monkeypatch):
+    evaluate = Trainer._evaluate
+    monkeypatch.setattr(Trainer, "_evaluate", lambda run, done: replace(evaluate(run, done), loss=800.0))
+    assert train(config, tmp_path)["val/perplexity"] == math.inf
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
+    assert (summary["val/loss"], summary["val/perplexity"]) == (800.0, None)
+
+
 def test_an_attention_tier_without_a_usable_backend_is_refused(config, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     wanted = replace(config, attention=AttentionConfig(tier="hopper"))
