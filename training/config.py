@@ -51,6 +51,12 @@ class Layers(Enum):
     fused = "fused"  # our kernels; they need a GPU
 
 
+class Positions(Enum):
+    repeat = "repeat"  # the old rows over and over
+    interpolate = "interpolate"  # all rows between the old ones, stretched
+    random = "random"  # behind the old rows new ones, drawn as the first ones were
+
+
 @dataclass
 class ModelConfig(GPTConfig):
     """GPT-2's shape, and what computes its layers other than attention."""
@@ -169,7 +175,10 @@ class TrainerConfig:
     resume: str | None = None
     # Initial weights; the step (0), data, optimizer and schedule are this run's own: a run directory, one of its
     # checkpoints, or a folder where Hugging Face's save_pretrained left a GPT-2. null: random weights.
+    # model.seq_len may be another than theirs: of a longer table of position embeddings the first rows are taken.
     init_from: str | None = None
+    # How a shorter table of position embeddings is extended to model.seq_len.
+    init_positions: Positions = Positions.repeat
     # A step to profile: its trace goes into the run directory, and its costliest operations are printed. Avoid the
     # first steps, which compile. null: none.
     profile_step: int | None = None

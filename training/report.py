@@ -55,7 +55,7 @@ def banner(run: Trainer) -> Rows:
         ("length", length),
     ]
     if config.trainer.init_from:
-        rows.append(("weights", f"from {config.trainer.init_from}"))
+        rows.append(("weights", "; ".join(filter(None, [f"from {config.trainer.init_from}", run.positions]))))
     if run.start:
         rows.append(("resumed", f"{run.resume_from}, at step {run.start:,}"))
     if run.resumed.changed:

@@ -124,6 +124,7 @@ class Trainer:
         self.model = GPT(
             model_config, attention, loss=LOSSES[self.loss], fused=BLOCKS[self.block], generator=generator
         ).to(ranks.device)
+        self.positions = initial.positions if initial else ""
         if initial:
             self.model.load_state_dict(initial.state)
         self.optimizer = build_optimizer(self.model, config.optimizer)
