@@ -160,13 +160,14 @@ def not_finite(weights: dict[str, torch.Tensor]) -> str | None:
     return next((name for name, weight in weights.items() if not weight.isfinite().all()), None)
 
 
-def load_training(checkpoint: Path, device: torch.device | str) -> dict[str, Any]:
-    return _load(checkpoint, "training.pt", device)
+def load_training(checkpoint: Path, device: torch.device | str, *, mmap: bool = False) -> dict[str, Any]:
+    """All else that was saved. mmap: read a tensor only when it is used."""
+    return _load(checkpoint, "training.pt", device, mmap)
 
 
-def _load(checkpoint: Path, name: str, device: torch.device | str) -> Any:
+def _load(checkpoint: Path, name: str, device: torch.device | str, mmap: bool = False) -> Any:
     try:
-        return torch.load(checkpoint / name, map_location=device, weights_only=True)
+        return torch.load(checkpoint / name, map_location=device, weights_only=True, mmap=mmap)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
         raise ConfigError(f"{checkpoint / name} cannot be read ({reason}); {_remedy(checkpoint)}.") from error

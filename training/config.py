@@ -178,7 +178,7 @@ class TrainerConfig:
     # model.seq_len may be another than theirs: of a longer table of position embeddings the first rows are taken.
     init_from: str | None = None
     # How a shorter table of position embeddings is extended to model.seq_len.
-    init_positions: Positions = Positions.repeat
+    init_positions: Positions = Positions.interpolate
     # A step to profile: its trace goes into the run directory, and its costliest operations are printed. Avoid the
     # first steps, which compile. null: none.
     profile_step: int | None = None
@@ -209,6 +209,18 @@ class TrainerConfig:
                 else "with trainer.steps=0 there is no step to profile"
             )
             raise ConfigError(f"trainer.profile_step is {self.profile_step}; {steps}.")
+
+    def saves_at(self, done: int) -> bool:
+        """Whether a checkpoint is saved after `done` steps; one always is after the last."""
+        return done == self.steps or _due(done, self.save_every)
+
+    def logs_at(self, done: int) -> bool:
+        """Whether a row of metrics is due: also where a checkpoint is, so that no broken model is saved."""
+        return self.saves_at(done) or _due(done, self.log_every) or done == 1
+
+    def evaluates_at(self, done: int) -> bool:
+        """Whether an evaluation is due after `done` steps; one always is after the last."""
+        return done == self.steps or (done > 0 and _due(done, self.eval_every))
 
 
 @dataclass
@@ -271,6 +283,10 @@ class Config:
                 f"of a batch of {self.trainer.batch_tokens} tokens; nearest: {' or '.join(map(str, near))}."
             )
         return per_rank // micro_batch, micro_batch
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
 
 
 def _strings(given: Any) -> list[str]:

@@ -18,7 +18,8 @@ from model.huggingface import from_huggingface
 from . import checkpoint
 from .config import Config, ConfigError, ModelConfig, Positions
 from .console import for_shell
-from .restore import AUTO, read_run
+from .restore import read_run
+from .resume import AUTO
 from .seeds import stream_seed
 
 _SIZES = ("n_layer", "n_head", "n_embd")
@@ -66,10 +67,11 @@ def with_positions(
 ) -> torch.Tensor:
     """The position embeddings (T, C) for another length, (seq_len, C): cut, or extended.
 
-    repeat, the default, is Longformer's (arXiv 2004.05150, section 5): learned positions mean mostly distances to
-    near ones, and a copy has the right neighbours everywhere but at its seams. The first T positions stay as they
-    are, and with them the loss there; so they do with random, whose new rows know nothing. interpolate (as for images,
-    arXiv 2010.11929) makes near positions nearer than the model has ever seen them, at every place. MEASURED
+    interpolate, the default, stretches the table, as for images (arXiv 2010.11929): every row is between two that
+    the model knows, but near positions are nearer than it has seen them. repeat is Longformer's (arXiv 2004.05150,
+    section 5), and random draws new rows; with both the first T positions keep their loss, and those behind them have
+    to be learned. Measured on bytes of Python with 2 layers, 64 wide, from 64 to 128 positions: the loss was 1.60
+    before, then at once 1.83, 2.62 and 2.65 in this order, and after 100 steps 1.62, 2.10 and 2.10.
     """
     old = table.size(0)
     if seq_len <= old:

@@ -87,7 +87,7 @@ def test_finetuning_on_another_text_starts_from_the_given_weights(elsewhere, tra
     run, _ = trained
     tuned, drawn = having(elsewhere, init_from=str(run)), Trainer(elsewhere, tmp_path / "drawn", CPU)
     first = Trainer(tuned, tmp_path / "a", CPU)
-    assert first.start == 0
+    assert first.plan.start.step == 0
     assert not any(value.any() for state in first.optimizer.state.values() for value in state.values())
     batch = [torch.from_numpy(part) for part in first.batches.batch(0)]
     losses = [float(each.train_step(0, *batch)[0]) for each in (first, drawn)]
@@ -107,7 +107,7 @@ def test_mismatched_initial_weights_are_refused_with_the_settings_to_use(
 ):
     run, _ = trained
     # They are refused before the corpus is prepared, which may take hours.
-    monkeypatch.setattr("training.trainer.prepare_corpus", None)
+    monkeypatch.setattr("training.plan.prepare_corpus", None)
 
     def refused(said: str, config: Config = config, **settings) -> None:
         with pytest.raises(ConfigError, match=said) as refusal:

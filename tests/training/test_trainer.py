@@ -338,7 +338,7 @@ def test_a_run_of_zero_steps_only_evaluates(config, tmp_path, capsys):
     config = having(config, steps=0)
     summary = train(config, tmp_path / "run")
     assert summary["val/loss"] == pytest.approx(math.log(257), abs=0.1)
-    assert summary["val/tokens"] == Trainer(config, tmp_path / "other", CPU).corpus.val.tokens - 1
+    assert summary["val/tokens"] == Trainer(config, tmp_path / "other", CPU).plan.corpus.val.tokens - 1
     assert [name for name in summary if name.startswith("perf/")] == ["perf/peak_resident_gib"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert (tmp_path / "run" / "sample.txt").exists()
