@@ -69,15 +69,12 @@ def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
     link = run_dir / FOLDER / BEST
     partial = link.with_suffix(".partial")
     checkpoint = at(run_dir, step)
-    try:
-        write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
-        partial.unlink(missing_ok=True)
-        partial.symlink_to(checkpoint.name)
-        if link.is_dir() and not link.is_symlink():  # as in a copy of the run directory that followed links
-            _put_aside(link)
-        partial.replace(link)  # atomic: a kill leaves the old link or the new one, both valid
-    except OSError as error:
-        raise ConfigError(f"{link} could not be made a link to {checkpoint.name}: {error}") from error
+    write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(checkpoint.name)
+    if link.is_dir() and not link.is_symlink():  # as in a copy of the run directory that followed links
+        _put_aside(link)
+    partial.replace(link)  # atomic: a kill leaves the old link or the new one, both valid
     _prune(run_dir, keep)
 
 

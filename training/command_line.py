@@ -20,7 +20,6 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -98,6 +97,10 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         print("error: the program that this output is piped to has exited", file=sys.stderr)
         sys.exit(128 + signal.SIGPIPE)
+    except ValueError as error:  # Hydra's own, of its options, or of a group that is null
+        if begun:
+            raise
+        sys.exit(f"error: {str(error).splitlines()[0]}")
     except OSError as error:
         if begun:
             raise
@@ -153,10 +156,6 @@ def _checked(arguments: list[str]) -> Namespace:
         sys.exit(
             "error: -m does not work under torchrun: start one torchrun per setting, all with the same logger.group."
         )
-    if options.cfg and options.multirun:
-        sys.exit("error: --cfg prints the settings of a single run: leave out -m")
-    if options.resolve and not (options.cfg or options.help):
-        sys.exit("error: --resolve works only with --cfg job or --help")
     _check_groups(options.overrides)
     _check_directory(options)
     return options
@@ -193,20 +192,12 @@ def _check_directory(options: Namespace) -> None:
 
 
 def _check_groups(overrides: list[str]) -> None:
-    """Exit if a group is not given one of its options: Hydra would take the last of a list, and raise on null."""
+    """Exit if a group is given a list, of which Hydra would take the last."""
     for word in overrides:
         group, _, option = word.partition("=")
-        if not (CONFIGS / group).is_dir():
-            continue
-        if "/" in group:
-            group, _, folder = group.partition("/")
-            sys.exit(f"error: {word}: did you mean {group}={folder}/{option}?")
-        try:
-            value = OverridesParser.create().parse_override(word).value()
-        except HydraException:
-            continue  # Hydra will say that it cannot be parsed
-        if value is None or isinstance(value, list | bool | int | float):
-            sys.exit(f"error: {word}: {group} must be one of {', '.join(options_of(group))}")
+        if (CONFIGS / group).is_dir() and re.fullmatch(r"\[.*\]", option):
+            several = f"several values need -m: -m {group}={option.strip('[]')}"
+            sys.exit(f"error: {word}: {group} must be one of {', '.join(options_of(group))}; {several}")
 
 
 def options_of(group: str) -> list[str]:
@@ -225,11 +216,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         group, _, option = error.missing_cfg_file.partition("/")
         if options := options_of(group):
-            # Name all that begin with it, as gpt2_small and gpt2_xl for gpt2: the nearest would just be the shortest.
-            begin = [each for each in options if each.startswith(f"{option}_")]
-            likely = begin if len(begin) > 1 else get_close_matches(option, options, n=1)
-            near = f"did you mean {' or '.join(likely)}? " if likely else ""
-            return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
+            return f"{group}={option} is not an option; {group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         quoted = quoted_for_shell(error.override)
         return f"{error.override}: Hydra cannot parse this; quote it for Hydra and for the shell: {quoted}"

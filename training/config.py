@@ -41,20 +41,20 @@ class Precision(Enum):
 
 class WandbMode(Enum):
     auto = "auto"  # online when an API key is configured, else offline, never a prompt
-    online = "online"
-    offline = "offline"
+    online = "online"  # to the server; without one the run does not begin
+    offline = "offline"  # into the run directory, for `wandb sync` or `wandb leet`
 
 
 class Layers(Enum):
     auto = "auto"  # fused on a GPU, torch elsewhere
-    torch = "torch"
+    torch = "torch"  # PyTorch's own
     fused = "fused"  # our kernels; they need a GPU
 
 
 class Positions(Enum):
+    interpolate = "interpolate"  # stretched: every new row lies between two old ones
     repeat = "repeat"  # the old rows over and over
-    interpolate = "interpolate"  # all rows between the old ones, stretched
-    random = "random"  # behind the old rows new ones, drawn as the first ones were
+    random = "random"  # new rows behind the old ones, drawn as those once were
 
 
 @dataclass
@@ -127,9 +127,11 @@ class DataConfig:
     column: str = "text"
     # text_files: the string between the documents of a .txt file; empty: each file is one document.
     separator: str = ""
-    # hub: repository, configuration and split, as in datasets.load_dataset(repo, config, split=split).
+    # hub: a repository, as in datasets.load_dataset(repo, config, split=split), or a folder that it can load.
     repo: str = ""
+    # hub: the repository's configuration; null: its only one.
     config: str | None = None
+    # hub: the repository's split.
     split: str = "train"
     # hub: commit, branch or tag; null: main. openwebtext: a commit; null: the pinned one.
     revision: str | None = None
@@ -144,12 +146,15 @@ class DataConfig:
 
 @dataclass
 class TrainerConfig:
+    """The loop: how long, in which batches, on what, and what is logged, evaluated and saved."""
+
     # Optimizer steps in all; 0: evaluate only, and save no checkpoint.
     steps: int = 1000
     # Global batch in tokens: sequences * model.seq_len, over all ranks and accumulation steps together.
     batch_tokens: int = 4096
     # Sequences one device takes at once; gradients accumulate until the global batch is reached. null: all at once.
     micro_batch: int | None = None
+    # What activations and matrix products are computed in.
     precision: Precision = Precision.auto
     # auto (CUDA, else CPU), cpu, cuda, or cuda:1.
     device: str = "auto"
@@ -182,8 +187,9 @@ class TrainerConfig:
     # A step to profile: its trace goes into the run directory, and its costliest operations are printed. Avoid the
     # first steps, which compile. null: none.
     profile_step: int | None = None
-    # Tokens of generated text at the end of the run, and the text it starts from (empty: a new document).
+    # Tokens of generated text at the end of the run.
     sample_tokens: int = 200
+    # The text that it starts from; empty: a new document.
     sample_prompt: str = ""
 
     def __post_init__(self) -> None:
@@ -227,12 +233,15 @@ class TrainerConfig:
 class LoggerConfig:
     """metrics.csv is always written; wandb is the option."""
 
+    # Send the metrics to wandb as well.
     wandb: bool = True
+    # Where to.
     mode: WandbMode = WandbMode.auto
     # null: WANDB_PROJECT, or else tilegpt.
     project: str | None = None
     # Runs to be compared share a group; a sweep (-m) sets it to the sweep's name.
     group: str | None = None
+    # Beside the name of the attention, which always is one.
     tags: list[str] = field(default_factory=list)
 
 
@@ -308,9 +317,6 @@ def from_hydra(cfg: DictConfig) -> Config:
 
     _refuse_unknown_keys(cfg, Config, "")
     try:
-        if missing := OmegaConf.missing_keys(cfg):
-            key = sorted(missing)[0]
-            raise ConfigError(f"{key} must be given: {key}=...")
         return OmegaConf.to_object(cfg)
     except ConfigError:
         raise

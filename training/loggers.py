@@ -301,12 +301,7 @@ def check_wandb(config: LoggerConfig) -> None:
             wandb.Settings().update_from_env_vars({name: value})
         except (wandb.errors.UsageError, ValueError) as error:
             raise ConfigError(f"{name}={value}: {_first_line(error)}; correct it, or unset it.") from None
-    try:
-        wandb_mode(config.mode)
-    except ConfigError:
-        raise
-    except Exception as error:  # from one of its settings files, or of its process
-        raise ConfigError(f"wandb cannot start ({_first_line(error)}); or use logger=none.") from error
+    wandb_mode(config.mode)
 
 
 def wandb_mode(mode: WandbMode) -> str:
