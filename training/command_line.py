@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -34,11 +36,12 @@ _ALL = "`python train.py --cfg job` prints all settings"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: str = "") -> None:
+def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usage: str = "") -> None:
     """Call `task(config, run_dir)` with the config that the command line says.
 
     Args:
-        task: raises this project's subclasses of ValueError for errors that a user can fix.
+        task: raises this project's subclasses of ValueError for errors that a user can fix. What it returns is for
+            a sweeper that searches, such as hydra/sweeper=optuna: the smaller, the better.
         makes_run: whether the task fills a run directory; otherwise Hydra leaves no files, except a sweep's
             multirun.yaml.
         usage: what --help prints; empty: the help of train.py, from configs/train.yaml.
@@ -58,12 +61,29 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
 
-    begun = False
-    refused: list[str] = []
+    job = _Job(task, makes_run)
 
-    def main(cfg: DictConfig) -> None:
-        nonlocal begun
-        begun = True
+    def main(cfg: DictConfig) -> float | None:
+        return job.run(cfg)
+
+    with _one_line_errors(job):
+        if options.cfg and not options.config_dir:  # Hydra prints settings without checking them
+            composed(*theirs)
+        hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
+    if job.refused:
+        sys.exit("\n".join(job.refused))
+
+
+class _Job:
+    """What Hydra calls with a composed config, in a sweep once a run."""
+
+    def __init__(self, task: Callable[[Config, Path], float | None], makes_run: bool) -> None:
+        self.task, self.makes_run = task, makes_run
+        self.begun = False
+        self.refused: list[str] = []  # printed at the end: a sweep continues with its other runs
+
+    def run(self, cfg: DictConfig) -> float | None:
+        self.begun = True
         hydra_config = HydraConfig.get()
         run_dir = Path(hydra_config.runtime.output_dir)
         sweeps = hydra_config.mode is RunMode.MULTIRUN
@@ -73,20 +93,22 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
                 config.logger.group = run_dir.parent.name
             if recipe := hydra_config.runtime.choices.get("experiment"):
                 config.logger.tags.append(recipe)
-            task(config, Path(os.path.relpath(run_dir)))
+            return self.task(config, Path(os.path.relpath(run_dir)))
         except ValueError as error:
             if not is_users_mistake(error):
                 raise
-            # Printed at the end: a sweep continues with its other runs.
-            refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
+            self.refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
+            return math.inf  # a search avoids what diverges, or does not fit into memory
         finally:
-            if makes_run and not any(run_dir.iterdir()):
+            if self.makes_run and not any(run_dir.iterdir()):
                 run_dir.rmdir()  # the run ended before it wrote anything
 
+
+@contextmanager
+def _one_line_errors(job: _Job) -> Iterator[None]:
+    """Exit with one line for a user's mistake, an interrupt or a closed pipe; a bug keeps its traceback."""
     try:
-        if options.cfg and not options.config_dir:  # Hydra prints settings without checking them
-            composed(*theirs)
-        hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
+        yield
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_explain(error)}")
     except ConfigError as error:
@@ -98,22 +120,20 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         print("error: the program that this output is piped to has exited", file=sys.stderr)
         sys.exit(128 + signal.SIGPIPE)
     except ValueError as error:  # Hydra's own, of its options, or of a group that is null
-        if begun:
+        if job.begun:
             raise
         sys.exit(f"error: {str(error).splitlines()[0]}")
     except OSError as error:
-        if begun:
+        if job.begun:
             raise
         sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
-        sys.stderr.writelines(f"{each}\n" for each in refused)
+        sys.stderr.writelines(f"{each}\n" for each in job.refused)
         raise
     except KeyboardInterrupt:
         # The trainer handles the first Ctrl-C, and saves: this one came before the first step, or was the second.
-        print(*refused, "interrupted", sep="\n", file=sys.stderr)
+        print(*job.refused, "interrupted", sep="\n", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    if refused:
-        sys.exit("\n".join(refused))
 
 
 def _nobody_reads(pipe: TextIO) -> bool:

@@ -1,11 +1,14 @@
 """How a command line is composed, refused or interrupted. Runs in this process, with tasks that train nothing."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
 
 import reproduce.__main__
 import sample
@@ -102,6 +105,28 @@ def test_a_mistaken_argument_gives_a_one_line_error_with_the_remedy(
     assert said in error
     assert "\n" not in error
     assert not any(tmp_path.glob("runs/*"))
+
+
+class Returned(Callback):
+    """What Hydra was given by each run of a sweep, as a sweeper that searches is."""
+
+    values: ClassVar[list[float]] = []
+
+    def on_job_end(self, config, job_return, **_):
+        self.values.append(job_return.return_value)
+
+
+def test_a_sweeper_gets_what_a_task_returns_and_infinity_for_a_refused_run(started, monkeypatch):
+    monkeypatch.setattr(Returned, "values", [])
+
+    def task(config: Config, _run_dir: Path) -> float:
+        if config.seed == 2:
+            raise ConfigError("the loss is nan")
+        return config.seed / 2
+
+    callback = f"+hydra.callbacks.returned._target_={__name__}.Returned"
+    assert "the loss is nan" in started(task, "-m", "seed=1,2,3", callback)
+    assert Returned.values == [0.5, math.inf, 1.5]
 
 
 def test_a_single_string_is_accepted_for_a_list_setting(started):
