@@ -298,6 +298,7 @@ _NANOGPT_MEANINGS = {
     "gradient_accumulation_steps": "trainer.batch_tokens: the tokens of all micro-batches and ranks together",
     "beta1": "optimizer.betas=[beta1,beta2]",
     "beta2": "optimizer.betas=[beta1,beta2]",
+    "eval_iters": "trainer.eval_tokens, in tokens, or leave it out for the whole split",
     "eval_only": "trainer.steps=0",
     "always_save_checkpoint": "trainer.save_every",
     "wandb_log": "logger=wandb or logger=none",

@@ -167,8 +167,11 @@ class TrainerConfig:
     grad_clip: float = 1.0
     # Steps between rows of metrics. Each row waits for the device, which costs a large model nothing at 10.
     log_every: int = 10
-    # Steps between evaluations over the whole validation split; 0: at the end only.
+    # Steps between evaluations; 0: at the end only.
     eval_every: int = 250
+    # Tokens that an evaluation predicts, from the start of the validation split, the same each time. null: all of it.
+    # The last evaluation always is of the whole split.
+    eval_tokens: int | None = None
     # Steps between checkpoints; 0: at the end only.
     save_every: int = 0
     # Checkpoints to keep, newest first.
@@ -206,8 +209,9 @@ class TrainerConfig:
                 raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")
             if getattr(self, name):  # the ~ of a recipe, which no shell has expanded
                 setattr(self, name, os.path.expanduser(getattr(self, name)))
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")
+        for name in ("micro_batch", "eval_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1, or null.")
         if self.profile_step is not None and not 1 <= self.profile_step <= self.steps:
             steps = (
                 f"it must be from 1 to trainer.steps={self.steps}, or null"

@@ -52,6 +52,10 @@ def banner(plan: Plan) -> Rows:
         ("batch", batch + (f" x {ranks.size} ranks" if ranks.size > 1 else "")),
         ("length", length),
     ]
+    if config.trainer.eval_tokens:
+        rows.append(
+            ("evaluation", f"{config.trainer.eval_tokens:,} tokens each time, at the end all of them")
+        )
     if config.trainer.init_from:
         rows.append(
             ("weights", "; ".join(filter(None, [f"from {config.trainer.init_from}", plan.positions])))

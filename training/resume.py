@@ -23,7 +23,7 @@ AUTO = "auto"
 # Prefixes of settings whose change is not reported on resume: they change no weight, or identity() refuses them.
 _NOT_REPORTED = (
     *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
-    *("trainer.log_every", "trainer.eval_every", "trainer.save_every", "trainer.profile_step"),
+    *("trainer.log_every", "trainer.eval_", "trainer.save_every", "trainer.profile_step"),
 )
 # What was resolved, and the setting that decides it: with `auto` or null it may have changed although that has not.
 _RESOLVED = {

@@ -20,7 +20,7 @@ from .console import Progress
 from .cuda_graphs import compiled_to_graphs
 from .distributed import World, world
 from .divergence import fault
-from .evaluation import Evaluation, evaluate
+from .evaluation import Evaluation, beginning, evaluate
 from .interrupt import Interrupt, StopRequested
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer, update
@@ -71,6 +71,10 @@ class Trainer:
         sequences = config.trainer.batch_tokens // seq_len
         self.batches = Batches(corpus.train, seq_len, sequences, data_seed, config.data.block_len)
         self.validation = EvaluationBatches(corpus.val, seq_len, how.micro_batch * ranks.size)
+        self.beginning = None  # what evaluations before the last one take
+        if config.trainer.eval_tokens:
+            part = beginning(corpus.val, config.trainer.eval_tokens, corpus.tokenizer(config.data.tokenizer))
+            self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * ranks.size)
 
         init_seed = config.seed if config.init_seed is None else config.init_seed
         self.model = self.plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
@@ -182,7 +186,10 @@ class Trainer:
         self.recorder.log(done, evaluation.metrics())
         self.progress.say(f"step {done:,}: validation {evaluation}")
         if config.keep_best and done:
-            self._keep_if_best(done, evaluation.loss)
+            if self.beginning and done == config.steps:  # to compare losses of the same tokens
+                self._keep_if_best(done, self._evaluate_on(self.beginning, done).loss)
+            else:
+                self._keep_if_best(done, evaluation.loss)
         return evaluation
 
     # ---- a step ----------------------------------------------------------------------------------
@@ -276,7 +283,12 @@ class Trainer:
         return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
 
     def _evaluate(self, done: int) -> Evaluation:
-        """Evaluate the whole validation split. Raises StopRequested between batches: it can take minutes."""
+        """Evaluate the whole validation split, or before the last step as much as trainer.eval_tokens says."""
+        whole = self.beginning is None or done == self.config.trainer.steps
+        return self._evaluate_on(self.validation if whole else self.beginning, done)
+
+    def _evaluate_on(self, validation: EvaluationBatches, done: int) -> Evaluation:
+        """Raises StopRequested between batches: it can take minutes."""
 
         def until_stopped(batches: Iterator[tuple]) -> Iterator[tuple]:
             for batch in batches:
@@ -284,13 +296,10 @@ class Trainer:
                     raise StopRequested
                 yield batch
 
-        with closing(self._load(self.validation, 0, len(self.validation))) as batches:
+        with closing(self._load(validation, 0, len(validation))) as batches:
+            text_bytes = validation.split.utf8_bytes
             evaluation = evaluate(
-                self.eval_model,
-                until_stopped(batches),
-                self.plan.corpus.val.utf8_bytes,
-                self.world,
-                self.plan.autocast,
+                self.eval_model, until_stopped(batches), text_bytes, self.world, self.plan.autocast
             )
         if not math.isfinite(evaluation.loss):
             self._give_up(f"the validation loss is {evaluation.loss}", done, broken=done)

@@ -330,6 +330,36 @@ def test_the_best_checkpoint_is_kept_when_a_run_is_killed_or_resumed(config, tmp
     assert (found.name, loss) == ("step-00000010", 2.4)
 
 
+# ---- a bounded evaluation ------------------------------------------------------------------------
+
+
+def test_bounded_evaluations_are_of_the_same_tokens_and_the_last_is_of_all(config, tmp_path, capsys):
+    """However a batch is split; 300 tokens are nine sequences and a part, and five batches of two."""
+    whole = train(having(config, keep_best=True), tmp_path / "whole")
+    part = train(having(config, eval_tokens=300, keep_best=True), tmp_path / "part")
+    assert "evaluation  300 tokens each time, at the end all of them" in capsys.readouterr().out
+    train(having(config, eval_tokens=300, micro_batch=1), tmp_path / "split")
+    assert (part["val/loss"], part["val/tokens"]) == (whole["val/loss"], whole["val/tokens"])
+    losses = {step: float(loss) for step, loss in measured(tmp_path / "part", "val/loss").items()}
+    split = {step: float(loss) for step, loss in measured(tmp_path / "split", "val/loss").items()}
+    assert sorted(losses) == [2, 4, 6, 8]
+    assert split == pytest.approx(losses, rel=1e-5)
+    # What the model of the best checkpoint gives on those tokens: bests are compared by them at the end too.
+    found, best = checkpoint.best(tmp_path / "part")
+    run = Trainer(config, tmp_path / "other", CPU)
+    run.model.load_state_dict(checkpoint.load_weights(found, "cpu"))
+    tokens = run.plan.corpus.val.read(0, 301)
+    nats = 0.0
+    for start in range(0, 300, 32):
+        window = torch.from_numpy(tokens[start : start + 33])
+        with torch.no_grad():
+            nats += float(run.model(window[None, :-1], window[None, 1:])) * (len(window) - 1)
+    assert best == pytest.approx(nats / 300, rel=1e-5)
+    bits = float(measured(tmp_path / "part", "val/bits_per_byte")[6])
+    in_text = int((tokens != 256).sum())
+    assert bits == pytest.approx(losses[6] * 300 / (math.log(2) * in_text), rel=1e-5)
+
+
 # ---- runs that do not train ----------------------------------------------------------------------
 
 
