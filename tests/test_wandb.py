@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, measured
+from tests.training.conftest import contents
 from tests.wandb_stub import WandbStub
 
 # train.py whose first two arguments say how many seconds it waits for a wandb server at its start and at its end
@@ -96,17 +97,6 @@ def test_resuming_continues_the_wandb_run_only_in_the_same_directory(start, serv
     ended(start("trainer.steps=18", "trainer.resume=run", run="other"))
     _, other = server.runs.values()
     assert [row["step"] for row in other.history] == [16, 17, 18]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file and link below a folder."""
-    return {
-        str(path.relative_to(folder)): str(path.readlink()).encode()
-        if path.is_symlink()
-        else path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
-    }
 
 
 def test_a_resume_that_wandb_refuses_changes_nothing_in_the_run_directory(start, server, tmp_path):

@@ -16,6 +16,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import _transformers_imports, to_huggingface
 from tests.conftest import text_data
+from tests.training.conftest import CPU, having
 from training import checkpoint
 from training.config import (
     Config,
@@ -28,11 +29,8 @@ from training.config import (
     TrainerConfig,
     load_config,
 )
-from training.distributed import World
 from training.restore import load_run
 from training.trainer import Trainer, train
-
-CPU = World(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +59,6 @@ def elsewhere(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Confi
     text = tmp_path_factory.mktemp("elsewhere") / "text.txt"
     text.write_text("\n\n".join(f"{'pack my box with five dozen jugs ' * n}{n}" for n in range(30)))
     return replace(config, data=text_data(text))
-
-
-def having(config: Config, **settings) -> Config:
-    return replace(config, trainer=replace(config.trainer, **settings))
 
 
 def test_evaluating_a_runs_weights_reproduces_its_final_loss(config, trained, tmp_path, capsys):
