@@ -19,8 +19,8 @@ from tests.wandb_stub import WandbStub
 IMPATIENT = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-from training import loggers
-loggers.BEGIN_SECONDS, loggers.END_SECONDS = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+from training import wandb_logger
+wandb_logger.BEGIN_SECONDS, wandb_logger.END_SECONDS = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 sys.argv[0] = {str(ROOT / "train.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

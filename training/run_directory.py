@@ -19,12 +19,13 @@ from .console import for_shell, printable, table
 from .distributed import World
 from .environment import environment
 from .files import unwritable, write_json, write_whole
-from .loggers import CsvLogger, WandbLogger, check_wandb, kept_rows
+from .loggers import CsvLogger, kept_rows
 from .plan import Plan
 from .report import banner, in_sweep, result
 from .resume import AUTO
 from .sampling import sample_text
 from .seeds import stream_seed
+from .wandb_logger import WandbLogger, check_wandb
 
 LOCK = ".lock"
 
