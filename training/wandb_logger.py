@@ -101,7 +101,7 @@ class WandbLogger:
         try:
             return wandb.init(mode=self.mode, **options)
         except wandb.errors.UsageError as error:
-            raise ConfigError(f"wandb: {_first_line(error)}; or use logger=none.") from None
+            raise _cannot_start(error) from None
         except Exception as error:
             reason = f"wandb stopped ({type(error).__name__})"
             if isinstance(error, wandb.errors.CommError):
@@ -114,7 +114,10 @@ class WandbLogger:
             self.mode, self._why = "offline", f"offline, since {reason}"
             with suppress(Exception):  # it raises if that process is gone
                 wandb.teardown()  # otherwise its process considers the id in use
-            return wandb.init(mode="offline", **options)
+            try:
+                return wandb.init(mode="offline", **options)
+            except Exception as again:
+                raise _cannot_start(again) from again
 
     def where(self) -> list[tuple[str, str]]:
         """How to look at the run, as rows of the banner."""
@@ -206,7 +209,17 @@ def check_wandb(config: LoggerConfig) -> None:
             wandb.Settings().update_from_env_vars({name: value})
         except (wandb.errors.UsageError, ValueError) as error:
             raise ConfigError(f"{name}={value}: {_first_line(error)}; correct it, or unset it.") from None
-    wandb_mode(config.mode)
+    try:
+        wandb_mode(config.mode)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _cannot_start(error) from error
+
+
+def _cannot_start(error: Exception) -> ConfigError:
+    """Whatever else stops wandb: a variable that it reads elsewhere, one of its settings files, its own process."""
+    return ConfigError(f"wandb cannot start ({_first_line(error)}); correct that, or use logger=none.")
 
 
 def wandb_mode(mode: WandbMode) -> str:

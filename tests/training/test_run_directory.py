@@ -38,6 +38,7 @@ def test_a_second_run_in_a_directory_that_is_in_use_is_refused(config, tmp_path,
         ("WANDB_BASE_URL", "nope", "should be a valid URL"),
         ("WANDB_TAGS", "a,,b", "Tag at index 1 is empty"),
         ("WANDB_PROJECT", "a/b", "Invalid project name 'a/b'"),
+        ("WANDB_SERVICE", "junk", "WANDB_SERVICE='junk'"),
     ],
 )
 def test_a_malformed_variable_of_wandb_is_refused_in_one_line_and_changes_nothing(
@@ -49,7 +50,9 @@ def test_a_malformed_variable_of_wandb_is_refused_in_one_line_and_changes_nothin
     monkeypatch.setenv(name, value)
     resumes = ["trainer.resume=run/checkpoints/step-00000006", "logger=wandb", "logger.mode=offline"]
     error = started(command.main, *run, *resumes)
-    assert error.startswith(f"error: {name}={value}: ")
+    assert error.startswith(
+        f"error: {name}={value}: " if name != "WANDB_SERVICE" else "error: wandb cannot start ("
+    )
     assert said in error
     assert "\n" not in error
     assert contents(tmp_path) == before
