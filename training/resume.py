@@ -47,9 +47,8 @@ class Start:
     seconds: float = 0.0  # how long it had run by then
     init_from: str | None = None  # where its first weights came from
     identity: dict[str, Any] = field(default_factory=dict)
-    changed: dict[str, list] = field(
-        default_factory=dict
-    )  # what differs from the checkpoint's run: [was, is]
+    # What is not as in the checkpoint's run: [was, is].
+    changed: dict[str, list] = field(default_factory=dict)
     history: dict[str, dict[str, list]] = field(default_factory=dict)  # what each resume changed, by its step
     warm_up: str | None = None  # what to say if the schedule warms up once more
 
@@ -148,9 +147,10 @@ def _tokens_hash(manifest: Manifest) -> str:
 def _record(file: Path) -> dict[str, Any]:
     """A JSON file of a run directory, {} if it is missing or a power cut emptied it."""
     try:
-        return json.loads(file.read_text())
+        record = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _settings(config_file: Path) -> dict[str, Any]:

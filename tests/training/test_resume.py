@@ -243,7 +243,7 @@ def test_a_resume_that_warms_up_once_more_says_so_and_how_to_avoid_it(config, tm
     assert "warm-up" not in banner(0.005)
 
 
-@pytest.mark.parametrize("text", ["", "\0\0\0", "[1"])
+@pytest.mark.parametrize("text", ["", "\0\0\0", "[1]"])
 def test_a_damaged_record_does_not_prevent_resuming(config, tmp_path, text):
     """As a power cut leaves them; the checkpoint alone decides."""
     train(having(config, keep_best=True, eval_every=4), tmp_path)
