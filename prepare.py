@@ -4,7 +4,7 @@
     python prepare.py data=text_files data.files='*.txt' data.tokenizer=gpt2
     python prepare.py data=text_files --cfg job         what a command resolves to, without doing it
 
-data is one of python_source, text_files, openwebtext, hub, mix; the settings are explained in training/config.py.
+data is one of python_source, text_files, openwebtext, hub, mix; the settings are explained in configs/reference.yaml.
 """
 
 from pathlib import Path

@@ -6,10 +6,10 @@ from training.command_line import launch
 from training.config import Config
 
 
-def main(config: Config, run_dir: Path) -> None:
+def main(config: Config, run_dir: Path) -> float:
     from training.trainer import train  # loads torch, which --help and --cfg do without
 
-    train(config, run_dir)
+    return train(config, run_dir)["val/loss"]  # for a sweeper that searches, such as hydra/sweeper=optuna
 
 
 if __name__ == "__main__":

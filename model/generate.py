@@ -17,12 +17,14 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     end_token: int | None = None,
+    never: Tensor | None = None,
 ) -> Tensor:
     """Continue tokens (int64, (B, T), T >= 1) by up to n more; returns (B, T + up to n), prompt included.
 
     temperature: divides the logits; 0 takes the most likely token. top_k: sample among that many (None: all).
     generator: the only source of randomness; probabilities are moved to its device to draw. None: one seeded with 0.
     end_token: a sequence that has drawn it is filled up with it, and generation stops when all have.
+    never: ids that are not drawn, int64 (any number,), such as those that a tokenizer leaves unused.
 
     The model sees at most seq_len tokens. Of a longer prompt it reads the last seq_len; when the window is
     full, its older half is dropped and the rest read again, since learned positions cannot slide.
@@ -45,12 +47,12 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        return _generate(model, tokens, n, temperature, top_k, generator, end_token)
+        return _generate(model, tokens, n, temperature, top_k, generator, end_token, never)
     finally:
         model.train(was_training)
 
 
-def _generate(model, tokens, n, temperature, top_k, generator, end_token) -> Tensor:
+def _generate(model, tokens, n, temperature, top_k, generator, end_token, never) -> Tensor:
     seq_len = model.config.seq_len
     batch, prompt_len = tokens.shape
     out = torch.cat([tokens, tokens.new_zeros(batch, n)], dim=1)
@@ -62,7 +64,10 @@ def _generate(model, tokens, n, temperature, top_k, generator, end_token) -> Ten
             start, cache.length, cache.first = end - max(1, seq_len // 2), 0, 0
         hidden = _read(model, out[:, start:end], cache)
         start = end
-        token = _sample(model.logits(hidden[:, -1]), temperature, top_k, generator)  # (B,)
+        logits = model.logits(hidden[:, -1])  # (B, vocab_size)
+        if never is not None:
+            logits = logits.index_fill(-1, never, float("-inf"))
+        token = _sample(logits, temperature, top_k, generator)  # (B,)
         if end_token is not None:
             token = token.masked_fill(ended, end_token)
             ended |= token == end_token

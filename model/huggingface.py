@@ -62,6 +62,8 @@ def from_huggingface(
         scale_attn_by_inverse_layer_idx=theirs.scale_attn_by_inverse_layer_idx,
     )
     state = source.state_dict()
+    if broken := [name for name, weight in state.items() if not weight.isfinite().all()]:
+        raise ValueError(f"{broken[0]} holds values that are not finite")
     if not torch.equal(state["lm_head.weight"], state["transformer.wte.weight"]):
         raise ValueError(
             "lm_head.weight differs from transformer.wte.weight, but GPT-2 here has one for both"

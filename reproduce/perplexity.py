@@ -151,7 +151,8 @@ def run(options: Options) -> None:
     runs = _training_runs(settings, options)
     _check_names(runs, settings)
     for each in runs:
-        _check_epochs(each, corpora[each.part == "context"])
+        tokens = each.config.trainer.steps * each.config.trainer.batch_tokens
+        corpora[each.part == "context"].train.epochs(tokens, at_most=MAX_EPOCHS)
     jobs = [_job(each, options, settings) for each in runs if not _is_known(options, each)]
     numerics = _numerics(runs, options, settings)
     # Before the runs that the verdict does not need.
@@ -302,17 +303,6 @@ def _corpora(options: Options) -> list[Any]:
     return corpora
 
 
-def _check_epochs(each: TrainingRun, corpus: Any) -> None:
-    """Say how often the run reads its text. Raises ReproduceError above MAX_EPOCHS."""
-    tokens = each.config.trainer.steps * each.config.trainer.batch_tokens
-    epochs = tokens / corpus.train.tokens
-    if epochs > MAX_EPOCHS:
-        raise ReproduceError(
-            f"{each.name} takes {tokens:,} tokens, {epochs:.1f} epochs of {corpus.name}'s {corpus.train.tokens:,}; "
-            f"more than {MAX_EPOCHS} say little: give more text, or fewer steps"
-        )
-
-
 def _devices(device: torch.device) -> list[torch.device]:
     """Every GPU, unless one was named."""
     if device.type != "cuda" or device.index:
@@ -385,12 +375,9 @@ def train_in(device: torch.device, config: Config, directory: Path) -> None:
 
     if (directory / "summary.json").exists():
         return
-    resume = None
-    if directory.exists() and checkpoint.saved(directory):
-        resume = str(directory)
-    else:
+    if not checkpoint.saved(directory):
         shutil.rmtree(directory, ignore_errors=True)  # killed before its first checkpoint
-    train(replace(config, trainer=replace(config.trainer, resume=resume)), directory)
+    train(replace(config, trainer=replace(config.trainer, resume="auto")), directory)
 
 
 def _job(each: TrainingRun, options: Options, settings: Settings) -> Job:

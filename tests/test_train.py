@@ -255,6 +255,14 @@ def test_a_run_directory_refuses_another_run_but_allows_resuming(started, tiny, 
     assert sorted(losses_by_step(tmp_path / "here")) == list(range(1, 16))
 
 
+def test_the_task_returns_the_validation_loss(started, tiny, tmp_path):
+    """For hydra/sweeper=optuna, which minimises it."""
+    returned = []
+    task = lambda config, run_dir: returned.append(train.main(config, run_dir))  # noqa: E731
+    assert started(task, *tiny, "hydra.run.dir=run") == 0
+    assert returned == [json.loads((tmp_path / "run/summary.json").read_text())["val/loss"]]
+
+
 def test_resuming_takes_optimizer_settings_from_the_command_line(started, tiny, tmp_path):
     assert started(train.main, *tiny, "hydra.run.dir=a") == 0
     changed = [*tiny, "trainer.steps=20", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.6]"]

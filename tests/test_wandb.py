@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, measured
+from tests.training.conftest import contents
 from tests.wandb_stub import WandbStub
 
 # train.py whose first two arguments say how many seconds it waits for a wandb server at its start and at its end
 IMPATIENT = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-from training import loggers
-loggers.BEGIN_SECONDS, loggers.END_SECONDS = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+from training import wandb_logger
+wandb_logger.BEGIN_SECONDS, wandb_logger.END_SECONDS = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 sys.argv[0] = {str(ROOT / "train.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -97,6 +98,63 @@ def test_resuming_continues_the_wandb_run_only_in_the_same_directory(start, serv
     ended(start("trainer.steps=18", "trainer.resume=run", run="other"))
     _, other = server.runs.values()
     assert [row["step"] for row in other.history] == [16, 17, 18]
+
+
+@pytest.mark.slow
+def test_a_resume_that_wandb_refuses_changes_nothing_in_the_run_directory(start, server, tmp_path):
+    """Resumed from an older checkpoint, it would remove the newer one; the server knows no key, then it is silent."""
+    ended(start("trainer.save_every=6"))
+    before = contents(tmp_path / "run")
+    resumes = ["logger.mode=online", "trainer.resume=run/checkpoints/step-00000006", "optimizer.lr=1e-4"]
+    server.stranger = True
+    process = start(*resumes)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert contents(tmp_path / "run") == before
+    server.stranger, server.silent = False, True
+    process = start(*resumes, patience=(5, 20))
+    until(lambda: server.waiting > 0)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.slow
+def test_going_back_to_an_older_checkpoint_with_other_settings_begins_another_wandb_run(
+    start, server, tmp_path
+):
+    """wandb would drop the new rows, as it has those steps. With the same settings the rows are the same."""
+    ended(start("trainer.save_every=6"))
+    ((name, first),) = server.runs.items()
+    back = "trainer.resume=run/checkpoints/step-00000006"
+    assert "it has rows up to step 12 already, and keeps those" in ended(start(back))
+    assert list(server.runs) == [name]
+    assert f"a new run: {name} went on to step 12 with other settings" in ended(
+        start(back, "trainer.steps=9")
+    )
+    assert [row["step"] for row in first.history if "step" in row] == list(range(1, 13))
+    _, other = server.runs.values()
+    losses = {row["step"]: row["train/loss"] for row in other.history if "train/loss" in row}
+    assert losses == pytest.approx(
+        {step: float(x) for step, x in measured(tmp_path / "run", "train/loss").items()}
+    )
+    assert sorted(losses) == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_variables_of_wandb_are_followed_or_named_as_not_used(start, server, tmp_path, monkeypatch):
+    monkeypatch.setitem(server.variables, "WANDB_PROJECT", "mine")
+    monkeypatch.setitem(server.variables, "WANDB_TAGS", "night,shift")
+    monkeypatch.setitem(server.variables, "WANDB_NAME", "by hand")
+    monkeypatch.setitem(server.variables, "WANDB_RUN_ID", "chosen")
+    said = ended(start("logger.tags=[own]"))
+    ((name, run),) = server.runs.items()
+    assert f"{server.url}/someone/mine/runs/{name}" in said
+    assert run.facts["tags"] == ["sdpa", "own", "night", "shift"]
+    assert run.facts["displayName"] == "by hand"
+    assert name != "chosen"
+    assert "WANDB_RUN_ID: not used, since a run's id and files belong to its directory" in said
 
 
 @pytest.mark.slow

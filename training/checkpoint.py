@@ -69,24 +69,22 @@ def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
     link = run_dir / FOLDER / BEST
     partial = link.with_suffix(".partial")
     checkpoint = at(run_dir, step)
-    try:
-        write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
-        partial.unlink(missing_ok=True)
-        partial.symlink_to(checkpoint.name)
-        if link.is_dir() and not link.is_symlink():  # as in a copy of the run directory that followed links
-            _put_aside(link)
-        partial.replace(link)  # atomic: a kill leaves the old link or the new one, both valid
-    except OSError as error:
-        raise ConfigError(f"{link} could not be made a link to {checkpoint.name}: {error}") from error
+    write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(checkpoint.name)
+    if link.is_dir() and not link.is_symlink():  # as in a copy of the run directory that followed links
+        _put_aside(link)
+    partial.replace(link)  # atomic: a kill leaves the old link or the new one, both valid
     _prune(run_dir, keep)
 
 
 def best(run_dir: Path) -> tuple[Path, float] | None:
     """The best checkpoint and its validation loss, where one is kept."""
     link = run_dir / FOLDER / BEST
-    if not (link / "validation_loss").is_file():
+    try:
+        return _link_target(link), float((link / "validation_loss").read_text())
+    except (OSError, ValueError):  # none is kept, or a power cut emptied the file
         return None
-    return _link_target(link), float((link / "validation_loss").read_text())
 
 
 def _link_target(path: Path) -> Path:
@@ -145,18 +143,33 @@ def find(path: str | Path) -> Path:
 
 
 def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
-    return _load(checkpoint, "weights.pt", device)
+    """The model's state dict. Raises ConfigError if it cannot be read, or holds a value that is not finite."""
+    weights = _load(checkpoint, "weights.pt", device)
+    if broken := not_finite(weights):
+        raise ConfigError(
+            f"{checkpoint / 'weights.pt'} holds values that are not finite, in {broken}; {_remedy(checkpoint)}."
+        )
+    return weights
 
 
-def load_training(checkpoint: Path, device: torch.device | str) -> dict[str, Any]:
-    return _load(checkpoint, "training.pt", device)
+def not_finite(weights: dict[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity."""
+    return next((name for name, weight in weights.items() if not weight.isfinite().all()), None)
 
 
-def _load(checkpoint: Path, name: str, device: torch.device | str) -> Any:
+def load_training(checkpoint: Path, device: torch.device | str, *, mmap: bool = False) -> dict[str, Any]:
+    """All else that was saved. mmap: read a tensor only when it is used."""
+    return _load(checkpoint, "training.pt", device, mmap)
+
+
+def _load(checkpoint: Path, name: str, device: torch.device | str, mmap: bool = False) -> Any:
     try:
-        return torch.load(checkpoint / name, map_location=device, weights_only=True)
+        return torch.load(checkpoint / name, map_location=device, weights_only=True, mmap=mmap)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
-        older = [path for path in saved(checkpoint.parent.parent) if path.name < checkpoint.name]
-        remedy = f"use the checkpoint before it, {older[-1]}" if older else "there is no older checkpoint"
-        raise ConfigError(f"{checkpoint / name} cannot be read ({reason}); {remedy}.") from error
+        raise ConfigError(f"{checkpoint / name} cannot be read ({reason}); {_remedy(checkpoint)}.") from error
+
+
+def _remedy(checkpoint: Path) -> str:
+    older = [path for path in saved(checkpoint.parent.parent) if path.name < checkpoint.name]
+    return f"use the checkpoint before it, {older[-1]}" if older else "there is no older checkpoint"

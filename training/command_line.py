@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +22,6 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -35,11 +36,12 @@ _ALL = "`python train.py --cfg job` prints all settings"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: str = "") -> None:
+def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usage: str = "") -> None:
     """Call `task(config, run_dir)` with the config that the command line says.
 
     Args:
-        task: raises this project's subclasses of ValueError for errors that a user can fix.
+        task: raises this project's subclasses of ValueError for errors that a user can fix. What it returns is for
+            a sweeper that searches, such as hydra/sweeper=optuna: the smaller, the better.
         makes_run: whether the task fills a run directory; otherwise Hydra leaves no files, except a sweep's
             multirun.yaml.
         usage: what --help prints; empty: the help of train.py, from configs/train.yaml.
@@ -59,12 +61,29 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
 
-    begun = False
-    refused: list[str] = []
+    job = _Job(task, makes_run)
 
-    def main(cfg: DictConfig) -> None:
-        nonlocal begun
-        begun = True
+    def main(cfg: DictConfig) -> float | None:
+        return job.run(cfg)
+
+    with _one_line_errors(job):
+        if options.cfg and not options.config_dir:  # Hydra prints settings without checking them
+            composed(*theirs)
+        hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
+    if job.refused:
+        sys.exit("\n".join(job.refused))
+
+
+class _Job:
+    """What Hydra calls with a composed config, in a sweep once a run."""
+
+    def __init__(self, task: Callable[[Config, Path], float | None], makes_run: bool) -> None:
+        self.task, self.makes_run = task, makes_run
+        self.begun = False
+        self.refused: list[str] = []  # printed at the end: a sweep continues with its other runs
+
+    def run(self, cfg: DictConfig) -> float | None:
+        self.begun = True
         hydra_config = HydraConfig.get()
         run_dir = Path(hydra_config.runtime.output_dir)
         sweeps = hydra_config.mode is RunMode.MULTIRUN
@@ -74,20 +93,22 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
                 config.logger.group = run_dir.parent.name
             if recipe := hydra_config.runtime.choices.get("experiment"):
                 config.logger.tags.append(recipe)
-            task(config, Path(os.path.relpath(run_dir)))
+            return self.task(config, Path(os.path.relpath(run_dir)))
         except ValueError as error:
             if not is_users_mistake(error):
                 raise
-            # Printed at the end: a sweep continues with its other runs.
-            refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
+            self.refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
+            return math.inf  # a search avoids what diverges, or does not fit into memory
         finally:
-            if makes_run and not any(run_dir.iterdir()):
+            if self.makes_run and not any(run_dir.iterdir()):
                 run_dir.rmdir()  # the run ended before it wrote anything
 
+
+@contextmanager
+def _one_line_errors(job: _Job) -> Iterator[None]:
+    """Exit with one line for a user's mistake, an interrupt or a closed pipe; a bug keeps its traceback."""
     try:
-        if options.cfg and not options.config_dir:  # Hydra prints settings without checking them
-            composed(*theirs)
-        hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
+        yield
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_explain(error)}")
     except ConfigError as error:
@@ -98,19 +119,21 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         print("error: the program that this output is piped to has exited", file=sys.stderr)
         sys.exit(128 + signal.SIGPIPE)
+    except ValueError as error:  # Hydra's own, of its options, or of a group that is null
+        if job.begun:
+            raise
+        sys.exit(f"error: {str(error).splitlines()[0]}")
     except OSError as error:
-        if begun:
+        if job.begun:
             raise
         sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
-        sys.stderr.writelines(f"{each}\n" for each in refused)
+        sys.stderr.writelines(f"{each}\n" for each in job.refused)
         raise
     except KeyboardInterrupt:
         # The trainer handles the first Ctrl-C, and saves: this one came before the first step, or was the second.
-        print(*refused, "interrupted", sep="\n", file=sys.stderr)
+        print(*job.refused, "interrupted", sep="\n", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    if refused:
-        sys.exit("\n".join(refused))
 
 
 def _nobody_reads(pipe: TextIO) -> bool:
@@ -153,10 +176,6 @@ def _checked(arguments: list[str]) -> Namespace:
         sys.exit(
             "error: -m does not work under torchrun: start one torchrun per setting, all with the same logger.group."
         )
-    if options.cfg and options.multirun:
-        sys.exit("error: --cfg prints the settings of a single run: leave out -m")
-    if options.resolve and not (options.cfg or options.help):
-        sys.exit("error: --resolve works only with --cfg job or --help")
     _check_groups(options.overrides)
     _check_directory(options)
     return options
@@ -165,6 +184,8 @@ def _checked(arguments: list[str]) -> Namespace:
 def _correction(wrong: str) -> str:
     """What to type instead of `trainer.steps 5`, `--steps 5` or `--steps=5`."""
     key, value = re.match(r"-*([^ =]*)[ =]?([^ ]*)", wrong).groups()
+    if meaning := _meaning(key):
+        return f"{wrong}: use {meaning}"
     near = _nearest(key)
     hint = f"did you mean {near}={value or 'VALUE'}?" if near else f"settings are written key=value; {_ALL}"
     return f"{wrong}: {hint}"
@@ -191,20 +212,12 @@ def _check_directory(options: Namespace) -> None:
 
 
 def _check_groups(overrides: list[str]) -> None:
-    """Exit if a group is not given one of its options: Hydra would take the last of a list, and raise on null."""
+    """Exit if a group is given a list, of which Hydra would take the last."""
     for word in overrides:
         group, _, option = word.partition("=")
-        if not (CONFIGS / group).is_dir():
-            continue
-        if "/" in group:
-            group, _, folder = group.partition("/")
-            sys.exit(f"error: {word}: did you mean {group}={folder}/{option}?")
-        try:
-            value = OverridesParser.create().parse_override(word).value()
-        except HydraException:
-            continue  # Hydra will say that it cannot be parsed
-        if value is None or isinstance(value, list | bool | int | float):
-            sys.exit(f"error: {word}: {group} must be one of {', '.join(options_of(group))}")
+        if (CONFIGS / group).is_dir() and re.fullmatch(r"\[.*\]", option):
+            several = f"several values need -m: -m {group}={option.strip('[]')}"
+            sys.exit(f"error: {word}: {group} must be one of {', '.join(options_of(group))}; {several}")
 
 
 def options_of(group: str) -> list[str]:
@@ -223,11 +236,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         group, _, option = error.missing_cfg_file.partition("/")
         if options := options_of(group):
-            # Name all that begin with it, as gpt2_small and gpt2_xl for gpt2: the nearest would just be the shortest.
-            begin = [each for each in options if each.startswith(f"{option}_")]
-            likely = begin if len(begin) > 1 else get_close_matches(option, options, n=1)
-            near = f"did you mean {' or '.join(likely)}? " if likely else ""
-            return f"{group}={option} is not an option; {near}{group} has: {', '.join(options)}"
+            return f"{group}={option} is not an option; {group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         quoted = quoted_for_shell(error.override)
         return f"{error.override}: Hydra cannot parse this; quote it for Hydra and for the shell: {quoted}"
@@ -256,6 +265,8 @@ def _explain(error: Exception) -> str:
 
 def _hint(key: str) -> str:
     """What to type instead of a name that does not exist."""
+    if meaning := _meaning(key):
+        return f"use {meaning}"
     if near := _nearest(key):
         return f"did you mean {near}?"
     group = key.split(".")[0]
@@ -276,7 +287,27 @@ _NANOGPT_NAMES = {
     "block_size": "model.seq_len",
     "dataset": "data",
     "out_dir": "hydra.run.dir",
+    "wandb_project": "logger.project",
 }
+# For those that take others.
+_NANOGPT_MEANINGS = {
+    "warmup_iters": "schedule.warmup_fraction, which is warmup_iters / max_iters",
+    "min_lr": "schedule.final_fraction, which is min_lr / learning_rate",
+    "lr_decay_iters": "trainer.steps: the decay ends with the run",
+    "decay_lr": "schedule=constant for a rate that does not decay",
+    "gradient_accumulation_steps": "trainer.batch_tokens: the tokens of all micro-batches and ranks together",
+    "beta1": "optimizer.betas=[beta1,beta2]",
+    "beta2": "optimizer.betas=[beta1,beta2]",
+    "eval_iters": "trainer.eval_tokens, in tokens, or leave it out for the whole split",
+    "eval_only": "trainer.steps=0",
+    "always_save_checkpoint": "trainer.save_every",
+    "wandb_log": "logger=wandb or logger=none",
+    "wandb_run_name": "hydra.run.dir, whose last part names the run",
+}
+
+
+def _meaning(key: str) -> str | None:
+    return _NANOGPT_MEANINGS.get(key.split(".")[-1].lstrip("-"))
 
 
 def _nearest(key: str) -> str | None:

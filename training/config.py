@@ -41,14 +41,20 @@ class Precision(Enum):
 
 class WandbMode(Enum):
     auto = "auto"  # online when an API key is configured, else offline, never a prompt
-    online = "online"
-    offline = "offline"
+    online = "online"  # to the server; without one the run does not begin
+    offline = "offline"  # into the run directory, for `wandb sync` or `wandb leet`
 
 
 class Layers(Enum):
     auto = "auto"  # fused on a GPU, torch elsewhere
-    torch = "torch"
+    torch = "torch"  # PyTorch's own
     fused = "fused"  # our kernels; they need a GPU
+
+
+class Positions(Enum):
+    interpolate = "interpolate"  # stretched: every new row lies between two old ones
+    repeat = "repeat"  # the old rows over and over
+    random = "random"  # new rows behind the old ones, drawn as those once were
 
 
 @dataclass
@@ -121,9 +127,11 @@ class DataConfig:
     column: str = "text"
     # text_files: the string between the documents of a .txt file; empty: each file is one document.
     separator: str = ""
-    # hub: repository, configuration and split, as in datasets.load_dataset(repo, config, split=split).
+    # hub: a repository, as in datasets.load_dataset(repo, config, split=split), or a folder that it can load.
     repo: str = ""
+    # hub: the repository's configuration; null: its only one.
     config: str | None = None
+    # hub: the repository's split.
     split: str = "train"
     # hub: commit, branch or tag; null: main. openwebtext: a commit; null: the pinned one.
     revision: str | None = None
@@ -148,12 +156,15 @@ class DataConfig:
 
 @dataclass
 class TrainerConfig:
+    """The loop: how long, in which batches, on what, and what is logged, evaluated and saved."""
+
     # Optimizer steps in all; 0: evaluate only, and save no checkpoint.
     steps: int = 1000
     # Global batch in tokens: sequences * model.seq_len, over all ranks and accumulation steps together.
     batch_tokens: int = 4096
     # Sequences one device takes at once; gradients accumulate until the global batch is reached. null: all at once.
     micro_batch: int | None = None
+    # What activations and matrix products are computed in.
     precision: Precision = Precision.auto
     # auto (CUDA, else CPU), cpu, cuda, or cuda:1.
     device: str = "auto"
@@ -166,24 +177,32 @@ class TrainerConfig:
     grad_clip: float = 1.0
     # Steps between rows of metrics. Each row waits for the device, which costs a large model nothing at 10.
     log_every: int = 10
-    # Steps between evaluations over the whole validation split; 0: at the end only.
+    # Steps between evaluations; 0: at the end only.
     eval_every: int = 250
+    # Tokens that an evaluation predicts, from the start of the validation split, the same each time. null: all of it.
+    # The last evaluation always is of the whole split.
+    eval_tokens: int | None = None
     # Steps between checkpoints; 0: at the end only.
     save_every: int = 0
     # Checkpoints to keep, newest first.
     keep_checkpoints: int = 2
     # Keep, beside those, the one with the lowest validation loss of all evaluations: RUN/checkpoints/best.
     keep_best: bool = False
-    # A run directory, or one of its checkpoints, to resume from.
+    # A run directory, or one of its checkpoints, to resume from. auto: the run in hydra.run.dir if there is one, so
+    # that one command starts a job and, when it is requeued, resumes it; a finished run is left as it is.
     resume: str | None = None
     # Initial weights; the step (0), data, optimizer and schedule are this run's own: a run directory, one of its
     # checkpoints, or a folder where Hugging Face's save_pretrained left a GPT-2. null: random weights.
+    # model.seq_len may be another than theirs: of a longer table of position embeddings the first rows are taken.
     init_from: str | None = None
+    # How a shorter table of position embeddings is extended to model.seq_len.
+    init_positions: Positions = Positions.interpolate
     # A step to profile: its trace goes into the run directory, and its costliest operations are printed. Avoid the
     # first steps, which compile. null: none.
     profile_step: int | None = None
-    # Tokens of generated text at the end of the run, and the text it starts from (empty: a new document).
+    # Tokens of generated text at the end of the run.
     sample_tokens: int = 200
+    # The text that it starts from; empty: a new document.
     sample_prompt: str = ""
 
     def __post_init__(self) -> None:
@@ -200,8 +219,9 @@ class TrainerConfig:
                 raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")
             if getattr(self, name):  # the ~ of a recipe, which no shell has expanded
                 setattr(self, name, os.path.expanduser(getattr(self, name)))
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ConfigError(f"trainer.micro_batch is {self.micro_batch}; it must be at least 1, or null.")
+        for name in ("micro_batch", "eval_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1, or null.")
         if self.profile_step is not None and not 1 <= self.profile_step <= self.steps:
             steps = (
                 f"it must be from 1 to trainer.steps={self.steps}, or null"
@@ -210,16 +230,32 @@ class TrainerConfig:
             )
             raise ConfigError(f"trainer.profile_step is {self.profile_step}; {steps}.")
 
+    def saves_at(self, done: int) -> bool:
+        """Whether a checkpoint is saved after `done` steps; one always is after the last."""
+        return done == self.steps or _due(done, self.save_every)
+
+    def logs_at(self, done: int) -> bool:
+        """Whether a row of metrics is due: also where a checkpoint is, so that no broken model is saved."""
+        return self.saves_at(done) or _due(done, self.log_every) or done == 1
+
+    def evaluates_at(self, done: int) -> bool:
+        """Whether an evaluation is due after `done` steps; one always is after the last."""
+        return done == self.steps or (done > 0 and _due(done, self.eval_every))
+
 
 @dataclass
 class LoggerConfig:
     """metrics.csv is always written; wandb is the option."""
 
+    # Send the metrics to wandb as well.
     wandb: bool = True
+    # Where to.
     mode: WandbMode = WandbMode.auto
-    project: str = "tilegpt"
+    # null: WANDB_PROJECT, or else tilegpt.
+    project: str | None = None
     # Runs to be compared share a group; a sweep (-m) sets it to the sweep's name.
     group: str | None = None
+    # Beside the name of the attention, which always is one.
     tags: list[str] = field(default_factory=list)
 
 
@@ -272,6 +308,10 @@ class Config:
         return per_rank // micro_batch, micro_batch
 
 
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
 def _strings(given: Any) -> list[str]:
     """A string or a list, as a list of strings."""
     if isinstance(given, list | tuple):
@@ -291,9 +331,6 @@ def from_hydra(cfg: DictConfig) -> Config:
 
     _refuse_unknown_keys(cfg, Config, "")
     try:
-        if missing := OmegaConf.missing_keys(cfg):
-            key = sorted(missing)[0]
-            raise ConfigError(f"{key} must be given: {key}=...")
         return OmegaConf.to_object(cfg)
     except ConfigError:
         raise

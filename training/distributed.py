@@ -6,6 +6,7 @@ Launched by torchrun, a run is data-parallel: every rank holds the model and tak
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,10 +53,9 @@ def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
     """The device called `name`; under torchrun each rank takes the GPU of its local rank. `option`: for errors."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"{option}{name} is not a device; use auto, cpu, cuda or cuda:N.") from None
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"{option}{name} is not supported; use auto, cpu, cuda or cuda:N.")
+    device = torch.device(name)
     if device.type == "cuda":
         if torchrun.launched() and device.index is not None:
             raise ConfigError(
@@ -70,8 +70,6 @@ def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
             )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-    elif device.type != "cpu":
-        raise ConfigError(f"{option}{name} is not supported; use auto, cpu or cuda.")
     return device
 
 

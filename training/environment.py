@@ -6,50 +6,59 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Command, versions, device and commit, as environment.json has them."""
-    record: dict[str, object] = {
-        "command": [Path(sys.executable).name, *sys.argv],
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "triton": _triton_version(),
-        "device": str(device),
-        "device_name": device_name(device),
-        "cpu_count": os.cpu_count(),
-        "cpu_threads": torch.get_num_threads(),
-        "commit": _commit(),
+    """Command, versions, device and commit, as environment.json has them; None for what cannot be found out."""
+    facts: dict[str, Callable[[], object]] = {
+        "command": lambda: [Path(sys.executable).name, *sys.argv],
+        "python": platform.python_version,
+        "platform": platform.platform,
+        "torch": lambda: torch.__version__,
+        "triton": _triton_version,
+        "device": lambda: str(device),
+        "device_name": lambda: device_name(device),
+        "cpu_count": os.cpu_count,
+        "cpu_threads": torch.get_num_threads,
+        "commit": _commit,
         # Environment variables that affect how fast it ran.
-        **{name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "TRITON_INTERPRET")},
+        "OMP_WAIT_POLICY": lambda: os.environ.get("OMP_WAIT_POLICY"),
+        "TRITON_INTERPRET": lambda: os.environ.get("TRITON_INTERPRET"),
     }
     if device.type == "cuda":
-        record |= {"driver": _driver(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        record["ptxas"] = _ptxas_version()
-    return record
+        facts |= {
+            "driver": _driver,
+            "cuda": lambda: torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version,  # it raises where another version than torch's is loaded
+            "ptxas": _ptxas_version,
+        }
+    return {name: _or_none(fact) for name, fact in facts.items()}
 
 
-def _triton_version() -> str | None:
-    """Of the Triton that is imported: the metadata may be that of another one, later on the path."""
+def _or_none(fact: Callable[[], object]) -> object:
+    """A record never ends a run."""
     try:
-        import triton
-    except ImportError:
+        return fact()
+    except Exception:
         return None
+
+
+def _triton_version() -> str:
+    """Of the Triton that is imported: the metadata may be that of another one, later on the path."""
+    import triton
+
     return triton.__version__
 
 
-def _ptxas_version() -> str | None:
+def _ptxas_version() -> str:
     """Of the assembler that Triton calls, its own or TRITON_PTXAS_PATH's: registers and spills depend on it."""
-    try:
-        from triton import knobs
+    from triton import knobs
 
-        return knobs.nvidia.ptxas.version
-    except (ImportError, AttributeError, RuntimeError):
-        return None
+    return knobs.nvidia.ptxas.version
 
 
 def device_name(device: torch.device) -> str:
@@ -66,22 +75,19 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
+def _output(*command: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent, check=True
+    )
     return done.stdout.strip()
 
 
-def _commit() -> str | None:
+def _commit() -> str:
     """The checkout's commit, with `+changes` where the working tree differs from it."""
     commit = _output("git", "rev-parse", "HEAD")
-    return commit and commit + ("+changes" if _output("git", "status", "--porcelain", "-uno") else "")
+    return commit + ("+changes" if _output("git", "status", "--porcelain", "-uno") else "")
 
 
-def _driver() -> str | None:
+def _driver() -> str:
     versions = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return versions and versions.splitlines()[0]
+    return versions.splitlines()[0]

@@ -1,13 +1,17 @@
-"""Evaluation over a whole split: exp of the token-weighted mean NLL, and bits per byte."""
+"""Evaluation over a split or its beginning: exp of the token-weighted mean NLL, and bits per byte."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import tiktoken
 import torch
+
+from data.loader import TokenSplit
 
 from .distributed import World
 
@@ -16,9 +20,9 @@ from .distributed import World
 class Evaluation:
     # Mean negative log-likelihood in nats over every predicted token.
     loss: float
-    # Tokens predicted: all of the split but its first.
+    # Tokens predicted: all but the first.
     tokens: int
-    # UTF-8 bytes of the split's text. End-of-text tokens add none, although predicting them adds to the loss.
+    # UTF-8 bytes of their text. End-of-text tokens add none, although predicting them adds to the loss.
     text_bytes: int
 
     @property
@@ -41,6 +45,17 @@ class Evaluation:
             "val/perplexity": self.perplexity,
             "val/bits_per_byte": self.bits_per_byte,
         }
+
+
+def beginning(split: TokenSplit, tokens: int, tokenizer: tiktoken.Encoding) -> TokenSplit:
+    """The first part of a split, of which `tokens` tokens are predicted, or all if it has no more."""
+    if tokens >= split.tokens - 1:
+        return split
+    part = copy.copy(split)
+    part.tokens = tokens + 1
+    text = [token for token in part.read(0, part.tokens).tolist() if token != tokenizer.eot_token]
+    part.utf8_bytes = len(tokenizer.decode_bytes(text))
+    return part
 
 
 @torch.no_grad()

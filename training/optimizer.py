@@ -16,8 +16,11 @@ class OptimizerConfig:
 
     # Peak learning rate; the schedule scales it.
     lr: float = 6e-4
+    # Decay of the moments: of the mean, and of the mean square.
     betas: tuple[float, float] = (0.9, 0.95)
+    # Added to the root of the mean square.
     eps: float = 1e-8
+    # Decoupled from the gradient: a weight shrinks by lr * weight_decay a step. Biases and norms do not.
     weight_decay: float = 0.1
     # Decay the token and position embeddings as well (nanoGPT does; the FlashAttention recipe does not).
     decay_embeddings: bool = False

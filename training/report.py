@@ -5,61 +5,67 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import checkpoint
 from .console import SPREAD, changes, count, plural, speed_range
 from .environment import device_name
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .plan import Plan
 
 Rows = list[tuple[str, str]]
 
 
-def banner(run: Trainer) -> Rows:
+def banner(plan: Plan) -> Rows:
     """What will really run, resolved."""
-    config, model, ranks = run.config, run.config.model, run.world
-    how = f"{dtype_name(run.dtype)}, {'torch.compile' if run.compiled else 'eager'}"
-    if run.graphs:
-        how += ", CUDA graphs"
+    config, model, ranks, how, corpus = plan.config, plan.config.model, plan.world, plan.how, plan.corpus
+    runs = f"{how.facts()['dtype']}, {'torch.compile' if how.compiled else 'eager'}"
+    if how.graphs:
+        runs += ", CUDA graphs"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        how += ", Triton kernels interpreted"
-    asked = "" if config.attention.name == run.attention_name else f" (requested: {config.attention.name})"
-    tier = f", {run.attention_tier} kernels" if run.attention_tier else ""
+        runs += ", Triton kernels interpreted"
+    asked = "" if config.attention.name == how.attention else f" (requested: {config.attention.name})"
+    tier = f", {how.attention_tier} kernels" if how.attention_tier else ""
     tokens = config.trainer.steps * config.trainer.batch_tokens
-    batch = sequences = f"{plural(run.micro_batch, 'sequence')} of {model.seq_len}"
+    batch = sequences = f"{plural(how.micro_batch, 'sequence')} of {model.seq_len}"
     length = "no steps: evaluation only"
     if config.trainer.steps:
         batch = f"{config.trainer.batch_tokens:,} tokens a step: {sequences}"
-        batch += f" x {run.accumulation} accumulated" if run.accumulation > 1 else ""
+        batch += f" x {how.accumulation} accumulated" if how.accumulation > 1 else ""
         length = (
             f"{plural(config.trainer.steps, 'step')}, {count(tokens)} tokens, "
-            f"{_epochs(tokens / run.corpus.train.tokens)} epochs"
+            f"{_epochs(corpus.train.epochs(tokens))} epochs"
         )
     rows = [
-        ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {how}"),
-        ("attention", run.attention_name + tier + asked),
-        ("layers", f"{run.block.value} blocks, {run.loss.value} loss"),
+        ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {runs}"),
+        ("attention", how.attention + tier + asked),
+        ("layers", f"{how.block.value} blocks, {how.loss.value} loss"),
         (
             "model",
-            f"{count(run.model.num_parameters())} parameters: {plural(model.n_layer, 'layer')}, "
+            f"{count(plan.shape.num_parameters())} parameters: {plural(model.n_layer, 'layer')}, "
             f"{plural(model.n_head, 'head')}, {model.n_embd} wide, vocabulary {model.vocab_size:,}",
         ),
         (
             "data",
-            f"{run.corpus.name}, {config.data.tokenizer}: {count(run.corpus.train.tokens)} training and "
-            f"{count(run.corpus.val.tokens)} validation tokens",
+            f"{corpus.name}, {config.data.tokenizer}: {count(corpus.train.tokens)} training and "
+            f"{count(corpus.val.tokens)} validation tokens",
         ),
         ("batch", batch + (f" x {ranks.size} ranks" if ranks.size > 1 else "")),
         ("length", length),
     ]
+    if config.trainer.eval_tokens:
+        rows.append(
+            ("evaluation", f"{config.trainer.eval_tokens:,} tokens each time, at the end all of them")
+        )
     if config.trainer.init_from:
-        rows.append(("weights", f"from {config.trainer.init_from}"))
-    if run.start:
-        rows.append(("resumed", f"{config.trainer.resume}, at step {run.start:,}"))
-    if run.resumed.changed:
-        rows.append(("changed", changes(run.resumed.changed)))
+        rows.append(
+            ("weights", "; ".join(filter(None, [f"from {config.trainer.init_from}", plan.positions])))
+        )
+    if plan.start.step:
+        rows.append(("resumed", f"{plan.start.path}, at step {plan.start.step:,}"))
+    if plan.start.changed:
+        rows.append(("changed", changes(plan.start.changed)))
+    if plan.start.warm_up:
+        rows.append(("warm-up", plan.start.warm_up))
     return rows
 
 
@@ -124,7 +130,3 @@ def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:
     on_cpu = "perf/peak_resident_gib" in summary
     remedy = "; with OMP_WAIT_POLICY=passive a run suffers less" if on_cpu and spins else ""
     return [("", f"varied from {slow:,.0f} to {fast:,.0f} tokens/s: other programs used the machine{remedy}")]
-
-
-def dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

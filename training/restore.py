@@ -1,118 +1,20 @@
-"""Load a run from its directory, to resume it or to sample from its model."""
+"""The model of a run, to sample from, and what its directory says of it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tiktoken
 import torch
 
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from kernels import resolve_attention
-from model.config import GPTConfig
 from model.gpt import GPT
 
 from . import checkpoint
-from .config import Config, ConfigError, flatten, load_config, to_yaml
+from .config import Config, ConfigError, load_config
 from .distributed import resolve_device
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
-
-# Prefixes of settings whose change is not reported on resume: they change no weight, or identity() refuses them.
-_NOT_REPORTED = (
-    *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
-    *("trainer.log_every", "trainer.eval_every", "trainer.save_every", "trainer.profile_step"),
-)
-
-
-class Resumed(NamedTuple):
-    """Where a run resumes; a new one has nothing to resume from."""
-
-    step: int
-    seconds: float  # how long it had run by then
-    changed: dict[str, list]  # settings that differ from the checkpoint's: [was, is]
-    history: dict[str, dict[str, list]]  # what each resume changed, by its step; in facts.json
-
-
-FROM_THE_START = Resumed(0, 0.0, {}, {})
-
-
-def resume(run: Trainer, path: str) -> Resumed:
-    """Load a checkpoint into model, optimizer and scaler; the config takes over its trainer.init_from."""
-    found = checkpoint.find(path)
-    state = checkpoint.load_training(found, run.world.device)
-    run_dir = found.parent.parent
-    was, now = flatten(state["identity"]), flatten(identity(run))
-    if differing := [name for name in now if was.get(name) != now[name]]:
-        theirs, ours = (", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now))
-        raise ConfigError(
-            f"trainer.resume={path} was trained with {theirs}, but this run has {ours}; the command it was "
-            f"trained with is in {run_dir / 'environment.json'}."
-        )
-    if state["step"] > run.config.trainer.steps:
-        raise ConfigError(
-            f"trainer.resume={path} is at step {state['step']}, beyond trainer.steps={run.config.trainer.steps}; "
-            f"to evaluate it, use trainer.init_from={path} trainer.steps=0."
-        )
-    run.model.load_state_dict(checkpoint.load_weights(found, run.world.device))
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in run.optimizer.param_groups]
-    run.optimizer.load_state_dict(state["optimizer"])
-    for group, setting in zip(run.optimizer.param_groups, settings, strict=True):
-        group.update(setting)  # learning rates and decays stay this run's; the moments are the checkpoint's
-    if state["scaler"]:
-        run.scaler.load_state_dict(state["scaler"])
-    trainer = dataclasses.replace(run.config.trainer, init_from=state["init_from"])
-    run.config = dataclasses.replace(run.config, trainer=trainer)
-    changed = _changed(run_dir / "config.yaml", run.config)
-    history = _history(run_dir / "facts.json", state["step"], changed)
-    return Resumed(state["step"], state["seconds"], changed, history)
-
-
-def identity(run: Trainer) -> dict[str, Any]:
-    """What must not differ on resume, so that the run continues with the batches it would have seen."""
-    config = run.config
-    return {
-        "model": {f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)},
-        "corpus": run.corpus.directory.name,
-        "seed": config.seed,
-        "data.block_len": config.data.block_len,
-        "trainer.batch_tokens": config.trainer.batch_tokens,
-        "optimizer.decay_embeddings": config.optimizer.decay_embeddings,
-    }
-
-
-def _changed(config_file: Path, config: Config) -> dict[str, list]:
-    """{"trainer.steps": [20000, 40]}: where `config` is not what the run was trained with so far."""
-    from omegaconf import OmegaConf
-
-    if not config_file.is_file():  # a checkpoint alone
-        return {}
-    # Not as a Config: the code that wrote it may have had other settings.
-    files = OmegaConf.load(config_file), OmegaConf.create(to_yaml(config))
-    was, now = (flatten(OmegaConf.to_container(file)) for file in files)
-    return {
-        name: [was[name], now[name]]
-        for name in now
-        if name in was and was[name] != now[name] and not name.startswith(_NOT_REPORTED)
-    }
-
-
-def _history(facts_file: Path, step: int, changed: dict[str, list]) -> dict[str, dict[str, list]]:
-    """What each resume changed, by its step, this one included.
-
-    What an earlier resume changed after `step` counts as changed at `step`, where this run branches off.
-    """
-    known = json.loads(facts_file.read_text()).get("resumed", {}) if facts_file.is_file() else {}
-    history: dict[str, dict[str, list]] = {}
-    for began, changes in [*known.items(), (step, changed)]:
-        here = history.setdefault(str(min(int(began), step)), {})
-        for name, (was, now) in changes.items():
-            here[name] = [here[name][0] if name in here else was, now]
-    return {at: {k: v for k, v in each.items() if v[0] != v[1]} for at, each in history.items()}
 
 
 def read_run(found: Path) -> tuple[Config, str]:

@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
+
+from model.gpt import GPT
 
 from . import checkpoint
 from .config import Config, ConfigError, to_yaml
 from .console import for_shell, printable, table
+from .distributed import World
 from .environment import environment
 from .files import unwritable, write_json, write_whole
-from .loggers import CsvLogger, Logger, WandbLogger, check_names, wandb_mode
+from .loggers import CsvLogger, kept_rows
+from .plan import Plan
 from .report import banner, in_sweep, result
+from .resume import AUTO
 from .sampling import sample_text
 from .seeds import stream_seed
+from .wandb_logger import WandbLogger, check_wandb
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
+LOCK = ".lock"
 
 
-def refusal(config: Config, run_dir: Path) -> str | None:
-    """Why the run may not begin: wandb would not take it, or the directory holds another run."""
-    if config.logger.wandb:
-        try:
-            wandb_mode(config.logger.mode)
-            check_names(config.logger)
-        except ConfigError as error:
-            return str(error)
+@contextmanager
+def claimed(config: Config, run_dir: Path, ranks: World) -> Iterator[None]:
+    """Hold the run directory, so that no other process trains in it. Raises ConfigError if this run may not.
+
+    Rank 0 decides: only it has the directory and the key.
+    """
+    lock = FileLock(run_dir / LOCK)
+    try:
+        if why := ranks.share(_refusal(config, run_dir, lock) if ranks.is_main else None):
+            raise ConfigError(why)
+        yield
+    finally:
+        if lock.is_locked and [path.name for path in run_dir.iterdir()] == [LOCK]:
+            (run_dir / LOCK).unlink()  # nothing of a refused run stays
+        lock.release()
+
+
+def _refusal(config: Config, run_dir: Path, lock: FileLock) -> str | None:
+    """Why the run may not begin: another process trains there, wandb would not take it, or it holds another run."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+        check_wandb(config.logger)
+    except Timeout:
+        return f"{run_dir} is in use: another process trains there; wait for it, or choose another hydra.run.dir."
+    except OSError as error:  # the directory is a colleague's, or archived
+        return str(unwritable(run_dir, error))
+    except ConfigError as error:
+        return str(error)
     kept = checkpoint.saved(run_dir)
     if not (kept or (run_dir / "metrics.csv").exists()) or _resumes_in_place(config, run_dir):
         return None
@@ -42,76 +72,104 @@ def refusal(config: Config, run_dir: Path) -> str | None:
 def _resumes_in_place(config: Config, run_dir: Path) -> bool:
     """Whether the run is resumed in its own directory."""
     resume = config.trainer.resume
-    return resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve())
+    return resume == AUTO or (resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve()))
 
 
-def open_run(run: Trainer) -> list[Logger]:
-    """Write what is known beforehand, print the banner, and return the loggers (none but on rank 0)."""
-    if not run.world.is_main:
-        return []
-    run_dir = run.run_dir
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        # Drop what is newer than the step to resume from: checkpoints first, since a restart looks for the newest.
-        if gone := checkpoint.drop_after(run_dir, run.start):
-            print(f"removed {', '.join(gone)}: newer than the step this run resumes from", flush=True)
-        for end in ("summary.json", "sample.txt"):
-            (run_dir / end).unlink(missing_ok=True)
-    except OSError as error:  # the directory is a colleague's, or archived
-        raise unwritable(run_dir, error) from error
-    write_whole(run_dir / "config.yaml", to_yaml(run.config))
-    write_whole(run_dir / "corpus", f"{run.corpus.directory}\n")  # for python -m data.inspect RUN
-    write_json(run_dir / "tokenizer.json", run.corpus.manifest.tokenizer)
-    where = environment(run.world.device)
-    write_json(run_dir / "environment.json", where)
-    facts = run.facts()
-    write_json(run_dir / "facts.json", facts)
-    loggers: list[Logger] = []
-    rows = banner(run)
-    if run.config.logger.wandb:
-        wandb_logger = WandbLogger(run.config, run_dir, facts, where)
-        loggers.append(wandb_logger)
-        rows += wandb_logger.where()
-    # After wandb, which may refuse the run: a directory with a metrics.csv counts as holding one.
-    metrics = CsvLogger(run_dir / "metrics.csv", run.start, run.evaluates_at(run.start))
-    loggers.insert(0, metrics)  # first, so that a row is on disk before wandb gets it
-    run.resumed = run.resumed._replace(seconds=max(run.resumed.seconds, metrics.seconds))
-    print(table("tilegpt", [*rows, ("run", str(run_dir))]), flush=True)
-    return loggers
+class Recorder:
+    """A run's files, its rows of metrics and its clock. On all ranks but 0 there is only the clock.
+
+    Making one asks wandb, which may refuse the run: nothing of an earlier run is touched before `begin`.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._loggers = plan, []
+        config, step, before = plan.config, plan.start.step, plan.start.seconds
+        if plan.world.is_main:
+            self._kept = kept_rows(plan.run_dir / "metrics.csv", step, config.trainer.evaluates_at(step))
+            self._facts, self._environment = plan.facts(), environment(plan.world.device)
+            self._banner, before = banner(plan), max(before, self._kept.seconds)
+            if config.logger.wandb:
+                about = self._facts, self._environment, self._kept
+                logger = WandbLogger(config, plan.run_dir, *about, changed=bool(plan.start.changed))
+                self._loggers.append(logger)
+                self._banner += logger.where()
+        self._began = time.perf_counter() - before
+
+    def seconds(self) -> float:
+        """How long the run has taken so far, with its time before it was resumed."""
+        return time.perf_counter() - self._began
+
+    def begin(self) -> None:
+        """Take the directory over: drop what is newer than the step to resume from, write what is known by now."""
+        plan, run_dir = self._plan, self._plan.run_dir
+        if not plan.world.is_main:
+            return
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for end in ("summary.json", "sample.txt"):
+                (run_dir / end).unlink(missing_ok=True)
+            # Before the rows: a restart looks for the newest checkpoint.
+            if gone := checkpoint.drop_after(run_dir, plan.start.step):
+                print(f"removed {', '.join(gone)}: newer than the step this run resumes from", flush=True)
+        except OSError as error:  # the directory is a colleague's, or archived
+            raise unwritable(run_dir, error) from error
+        write_whole(run_dir / "config.yaml", to_yaml(plan.config))
+        write_whole(run_dir / "corpus", f"{plan.corpus.directory}\n")  # for python -m data.inspect RUN
+        write_json(run_dir / "tokenizer.json", plan.corpus.manifest.tokenizer)
+        write_json(run_dir / "environment.json", self._environment)
+        write_json(run_dir / "facts.json", self._facts)
+        # First of all: a row is on disk before wandb gets it.
+        self._loggers.insert(0, CsvLogger(run_dir / "metrics.csv", self._kept))
+        print(table("tilegpt", [*self._banner, ("run", str(run_dir))]), flush=True)
+
+    def log(self, done: int, metrics: dict[str, float]) -> None:
+        """A row of metrics after `done` steps."""
+        tokens = done * self._plan.config.trainer.batch_tokens
+        for logger in self._loggers:
+            logger.log({"step": done, "tokens": tokens, "seconds": self.seconds(), **metrics})
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Close the loggers; `summary` is empty when the run did not end well."""
+        for logger in self._loggers:
+            logger.finish(summary)
 
 
-def stopped(run: Trainer, done: int) -> str:
+def stopped(plan: Plan, done: int) -> str:
     """What to say of a run that was told to stop: where it is, and what to type to resume it."""
-    trainer = run.config.trainer
+    trainer, run_dir = plan.config.trainer, plan.run_dir
     if not trainer.steps:
         return "stopped during the evaluation"
-    here = f"{for_shell(f'hydra.run.dir={run.run_dir}')} {for_shell(f'trainer.resume={run.run_dir}')}"
+    if trainer.resume == AUTO:
+        return f"stopped at step {done:,} and saved; the same command, with this hydra.run.dir, resumes it"
+    here = f"{for_shell(f'hydra.run.dir={run_dir}')} {for_shell(f'trainer.resume={run_dir}')}"
     how = f"adding {here}"
     if trainer.init_from and not trainer.resume:
         how = f"replacing trainer.init_from with {here}"
-    if in_sweep(run.run_dir):  # -m would make another directory, and all its runs would resume this one
+    if in_sweep(run_dir):  # -m would make another directory, and all its runs would resume this one
         how = f"without -m and with only this run's values, {how}"
     return f"stopped at step {done:,} and saved; to resume in the same directory, run the same command {how}"
 
 
-def close_run(run: Trainer, summary: dict[str, Any]) -> None:
-    """Write and print the results of a finished run, and a sample from its model."""
-    write_json(run.run_dir / "summary.json", summary)
-    if run.config.trainer.sample_tokens:
-        text = _sample(run)
-        write_whole(run.run_dir / "sample.txt", text)
+def close_run(plan: Plan, model: GPT, summary: dict[str, Any], window_seconds: list[float]) -> None:
+    """Write and print the results of a finished run, and a sample from its model.
+
+    window_seconds: of a step, in each window that was measured.
+    """
+    config = plan.config.trainer
+    write_json(plan.run_dir / "summary.json", summary)
+    if config.sample_tokens:
+        text = _sample(plan, model)
+        write_whole(plan.run_dir / "sample.txt", text)
         print(f"\nsample\n{printable(text)}")
-    speeds = [run.config.trainer.batch_tokens / seconds for seconds in run.throughput.windows]
-    print(
-        "\n" + table("done", result(summary, run.run_dir, speeds, run.config.trainer.keep_best)), flush=True
-    )
+    speeds = [config.batch_tokens / seconds for seconds in window_seconds]
+    print("\n" + table("done", result(summary, plan.run_dir, speeds, config.keep_best)), flush=True)
 
 
-def _sample(run: Trainer) -> str:
-    config = run.config
-    tokenizer = run.corpus.tokenizer(config.data.tokenizer)
+def _sample(plan: Plan, model: GPT) -> str:
+    config = plan.config
+    tokenizer = plan.corpus.tokenizer(config.data.tokenizer)
     generator = torch.Generator().manual_seed(stream_seed(config.seed, "sampling"))
-    with run.autocast():  # in the precision its attention was picked for
+    with plan.autocast():  # in the precision its attention was picked for
         return sample_text(
-            run.model, tokenizer, config.trainer.sample_prompt, config.trainer.sample_tokens, generator
+            model, tokenizer, config.trainer.sample_prompt, config.trainer.sample_tokens, generator
         )

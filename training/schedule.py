@@ -15,6 +15,7 @@ class Decay(Enum):
 class ScheduleConfig:
     """How the learning rate moves: linear warm-up from 0, then a decay to `final_fraction` of the peak."""
 
+    # From the end of warm-up to the end of the run.
     decay: Decay = Decay.cosine
     # Part of the run that warms up, so that a shorter run stays the same recipe. 0.01 in the FlashAttention recipe.
     warmup_fraction: float = 0.05

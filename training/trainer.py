@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,26 +13,22 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, EvaluationBatches, prefetch
-from data.tokenizer import findable, load_tokenizer
-from kernels import attention_tier, bind, resolve_attention
 
 from . import checkpoint
-from .config import Config, ConfigError, ModelConfig
+from .config import Config, ConfigError
 from .console import Progress
-from .corpus import prepare_corpus
-from .cuda_graphs import compiled_to_graphs, resolve_graphs
+from .cuda_graphs import compiled_to_graphs
 from .distributed import World, world
-from .evaluation import Evaluation, evaluate
-from .init_from import initial_weights
+from .divergence import fault
+from .evaluation import Evaluation, beginning, evaluate
 from .interrupt import Interrupt, StopRequested
-from .layers import make_gpt, resolve_layers
 from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import build_optimizer, update
-from .precision import compiled, resolve_precision
+from .plan import resolve
+from .precision import compiled
 from .profiling import profiled
-from .report import dtype_name
-from .restore import FROM_THE_START, identity, resume
-from .run_directory import close_run, open_run, refusal, stopped
+from .resume import finished, identity, load_state
+from .run_directory import Recorder, claimed, close_run, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
 
@@ -46,7 +40,13 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
     """
     with world(config.trainer.device) as ranks:
         try:
-            summary = Trainer(config, Path(ranks.share(str(run_dir))), ranks).run()
+            run_dir = Path(ranks.share(str(run_dir)))
+            with claimed(config, run_dir, ranks):
+                if summary := ranks.share(finished(config, run_dir)):
+                    if ranks.is_main:
+                        print(f"{run_dir} holds the finished run: nothing to do", flush=True)
+                    return summary
+                summary = Trainer(config, run_dir, ranks).run()
         except RuntimeError as error:
             # torch has no exception type for a CPU that is out of memory.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
@@ -60,67 +60,30 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
 
 
 class Trainer:
-    def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
-        self.run_dir, self.world = run_dir, ranks
-        # Rank 0 decides: only it has the directory and the key.
-        if why := ranks.share(refusal(config, run_dir) if ranks.is_main else None):
-            raise ConfigError(why)
-        reset_peak_memory(ranks.device)
-        self.accumulation, self.micro_batch = config.accumulation_steps(ranks.size)
-        self.dtype = resolve_precision(config.trainer.precision, ranks.device)
-        # First the checks that take no time, then what takes time.
-        request = {
-            "device": ranks.device,
-            "dtype": self.dtype,
-            "head_dim": config.model.head_dim,
-            "tier": config.attention.tier,
-            "dropout_p": config.model.dropout,
-            "cu_seqlens": config.data.document_mask or None,
-            "precise_delta": config.attention.precise_delta,
-        }
-        self.attention_name, attention = resolve_attention(config.attention.name, **request)
-        self.attention_tier = attention_tier(self.attention_name, **request, length=config.model.seq_len)
-        if config.attention.precise_delta:
-            attention = bind(attention, precise_delta=True)
-        self.loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
-        self.block = resolve_layers(config.model.block, "model.block", ranks.device)
-        wanted = config.trainer.compile
-        self.compiled = ranks.device.type == "cuda" if wanted is None else wanted
-        self.graphs = resolve_graphs(config.trainer.cuda_graphs, self.compiled, ranks)
-        initial = initial_weights(config) if config.trainer.init_from else None
-        if config.trainer.resume:
-            checkpoint.find(config.trainer.resume)
-        model_config = _with_vocabulary(config)
-        self.corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
-        self.config = config = dataclasses.replace(
-            config,
-            model=model_config,
-            # An absolute path: sampling may run in another folder.
-            data=dataclasses.replace(config.data, tokenizer=findable(config.data.tokenizer)),
-            # The checkpoint itself: the newest of its run may change.
-            trainer=dataclasses.replace(config.trainer, init_from=initial and initial.source),
-        )
-        sequences = config.trainer.batch_tokens // model_config.seq_len
-        data_seed = stream_seed(config.seed, "data")
-        self.batches = Batches(
-            self.corpus.train, model_config.seq_len, sequences, data_seed, config.data.block_len
-        )
-        self.validation = EvaluationBatches(
-            self.corpus.val, model_config.seq_len, self.micro_batch * ranks.size
-        )
+    """What a plan says, built: batches, model, optimizer; and the loop over them."""
 
-        # Drawn on the CPU from its own stream: the same weights on any device, with any attention.
+    def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
+        reset_peak_memory(ranks.device)
+        self.plan, initial = resolve(config, run_dir, ranks)
+        self.config, self.run_dir, self.world = self.plan.config, run_dir, ranks
+        config, corpus, how = self.plan.config, self.plan.corpus, self.plan.how
+        seq_len, data_seed = config.model.seq_len, stream_seed(config.seed, "data")
+        sequences = config.trainer.batch_tokens // seq_len
+        self.batches = Batches(corpus.train, seq_len, sequences, data_seed, config.data.block_len)
+        self.validation = EvaluationBatches(corpus.val, seq_len, how.micro_batch * ranks.size)
+        self.beginning = None  # what evaluations before the last one take
+        if config.trainer.eval_tokens:
+            part = beginning(corpus.val, config.trainer.eval_tokens, corpus.tokenizer(config.data.tokenizer))
+            self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * ranks.size)
+
         init_seed = config.seed if config.init_seed is None else config.init_seed
-        generator = torch.Generator().manual_seed(stream_seed(init_seed, "init"))
-        self.model = make_gpt(
-            model_config, attention, loss=self.loss, block=self.block, generator=generator
-        ).to(ranks.device)
+        self.model = self.plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
         if initial:
             self.model.load_state_dict(initial.state)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype is torch.float16)
-        self.resumed = resume(self, config.trainer.resume) if config.trainer.resume else FROM_THE_START
-        self.start = self.resumed.step
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=how.dtype is torch.float16)
+        if self.plan.start.checkpoint:
+            load_state(self.plan.start, self.model, self.optimizer, self.scaler, ranks.device)
 
         # What trains and what evaluates: the same weights. DDP goes inside torch.compile, which then splits the graph
         # at DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
@@ -128,111 +91,108 @@ class Trainer:
         self.eval_model: torch.nn.Module = self.model
         if ranks.size > 1:
             self.train_model = DistributedDataParallel(self.model)
-        if self.compiled:
+        if how.compiled:
             torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
-            make = compiled_to_graphs if self.graphs else compiled
-            self.eval_model = compiled(self.eval_model, self.dtype)
-            self.train_model = make(self.train_model, self.dtype)
+            make = compiled_to_graphs if how.graphs else compiled
+            self.eval_model = compiled(self.eval_model, how.dtype)
+            self.train_model = make(self.train_model, how.dtype)
         self.throughput = Throughput(ranks)
 
     # ---- the run ---------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, report. A signal ends it sooner: saved, and with SystemExit."""
-        config = self.config.trainer
-        loggers = open_run(self)
-        progress = Progress(self.start, config.steps, shown=self.world.is_main)
+        self.recorder = Recorder(self.plan)
+        self.progress = Progress(self.plan.start.step, self.config.trainer.steps, shown=self.world.is_main)
         self.interrupt = Interrupt(self.world)
-        self.began = time.perf_counter() - self.resumed.seconds
-        done, summary = self.start, {}
-
-        def log(metrics: dict[str, float]) -> None:
-            row = {"step": done, "tokens": done * config.batch_tokens, "seconds": self._seconds(), **metrics}
-            for logger in loggers:
-                logger.log(row)
-
-        def evaluated() -> Evaluation:
-            try:
-                evaluation = self._evaluate(done)
-            except StopRequested:
-                if config.steps and not checkpoint.at(self.run_dir, done).exists():
-                    self._save(done)
-                raise
-            log(evaluation.metrics())
-            progress.say(f"step {done:,}: validation {evaluation}")
-            if config.keep_best and done:
-                self._keep_if_best(done, evaluation.loss)
-            return evaluation
-
+        self.done = self.plan.start.step
+        summary: dict[str, Any] = {}
         try:
             with (
                 suppress(StopRequested),  # the run then ends below, as a finished one does
-                closing(progress),
+                closing(self.progress),
                 self.interrupt.listening(),
-                closing(self._load(self.batches, self.start, config.steps)) as batches,
             ):
-                # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
-                if self.evaluates_at(done):
-                    evaluation = evaluated()
-                for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.start + 1):
-                    with self._profiled(done, progress):
-                        loss, grad_norms = self.train_step(done - 1, inputs, targets)
-                        self.throughput.step()
-                    progress.step()
-                    saving = _due(done, config.save_every) or done == config.steps
-                    # The metrics of a step are checked before it is saved, so that no broken model is kept.
-                    logging = saving or _due(done, config.log_every) or done == 1
-                    stopping = self.interrupt.requested() and done < config.steps
-                    # Only here does the host wait for the device.
-                    if logging or stopping:
-                        metrics = self._training_metrics(done, loss, grad_norms)
-                        log(metrics)
-                        progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
-                    # Saved before the evaluation, so that nothing an evaluation breaks is lost.
-                    if saving or stopping:
-                        self._save(done)
-                    if stopping:
-                        raise StopRequested
-                    if self.evaluates_at(done):
-                        evaluation = evaluated()
-                summary = self._summary(evaluation)
+                self.recorder.begin()
+                summary = self._summary(self._train())
             if self.world.is_main and summary:
-                close_run(self, summary)
+                close_run(self.plan, self.model, summary, self.throughput.windows)
             elif self.world.is_main:
-                print(stopped(self, done), flush=True)
+                print(stopped(self.plan, self.done), flush=True)
         except BaseException:
             summary = {}  # tells the loggers that the run failed
             raise
         finally:
             # Last: online, wandb may take long to close, and the run's own files are whole by then.
-            for logger in loggers:
-                logger.finish(summary)
+            self.recorder.finish(summary)
         if not summary:
             # If a rank exited before rank 0 has saved, torchrun would end rank 0 as well.
             self.world.share(None)
             raise SystemExit(128 + self.interrupt.signal)
         return summary
 
+    def _train(self) -> Evaluation:
+        """Take every step that is left, and return the last evaluation. Raises StopRequested, once it is saved."""
+        config = self.config.trainer
+        # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
+        if config.evaluates_at(self.done):
+            evaluation = self._evaluation(self.done)
+        with closing(self._load(self.batches, self.done, config.steps)) as batches:
+            for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.done + 1):
+                with self._profiled(done):
+                    loss, grad_norms = self.train_step(done - 1, inputs, targets)
+                    self.throughput.step()
+                self.done = done
+                self.progress.step()
+                stopping = self.interrupt.requested() and done < config.steps
+                # Only here does the host wait for the device.
+                if config.logs_at(done) or stopping:
+                    self._log(done, self._training_metrics(done, loss, grad_norms))
+                # Saved before the evaluation, so that nothing an evaluation breaks is lost.
+                if config.saves_at(done) or stopping:
+                    self._check_update(done, inputs[:1], targets[:1])
+                    self._save(done)
+                if stopping:
+                    raise StopRequested
+                if config.evaluates_at(done):
+                    evaluation = self._evaluation(done)
+        return evaluation
+
     @contextmanager
-    def _profiled(self, done: int, progress: Progress) -> Iterator[None]:
+    def _profiled(self, done: int) -> Iterator[None]:
         """Profile step `done` if it is the one to profile, and leave it out of the measured speed."""
         if done != self.config.trainer.profile_step:
             yield
             return
         path = self.run_dir / f"trace-step-{done:08}.json.gz"
-        profile = profiled(f"step {done:,}", path, self.world.device, progress.say)
+        profile = profiled(f"step {done:,}", path, self.world.device, self.progress.say)
         with profile if self.world.is_main else nullcontext():
             yield
         self.throughput.resume()  # on every rank: the others have waited for this one
 
-    def evaluates_at(self, done: int) -> bool:
-        """Whether an evaluation is due after `done` steps; one always is after the last."""
-        config = self.config.trainer
-        return done == config.steps or (done > 0 and _due(done, config.eval_every))
+    def _log(self, done: int, metrics: dict[str, float]) -> None:
+        self.recorder.log(done, metrics)
+        self.progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
 
-    def _seconds(self) -> float:
-        """How long the run has taken so far, with its time before it was resumed."""
-        return time.perf_counter() - self.began
+    def _evaluation(self, done: int) -> Evaluation:
+        """Evaluate after `done` steps, log it, and keep the checkpoint if it is the best."""
+        config = self.config.trainer
+        try:
+            evaluation = self._evaluate(done)
+        except StopRequested:
+            if config.steps and not checkpoint.at(self.run_dir, done).exists():
+                self._save(done)
+            raise
+        self.recorder.log(done, evaluation.metrics())
+        self.progress.say(f"step {done:,}: validation {evaluation}")
+        if config.keep_best and done:
+            if self.beginning and done == config.steps:  # to compare losses of the same tokens
+                self._keep_if_best(done, self._evaluate_on(self.beginning, done).loss)
+            else:
+                self._keep_if_best(done, evaluation.loss)
+        return evaluation
+
+    # ---- a step ----------------------------------------------------------------------------------
 
     def train_step(
         self, step: int, inputs: torch.Tensor, targets: torch.Tensor
@@ -241,24 +201,25 @@ class Trainer:
 
         Returns this rank's mean loss and the gradient norm of each parameter, both still on the device.
         """
+        how = self.plan.how
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, step, self.config.trainer.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        micro_batches = zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True)
+        micro_batches = zip(inputs.split(how.micro_batch), targets.split(how.micro_batch), strict=True)
         total = torch.zeros((), device=self.world.device)
         for micro, (x, y) in enumerate(micro_batches):
             # Ranks exchange gradients once a step, with the last micro-batch.
-            exchange = self.world.size == 1 or micro == self.accumulation - 1
-            if self.graphs:
+            exchange = self.world.size == 1 or micro == how.accumulation - 1
+            if how.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with nullcontext() if exchange else self.train_model.no_sync():
-                with self.autocast():
+                with self.plan.autocast():
                     loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
-                self.scaler.scale(loss / self.accumulation).backward()
-            total += loss.detach() / self.accumulation
+                self.scaler.scale(loss / how.accumulation).backward()
+            total += loss.detach() / how.accumulation
         self.throughput.optimizer_begins()
         limit = self.config.trainer.grad_clip or math.inf
-        return total, update(self.model, self.optimizer, self.scaler, limit, keep_gradients=self.graphs)
+        return total, update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
 
     def _load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
         """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting."""
@@ -267,9 +228,6 @@ class Trainer:
         with closing(prefetch(batches, start, stop, pin_memory=on_gpu, **ranks)) as loaded:
             for pair in loaded:
                 yield tuple(tensor.to(self.world.device, non_blocking=True) for tensor in pair)
-
-    def autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not torch.float32)
 
     def _dropout_seed(self, step: int, micro: int) -> torch.Tensor | None:
         """Seed dropout for this micro-step from its number, so that a resumed run draws the same masks."""
@@ -283,29 +241,11 @@ class Trainer:
     # ---- what it measures ------------------------------------------------------------------------
 
     def _training_metrics(self, done: int, loss: torch.Tensor, grad_norms: torch.Tensor) -> dict[str, float]:
-        mean = self.world.sum(loss.clone()).item() / self.world.size
         # All ranks have the same gradients and the same mean loss, so they all decide alike.
+        mean = self.world.sum(loss.clone()).item() / self.world.size
         norm = grad_norms.norm().item()
-        if not math.isfinite(mean):
-            self._give_up(f"the loss is {mean}", done)
-        # The loss is from before the update. In fp16 an infinite gradient skips the step and halves the scale, which
-        # is how the scale is found; a scale below 1 means that none will be found.
-        if not (math.isfinite(norm) or self.scaler.is_enabled()):
-            finite = grad_norms.isfinite().tolist()
-            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-            broken = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-            # The backward begins at the end of the model, so the last of these is nearest to the cause.
-            whose = (
-                f" (not finite in {len(broken)} of {len(names)} parameters, the last of them {broken[-1]})"
-                if broken
-                else ""
-            )
-            self._give_up(f"the gradient norm is {norm}{whose}", done)
-        if self.scaler.get_scale() < 1:
-            self._give_up(
-                "fp16 gradients overflow at every gradient scale down to 1, so step after step is skipped; gave up",
-                done,
-            )
+        if why := fault(mean, norm, grad_norms, self.model, self.scaler):
+            self._give_up(why, done, broken=done - 1)  # the loss is from before the update
         return {
             "train/loss": mean,
             "train/learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -314,10 +254,26 @@ class Trainer:
             **memory(self.world.device),
         }
 
-    def _give_up(self, why: str, done: int) -> NoReturn:
-        kept = checkpoint.saved(self.run_dir)
-        left = f"the newest checkpoint is {kept[-1]}" if kept else "no checkpoint was saved"
-        wider = "" if self.dtype is torch.float32 else ", or try trainer.precision=fp32"
+    @torch.no_grad()
+    def _check_update(self, done: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Give up if the update just made broke the model: its step's loss is from before it.
+
+        By one sequence, not compiled: compiling what evaluates may take longer than a signal leaves.
+        """
+        self.model.eval()
+        with self.plan.autocast():
+            loss = self.world.sum(self.model(inputs, targets).float()).item()
+        self.model.train()
+        if not math.isfinite(loss):
+            self._give_up(f"the update broke the model (its loss is {loss})", done, broken=done)
+
+    def _give_up(self, why: str, done: int, broken: int) -> NoReturn:
+        """End the run at step `done`. broken: the step whose weights failed; only older ones are named."""
+        kept = [path for path in checkpoint.saved(self.run_dir) if path < checkpoint.at(self.run_dir, broken)]
+        left = (
+            f"the newest checkpoint from before is {kept[-1]}" if kept else "no checkpoint was saved before"
+        )
+        wider = "" if self.plan.how.dtype is torch.float32 else ", or try trainer.precision=fp32"
         raise ConfigError(
             f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
         )
@@ -327,7 +283,12 @@ class Trainer:
         return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
 
     def _evaluate(self, done: int) -> Evaluation:
-        """Evaluate the whole validation split. Raises StopRequested between batches: it can take minutes."""
+        """Evaluate the whole validation split, or before the last step as much as trainer.eval_tokens says."""
+        whole = self.beginning is None or done == self.config.trainer.steps
+        return self._evaluate_on(self.validation if whole else self.beginning, done)
+
+    def _evaluate_on(self, validation: EvaluationBatches, done: int) -> Evaluation:
+        """Raises StopRequested between batches: it can take minutes."""
 
         def until_stopped(batches: Iterator[tuple]) -> Iterator[tuple]:
             for batch in batches:
@@ -335,39 +296,23 @@ class Trainer:
                     raise StopRequested
                 yield batch
 
-        with closing(self._load(self.validation, 0, len(self.validation))) as batches:
+        with closing(self._load(validation, 0, len(validation))) as batches:
+            text_bytes = validation.split.utf8_bytes
             evaluation = evaluate(
-                self.eval_model, until_stopped(batches), self.corpus.val.utf8_bytes, self.world, self.autocast
+                self.eval_model, until_stopped(batches), text_bytes, self.world, self.plan.autocast
             )
         if not math.isfinite(evaluation.loss):
-            self._give_up(f"the validation loss is {evaluation.loss}", done)
+            self._give_up(f"the validation loss is {evaluation.loss}", done, broken=done)
         self.throughput.resume()
         return evaluation
-
-    def facts(self) -> dict[str, Any]:
-        """What was resolved from the config."""
-        return {
-            "attention": self.attention_name,
-            "attention_tier": self.attention_tier,
-            "loss": self.loss.value,
-            "block": self.block.value,
-            "dtype": dtype_name(self.dtype),
-            "compiled": self.compiled,
-            "cuda_graphs": self.graphs,
-            "parameters": self.model.num_parameters(),
-            "flops_per_token": self.model.flops_per_token(self.config.model.seq_len),
-            "world_size": self.world.size,
-            "corpus": self.corpus.directory.name,
-            "resumed": self.resumed.history,
-        }
 
     def _summary(self, evaluation: Evaluation) -> dict[str, Any]:
         config = self.config.trainer
         return {
-            **self.facts(),
+            **self.plan.facts(),
             "steps": config.steps,
             "tokens": config.steps * config.batch_tokens,
-            "seconds": self._seconds(),
+            "seconds": self.recorder.seconds(),
             **evaluation.metrics(),
             "val/tokens": evaluation.tokens,
             "val/text_bytes": evaluation.text_bytes,
@@ -380,8 +325,8 @@ class Trainer:
             state = {
                 "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(),
-                "seconds": self._seconds(),
-                "identity": identity(self),
+                "seconds": self.recorder.seconds(),
+                "identity": identity(self.config, self.plan.corpus),
                 "init_from": self.config.trainer.init_from,
             }
             checkpoint.save(
@@ -399,10 +344,6 @@ class Trainer:
         self.throughput.resume()
 
 
-def _due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0
-
-
 def _out_of_memory(config: Config, ranks: World) -> str:
     _, micro_batch = config.accumulation_steps(ranks.size)
     full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
@@ -413,20 +354,3 @@ def _out_of_memory(config: Config, ranks: World) -> str:
         f"{full}: use trainer.micro_batch={half}; gradients accumulate, so the global batch stays "
         f"trainer.batch_tokens={config.trainer.batch_tokens}."
     )
-
-
-def _with_vocabulary(config: Config) -> ModelConfig:
-    """The model's config with what the tokenizer decides."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    if config.model.vocab_size not in (None, tokenizer.n_vocab):
-        raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
-            f"{tokenizer.n_vocab} tokens; leave model.vocab_size out."
-        )
-    if config.model.document_end is not None:
-        raise ConfigError(
-            "model.document_end is set from the tokenizer; to keep attention within documents, use "
-            "data.document_mask=true."
-        )
-    document_end = tokenizer.eot_token if config.data.document_mask else None
-    return dataclasses.replace(config.model, vocab_size=tokenizer.n_vocab, document_end=document_end)

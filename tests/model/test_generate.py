@@ -144,3 +144,12 @@ def test_generate_applies_no_dropout_and_keeps_the_training_mode():
 def test_invalid_arguments_are_refused(model, tokens, options, message):
     with pytest.raises(ValueError, match=message):
         generate(model, tokens, **{"n": 1, "generator": seeded(), **options})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_named_as_never_are_not_drawn(model, temperature):
+    """As a tokenizer's unused ones: they take part in the softmax of no step."""
+    free = generate(model, prompt(2, 3), 30, temperature=temperature, generator=seeded())
+    never = free[:, 3:].unique()[::2]
+    drawn = generate(model, prompt(2, 3), 30, temperature=temperature, generator=seeded(), never=never)[:, 3:]
+    assert not torch.isin(drawn, never).any()

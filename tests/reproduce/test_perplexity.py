@@ -123,7 +123,7 @@ def test_a_run_that_fails_says_where_to_look(tmp_path: Path, capsys):
         ("only=flsh", "only=flsh is no run of"),
         ("parts=all", "parts=all is unknown"),
         ("contexts=24", "batch_tokens=128 is not a multiple of context 24"),
-        ("steps=100000", "epochs of python_source's"),
+        ("steps=100000", "python_source is too small"),
     ],
 )
 def test_a_mistaken_setting_is_a_one_line_error(tmp_path, capsys, override, said):

@@ -58,9 +58,9 @@ def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> Non
             if mode == "poisoned" and next(count) % 20 == 0:  # each takes 100 MiB more
                 poison_free_memory()
             torch._foreach_zero_([parameter.grad for parameter in parameters.values()])
-            if run.graphs:
+            if run.plan.how.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with run.autocast():
+            with run.plan.autocast():
                 loss = run.train_model(inputs, targets, dropout_seed=None)
             loss.backward()
             return {"loss": loss.detach()} | {name: each.grad for name, each in parameters.items()}

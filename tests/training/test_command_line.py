@@ -1,11 +1,14 @@
 """How a command line is composed, refused or interrupted. Runs in this process, with tasks that train nothing."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
 
 import reproduce.__main__
 import sample
@@ -20,11 +23,11 @@ def never(_config: Config, _run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("experiment=paper/gpt2_smal", "did you mean paper/gpt2_small? experiment has: compare/gpt2_small, "),
-        ("experiment=gpt2_medium", "did you mean paper/gpt2_medium?"),
-        ("attention=flsh", "did you mean flash? attention has: auto, "),
-        ("model=gpt2", "did you mean gpt2_large or gpt2_medium or gpt2_small or gpt2_xl? model has: "),
-        ("experiment/compare=gpt2_small", "did you mean experiment=compare/gpt2_small?"),
+        (
+            "experiment=gpt2_medium",
+            "experiment=gpt2_medium is not an option; experiment has: compare/gpt2_small, ",
+        ),
+        ("attention=flsh", "attention=flsh is not an option; attention has: auto, "),
         ("experimnt=compare/gpt2_small", "experimnt is not a setting; did you mean experiment?"),
         ("modle=nano", "did you mean model?"),
         ("trainer.lr=3", "did you mean optimizer.lr?"),
@@ -37,12 +40,16 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("model.bias=false", "model.bias is not a setting; model has: vocab_size, seq_len, "),
         ("foo=1", "foo is not a setting; `python train.py --cfg job` prints all settings"),
         ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
+        ("warmup_iters=2000", "use schedule.warmup_fraction, which is warmup_iters / max_iters"),
+        ("optimizer.min_lr=6e-5", "use schedule.final_fraction, which is min_lr / learning_rate"),
+        ("--gradient_accumulation_steps=40", "use trainer.batch_tokens: the tokens of all micro-batches"),
+        ("lr_decay_iters=600000", "use trainer.steps: the decay ends with the run"),
+        ("wandb_project=owt", "did you mean logger.project?"),
         ("--block_size=32", "did you mean model.seq_len=32?"),
         ("trainer.steps=1e3", "trainer.steps=1e3: the value must be a whole number: trainer.steps=1000"),
         ("model=nano trainer.batch_tokens=100 --cfg job", "nearest: 64 or 128"),
         ("model=nano +unknown=1 --cfg job", "unknown is not a setting"),
         ("schedule.warmup_fraction=2 --cfg job", "it must be in [0, 1)"),
-        ("attention=naive,sdpa -m --cfg job", "--cfg prints the settings of a single run: leave out -m"),
         (
             "schedule=constant schedule.final_fraction=0.5",
             "with schedule=constant nothing decays: leave it out",
@@ -54,7 +61,8 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("--foo", "settings are written key=value"),
         ("attention=naive,sdpa -m seed=1", "seed=1: options such as -m go before or after the"),
         ("=3", "=3: settings are written key=value"),
-        ("model=null", "model=null: model must be one of gpt2_large, "),
+        ("model=null", "Config group override must be a string or a list. Got NoneType"),
+        ("--resolve", "The --resolve flag can only be used in conjunction with --cfg or --help"),
         ("attention=[naive,sdpa]", "attention=[naive,sdpa]: attention must be one of auto, "),
         (
             "attention=naive,sdpa",
@@ -63,7 +71,6 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("data.files=a,b", "for a list type data.files=[a,b], for a text with commas \"data.files='a,b'\""),
         ("logger.tags=a", "logger.tags=a: the value must be a list: logger.tags=[a]"),
         ("optimizer.betas=0.9", "optimizer.betas=0.9: the value must be a list: optimizer.betas=[0.9]"),
-        ("--resolve", "--resolve works only with --cfg job or --help"),
         (
             "trainer.steps=0 trainer.profile_step=1",
             "trainer.profile_step is 1; with trainer.steps=0 there is no step",
@@ -98,6 +105,28 @@ def test_a_mistaken_argument_gives_a_one_line_error_with_the_remedy(
     assert said in error
     assert "\n" not in error
     assert not any(tmp_path.glob("runs/*"))
+
+
+class Returned(Callback):
+    """What Hydra was given by each run of a sweep, as a sweeper that searches is."""
+
+    values: ClassVar[list[float]] = []
+
+    def on_job_end(self, config, job_return, **_):
+        self.values.append(job_return.return_value)
+
+
+def test_a_sweeper_gets_what_a_task_returns_and_infinity_for_a_refused_run(started, monkeypatch):
+    monkeypatch.setattr(Returned, "values", [])
+
+    def task(config: Config, _run_dir: Path) -> float:
+        if config.seed == 2:
+            raise ConfigError("the loss is nan")
+        return config.seed / 2
+
+    callback = f"+hydra.callbacks.returned._target_={__name__}.Returned"
+    assert "the loss is nan" in started(task, "-m", "seed=1,2,3", callback)
+    assert Returned.values == [0.5, math.inf, 1.5]
 
 
 def test_a_single_string_is_accepted_for_a_list_setting(started):

@@ -1,6 +1,9 @@
+from dataclasses import fields, is_dataclass
+
 import pytest
 
 import kernels
+from training import reference
 from training.command_line import CONFIGS, composed, options_of
 from training.config import Config, ConfigError, ModelConfig, TrainerConfig, load_config, to_yaml
 
@@ -76,3 +79,13 @@ def test_the_error_for_an_indivisible_batch_names_the_nearest_valid_sizes():
         with_batch(batch_tokens=256 * 16).accumulation_steps(6)
     with pytest.raises(ConfigError, match="nearest: 4 or 8"):
         with_batch(batch_tokens=256 * 16, micro_batch=5).accumulation_steps(1)
+
+
+def test_the_reference_has_every_setting_its_default_and_meaning_and_is_up_to_date():
+    assert reference.FILE.read_text() == reference.reference(), "run python -m training.reference"
+    assert load_config(reference.FILE) == composed()
+    schemas = [Config, *(f.default_factory for f in fields(Config) if is_dataclass(f.default_factory))]
+    for schema in schemas:
+        named = {f.name for f in fields(schema) if not is_dataclass(f.default_factory)}
+        assert named == named & reference.comments(schema).keys()
+        assert schema is Config or schema.__doc__

@@ -9,3 +9,16 @@ from training.environment import environment
 def test_the_recorded_triton_version_is_that_of_the_imported_module(monkeypatch) -> None:
     monkeypatch.setattr(triton, "__version__", "9.9.9")
     assert environment(torch.device("cpu"))["triton"] == "9.9.9"
+
+
+def test_a_fact_that_cannot_be_found_out_is_recorded_as_none(monkeypatch) -> None:
+    """As where another cuDNN than torch's is loaded, or there is no driver to ask: a record never ends a run."""
+
+    def mismatched() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", mismatched)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: mismatched())
+    recorded = environment(torch.device("cuda"))
+    assert recorded["cudnn"] is recorded["device_name"] is None
+    assert recorded["torch"] == torch.__version__

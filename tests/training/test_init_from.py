@@ -16,20 +16,21 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import _transformers_imports, to_huggingface
 from tests.conftest import text_data
+from tests.training.conftest import CPU, having
+from training import checkpoint
 from training.config import (
     Config,
     ConfigError,
     LoggerConfig,
     ModelConfig,
     OptimizerConfig,
+    Positions,
     Precision,
     TrainerConfig,
     load_config,
 )
-from training.distributed import World
+from training.restore import load_run
 from training.trainer import Trainer, train
-
-CPU = World(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +61,6 @@ def elsewhere(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Confi
     return replace(config, data=text_data(text))
 
 
-def having(config: Config, **settings) -> Config:
-    return replace(config, trainer=replace(config.trainer, **settings))
-
-
 def test_evaluating_a_runs_weights_reproduces_its_final_loss(config, trained, tmp_path, capsys):
     run, ended = trained
     again = train(having(config, init_from=str(run), steps=0), tmp_path / "again")
@@ -84,7 +81,7 @@ def test_finetuning_on_another_text_starts_from_the_given_weights(elsewhere, tra
     run, _ = trained
     tuned, drawn = having(elsewhere, init_from=str(run)), Trainer(elsewhere, tmp_path / "drawn", CPU)
     first = Trainer(tuned, tmp_path / "a", CPU)
-    assert first.start == 0
+    assert first.plan.start.step == 0
     assert not any(value.any() for state in first.optimizer.state.values() for value in state.values())
     batch = [torch.from_numpy(part) for part in first.batches.batch(0)]
     losses = [float(each.train_step(0, *batch)[0]) for each in (first, drawn)]
@@ -104,7 +101,7 @@ def test_mismatched_initial_weights_are_refused_with_the_settings_to_use(
 ):
     run, _ = trained
     # They are refused before the corpus is prepared, which may take hours.
-    monkeypatch.setattr("training.trainer.prepare_corpus", None)
+    monkeypatch.setattr("training.plan.prepare_corpus", None)
 
     def refused(said: str, config: Config = config, **settings) -> None:
         with pytest.raises(ConfigError, match=said) as refusal:
@@ -112,9 +109,7 @@ def test_mismatched_initial_weights_are_refused_with_the_settings_to_use(
         assert "\n" not in str(refusal.value)
 
     deeper = replace(config, model=replace(config.model, n_layer=2, seq_len=64))
-    refused(
-        r"needs model\.n_layer=1 model\.seq_len=32; this run has model\.n_layer=2 model\.seq_len=64", deeper
-    )
+    refused(r"needs model\.n_layer=1; this run has model\.n_layer=2", deeper)
     ranks = write_ranks(tmp_path / "own.tiktoken", 300)
     refused(
         r"needs data\.tokenizer=bytes; this run has data\.tokenizer=.*own\.tiktoken",
@@ -135,6 +130,57 @@ def test_mismatched_initial_weights_are_refused_with_the_settings_to_use(
     refused(r"cannot be read as a GPT-2: .*model_type=llama", init_from=str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     refused(r"cannot be read as a GPT-2", init_from=str(tmp_path))
+
+
+# ---- another length ------------------------------------------------------------------------------
+
+
+def at_length(config: Config, seq_len: int, **settings) -> Config:
+    model = replace(config.model, seq_len=seq_len)
+    return replace(config, model=model, trainer=replace(config.trainer, **settings))
+
+
+def test_a_shorter_run_takes_the_first_positions(config, trained, tmp_path, capsys):
+    """Its loss is the longer model's on sequences as short: no position has moved."""
+    run, _ = trained
+    summary = train(at_length(config, 16, init_from=str(run), steps=0), tmp_path / "short")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  weights "))
+    assert line.endswith("; positions 32 -> 16: cut")
+    model, _ = load_run(run)
+    corpus = open_corpus((run / "corpus").read_text().strip())
+    batches = EvaluationBatches(corpus.val, 16, 8)
+    nats = tokens = 0
+    for n in range(len(batches)):
+        inputs, targets = (torch.from_numpy(part) for part in batches.batch(n))
+        with torch.no_grad():
+            nats += float(model(inputs, targets)) * int((targets != -1).sum())
+        tokens += int((targets != -1).sum())
+    assert summary["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("how", list(Positions))
+def test_a_longer_run_extends_the_positions_in_the_way_that_is_named(config, trained, tmp_path, capsys, how):
+    run, _ = trained
+    longer = at_length(config, 80, init_from=str(run), init_positions=how, batch_tokens=160)
+    first = Trainer(longer, tmp_path / "long", CPU).model.wpe.weight.detach()
+    old = checkpoint.load_weights(checkpoint.find(run), "cpu")["wpe.weight"]
+    if how is Positions.interpolate:
+        assert torch.equal(first[[0, -1]], old[[0, -1]])
+        between = first[1] - old[0]  # 31 steps of the old table are 79 of the new one
+        assert torch.allclose(between, (old[1] - old[0]) * 31 / 79, atol=1e-6)
+    else:
+        assert torch.equal(first[:32], old)
+    if how is Positions.repeat:
+        assert torch.equal(first[32:], old.repeat(2, 1)[:48])
+    if how is Positions.random:
+        assert float(first[32:].std()) == pytest.approx(0.02, rel=0.1)
+        assert torch.equal(first, Trainer(longer, tmp_path / "again", CPU).model.wpe.weight)
+    whole = train(longer, tmp_path / "long")
+    assert f"; positions 32 -> 80: {how.value}" in capsys.readouterr().out
+    train(having(longer, save_every=4), tmp_path / "cut")
+    resumes = at_length(config, 80, batch_tokens=160, resume=str(tmp_path / "cut/checkpoints/step-00000004"))
+    assert train(resumes, tmp_path / "cut")["val/loss"] == whole["val/loss"]
+    assert load_run(tmp_path / "cut")[0].config.seq_len == 80
 
 
 def test_a_mismatched_model_size_is_reported_by_its_preset(config, tmp_path):
@@ -212,4 +258,14 @@ def test_hugging_face_weights_with_another_vocabulary_size_are_refused(config, t
     small = GPT(GPTConfig(257, 32, n_layer=1, n_head=2, n_embd=32), lambda q, k, v, **_: v)
     to_huggingface(small).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"vocabulary of 257, .*GPT-2's is 50257"):
+        Trainer(having(config, init_from=str(tmp_path)), tmp_path / "run", CPU)
+
+
+def test_hugging_face_weights_with_a_nan_are_refused_by_its_name(config, tmp_path):
+    pytest.importorskip("transformers")
+    broken = GPT(GPTConfig(257, 32, n_layer=1, n_head=2, n_embd=32), lambda q, k, v, **_: v)
+    with torch.no_grad():
+        broken.wte.weight[7, 7] = float("nan")
+    to_huggingface(broken).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"transformer\.wte\.weight holds values that are not finite"):
         Trainer(having(config, init_from=str(tmp_path)), tmp_path / "run", CPU)

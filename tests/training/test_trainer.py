@@ -1,16 +1,14 @@
-"""What a run does when something goes wrong, and that it resumes as if nothing had. About 15 s."""
+"""What a run does from its first step to its last: the best checkpoint, ranks, signals, profiling."""
 
 import base64
 import gzip
 import json
 import math
-import os
 import pickle
 import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,94 +19,16 @@ from data import DataError
 from data.tokenizer import load_tokenizer
 from kernels import AttentionError
 from reproduce import compare
-from tests.conftest import measured, rows, text_data
-from training import checkpoint, evaluation
+from tests.conftest import measured, rows
+from tests.training.conftest import CPU, Killed, having, killed, steps_saved
+from training import checkpoint
 from training.config import (
     AttentionConfig,
-    Config,
     ConfigError,
-    LoggerConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Precision,
-    TrainerConfig,
 )
-from training.distributed import World
 from training.loggers import CsvLogger
 from training.restore import load_run
 from training.trainer import Trainer, train
-
-CPU = World(torch.device("cpu"))
-
-
-@pytest.fixture
-def config(text_file) -> Config:
-    return Config(
-        model=ModelConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32),
-        data=text_data(text_file),
-        trainer=TrainerConfig(
-            steps=8, batch_tokens=64, log_every=1, eval_every=2, device="cpu", sample_tokens=5
-        ),
-        logger=LoggerConfig(wandb=False),
-    )
-
-
-def having(config: Config, **settings) -> Config:
-    return replace(config, trainer=replace(config.trainer, **settings))
-
-
-def steps_saved(run: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in checkpoint.saved(run)]
-
-
-class Killed(BaseException):
-    """Stands for a SIGKILL: the run does nothing after it."""
-
-
-def killed(*_args, **_options):
-    raise Killed
-
-
-# ---- divergence ----------------------------------------------------------------------------------
-
-
-def poisoned(config: Config, folder: Path, value: float, at: int) -> Trainer:
-    """A trainer whose gradients are `value` from step `at` on."""
-    run = Trainer(config, folder, CPU)
-    whole_step, done = run.train_step, 0
-
-    def train_step(step, inputs, targets):
-        nonlocal done
-        done = step + 1
-        return whole_step(step, inputs, targets)
-
-    run.train_step = train_step
-    run.model.wte.weight.register_hook(lambda gradient: gradient * value if done >= at else gradient)
-    return run
-
-
-@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_nonfinite_gradient_ends_the_run_and_no_bad_weights_are_saved(config, tmp_path, precision, value):
-    sparse = having(config, precision=precision, log_every=100, save_every=2, keep_checkpoints=1)
-    with pytest.raises(
-        ConfigError, match=r"norm is (nan|inf) \(.*1 of 16.* wte.weight\) at step 4: .*step-00000002"
-    ):
-        poisoned(sparse, tmp_path, value, at=4).run()
-    assert steps_saved(tmp_path) == [2]
-    assert all(w.isfinite().all() for w in checkpoint.load_weights(checkpoint.find(tmp_path), "cpu").values())
-
-
-def test_a_step_skipped_for_fp16_overflow_does_not_end_the_run(config, tmp_path):
-    run = poisoned(having(config, precision=Precision.fp16), tmp_path, math.inf, at=6)
-    assert math.isfinite(run.run()["val/loss"])
-    assert not math.isfinite(float(measured(tmp_path, "train/grad_norm")[6]))
-
-
-def test_fp16_overflow_at_every_gradient_scale_ends_the_run(config, tmp_path):
-    run = poisoned(having(config, precision=Precision.fp16, steps=40), tmp_path, math.inf, at=1)
-    with pytest.raises(ConfigError, match=r"at every gradient scale.*at step 17.*no checkpoint was saved"):
-        run.run()
 
 
 def test_an_attention_tier_without_a_usable_backend_is_refused(config, tmp_path, monkeypatch):
@@ -119,96 +39,6 @@ def test_an_attention_tier_without_a_usable_backend_is_refused(config, tmp_path,
         match=r"tier=\w+ applies to flash only.* needs a CUDA device, .*; leave attention\.tier out",
     ):
         Trainer(wanted, tmp_path, CPU)
-
-
-def test_a_nan_validation_loss_ends_the_run(config, tmp_path):
-    assert math.isnan(evaluation.Evaluation(math.nan, 1, 1).perplexity)
-    run = Trainer(config, tmp_path, CPU)
-    run.model.register_forward_hook(lambda model, _, loss: loss if model.training else loss * math.nan)
-    with pytest.raises(ConfigError, match="validation loss is nan at step 2"):
-        run.run()
-    assert not (tmp_path / "summary.json").exists()
-
-
-# ---- resuming ------------------------------------------------------------------------------------
-
-
-def test_resuming_from_an_older_checkpoint_drops_everything_after_it(config, tmp_path):
-    """The summary is dropped as well: it belongs to the abandoned branch."""
-    train(having(config, save_every=2, keep_checkpoints=9), tmp_path)
-    start = tmp_path / "checkpoints" / "step-00000004"
-    saved = checkpoint.load_training(start, "cpu")["seconds"]
-    run = Trainer(having(config, save_every=2, resume=str(start)), tmp_path, CPU)
-    run.train_step = killed
-    with pytest.raises(Killed):
-        run.run()
-    assert steps_saved(tmp_path) == [2, 4]
-    assert not (tmp_path / "summary.json").exists()
-    assert sorted(measured(tmp_path, "train/loss")) == [1, 2, 3, 4]  # kept, though the run has logged nothing
-    assert checkpoint.find(tmp_path) == start
-    # The time continues from the checkpoint's as well.
-    summary = train(having(config, save_every=2, resume=str(tmp_path)), tmp_path)
-    assert steps_saved(tmp_path) == [6, 8]
-    column = [float(row["seconds"]) for row in rows(tmp_path)]
-    assert column == sorted(column)
-    assert summary["seconds"] >= column[-1] * 0.999 > saved > column[0]
-
-
-@pytest.mark.parametrize("at", [4, 8])
-def test_resuming_a_run_killed_in_an_evaluation_gives_the_same_results(config, tmp_path, monkeypatch, at):
-    config = having(config, save_every=4)
-    whole = train(config, tmp_path / "whole")
-    evaluate = Trainer._evaluate
-    monkeypatch.setattr(
-        Trainer, "_evaluate", lambda run, done: killed() if done == at else evaluate(run, done)
-    )
-    with pytest.raises(Killed):
-        train(config, tmp_path / "cut")
-    monkeypatch.undo()
-    resumed = train(having(config, resume=str(tmp_path / "cut")), tmp_path / "cut")
-    for column in ("train/loss", "val/loss"):
-        assert measured(tmp_path / "cut", column) == measured(tmp_path / "whole", column)
-    assert resumed["val/loss"] == whole["val/loss"]
-    sample = (tmp_path / "whole" / "sample.txt").read_text()
-    assert (tmp_path / "cut" / "sample.txt").read_text() == sample
-    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["steps"] == 8
-
-
-def test_extending_a_finished_run_keeps_its_final_evaluation(config, tmp_path):
-    """With eval_every=5 none is due at step 8, so the resumed run does not repeat it."""
-    config = having(config, eval_every=5)
-    train(config, tmp_path)
-    before = measured(tmp_path, "val/loss")
-    train(having(config, steps=12, resume=str(tmp_path)), tmp_path)
-    after = measured(tmp_path, "val/loss")
-    assert (sorted(before), sorted(after)) == ([5, 8], [5, 8, 10, 12])
-    assert after.items() >= before.items()
-
-
-def test_resuming_drops_a_truncated_last_row_of_the_metrics(config, tmp_path):
-    train(config, tmp_path)
-    before = rows(tmp_path)
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("1")  # the beginning of step 10's row
-    train(having(config, steps=9, resume=str(tmp_path)), tmp_path)
-    assert rows(tmp_path)[: len(before) - 1] == before[:-1]
-    assert [int(row["step"]) for row in rows(tmp_path)] == sorted(int(row["step"]) for row in rows(tmp_path))
-
-
-def test_resuming_reports_changed_settings_and_refuses_conflicting_ones(config, tmp_path, capsys):
-    train(config, tmp_path / "a")
-    goes_on = having(config, steps=9, save_every=3, resume=str(tmp_path / "a"))
-    train(replace(goes_on, optimizer=OptimizerConfig(lr=1e-4)), tmp_path / "b")
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
-    assert line.split("  ")[-1].strip() == "optimizer.lr 0.0006 -> 0.0001, trainer.steps 8 -> 9"
-    wider = replace(goes_on, seed=1, model=replace(config.model, n_embd=64))
-    said = r"with model.n_embd=32, seed=1337, but this run has model.n_embd=64, seed=1; .*a/environment.json"
-    with pytest.raises(ConfigError, match=said):
-        train(wider, tmp_path / "c")
-    with pytest.raises(
-        ConfigError, match=r"at step 8, beyond trainer.steps=7; to evaluate it, use trainer.init_from="
-    ):
-        train(having(goes_on, steps=7), tmp_path / "c")
 
 
 def test_load_run_finds_the_runs_tokenizer_and_refuses_a_changed_one(config, tmp_path, monkeypatch):
@@ -286,6 +116,36 @@ def test_the_best_checkpoint_is_kept_when_a_run_is_killed_or_resumed(config, tmp
     assert (found.name, loss) == ("step-00000010", 2.4)
 
 
+# ---- a bounded evaluation ------------------------------------------------------------------------
+
+
+def test_bounded_evaluations_are_of_the_same_tokens_and_the_last_is_of_all(config, tmp_path, capsys):
+    """However a batch is split; 300 tokens are nine sequences and a part, and five batches of two."""
+    whole = train(having(config, keep_best=True), tmp_path / "whole")
+    part = train(having(config, eval_tokens=300, keep_best=True), tmp_path / "part")
+    assert "evaluation  300 tokens each time, at the end all of them" in capsys.readouterr().out
+    train(having(config, eval_tokens=300, micro_batch=1), tmp_path / "split")
+    assert (part["val/loss"], part["val/tokens"]) == (whole["val/loss"], whole["val/tokens"])
+    losses = {step: float(loss) for step, loss in measured(tmp_path / "part", "val/loss").items()}
+    split = {step: float(loss) for step, loss in measured(tmp_path / "split", "val/loss").items()}
+    assert sorted(losses) == [2, 4, 6, 8]
+    assert split == pytest.approx(losses, rel=1e-5)
+    # What the model of the best checkpoint gives on those tokens: bests are compared by them at the end too.
+    found, best = checkpoint.best(tmp_path / "part")
+    run = Trainer(config, tmp_path / "other", CPU)
+    run.model.load_state_dict(checkpoint.load_weights(found, "cpu"))
+    tokens = run.plan.corpus.val.read(0, 301)
+    nats = 0.0
+    for start in range(0, 300, 32):
+        window = torch.from_numpy(tokens[start : start + 33])
+        with torch.no_grad():
+            nats += float(run.model(window[None, :-1], window[None, 1:])) * (len(window) - 1)
+    assert best == pytest.approx(nats / 300, rel=1e-5)
+    bits = float(measured(tmp_path / "part", "val/bits_per_byte")[6])
+    in_text = int((tokens != 256).sum())
+    assert bits == pytest.approx(losses[6] * 300 / (math.log(2) * in_text), rel=1e-5)
+
+
 # ---- runs that do not train ----------------------------------------------------------------------
 
 
@@ -294,7 +154,7 @@ def test_a_run_of_zero_steps_only_evaluates(config, tmp_path, capsys):
     config = having(config, steps=0)
     summary = train(config, tmp_path / "run")
     assert summary["val/loss"] == pytest.approx(math.log(257), abs=0.1)
-    assert summary["val/tokens"] == Trainer(config, tmp_path / "other", CPU).corpus.val.tokens - 1
+    assert summary["val/tokens"] == Trainer(config, tmp_path / "other", CPU).plan.corpus.val.tokens - 1
     assert [name for name in summary if name.startswith("perf/")] == ["perf/peak_resident_gib"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert (tmp_path / "run" / "sample.txt").exists()
@@ -308,15 +168,6 @@ def test_a_run_of_zero_steps_only_evaluates(config, tmp_path, capsys):
     compare.main([str(tmp_path / "run")])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "finished" in line)
     assert f"{summary['val/loss']:.4f}" in line
-
-
-def test_a_finished_run_resumed_elsewhere_only_evaluates_and_saves_nothing(config, tmp_path, capsys):
-    whole = train(config, tmp_path / "run")
-    capsys.readouterr()
-    again = train(having(config, resume=str(tmp_path / "run")), tmp_path / "other")
-    assert again["val/loss"] == whole["val/loss"]
-    assert not steps_saved(tmp_path / "other")
-    assert "sample.py" not in capsys.readouterr().out
 
 
 def test_a_mismatched_vocabulary_size_is_refused_before_tokenising(config, tmp_path):
@@ -401,27 +252,6 @@ def test_all_ranks_stop_at_the_same_step_for_the_same_reason(config, tmp_path, u
     assert steps_saved(tmp_path / "evaluating") == [5]
 
 
-def test_a_run_stopped_in_its_final_evaluation_makes_it_when_resumed(config, tmp_path, monkeypatch, capsys):
-    whole = train(having(config, steps=3), tmp_path / "whole")
-
-    def told(model, *rest):
-        os.kill(os.getpid(), signal.SIGINT)
-        return evaluation.evaluate(model, *rest)
-
-    def stopped(directory: Path, **settings) -> str:
-        with monkeypatch.context() as patch:
-            patch.setattr("training.trainer.evaluate", told)
-            with pytest.raises(SystemExit, match="130"):
-                train(having(config, **settings), directory)
-        return capsys.readouterr().out
-
-    assert "stopped at step 3 and saved" in stopped(tmp_path / "told", steps=3, eval_every=0)
-    assert not (tmp_path / "told/summary.json").exists()
-    again = train(having(config, steps=3, resume=str(tmp_path / "told")), tmp_path / "told")
-    assert again["val/loss"] == whole["val/loss"]
-    assert stopped(tmp_path / "looked", steps=0).endswith("stopped during the evaluation\n")
-
-
 # ---- profiling ----------------------------------------------------------------------------------
 
 
@@ -455,22 +285,6 @@ def test_profiling_changes_no_loss_and_its_step_has_no_measured_speed(config, tm
     assert {5, 7} <= set(measured(tmp_path / "profiled", "perf/tokens_per_second"))
 
 
-def test_resuming_keeps_the_time_of_an_evaluation_it_does_not_repeat(config, tmp_path, monkeypatch):
-    """A checkpoint is saved before its step is evaluated; here the resumed run does not evaluate that step again."""
-    whole, slept = Trainer._evaluate, 0.5
-
-    def slow(run, done):
-        time.sleep(slept)
-        return whole(run, done)
-
-    monkeypatch.setattr(Trainer, "_evaluate", slow)
-    train(having(config, steps=4, eval_every=4), tmp_path)
-    train(having(config, steps=6, eval_every=0, resume=str(tmp_path)), tmp_path)
-    seconds = [float(row["seconds"]) for row in rows(tmp_path)]
-    assert seconds == sorted(seconds)
-    assert seconds[-1] > 2 * slept
-
-
 def test_a_run_that_cannot_write_its_summary_is_not_logged_as_finished(config, tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(CsvLogger, "finish", lambda _logger, summary: ended.append(summary))
@@ -478,16 +292,6 @@ def test_a_run_that_cannot_write_its_summary_is_not_logged_as_finished(config, t
     with pytest.raises(ConfigError, match=r"summary\.json cannot be written"):
         train(config, tmp_path)
     assert ended == [{}]
-
-
-def test_resuming_in_an_unwritable_directory_is_refused_with_the_remedy(config, tmp_path):
-    train(config, tmp_path)
-    (tmp_path / "summary.json").unlink()
-    (tmp_path / "summary.json").mkdir()  # cannot be removed as a file, by root either
-    with pytest.raises(
-        ConfigError, match=r"cannot be written \(.*\): free some disk space, or name a writable directory"
-    ):
-        train(having(config, steps=10, resume=str(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize("step", [0, 9])

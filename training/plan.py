@@ -1,0 +1,168 @@
+"""What a run will do, resolved once: what every `auto` and null of its config became, and where it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loader import Corpus
+from data.tokenizer import findable, load_tokenizer
+from kernels import attention_tier, bind, resolve_attention
+from model.gpt import GPT, AttentionFn
+
+from .config import Config, ConfigError, Layers, ModelConfig
+from .corpus import prepare_corpus
+from .cuda_graphs import resolve_graphs
+from .distributed import World
+from .init_from import InitialWeights, initial_weights
+from .layers import make_gpt, resolve_layers
+from .precision import resolve_precision
+from .resume import AUTO, FROM_THE_START, Start, resume_path, start_at
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a model's steps are computed on a device."""
+
+    attention: str
+    attention_fn: AttentionFn
+    attention_tier: str | None
+    dtype: torch.dtype
+    loss: Layers
+    block: Layers
+    compiled: bool
+    graphs: bool
+    accumulation: int  # micro-steps an optimizer step
+    micro_batch: int  # sequences a micro-step and rank
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "attention": self.attention,
+            "attention_tier": self.attention_tier,
+            "loss": self.loss.value,
+            "block": self.block.value,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "compiled": self.compiled,
+            "cuda_graphs": self.graphs,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before its first step. Nothing of it changes later, and all that reports on the run reads it here."""
+
+    config: Config  # with what the tokenizer and the starting point decide
+    run_dir: Path
+    world: World
+    how: Computation
+    corpus: Corpus
+    positions: str  # what became of trainer.init_from's position embeddings, for the banner
+    start: Start
+
+    @cached_property
+    def shape(self) -> GPT:
+        """The model without memory."""
+        with torch.device("meta"):
+            return GPT(self.config.model, self.how.attention_fn)
+
+    def facts(self) -> dict[str, Any]:
+        """What was resolved, as facts.json has it."""
+        return {
+            **self.how.facts(),
+            "parameters": self.shape.num_parameters(),
+            "flops_per_token": self.shape.flops_per_token(self.config.model.seq_len),
+            "world_size": self.world.size,
+            "corpus": self.corpus.directory.name,
+            "resumed": self.start.history,
+        }
+
+    def model(self, generator: torch.Generator) -> GPT:
+        """The model on its device. Drawn on the CPU: the same weights on any device, with any attention."""
+        how = self.how
+        layers = {"loss": how.loss, "block": how.block}
+        return make_gpt(self.config.model, how.attention_fn, **layers, generator=generator).to(
+            self.world.device
+        )
+
+    def autocast(self) -> AbstractContextManager:
+        dtype = self.how.dtype
+        return torch.autocast(self.world.device.type, dtype, enabled=dtype is not torch.float32)
+
+
+def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialWeights | None]:
+    """The plan of a run, and the weights that trainer.init_from names.
+
+    What cannot work is refused here: first by the checks that take no time, then by what does, such as a corpus.
+    Raises ConfigError, data.DataError or kernels.AttentionError.
+    """
+    how = _computation(config, ranks)
+    resume = ranks.share(resume_path(config, run_dir))  # rank 0 decides
+    if resume and config.trainer.resume == AUTO:  # the run in run_dir began with those weights
+        config = _with_trainer(config, init_from=None)
+    initial = initial_weights(config) if config.trainer.init_from else None
+    start = start_at(resume) if resume else FROM_THE_START
+    model = _with_vocabulary(config)
+    corpus = prepare_corpus(config.data, quiet=not ranks.is_main)
+    config = dataclasses.replace(
+        config,
+        model=model,
+        # An absolute path: sampling may run in another folder.
+        data=dataclasses.replace(config.data, tokenizer=findable(config.data.tokenizer)),
+    )
+    # The checkpoint itself: the newest of its run may change.
+    config = _with_trainer(config, init_from=initial.source if initial else start.init_from)
+    plan = Plan(config, run_dir, ranks, how, corpus, initial.positions if initial else "", FROM_THE_START)
+    if resume:
+        plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts()))
+    return plan, initial
+
+
+def _with_trainer(config: Config, **settings: Any) -> Config:
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **settings))
+
+
+def _computation(config: Config, ranks: World) -> Computation:
+    accumulation, micro_batch = config.accumulation_steps(ranks.size)
+    dtype = resolve_precision(config.trainer.precision, ranks.device)
+    request = {
+        "device": ranks.device,
+        "dtype": dtype,
+        "head_dim": config.model.head_dim,
+        "tier": config.attention.tier,
+        "dropout_p": config.model.dropout,
+        "cu_seqlens": config.data.document_mask or None,
+        "precise_delta": config.attention.precise_delta,
+    }
+    name, attention = resolve_attention(config.attention.name, **request)
+    tier = attention_tier(name, **request, length=config.model.seq_len)
+    if config.attention.precise_delta:
+        attention = bind(attention, precise_delta=True)
+    loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
+    block = resolve_layers(config.model.block, "model.block", ranks.device)
+    wanted = config.trainer.compile
+    compiled = ranks.device.type == "cuda" if wanted is None else wanted
+    graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks)
+    return Computation(name, attention, tier, dtype, loss, block, compiled, graphs, accumulation, micro_batch)
+
+
+def _with_vocabulary(config: Config) -> ModelConfig:
+    """The model's config with what the tokenizer decides."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if config.model.vocab_size not in (None, tokenizer.n_vocab):
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
+            f"{tokenizer.n_vocab} tokens; leave model.vocab_size out."
+        )
+    if config.model.document_end is not None:
+        raise ConfigError(
+            "model.document_end is set from the tokenizer; to keep attention within documents, use "
+            "data.document_mask=true."
+        )
+    document_end = tokenizer.eot_token if config.data.document_mask else None
+    return dataclasses.replace(config.model, vocab_size=tokenizer.n_vocab, document_end=document_end)

@@ -1,0 +1,203 @@
+"""Where a run begins: at step 0, or at a checkpoint that it resumes from, and what has changed since."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loader import Corpus
+from model.config import GPTConfig
+
+from . import checkpoint
+from .config import Config, ConfigError, flatten, to_yaml
+
+# trainer.resume=auto: the run in the run directory, if there is one.
+AUTO = "auto"
+# Prefixes of settings whose change is not reported on resume: they change no weight, or identity() refuses them.
+_NOT_REPORTED = (
+    *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
+    *("trainer.log_every", "trainer.eval_", "trainer.save_every", "trainer.profile_step"),
+)
+# What was resolved, and the setting that decides it: with `auto` or null it may have changed although that has not.
+_RESOLVED = {
+    "attention": "attention.name",
+    "attention_tier": "attention.tier",
+    "loss": "model.loss",
+    "block": "model.block",
+    "dtype": "trainer.precision",
+    "compiled": "trainer.compile",
+    "world_size": "",
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins; without a checkpoint at step 0."""
+
+    checkpoint: Path | None = None
+    path: str = ""  # as trainer.resume names it
+    step: int = 0
+    seconds: float = 0.0  # how long it had run by then
+    init_from: str | None = None  # where its first weights came from
+    identity: dict[str, Any] = field(default_factory=dict)
+    # What is not as in the checkpoint's run: [was, is].
+    changed: dict[str, list] = field(default_factory=dict)
+    history: dict[str, dict[str, list]] = field(default_factory=dict)  # what each resume changed, by its step
+    warm_up: str | None = None  # what to say if the schedule warms up once more
+
+    def checked(self, config: Config, corpus: Corpus, facts: dict[str, Any]) -> Start:
+        """With what has changed. Raises ConfigError where this run would not continue that one."""
+        run_dir = self.checkpoint.parent.parent
+        was, now = flatten(self.identity), flatten(identity(config, corpus))
+        if was["corpus"] == corpus.directory.name:  # as checkpoints had it before they had the tokens' hash
+            was["corpus"] = now["corpus"]
+        if differing := [name for name in now if was.get(name) != now[name]]:
+            theirs, ours = (
+                ", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now)
+            )
+            raise ConfigError(
+                f"trainer.resume={self.path} was trained with {theirs}, but this run has {ours}; the command it was "
+                f"trained with is in {run_dir / 'environment.json'}."
+            )
+        if self.step > config.trainer.steps:
+            raise ConfigError(
+                f"trainer.resume={self.path} is at step {self.step}, beyond trainer.steps={config.trainer.steps}; "
+                f"to evaluate it, use trainer.init_from={self.path} trainer.steps=0."
+            )
+        before, facts_before = _settings(run_dir / "config.yaml"), _record(run_dir / "facts.json")
+        changed = _changed(before, config)
+        resolved = _resolved_otherwise(facts_before, facts)
+        changed |= {name: values for name, values in resolved.items() if _RESOLVED[name] not in changed}
+        return dataclasses.replace(
+            self,
+            changed=changed,
+            history=_history(facts_before.get("resumed", {}), self.step, changed),
+            warm_up=_warm_up(before, config, self.step),
+        )
+
+
+FROM_THE_START = Start()
+
+
+def resume_path(config: Config, run_dir: Path) -> str | None:
+    """What to resume from: trainer.resume, and for auto the run directory once it has a checkpoint."""
+    if config.trainer.resume != AUTO:
+        return config.trainer.resume
+    return str(run_dir) if checkpoint.saved(run_dir) else None
+
+
+def finished(config: Config, run_dir: Path) -> dict[str, Any] | None:
+    """The summary of the run that trainer.resume=auto finds at its end: nothing is left to do."""
+    if config.trainer.resume != AUTO:
+        return None
+    summary = _record(run_dir / "summary.json")
+    return summary if summary.get("steps") == config.trainer.steps else None
+
+
+def start_at(path: str) -> Start:
+    """The checkpoint that `path` names. Its tensors are not read yet."""
+    found = checkpoint.find(path)
+    state = checkpoint.load_training(found, "cpu", mmap=True)
+    return Start(found, path, state["step"], state["seconds"], state["init_from"], state["identity"])
+
+
+def load_state(
+    start: Start,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    device: torch.device,
+) -> None:
+    """The checkpoint's weights, moments and gradient scale."""
+    state = checkpoint.load_training(start.checkpoint, device)
+    model.load_state_dict(checkpoint.load_weights(start.checkpoint, device))
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    optimizer.load_state_dict(state["optimizer"])
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)  # learning rates and decays stay this run's; the moments are the checkpoint's
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+
+
+def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
+    """What must not differ on resume, so that the run continues with the batches it would have seen."""
+    return {
+        "model": {f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)},
+        "corpus": corpus.fingerprint,
+        "seed": config.seed,
+        "data.block_len": config.data.block_len,
+        "trainer.batch_tokens": config.trainer.batch_tokens,
+        "optimizer.decay_embeddings": config.optimizer.decay_embeddings,
+    }
+
+
+def _record(file: Path) -> dict[str, Any]:
+    """A JSON file of a run directory, {} if it is missing or a power cut emptied it."""
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _settings(config_file: Path) -> dict[str, Any]:
+    """The settings of a run so far, by dotted name; {} of a checkpoint alone, or if they cannot be read."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        # Not as a Config: the code that wrote it may have had other settings.
+        return flatten(OmegaConf.to_container(OmegaConf.load(config_file)))
+    except (OSError, YAMLError, OmegaConfBaseException, AttributeError):
+        return {}
+
+
+def _changed(was: dict[str, Any], config: Config) -> dict[str, list]:
+    """{"trainer.steps": [20000, 40]}: where `config` is not what the run was trained with so far."""
+    from omegaconf import OmegaConf
+
+    now = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
+    return {
+        name: [was[name], now[name]]
+        for name in now
+        if name in was and was[name] != now[name] and not name.startswith(_NOT_REPORTED)
+    }
+
+
+def _resolved_otherwise(was: dict[str, Any], now: dict[str, Any]) -> dict[str, list]:
+    """{"world_size": [1, 2]}: the facts that are other ones, though their setting may be the same."""
+    return {name: [was[name], now[name]] for name in _RESOLVED if name in was and was[name] != now[name]}
+
+
+def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:
+    """What to say where this run's schedule would warm up at `step`, though the run so far had done so."""
+    if not {"schedule.warmup_fraction", "trainer.steps"} <= was.keys():
+        return None
+    steps = config.trainer.steps
+    ended = round(was["schedule.warmup_fraction"] * was["trainer.steps"])
+    ends = round(config.schedule.warmup_fraction * steps)
+    if not ended <= step < ends:
+        return None
+    return (
+        f"once more until step {ends:,}, a fraction of all {steps:,}; the run so far ended its own at step "
+        f"{ended:,}: keep that with schedule.warmup_fraction={ended / steps:.6g}"
+    )
+
+
+def _history(known: dict[str, dict], step: int, changed: dict[str, list]) -> dict[str, dict[str, list]]:
+    """What each resume changed, by its step, this one included. known: the same of the resumes before.
+
+    What an earlier resume changed after `step` counts as changed at `step`, where this run branches off.
+    """
+    history: dict[str, dict[str, list]] = {}
+    for began, changes in [*known.items(), (step, changed)]:
+        here = history.setdefault(str(min(int(began), step)), {})
+        for name, (was, now) in changes.items():
+            here[name] = [here[name][0] if name in here else was, now]
+    return {at: {k: v for k, v in each.items() if v[0] != v[1]} for at, each in history.items()}
