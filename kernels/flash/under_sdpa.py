@@ -3,9 +3,16 @@
     kernels.register()
     torch.nn.attention.activate_flash_attention_impl("tilegpt")
 
-From then on, SDPA runs them wherever it would have run its own flash backend, forward and backward, until
-`torch.nn.attention.restore_flash_attention_impl()`. Unlike that backend, they refuse a head_dim below 16.
+From then on, SDPA runs them wherever it may run its own flash backend, forward and backward, until
+`torch.nn.attention.restore_flash_attention_impl()`. On Hopper and Blackwell SDPA would prefer cuDNN's kernels to it,
+so cuDNN's are switched off for that time, as by `torch.backends.cuda.enable_cudnn_sdp(False)`.
+
+SDPA offers its flash backend no attn_mask and no float32. transformers' models with attn_implementation="sdpa" pass
+is_causal=True and no mask where no token is padding, so in float16 or bfloat16 they run our kernels; a batch with
+padding, or a model in float32, does not. Unlike that backend, our kernels refuse a head_dim below 16.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +22,7 @@ from . import refuses_inputs
 from .api import INTERPRETED, flash_backward, flash_forward
 
 NAME = "tilegpt"
+LARGEST_GRID = 65535  # of CUDA's second and third axes
 Tensor = torch.Tensor
 
 
@@ -36,9 +44,12 @@ class Override:
 
     def __init__(self, library: torch.library.Library) -> None:
         self.library = library
+        self.cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def remove(self) -> None:
         self.library._destroy()
+        torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
 
 
 def activate(dispatch_key: str = "CUDA") -> Override:
@@ -51,15 +62,21 @@ def activate(dispatch_key: str = "CUDA") -> Override:
 
 def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     reason = refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED)
+    if q.shape[1] > LARGEST_GRID:
+        reason = f"it takes up to {LARGEST_GRID} heads, not {q.shape[1]}"
     if reason is not None or return_debug_mask:
         raise AttentionError(f"{NAME} under SDPA: {reason or 'it has no debug mask'}")
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     # The seed comes from the global generator, as in SDPA. Two words, because torch expects to save two.
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p:
         state.random_()
-    rules = _rules(state, dropout_p, is_causal, scale, q.shape[-1], sinks=(None,))
-    out, lse, _ = flash_forward(q, k, v, *rules, False)
+
+    def attend(part, q, k, v):
+        q, positive = _with_positive_scale(q, scale)
+        rules = _rules(state, part, dropout_p, is_causal, positive, q.shape[-1], sinks=(None,))
+        return flash_forward(*map(_with_last_stride_1, (q, k, v)), *rules, False)[:2]
+
+    out, lse = _by_batches(attend, q, k, v)
     unused, no_debug_mask = q.new_empty((), dtype=torch.uint64), q.new_empty(0)
     return out, lse, None, None, q.shape[2], k.shape[2], state.view(torch.uint64), unused, no_debug_mask
 
@@ -82,14 +99,41 @@ def _backward(
     *,
     scale=None,
 ):
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    rules = _rules(state.view(torch.int64), dropout_p, is_causal, scale, q.shape[-1])
-    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *rules)
-    return dq, dk, dv
+    state = state.view(torch.int64)
+
+    def attend(part, d_out, q, k, v, out, lse):
+        q, positive = _with_positive_scale(q, scale)
+        rules = _rules(state, part, dropout_p, is_causal, positive, q.shape[-1])
+        qkv = map(_with_last_stride_1, (q, k, v))
+        dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, *qkv, *rules)
+        return _with_positive_scale(dq, scale)[0], dk, dv
+
+    return _by_batches(attend, d_out, q, k, v, out, lse)
+
+
+def _with_last_stride_1(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """q and a scale that give the same scores; our kernels take positive scales only. For dq, the gradient in q."""
+    if scale is None or scale > 0:
+        return q, scale
+    return (torch.zeros_like(q), 1.0) if scale == 0 else (-q, -scale)
+
+
+def _by_batches(attend: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """attend(0, *tensors); or attend(part, ...) of parts of as many batches as a launch can have, joined."""
+    if tensors[0].shape[0] <= LARGEST_GRID:
+        return attend(0, *tensors)
+    parts = zip(*(x.split(LARGEST_GRID) for x in tensors), strict=True)
+    results = [attend(part, *of_part) for part, of_part in enumerate(parts)]
+    return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
 def _rules(
     state: Tensor,
+    part: int,
     dropout_p: float,
     causal: bool,
     scale: float | None,
@@ -97,6 +141,8 @@ def _rules(
     sinks: tuple[None, ...] = (),
 ) -> tuple[object, ...]:
     """The operators' arguments after q, k and v. Only the forward has sinks."""
-    seed = state[0] if dropout_p else None
+    seed = None
+    if dropout_p:
+        seed = state[0] + part if part else state[0]
     absent = (None,) * 5
     return seed, None, *sinks, *absent, causal, check_scale(scale, head_dim), dropout_p, -1, -1, 0.0, "auto"

@@ -1,15 +1,27 @@
-"""One call of an attention against float64, for tests over many backends and shapes."""
+"""One call of an attention against float64, for tests over many backends and shapes; and what SDPA is asked for."""
 
 import random
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from kernels import ATTENTION, AttentionRequest, get_attention
 from kernels.naive import naive_attention
 
 Gradients = dict[str, Tensor]
+
+
+class Asked(TorchFunctionMode):
+    """Notes what SDPA is asked for."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.lengths = [x.shape[2] for x in args]
+            self.options = kwargs
+        return function(*args, **kwargs or {})
 
 
 class Call(NamedTuple):

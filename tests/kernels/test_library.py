@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 import kernels
 from kernels import AttentionError, get_attention
 from tests.kernels.accuracy import inputs
-from tests.kernels.differential import assert_matches_float64, draw
+from tests.kernels.differential import Asked, assert_matches_float64, draw
 from tests.random_cases import random_cases
 
 CPU_BACKENDS = ["sdpa", "sdpa_flash", "sdpa_math"]
@@ -26,16 +24,6 @@ def test_results_match_naive_at_equal_and_unequal_lengths(
         out = attention(*tensors, causal=causal, scale=0.3)
         results.append((out, *torch.autograd.grad(out, tensors, d_out)))
     torch.testing.assert_close(*results)
-
-
-class Asked(TorchFunctionMode):
-    """Notes what SDPA is asked for."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            self.lengths = [x.shape[2] for x in args]
-            self.options = kwargs
-        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("name", CPU_BACKENDS)
