@@ -79,13 +79,13 @@ def _forward(
     """(mean NLL, gradients of the summed NLL in hidden and in weight, number of rows that count).
 
     Gradients of the sum, not the mean, because softmax - 1 is in float16's range and a small fraction of it may
-    underflow. Without `with_gradient` they are empty.
+    underflow. That in weight is float32, since a sum over rows may overflow float16. Without `with_gradient` they are
+    empty.
     """
     loss, d_hidden, d_weight, counted = _empty_results(hidden, weight, with_gradient)
     counted.copy_((targets >= 0).sum().clamp(min=1))
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    # Chunks are summed in float32; 16 bits would lose precision.
-    total = d_weight.float().zero_()  # d_weight itself where that is float32
+    d_weight.zero_()
     chunk = _chunk(hidden.shape[0], weight.shape[0] * hidden.element_size())
     kernels = kernels_of("softmax_gradient", hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -96,9 +96,8 @@ def _forward(
             kernels.launch(logits, targets[rows], losses[rows], vocab_size, with_gradient)
             if with_gradient:
                 torch.mm(logits, head, out=d_hidden[rows])
-                _add_product(total, logits.T, hidden[rows])
+                _add_product(d_weight, logits.T, hidden[rows])
             del logits  # before the next chunk's are allocated, so that only one chunk is live
-    d_weight.copy_(total)
     loss.copy_(losses.sum() / counted)
     return loss, d_hidden, d_weight, counted
 
@@ -123,8 +122,8 @@ def _empty_results(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     loss, counted = (hidden.new_empty((), dtype=torch.float32) for _ in range(2))
     if not with_gradient:
-        return loss, hidden.new_empty(0), weight.new_empty(0), counted
-    return loss, torch.empty_like(hidden), torch.empty_like(weight), counted
+        return loss, hidden.new_empty(0), weight.new_empty(0, dtype=torch.float32), counted
+    return loss, torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32), counted
 
 
 @_forward.register_fake
@@ -137,6 +136,7 @@ def _save(ctx, inputs, output):
     _, d_hidden, d_weight, counted = output
     ctx.mark_non_differentiable(d_hidden, d_weight, counted)
     ctx.save_for_backward(d_hidden, d_weight, counted)
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
 
 
 def _backward(ctx, d_loss, *_):
@@ -144,7 +144,8 @@ def _backward(ctx, d_loss, *_):
         raise _lacks("second")
     d_hidden, d_weight, counted = ctx.saved_tensors
     share = d_loss / counted  # float32, as the products are: rounding it would rescale every gradient
-    d_hidden, d_weight = ((x.float() * share).to(x.dtype) for x in (d_hidden, d_weight))
+    summed = zip((d_hidden, d_weight), ctx.dtypes, strict=True)
+    d_hidden, d_weight = ((x.float() * share).to(dtype) for x, dtype in summed)
     return d_hidden, d_weight, None, None, None
 
 

@@ -57,48 +57,54 @@ def softmax_gradient_kernel(
     whole = vocab_size // (DEPTH * LANES) * (DEPTH * LANES)
 
     # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), separately for
-    # each lane: one reduction over lanes at the end instead of two per step. Logits are scaled by log2(e), for exp2.
+    # each lane: one reduction over lanes at the end instead of two per step. The maximum is subtracted before log2(e)
+    # is multiplied, and is not merged with the sum: of logits near 1e5 either would round a hundredth off.
     lane_max = tl.full([LANES], LOWEST, tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     for begin in range(0, whole, DEPTH * LANES):
-        x = tl.load(Logits + begin + columns).to(tl.float32) * LOG2_E
+        x = tl.load(Logits + begin + columns).to(tl.float32)
         lane_max, lane_sum = add_exponentials(lane_max, lane_sum, x)
     for begin in range(whole, width, DEPTH * LANES):
         x = load_tail(Logits, begin + columns, vocab_size, width)
         lane_max, lane_sum = add_exponentials(lane_max, lane_sum, x)
     row_max = tl.max(lane_max)
-    lse = row_max + tl.log2(tl.sum(lane_sum * tl.exp2(lane_max - row_max)))
+    row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2_E))
     counts = target >= 0
     known = counts & (target < vocab_size)
-    at_target = tl.load(Logits + target, mask=known, other=float("nan")).to(tl.float32) * LOG2_E
-    tl.store(Losses + row, tl.where(counts, (lse - at_target) * LN_2, 0.0))
+    at_target = tl.load(Logits + target, mask=known, other=float("nan")).to(tl.float32)
+    tl.store(Losses + row, tl.where(counts, (row_max - at_target) + tl.log2(row_sum) * LN_2, 0.0))
 
     # Pass 2: d NLL / d logit = softmax, minus 1 at the target; 0 in the padding and in ignored rows.
     if WITH_GRADIENT:
         tl.debug_barrier()  # every thread has read its logit at the target
-        shift = tl.where(counts, lse, float("inf"))
+        factor = tl.where(counts, 1.0 / row_sum, 0.0)
         for begin in range(0, whole, DEPTH * LANES):
-            x = tl.load(Logits + begin + columns).to(tl.float32) * LOG2_E
-            tl.store(Logits + begin + columns, tl.exp2(x - shift).to(Logits.dtype.element_ty))
+            x = tl.load(Logits + begin + columns).to(tl.float32)
+            gradient = tl.exp2((x - row_max) * LOG2_E) * factor
+            tl.store(Logits + begin + columns, gradient.to(Logits.dtype.element_ty))
         for begin in range(whole, width, DEPTH * LANES):
             x = load_tail(Logits, begin + columns, vocab_size, width)
-            gradient = tl.exp2(x - shift).to(Logits.dtype.element_ty)
-            tl.store(Logits + begin + columns, gradient, mask=begin + columns < width)
+            gradient = tl.exp2((x - row_max) * LOG2_E) * factor
+            tl.store(
+                Logits + begin + columns, gradient.to(Logits.dtype.element_ty), mask=begin + columns < width
+            )
         tl.debug_barrier()  # every thread has written its softmax
-        tl.store(Logits + target, (tl.exp2(at_target - lse) - 1.0).to(Logits.dtype.element_ty), mask=known)
+        gradient = tl.exp2((at_target - row_max) * LOG2_E) * factor - 1.0
+        tl.store(Logits + target, gradient.to(Logits.dtype.element_ty), mask=known)
 
 
 @triton.jit
 def load_tail(Logits, columns, vocab_size, width):
     """Load logits of the last, partial steps: -inf from vocab_size on."""
     # The load is masked by width, a multiple of 64, not by vocab_size, so that it stays a 16-byte vector load.
-    x = tl.load(Logits + columns, mask=columns < width, other=0.0).to(tl.float32) * LOG2_E
+    x = tl.load(Logits + columns, mask=columns < width, other=0.0).to(tl.float32)
     return tl.where(columns < vocab_size, x, float("-inf"))
 
 
 @triton.jit
 def add_exponentials(lane_max, lane_sum, x):
-    """Update each lane's running maximum and sum of 2^(x - maximum) with x (DEPTH, LANES)."""
+    """Update each lane's running maximum and sum of e^(x - maximum) with x (DEPTH, LANES)."""
     new_max = tl.maximum(lane_max, tl.max(x, 0))
-    lane_sum = lane_sum * tl.exp2(lane_max - new_max) + tl.sum(tl.exp2(x - new_max[None, :]), 0)
+    exponentials = tl.exp2((x - new_max[None, :]) * LOG2_E)
+    lane_sum = lane_sum * tl.exp2((lane_max - new_max) * LOG2_E) + tl.sum(exponentials, 0)
     return new_max, lane_sum
