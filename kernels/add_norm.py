@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .fused import block_of
 from .launch import launch, sm_count
 from .philox import row_threshold
 from .row_dropout import kept
@@ -25,11 +26,19 @@ class Tile(NamedTuple):
     warps: int  # per SM, over all of its programs
     stages: int  # num_stages of the row loop; 1: no prefetch
 
+    def fitted(self, block: int) -> "Tile":
+        """With fewer rows and stages where a row of `block` columns would not leave room for them."""
+        rows = max(min(self.rows, BUFFERED // (block * (self.stages - 1) or 1)), 1)
+        return self._replace(rows=rows, stages=min(self.stages, 1 + BUFFERED // (rows * block)))
+
 
 # 65,536 rows of 768, float32 and bfloat16, on an H200 whose copies run at 4.2 TB/s: 152 and 203 us, 4.0 TB/s. The
 # first guess, made without a GPU, took 162 and 235 (LOG.md).
 FORWARD = Tile(rows=1, columns=16, warps=16, stages=1)
 BACKWARD = Tile(rows=2, columns=4, warps=16, stages=3)
+# Elements of a tensor that the row loop may prefetch: 96 KB of three float32 ones, which each GPU from sm_80 on has.
+BUFFERED = 8192
+WIDE = 16384  # columns from which a program has 32 warps, for their registers
 
 
 def forward(
@@ -54,12 +63,12 @@ def forward(
     rows, width = statistics.shape[1], x.shape[-1]
 
     def prepare():
-        block, warps, programs = _grid(FORWARD, rows, width, x.device)
-        tile = (FORWARD.rows, FORWARD.stages)
-        numbers = (rows, eps, width, block, _vector(x, update), *tile, row_threshold(dropout_p))
+        tile, block, warps, programs = _grid(FORWARD, rows, width, x.device)
+        vector, threshold = _vector(x, update), row_threshold(dropout_p)
+        numbers = (rows, eps, width, block, vector, tile.rows, tile.stages, threshold)
         return add_norm_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
 
-    if rows:
+    if x.numel():
         launch(pointers, ("add_norm", rows, width, dropout_p, eps), prepare)
 
 
@@ -81,7 +90,7 @@ def backward(
     d_update before it is rounded.
     """
     rows, width = statistics.shape[1], x_new.shape[-1]
-    block, warps, programs = _grid(BACKWARD, rows, width, x_new.device)
+    tile, block, warps, programs = _grid(BACKWARD, rows, width, x_new.device)
     partials = gain.new_empty((programs, 2 + with_bias, width), dtype=torch.float32)
     # d_x_new may be None, so it is not first: `launch` takes the device from the first pointer.
     pointers = (d_normalised, x_new, statistics, gain, d_x, d_update, partials, d_x_new, seed)
@@ -89,21 +98,27 @@ def backward(
     def prepare():
         numbers = (
             *(rows, width, block, _vector(x_new, d_normalised)),
-            *(BACKWARD.rows, BACKWARD.stages, with_bias, row_threshold(dropout_p)),
+            *(tile.rows, tile.stages, with_bias, row_threshold(dropout_p)),
         )
         return add_norm_backward_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
 
-    if rows:
+    if x_new.numel():
         launch(pointers, ("add_norm_backward", rows, width, dropout_p, with_bias), prepare)
     return partials.sum(0)
 
 
-@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
-def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int, int, int]:
-    """(columns in a block, warps per program, programs)."""
-    block = triton.next_power_of_2(width)
-    warps = min(max(block // (32 * tile.columns), 1), 16)
-    return block, warps, min(sm_count(device) * max(tile.warps // warps, 1), triton.cdiv(rows, tile.rows))
+@functools.lru_cache(1024)  # Triton's cdiv costs 2 us a call
+def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[Tile, int, int, int]:
+    """(the tile as it fits, columns in a block, warps per program, programs)."""
+    block = block_of(width)
+    tile = tile.fitted(block)
+    warps = 32 if block >= WIDE else min(max(block // (32 * tile.columns), 1), 16)
+    return (
+        tile,
+        block,
+        warps,
+        min(sm_count(device) * max(tile.warps // warps, 1), triton.cdiv(rows, tile.rows)),
+    )
 
 
 def _vector(x: torch.Tensor, update: torch.Tensor) -> int:

@@ -47,7 +47,7 @@ def forward(pre: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
         numbers = (rows, width, FORWARD.rows, FORWARD.columns, FORWARD.stages)
         return bias_gelu_kernel, grid, numbers, {"num_warps": FORWARD.warps}
 
-    if rows:
+    if pre.numel():
         launch((pre, bias, out), ("bias_gelu", rows, width), prepare)
 
 
@@ -62,7 +62,7 @@ def backward(d_out: torch.Tensor, pre: torch.Tensor, bias: torch.Tensor, d_pre: 
         numbers = (rows, width, BACKWARD.rows, BACKWARD.columns, BACKWARD.stages)
         return bias_gelu_backward_kernel, (across, down, 1), numbers, {"num_warps": BACKWARD.warps}
 
-    if rows:
+    if pre.numel():
         launch((d_out, pre, bias, d_pre, partials), ("bias_gelu_backward", rows, width), prepare)
     return partials.sum(0)
 
@@ -70,7 +70,7 @@ def backward(d_out: torch.Tensor, pre: torch.Tensor, bias: torch.Tensor, d_pre: 
 @functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
 def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int, int]:
     """The grid: (programs across the columns, programs down the rows)."""
-    across = triton.cdiv(width, tile.columns)
+    across = max(triton.cdiv(width, tile.columns), 1)
     down = max(sm_count(device) * tile.programs // across, 1)
     return across, min(down, triton.cdiv(rows, tile.rows))
 

@@ -17,7 +17,7 @@ def dropout(x: Tensor, dropout_p: float, dropout_seed: int | Tensor | None) -> T
     """x / (1 - p) where the (rows, width) mask kernels.philox.row_mask is True, else 0.
 
     Args:
-        x: (..., width); float32, bfloat16 or float16.
+        x: (..., width), or 0-d; float32, bfloat16 or float16.
         dropout_p: probability of a 0, in [0, 1); p is dropout_p to within 2^-33.
         dropout_seed: int or 0-d int64, needed with dropout_p > 0.
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .fused import block_of
 from .launch import launch
 
 
@@ -50,16 +51,16 @@ def add_up(d_out: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor) -> No
     def joined():
         return join_pieces_kernel, (chunks - 1, 1, 1), numbers, {"num_warps": warps}
 
-    if count:
+    if d_out.numel():
         launch((in_order, places, d_out, table, pieces), ("sum_runs", count, width), runs)
-    if chunks > 1:
+    if d_out.numel() and chunks > 1:
         launch((in_order, table, pieces), ("join_pieces", count, width), joined)
 
 
-@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
+@functools.lru_cache(1024)  # Triton's cdiv costs 2 us a call
 def _grid(tile: Tile, count: int, width: int) -> tuple[int, int, int]:
     """(columns in a block, warps per program, chunks)."""
-    block = triton.next_power_of_2(width)
+    block = block_of(width)
     warps = min(max(block // (32 * tile.columns), 1), 16)
     return block, warps, triton.cdiv(count, tile.chunk)
 

@@ -24,6 +24,10 @@ _LAYERS = {
 }
 
 
+# Triton's blocks have up to 2^20 elements, and a program of `embedding`'s gradient holds four rows.
+LARGEST_WIDTH = 2**18
+
+
 class FusedError(AttentionError):
     """A requested fused layer cannot run; the message is one line with the remedy."""
 
@@ -52,6 +56,15 @@ def kernels_of(module: str, device_type: str) -> ModuleType:
     if (lacking := _lacking(device_type)) is not None:
         raise FusedError(f"{_LAYERS[module]} needs {lacking}")
     return importlib.import_module(f".{module}", __package__)
+
+
+def block_of(width: int) -> int:
+    """Columns of a block that holds a whole row of the width."""
+    if width > LARGEST_WIDTH:
+        raise FusedError(
+            f"fused layers take a width up to {LARGEST_WIDTH}, not {width}; use model.block=torch"
+        )
+    return 1 << max(width - 1, 0).bit_length()
 
 
 def check_operands(product: torch.Tensor, x: torch.Tensor | None = None, **vectors: torch.Tensor) -> None:

@@ -7,13 +7,15 @@ Unfused, these are three kernels each way, which read and write the same tensors
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import check_dropout, seed_on
 from .fused import check_operands, kernels_of, no_second_derivative
-from .operators import below_autograd, operator
+from .operators import below_autograd, in_backward, operator
 
 
 def linear_add_norm(
@@ -136,11 +138,7 @@ class _AddNorm(torch.autograd.Function):
         if d_normalised is None:
             d_normalised = torch.zeros_like(x_new, dtype=update_dtype)
         inputs = (d_x_new, d_normalised, x_new, statistics, gain, seed, ctx.dropout_p, bias_dtype is not None)
-        # With create_graph, go through the operator, whose own backward raises the error.
-        twice = torch.is_grad_enabled()
-        d_x, d_update, sums = (
-            add_norm_backward(*inputs) if twice else below_autograd(add_norm_backward, *inputs)
-        )
+        d_x, d_update, sums = in_backward(add_norm_backward, *inputs)
         if not _is_apart(d_normalised, x_new, seed):
             d_update = d_x
         d_bias = None if bias_dtype is None else sums[2].to(bias_dtype)
@@ -149,7 +147,7 @@ class _AddNorm(torch.autograd.Function):
 
 def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised results of `add_norm`."""
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])  # not .numel(), which makes a number of a symbolic length
     return x.new_empty(x.shape), update.new_empty(x.shape), x.new_empty((2, rows), dtype=torch.float32)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fused import check_operands, kernels_of, no_second_derivative
-from .operators import below_autograd, operator
+from .operators import below_autograd, in_backward, operator
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -61,10 +61,7 @@ class _BiasGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         pre, bias = ctx.saved_tensors
-        inputs = (d_out, pre, bias)
-        # With create_graph, go through the operator, whose own backward raises the error.
-        twice = torch.is_grad_enabled()
-        d_pre, d_bias = bias_gelu_backward(*inputs) if twice else below_autograd(bias_gelu_backward, *inputs)
+        d_pre, d_bias = in_backward(bias_gelu_backward, d_out, pre, bias)
         return d_pre, d_bias.to(bias.dtype)
 
 

@@ -12,6 +12,7 @@ from .launch import launch
 from .philox import row_threshold
 
 WARPS = 4
+COLUMNS = 8192  # of a row that a program holds
 
 
 @triton.jit
@@ -29,11 +30,13 @@ def kept(x, seed, rows, columns, DROP_BELOW: tl.constexpr):
 
 
 def drop(x: torch.Tensor, seed: torch.Tensor, dropout_p: float, out: torch.Tensor) -> None:
-    """Write x with dropout to out: both (..., width), contiguous. seed: 0-d int64."""
+    """Write x with dropout to out: both (..., width), or 0-d, contiguous. seed: 0-d int64."""
 
     def prepare():
-        numbers = (x.shape[-1], triton.next_power_of_2(x.shape[-1]), row_threshold(dropout_p))
-        return drop_kernel, (x.numel() // x.shape[-1], 1, 1), numbers, {"num_warps": WARPS}
+        width = x.shape[-1:].numel()  # 1 for a 0-d tensor
+        block = min(triton.next_power_of_2(width), COLUMNS)
+        grid = (x.numel() // width, triton.cdiv(width, block), 1)
+        return drop_kernel, grid, (width, block, row_threshold(dropout_p)), {"num_warps": WARPS}
 
     if x.numel():
         launch((x, out, seed), ("drop", x.shape, dropout_p), prepare)
@@ -41,9 +44,11 @@ def drop(x: torch.Tensor, seed: torch.Tensor, dropout_p: float, out: torch.Tenso
 
 @triton.jit
 def drop_kernel(X, Out, Seed, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DROP_BELOW: tl.constexpr):
-    """One program per row. Grid (rows,)."""
+    """One program per BLOCK columns of a row. Grid (rows, blocks in a row)."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
+    if WIDTH > BLOCK:
+        columns += tl.program_id(1) * BLOCK
     begin = row.to(tl.int64) * WIDTH
     x = tl.load(X + begin + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     x = kept(x, tl.load(Seed), row, columns, DROP_BELOW)

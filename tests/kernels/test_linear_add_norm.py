@@ -282,11 +282,13 @@ def test_compiled_fused_kernels_load_16_bytes_and_spill_nothing():
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 3 * 2 * (2 + 2 + 2 + 2 + 1)
+    assert len(lines) == 3 * 3 * (2 + 2 + 2 + 2 + 1)
     for line in lines:
-        spilled, wide, narrow = map(
-            int, re.search(r"(\d+) B spilled, (\d+) wide, (\d+) narrow", line).groups()
-        )
+        figures = r"(\d+): \d+ registers, (\d+) B spilled, (\d+) B shared, (\d+) wide, (\d+) narrow"
+        width, spilled, shared, wide, narrow = map(int, re.search(figures, line).groups())
+        assert shared <= 99 * 1024, line  # what the smallest GPU of these, sm_86, has
+        if width > 4096:  # a row is more than the registers hold
+            continue
         assert (spilled, narrow) == (0, 0), line
         assert wide >= (2 if "drop_kernel" in line else 4), line
 
