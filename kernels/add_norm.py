@@ -57,10 +57,10 @@ def forward(
     """Write x_new = x + dropout(update + bias), its LayerNorm, and the mean and 1 / standard deviation of each row.
 
     x, x_new: (rows, width). update, normalised: the same shape, possibly another dtype. bias, gain, shift: (width,).
-    statistics: float32 (2, rows). All contiguous. seed: 0-d int64, for dropout; None: no dropout.
+    statistics: float32 (2, rows), or (2, ...) of as many. All contiguous. seed: 0-d int64, for dropout; None: none.
     """
     pointers = (x, update, bias, gain, shift, x_new, normalised, statistics, seed)
-    rows, width = statistics.shape[1], x.shape[-1]
+    rows, width = statistics.numel() // 2, x.shape[-1]
 
     def prepare():
         tile, block, warps, programs = _grid(FORWARD, rows, width, x.device)
@@ -89,7 +89,7 @@ def backward(
     Returns the gradients of gain, shift and, with_bias, bias: float32 (2 or 3, width). The gradient of bias sums
     d_update before it is rounded.
     """
-    rows, width = statistics.shape[1], x_new.shape[-1]
+    rows, width = statistics.numel() // 2, x_new.shape[-1]
     tile, block, warps, programs = _grid(BACKWARD, rows, width, x_new.device)
     partials = gain.new_empty((programs, 2 + with_bias, width), dtype=torch.float32)
     # d_x_new may be None, so it is not first: `launch` takes the device from the first pointer.

@@ -35,7 +35,7 @@ def _sdpa(
     if causal and q_len > kv_len:
         seeing = _sdpa(q[:, :, q_len - kv_len :], k, v, causal, scale, dropout_p, backend)
         return with_blind_rows(seeing, q_len)
-    if not q.numel() or not k.numel():
+    if not q_len or not k.numel():
         backend = SDPBackend.MATH  # on CUDA the others take no empty tensors
     elif backend is SDPBackend.EFFICIENT_ATTENTION and q.shape[1] != k.shape[1]:
         k, v = (

@@ -7,8 +7,6 @@ Unfused, these are three kernels each way, which read and write the same tensors
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,7 +84,7 @@ def add_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator: x + dropout(update + bias), like x; its LayerNorm, like update; mean and 1 / standard deviation,
-    float32 (2, rows)."""
+    float32 (2, ...) for x (..., width)."""
     results = _forward_like(x, update)
     if bias is not None:
         bias = bias.contiguous()
@@ -147,8 +145,8 @@ class _AddNorm(torch.autograd.Function):
 
 def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised results of `add_norm`."""
-    rows = math.prod(x.shape[:-1])  # not .numel(), which makes a number of a symbolic length
-    return x.new_empty(x.shape), update.new_empty(x.shape), x.new_empty((2, rows), dtype=torch.float32)
+    shape = x.shape  # its rows are not counted with numel(), which makes a number of a symbolic length
+    return x.new_empty(shape), update.new_empty(shape), x.new_empty((2, *shape[:-1]), dtype=torch.float32)
 
 
 def _is_apart(d_normalised: Tensor, x_new: Tensor, seed: Tensor | None) -> bool:

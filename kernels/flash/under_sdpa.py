@@ -67,14 +67,15 @@ def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *
     if reason is not None or return_debug_mask:
         raise AttentionError(f"{NAME} under SDPA: {reason or 'it has no debug mask'}")
     # The seed comes from the global generator, as in SDPA. Two words, because torch expects to save two.
-    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    state = q.new_empty(2, dtype=torch.int64)
     if dropout_p:
         state.random_()
 
     def attend(part, q, k, v):
         q, positive = _with_positive_scale(q, scale)
         rules = _rules(state, part, dropout_p, is_causal, positive, q.shape[-1], sinks=(None,))
-        return flash_forward(*map(_with_last_stride_1, (q, k, v)), *rules, False)[:2]
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return flash_forward(q, k, v, *rules, False)[:2]
 
     out, lse = _by_batches(attend, q, k, v)
     unused, no_debug_mask = q.new_empty((), dtype=torch.uint64), q.new_empty(0)
@@ -104,15 +105,11 @@ def _backward(
     def attend(part, d_out, q, k, v, out, lse):
         q, positive = _with_positive_scale(q, scale)
         rules = _rules(state, part, dropout_p, is_causal, positive, q.shape[-1])
-        qkv = map(_with_last_stride_1, (q, k, v))
-        dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, *qkv, *rules)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *rules)
         return _with_positive_scale(dq, scale)[0], dk, dv
 
     return _by_batches(attend, d_out, q, k, v, out, lse)
-
-
-def _with_last_stride_1(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
