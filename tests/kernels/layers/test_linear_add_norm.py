@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import linear_add_norm as room
-from kernels.fused import FusedError, check_fused, kernels_of, make_known_to_inductor
-from kernels.linear_add_norm import linear_add_norm
+from kernels.layers import FusedError, check_fused
+from kernels.layers import linear_add_norm as room
+from kernels.layers.checks import check_device, make_known_to_inductor
+from kernels.layers.linear_add_norm import linear_add_norm
 from kernels.philox import row_mask
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
 
@@ -253,9 +254,9 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
         FusedError, match=r"model\.block=fused needs a CUDA device, .* use model\.block=torch"
     ):
         check_fused(torch.device("cpu"), "model.block")
-    kernels_of.cache_clear()
+    check_device.cache_clear()
     with pytest.raises(FusedError, match="linear_add_norm needs a CUDA device, not cpu"):
-        kernels_of("add_norm", "cpu")
+        check_device("linear_add_norm", "cpu")
 
 
 def test_an_operator_gets_an_inductor_fallback_before_pytorch_2_13(monkeypatch):
@@ -278,7 +279,7 @@ def test_an_operator_gets_an_inductor_fallback_before_pytorch_2_13(monkeypatch):
 def test_compiled_fused_kernels_load_16_bytes_and_spill_nothing():
     """For all fused layers at once, about 10 s: a process for each would import Triton and PyTorch again."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_fused"]
+    command = [sys.executable, "-m", "tests.kernels.layers.compile_kernels"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from kernels import linear_cross_entropy as room
-from kernels.fused import FusedError
-from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.layers import FusedError
+from kernels.layers import linear_cross_entropy as room
+from kernels.layers.linear_cross_entropy import linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, PADDED = 9000, 9024  # two steps of the kernel, the last one partly padding

@@ -10,12 +10,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from kernels import get_attention
-from kernels.dropout import dropout
-from kernels.embedding import embedding
-from kernels.fused import FusedError
-from kernels.linear_add_norm import linear_add_norm
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.linear_gelu import linear_gelu
+from kernels.layers import FusedError
+from kernels.layers.dropout import dropout
+from kernels.layers.embedding import embedding
+from kernels.layers.linear_add_norm import linear_add_norm
+from kernels.layers.linear_cross_entropy import linear_cross_entropy
+from kernels.layers.linear_gelu import linear_gelu
 from kernels.philox import row_mask
 from model.config import GPTConfig
 from model.gpt import GPT, Fused
