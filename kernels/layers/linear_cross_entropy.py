@@ -204,7 +204,7 @@ def softmax_gradient_kernel(
 
     # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), separately for
     # each lane: one reduction over lanes at the end instead of two per step. The maximum is subtracted before log2(e)
-    # is multiplied, and is not merged with the sum: of logits near 1e5 either would round a hundredth off.
+    # is multiplied, and is not merged with the sum: near 1e5 either would be rounded by a hundredth.
     lane_max = tl.full([LANES], LOWEST, tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     for begin in range(0, whole, DEPTH * LANES):
@@ -214,28 +214,28 @@ def softmax_gradient_kernel(
         x = load_tail(Logits, begin + columns, vocab_size, width)
         lane_max, lane_sum = add_exponentials(lane_max, lane_sum, x)
     row_max = tl.max(lane_max)
-    row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2_E))
+    log_sum = tl.log2(tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2_E)))
     counts = target >= 0
     known = counts & (target < vocab_size)
     at_target = tl.load(Logits + target, mask=known, other=float("nan")).to(tl.float32)
-    tl.store(Losses + row, tl.where(counts, (row_max - at_target) + tl.log2(row_sum) * LN_2, 0.0))
+    tl.store(Losses + row, tl.where(counts, (row_max - at_target) + log_sum * LN_2, 0.0))
 
     # Pass 2: d NLL / d logit = softmax, minus 1 at the target; 0 in the padding and in ignored rows.
     if WITH_GRADIENT:
         tl.debug_barrier()  # every thread has read its logit at the target
-        factor = tl.where(counts, 1.0 / row_sum, 0.0)
+        shift = tl.where(counts, log_sum, float("inf"))
         for begin in range(0, whole, DEPTH * LANES):
             x = tl.load(Logits + begin + columns).to(tl.float32)
-            gradient = tl.exp2((x - row_max) * LOG2_E) * factor
+            gradient = tl.exp2((x - row_max) * LOG2_E - shift)
             tl.store(Logits + begin + columns, gradient.to(Logits.dtype.element_ty))
         for begin in range(whole, width, DEPTH * LANES):
             x = load_tail(Logits, begin + columns, vocab_size, width)
-            gradient = tl.exp2((x - row_max) * LOG2_E) * factor
+            gradient = tl.exp2((x - row_max) * LOG2_E - shift)
             tl.store(
                 Logits + begin + columns, gradient.to(Logits.dtype.element_ty), mask=begin + columns < width
             )
         tl.debug_barrier()  # every thread has written its softmax
-        gradient = tl.exp2((at_target - row_max) * LOG2_E) * factor - 1.0
+        gradient = tl.exp2((at_target - row_max) * LOG2_E - shift) - 1.0
         tl.store(Logits + target, gradient.to(Logits.dtype.element_ty), mask=known)
 
 
