@@ -296,8 +296,10 @@ def test_compiled_fused_kernels_load_16_bytes_and_spill_nothing():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.1, "dropout_seed": 7}], ids=["plain", "dropout"])
-@pytest.mark.parametrize(("rows", "width"), [(8192, 768), (65536, 768), (4096, 1600)])
-def test_under_autocast_at_the_size_of_gpt2(rows, width, dropout):
+@pytest.mark.parametrize(
+    ("rows", "width"), [(8192, 768), (65536, 768), (4096, 1600), (1000, 5120), (300, 16384), (20, 40000)]
+)
+def test_under_autocast_at_the_size_of_gpt2_and_above(rows, width, dropout):
     inputs, directions = problem(torch.float32, (rows, width), inner=width)
     inputs["weight"] *= width**-0.5
     with torch.autocast("cuda", torch.bfloat16):
