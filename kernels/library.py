@@ -123,11 +123,9 @@ def sdpa(
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, _SDPA[name])
-    if torch.compiler.is_compiling():
-        # Seeding would break the graph; the default generator's current state is used.
-        return _sdpa(*arguments)
     try:
-        if dropout_p == 0.0:
+        # Seeding would break the graph under torch.compile; there the default generator's current state is used.
+        if dropout_p == 0.0 or torch.compiler.is_compiling():
             return _sdpa(*arguments)
         return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
     except RuntimeError as error:

@@ -70,16 +70,16 @@ def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *
     state = q.new_empty(2, dtype=torch.int64)
     if dropout_p:
         state.random_()
-
-    def attend(part, q, k, v):
-        q, positive = _with_positive_scale(q, scale)
-        rules = _rules(state, part, dropout_p, is_causal, positive, q.shape[-1], sinks=(None,))
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return flash_forward(q, k, v, *rules, False)[:2]
-
-    out, lse = _by_batches(attend, q, k, v)
+    out, lse = _by_batches(_attend, (dropout_p, is_causal, scale), state, q, k, v)
     unused, no_debug_mask = q.new_empty((), dtype=torch.uint64), q.new_empty(0)
     return out, lse, None, None, q.shape[2], k.shape[2], state.view(torch.uint64), unused, no_debug_mask
+
+
+def _attend(options, seed, q, k, v):
+    q, rules = _rules(q, seed, *options, sinks=(None,))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out, lse, _ = flash_forward(q, k, v, *rules, False)
+    return out, lse
 
 
 def _backward(
@@ -100,46 +100,51 @@ def _backward(
     *,
     scale=None,
 ):
-    state = state.view(torch.int64)
-
-    def attend(part, d_out, q, k, v, out, lse):
-        q, positive = _with_positive_scale(q, scale)
-        rules = _rules(state, part, dropout_p, is_causal, positive, q.shape[-1])
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *rules)
-        return _with_positive_scale(dq, scale)[0], dk, dv
-
-    return _by_batches(attend, d_out, q, k, v, out, lse)
+    options = (dropout_p, is_causal, scale)
+    return _by_batches(_differentiate, options, state.view(torch.int64), d_out, q, k, v, out, lse)
 
 
-def _with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
-    """q and a scale that give the same scores; our kernels take positive scales only. For dq, the gradient in q."""
-    if scale is None or scale > 0:
-        return q, scale
-    return (torch.zeros_like(q), 1.0) if scale == 0 else (-q, -scale)
+def _differentiate(options, seed, d_out, q, k, v, out, lse):
+    q, rules = _rules(q, seed, *options)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *rules)
+    scale = options[-1]
+    return dq if scale is None or scale > 0 else _signed(dq, scale), dk, dv
 
 
-def _by_batches(attend: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """attend(0, *tensors); or attend(part, ...) of parts of as many batches as a launch can have, joined."""
+def _by_batches(
+    attend: Callable[..., tuple[Tensor, ...]],
+    options: tuple[float, bool, float | None],
+    state: Tensor,
+    *tensors: Tensor,
+) -> tuple[Tensor, ...]:
+    """attend(options, seed, *tensors); in parts, each with its own seed, if a launch cannot have so many batches."""
+    seed = state[0] if options[0] else None
     if tensors[0].shape[0] <= LARGEST_GRID:
-        return attend(0, *tensors)
-    parts = zip(*(x.split(LARGEST_GRID) for x in tensors), strict=True)
-    results = [attend(part, *of_part) for part, of_part in enumerate(parts)]
+        return attend(options, seed, *tensors)
+    results = []
+    for of_part in zip(*(x.split(LARGEST_GRID) for x in tensors), strict=True):
+        results.append(attend(options, seed, *of_part))
+        seed = None if seed is None else seed + 1
     return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
 def _rules(
-    state: Tensor,
-    part: int,
+    q: Tensor,
+    seed: Tensor | None,
     dropout_p: float,
     causal: bool,
     scale: float | None,
-    head_dim: int,
     sinks: tuple[None, ...] = (),
-) -> tuple[object, ...]:
-    """The operators' arguments after q, k and v. Only the forward has sinks."""
-    seed = None
-    if dropout_p:
-        seed = state[0] + part if part else state[0]
+) -> tuple[Tensor, tuple[object, ...]]:
+    """q, and the operators' arguments after q, k and v. Only the forward has sinks."""
+    if scale is not None and scale <= 0:  # our kernels take positive scales only
+        q, scale = _signed(q, scale), abs(scale) or 1.0
     absent = (None,) * 5
-    return seed, None, *sinks, *absent, causal, check_scale(scale, head_dim), dropout_p, -1, -1, 0.0, "auto"
+    scale = check_scale(scale, q.shape[-1])
+    return q, (seed, None, *sinks, *absent, causal, scale, dropout_p, -1, -1, 0.0, "auto")
+
+
+def _signed(q: Tensor, scale: float) -> Tensor:
+    """q times the sign of a scale that is 0 or negative."""
+    return -q if scale < 0 else torch.zeros_like(q)
