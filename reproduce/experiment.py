@@ -222,7 +222,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=10.0,
             code=(
                 *_ATTENTIONS,
-                *_LAYERS,
+                "kernels/layers",
                 "model",
                 "training/cuda_graphs.py",
                 "training/evaluation.py",
