@@ -18,11 +18,12 @@ from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from kernels.layers.linear_gelu import linear_gelu
 from kernels.philox import row_mask
 from model.config import GPTConfig
-from model.gpt import GPT, Fused
+from model.gpt import GPT
 from tests.kernels.accuracy import assert_all_as_exact
+from training.config import Layers
+from training.layers import make_gpt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FUSED = Fused(linear_gelu, linear_add_norm, embedding, dropout)
 
 
 def normal(*shape: int) -> Tensor:
@@ -114,7 +115,9 @@ def test_compiled_autograd_differentiates_an_eager_forward(layer) -> None:
 
 def fused_gpt(dropout_p: float) -> GPT:
     config = GPTConfig(vocab_size=40, seq_len=64, n_layer=1, n_head=2, n_embd=32, dropout=dropout_p)
-    return GPT(config, get_attention("naive"), loss=linear_cross_entropy, fused=FUSED).to(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    layers = {"loss": Layers.fused, "block": Layers.fused}
+    return make_gpt(config, get_attention("naive"), **layers, generator=generator).to(DEVICE)
 
 
 def test_one_graph_of_the_fused_gpt_trains_at_every_length() -> None:
