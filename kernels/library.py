@@ -38,9 +38,8 @@ def _sdpa(
     if not q_len or not k.numel():
         backend = SDPBackend.MATH  # on CUDA the others take no empty tensors
     elif backend is SDPBackend.EFFICIENT_ATTENTION and q.shape[1] != k.shape[1]:
-        k, v = (
-            x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v)
-        )  # it has no grouped heads
+        group = q.shape[1] // k.shape[1]  # heads that share a key head, which it does not have
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     mask, is_causal = None, False
     if causal and q_len == kv_len:
         # Not is_causal = q_len == kv_len: with dynamic lengths that is symbolic in torch.compile, and SDPA rejects

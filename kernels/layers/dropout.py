@@ -1,8 +1,7 @@
 """Dropout whose mask is a function of a seed: no generator is advanced, and no mask is stored.
 
-The mask is kernels/philox.py's row_mask; the backward recomputes it.
-
-Other consumers of PyTorch's generator, such as torch's attention, therefore have no effect here.
+Other consumers of PyTorch's generator, such as torch's attention, therefore have no effect here. The mask is
+kernels/philox.py's row_mask; the backward recomputes it.
 """
 
 import torch

@@ -36,9 +36,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     causal: bool
     scale: float | None = None
-    packed: bool = (
-        False  # q, k and v are views of (batch, length, heads, head_dim), as a linear layer produces them
-    )
+    packed: bool = False  # in memory (batch, length, heads, head_dim), as a linear layer produces q, k and v
 
     def is_refused(self, name: str, device: str) -> bool:
         request = AttentionRequest(torch.device(device), self.dtype, self.head_dim, length=self.q_len)
