@@ -103,7 +103,7 @@ def _forward(
         for begin in range(0, hidden.shape[0], chunk):
             rows = slice(begin, begin + chunk)
             logits = hidden[rows] @ head.T  # (chunk, padded vocabulary)
-            _softmax_gradient(logits, targets[rows], losses[rows], vocab_size, with_gradient)
+            softmax_gradient(logits, targets[rows], losses[rows], vocab_size, with_gradient)
             if with_gradient:
                 torch.mm(logits, head, out=d_hidden[rows])
                 _add_product(d_weight, logits.T, hidden[rows])
@@ -162,7 +162,7 @@ def _backward(ctx, d_loss, *_):
 _forward.register_autograd(_backward, setup_context=_save)
 
 
-def _softmax_gradient(
+def softmax_gradient(
     logits: Tensor,
     targets: Tensor,
     losses: Tensor,
