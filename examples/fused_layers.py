@@ -8,11 +8,11 @@ It needs a CUDA device; with TRITON_INTERPRET=1 it runs on a CPU, in seconds.
 
 import torch
 from tilegpt.kernels import get_attention, packed_form
-from tilegpt.kernels.dropout import dropout
-from tilegpt.kernels.embedding import embedding
-from tilegpt.kernels.linear_add_norm import dropout_add_norm
-from tilegpt.kernels.linear_cross_entropy import linear_cross_entropy
-from tilegpt.kernels.linear_gelu import linear_gelu
+from tilegpt.kernels.layers.dropout import dropout
+from tilegpt.kernels.layers.embedding import embedding
+from tilegpt.kernels.layers.linear_add_norm import dropout_add_norm
+from tilegpt.kernels.layers.linear_cross_entropy import linear_cross_entropy
+from tilegpt.kernels.layers.linear_gelu import linear_gelu
 from tilegpt.model import FusedGPT, FusedLayers, GPTConfig
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from .arguments import check_inputs, check_scale, in_autocast_dtype, refuse_features
-from .library import HALF, needs_cuda
+from .library import HALF, needs_cuda, with_blind_rows
 from .registry import AttentionFn, AttentionRequest, register_attention
 
 
@@ -52,6 +52,10 @@ def fa4(
     refuse_features("fa4", features)
     q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
+    q_len = q.shape[2]
+    if causal and q_len > k.shape[2]:
+        q = q[:, :, q_len - k.shape[2] :]
     by_length = (x.transpose(1, 2) for x in (q, k, v))
     out, _ = flash_attn_func(*by_length, softmax_scale=check_scale(scale, q.shape[-1]), causal=causal)
-    return out.transpose(1, 2)
+    out = out.transpose(1, 2)
+    return with_blind_rows(out, q_len) if out.shape[2] < q_len else out

@@ -3,7 +3,8 @@
 `sdpa` lets torch.nn.functional.scaled_dot_product_attention choose; `sdpa_flash`, `sdpa_cudnn`,
 `sdpa_efficient` and `sdpa_math` force one of its backends; `flex` is torch.nn.attention.flex_attention.
 
-SDPA's `is_causal` is aligned top-left, ours bottom-right; at unequal lengths a mask is passed instead.
+SDPA's `is_causal` is aligned top-left, ours bottom-right. With more keys than queries a mask is passed instead; with
+more queries than keys the first queries, which see nothing, are cut off, and what is left is square.
 """
 
 import functools
@@ -18,6 +19,7 @@ from .arguments import check_dropout, check_inputs, check_scale, in_autocast_dty
 from .registry import AttentionError, AttentionRequest, register_attention
 
 HALF = (torch.float16, torch.bfloat16)
+NO_KERNEL = ("No available kernel", "No viable backend")  # SDPA's errors where the forced backend cannot run
 
 
 def _sdpa(
@@ -30,6 +32,14 @@ def _sdpa(
     backend: SDPBackend | None,
 ) -> torch.Tensor:
     q_len, kv_len = q.shape[2], k.shape[2]
+    if causal and q_len > kv_len:
+        seeing = _sdpa(q[:, :, q_len - kv_len :], k, v, causal, scale, dropout_p, backend)
+        return with_blind_rows(seeing, q_len)
+    if not q_len or not k.numel():
+        backend = SDPBackend.MATH  # on CUDA the others take no empty tensors
+    elif backend is SDPBackend.EFFICIENT_ATTENTION and q.shape[1] != k.shape[1]:
+        group = q.shape[1] // k.shape[1]  # heads that share a key head, which it does not have
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     mask, is_causal = None, False
     if causal and q_len == kv_len:
         # Not is_causal = q_len == kv_len: with dynamic lengths that is symbolic in torch.compile, and SDPA rejects
@@ -52,6 +62,14 @@ def _sdpa(
         return F.scaled_dot_product_attention(q, k, v, **options)
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def with_blind_rows(out: torch.Tensor, q_len: int) -> torch.Tensor:
+    """The output for q_len queries, of which the first see no key and give 0, from that for the others.
+
+    Masked instead, such rows and those near them are wrong in cuDNN 9, which SDPA prefers on Hopper.
+    """
+    return F.pad(out, (0, 0, q_len - out.shape[2], 0))
 
 
 def _sdpa_with_dropout(
@@ -104,10 +122,19 @@ def sdpa(
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, _SDPA[name])
-    # Seeding would break the graph under torch.compile; there the default generator's current state is used.
-    if dropout_p == 0.0 or torch.compiler.is_compiling():
-        return _sdpa(*arguments)
-    return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
+    try:
+        # Seeding would break the graph under torch.compile; there the default generator's current state is used.
+        if dropout_p == 0.0 or torch.compiler.is_compiling():
+            return _sdpa(*arguments)
+        return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
+    except RuntimeError as error:
+        # What depends on lengths, on dropout's probability or on PyTorch's version is not refused before.
+        if not any(words in str(error) for words in NO_KERNEL):
+            raise
+        call = f"{q.dtype} q {tuple(q.shape)} and k {tuple(k.shape)} on {q.device.type}"
+        raise AttentionError(
+            f"attention={name} has no kernel for {call} (PyTorch's warnings say why); use attention=sdpa"
+        ) from error
 
 
 def _refuses_any(request: AttentionRequest) -> str | None:
@@ -126,7 +153,16 @@ def _refuses_flash(request: AttentionRequest) -> str | None:
 
 
 def _refuses_efficient(request: AttentionRequest) -> str | None:
-    return needs_cuda(request) or request.unsupported({"dropout_p"})
+    if lacking := needs_cuda(request):
+        return lacking
+    if request.dtype not in (*HALF, torch.float32):
+        return f"it takes float16, bfloat16 and float32, not {request.dtype}"
+    multiple = 4 if request.dtype is torch.float32 else 8
+    if request.head_dim % multiple:
+        return (
+            f"it takes a head_dim that is a multiple of {multiple} in {request.dtype}, not {request.head_dim}"
+        )
+    return request.unsupported({"dropout_p"})
 
 
 def _refuses_cudnn(request: AttentionRequest) -> str | None:
@@ -154,7 +190,13 @@ for _name, _refuses in (
 
 
 def _refuses_flex(request: AttentionRequest) -> str | None:
-    return needs_cuda(request) or request.unsupported({"window", "softcap", "alibi_slopes", "return_lse"})
+    if lacking := needs_cuda(request):
+        return lacking
+    if request.dtype not in (*HALF, torch.float32):  # it accumulates in float32
+        return f"it takes float16, bfloat16 and float32, not {request.dtype}"
+    if request.head_dim < 16:
+        return f"it takes a head_dim of at least 16, not {request.head_dim}"
+    return request.unsupported({"window", "softcap", "alibi_slopes", "return_lse"})
 
 
 @functools.cache

@@ -63,7 +63,8 @@ def naive_attention(
     if k.shape[1] != heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
 
-    scores = q @ k.transpose(-2, -1) * check_scale(scale, head_dim)
+    # Scaled before the product, which could overflow float16.
+    scores = q * check_scale(scale, head_dim) @ k.transpose(-2, -1)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
@@ -72,8 +73,10 @@ def naive_attention(
     blind = None  # fully masked queries; their passes are skipped where none can exist
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-        if sinks is None and not (causal and q_len <= kv_len and window is kv_lengths is block_mask is None):
+        if not (causal and q_len <= kv_len and window is kv_lengths is block_mask is None):
             blind = ~visible.any(-1, keepdim=True)
+            if sinks is not None:
+                blind = blind & (sinks == float("-inf"))[:, None, None]
             scores = scores.masked_fill(blind, 0.0)
     if sinks is not None:
         column = sinks.to(scores)[None, :, None, None].expand(batch, heads, q_len, 1)

@@ -56,10 +56,8 @@ def below_autograd(of: torch._ops.OpOverload, *inputs: object) -> Any:
 
 
 def in_backward(of: torch._ops.OpOverload, *inputs: object) -> Any:
-    """Call a gradient's operator from an autograd.Function's backward: below Autograd, unless something has to see it.
-
-    That is create_graph, since the operator's own backward raises the error, and torch.compile (compiled autograd).
-    """
+    """Call a gradient's operator from an autograd.Function's backward: below Autograd, unless something must see it:
+    create_graph, since the operator's own backward raises the error, or torch.compile (compiled autograd)."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return of(*inputs)
     return below_autograd(of, *inputs)

@@ -111,23 +111,10 @@ _ATTENTIONS = (
     "kernels/philox.py",
     "kernels/registry.py",
 )
-_LAYERS = (
-    "kernels/add_norm.py",
-    "kernels/bias_gelu.py",
-    "kernels/dropout.py",
-    "kernels/embedding.py",
-    "kernels/embedding_gradient.py",
-    "kernels/fused.py",
-    "kernels/linear_add_norm.py",
-    "kernels/linear_cross_entropy.py",
-    "kernels/linear_gelu.py",
-    "kernels/row_dropout.py",
-    "kernels/softmax_gradient.py",
-)
 _ATTENTION = (*_ATTENTIONS, "reproduce/standard.py", "reproduce/timing.py")
 _TRAINING = (
     *_ATTENTIONS,
-    *_LAYERS,
+    "kernels/layers",
     "model",
     "training/cuda_graphs.py",
     "training/layers.py",
@@ -176,12 +163,12 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=1.0,
             code=(
                 "kernels/arguments.py",
-                "kernels/fused.py",
                 "kernels/launch.py",
-                "kernels/linear_cross_entropy.py",
+                "kernels/layers/__init__.py",
+                "kernels/layers/checks.py",
+                "kernels/layers/linear_cross_entropy.py",
                 "kernels/operators.py",
                 "kernels/registry.py",
-                "kernels/softmax_gradient.py",
                 "model/gpt.py",
                 "training/precision.py",
                 "reproduce/timing.py",
@@ -235,7 +222,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=10.0,
             code=(
                 *_ATTENTIONS,
-                *_LAYERS,
+                "kernels/layers",
                 "model",
                 "training/cuda_graphs.py",
                 "training/evaluation.py",

@@ -1,6 +1,6 @@
 """Time and peak memory of GPT-2's output head with its loss, forward and backward: ours, torch's and Liger-Kernel's.
 
-Contenders: fused (`kernels.linear_cross_entropy`), eager (`model.loss=torch`), compiled (torch.compile of eager) and,
+Contenders: fused (`kernels.layers`), eager (`model.loss=torch`), compiled (torch.compile of eager) and,
 if it is installed, liger (Liger-Kernel's function). All run under autocast with a float32 weight, as in GPT-2's
 training; hidden has autocast's dtype, as our blocks produce it. Results are checked against float64, then peak memory
 is measured, then those that passed take turns in one process to be timed. fused and liger compute the gradients in
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import AttentionError
-from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from model.gpt import LossFn, cross_entropy
 from training.precision import compiled
 

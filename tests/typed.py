@@ -14,11 +14,11 @@ from data.corpora import make_corpus
 from data.loader import Batches, Corpus
 from data.prepare import prepare
 from kernels import AttentionFn, get_attention, packed_form, resolve_attention
-from kernels.dropout import dropout
-from kernels.embedding import embedding
-from kernels.linear_add_norm import dropout_add_norm, linear_add_norm
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.linear_gelu import linear_gelu
+from kernels.layers.dropout import dropout
+from kernels.layers.embedding import embedding
+from kernels.layers.linear_add_norm import dropout_add_norm, linear_add_norm
+from kernels.layers.linear_cross_entropy import linear_cross_entropy
+from kernels.layers.linear_gelu import linear_gelu
 from kernels.naive import naive_attention
 from model import GPT, FusedGPT, FusedLayers, GPTConfig, from_huggingface
 from model.generate import generate

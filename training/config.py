@@ -63,12 +63,11 @@ class ModelConfig(GPTConfig):
 
     # Token ids the model reads and predicts. null: the tokenizer's; any other value is refused.
     vocab_size: int | None = None
-    # The head and its loss. Fused: kernels.linear_cross_entropy, which never holds the full logits.
+    # The head and its loss. Fused: kernels.layers.linear_cross_entropy, which never holds the full logits.
     loss: Layers = Layers.auto
-    # The blocks' other layers. Fused: one kernel for each bias and GELU (kernels.linear_gelu), and one for each bias,
-    # dropout, residual addition and the LayerNorm that follows (kernels.linear_add_norm); the dropout mask is not
-    # stored. Also fused is the token embedding, whose gradient is bit for bit repeatable under torch.compile too
-    # (kernels.embedding).
+    # The blocks' other layers. Fused (kernels.layers): one kernel for each bias and GELU, and one for each bias,
+    # dropout, residual addition and the LayerNorm that follows; the dropout mask is not stored. Also fused is the
+    # token embedding, whose gradient is bit for bit repeatable under torch.compile too.
     block: Layers = Layers.auto
 
     def __post_init__(self) -> None:

@@ -7,20 +7,12 @@ import importlib.util
 import torch
 
 from kernels import AttentionFn, packed_form
-from kernels.dropout import dropout
-from kernels.embedding import embedding
-from kernels.fused import check_fused
-from kernels.linear_add_norm import dropout_add_norm
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.linear_gelu import linear_gelu
+from kernels.layers import check_fused
 from model.config import GPTConfig
 from model.fused import FusedGPT, FusedLayers
 from model.gpt import GPT, cross_entropy
 
 from .config import Layers
-
-LOSSES = {Layers.torch: cross_entropy, Layers.fused: linear_cross_entropy}
-FUSED = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout)
 
 
 def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
@@ -36,8 +28,21 @@ def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
 def make_gpt(
     config: GPTConfig, attention: AttentionFn, *, loss: Layers, block: Layers, generator: torch.Generator
 ) -> GPT:
-    """GPT-2 with its loss and its blocks in the layers given, which are resolved."""
-    options = {"packed": packed_form(attention), "loss": LOSSES[loss], "generator": generator}
-    if block is Layers.fused:
-        return FusedGPT(config, attention, FUSED, **options)
-    return GPT(config, attention, **options)
+    """GPT-2 with its loss and its blocks in the layers given, which are resolved.
+
+    The fused layers are imported here: they import triton, which may be absent, and takes half a second.
+    """
+    options = {"packed": packed_form(attention), "loss": cross_entropy, "generator": generator}
+    if loss is Layers.fused:
+        from kernels.layers.linear_cross_entropy import linear_cross_entropy
+
+        options["loss"] = linear_cross_entropy
+    if block is Layers.torch:
+        return GPT(config, attention, **options)
+    from kernels.layers.dropout import dropout
+    from kernels.layers.embedding import embedding
+    from kernels.layers.linear_add_norm import dropout_add_norm
+    from kernels.layers.linear_gelu import linear_gelu
+
+    layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout)
+    return FusedGPT(config, attention, layers, **options)

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ..flash.portable.forward import LOWEST
-from ..flash.portable.score_mods import LOG2_E
 
 Tensor = torch.Tensor
 BLOCK = 4096  # elements of a row at a time; each lane has its own running maximum and sum
@@ -67,11 +66,11 @@ def safe_kernel(X, Out, length, BLOCK: tl.constexpr):
     Out += tl.program_id(0).to(tl.int64) * length
     largest = tl.full([BLOCK], LOWEST, tl.float32)
     for first in range(0, length, BLOCK):
-        largest = tl.maximum(largest, load_scaled(X, first, length, BLOCK))
+        largest = tl.maximum(largest, load(X, first, length, BLOCK))
     row_max = tl.max(largest, 0)
     sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, length, BLOCK):
-        sums += tl.exp2(load_scaled(X, first, length, BLOCK) - row_max)
+        sums += tl.exp(load(X, first, length, BLOCK) - row_max)
     write(X, Out, row_max, tl.sum(sums, 0), length, BLOCK)
 
 
@@ -83,7 +82,7 @@ def online_kernel(X, Out, length, BLOCK: tl.constexpr):
     largest = tl.full([BLOCK], LOWEST, tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, length, BLOCK):
-        largest, sums = online(largest, sums, load_scaled(X, first, length, BLOCK))
+        largest, sums = online(largest, sums, load(X, first, length, BLOCK))
     row_max, row_sum = merged(largest, sums)
     write(X, Out, row_max, row_sum, length, BLOCK)
 
@@ -99,7 +98,7 @@ def topk_kernel(X, Values, Indices, length, k, SLOTS: tl.constexpr, BLOCK: tl.co
     values = tl.where(slots < k, float("-inf"), float("inf"))  # slots beyond k accept no element
     indices = tl.full([SLOTS], 0, tl.int64)
     for first in range(0, length, BLOCK):
-        x = load_scaled(X, first, length, BLOCK)
+        x = load(X, first, length, BLOCK)
         largest, sums = online(largest, sums, x)
         # Clamp to LOWEST, above the -inf beyond the row's end, so that an element of -inf keeps its index.
         x = tl.where(first + tl.arange(0, BLOCK) < length, tl.maximum(x, LOWEST), float("-inf"))
@@ -114,7 +113,7 @@ def topk_kernel(X, Values, Indices, length, k, SLOTS: tl.constexpr, BLOCK: tl.co
             least = tl.min(values, 0)
             best = tl.max(x, 0)
     row_max, row_sum = merged(largest, sums)
-    tl.store(Values + row * SLOTS + slots, tl.exp2(values - row_max) / row_sum, mask=slots < k)
+    tl.store(Values + row * SLOTS + slots, tl.exp(values - row_max) / row_sum, mask=slots < k)
     tl.store(Indices + row * SLOTS + slots, indices, mask=slots < k)
 
 
@@ -122,14 +121,14 @@ def topk_kernel(X, Values, Indices, length, k, SLOTS: tl.constexpr, BLOCK: tl.co
 def online(largest, sums, x):
     """Update each lane's running maximum and sum of exponentials with one more element."""
     new_largest = tl.maximum(largest, x)
-    return new_largest, sums * tl.exp2(largest - new_largest) + tl.exp2(x - new_largest)
+    return new_largest, sums * tl.exp(largest - new_largest) + tl.exp(x - new_largest)
 
 
 @triton.jit
 def merged(largest, sums):
     """Merge the lanes: the row's maximum and sum."""
     row_max = tl.max(largest, 0)
-    return row_max, tl.sum(sums * tl.exp2(largest - row_max), 0)
+    return row_max, tl.sum(sums * tl.exp(largest - row_max), 0)
 
 
 @triton.jit
@@ -137,12 +136,12 @@ def write(X, Out, row_max, row_sum, length, BLOCK: tl.constexpr):
     """The last pass of both kernels: normalise and store."""
     for first in range(0, length, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        out = tl.exp2(load_scaled(X, first, length, BLOCK) - row_max) / row_sum
+        out = tl.exp(load(X, first, length, BLOCK) - row_max) / row_sum
         tl.store(Out + columns, out.to(Out.dtype.element_ty), mask=columns < length)
 
 
 @triton.jit
-def load_scaled(X, first, length, BLOCK: tl.constexpr):
-    """Load elements of a row, scaled by log2(e); -inf beyond its end."""
+def load(X, first, length, BLOCK: tl.constexpr):
+    """Load elements of a row; -inf beyond its end."""
     columns = first + tl.arange(0, BLOCK)
-    return tl.load(X + columns, mask=columns < length, other=float("-inf")).to(tl.float32) * LOG2_E
+    return tl.load(X + columns, mask=columns < length, other=float("-inf")).to(tl.float32)

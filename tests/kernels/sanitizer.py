@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 
 import kernels
-from kernels.dropout import dropout
-from kernels.embedding import embedding
-from kernels.linear_add_norm import linear_add_norm
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.linear_gelu import linear_gelu
+from kernels.layers.dropout import dropout
+from kernels.layers.embedding import embedding
+from kernels.layers.linear_add_norm import linear_add_norm
+from kernels.layers.linear_cross_entropy import linear_cross_entropy
+from kernels.layers.linear_gelu import linear_gelu
 from tests.kernels.accuracy import inputs
 from tests.kernels.test_flash_gpu import features
 

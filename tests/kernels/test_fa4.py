@@ -18,9 +18,10 @@ def as_the_package(q, k, v, *, softmax_scale, causal):
     return out.transpose(1, 2), None
 
 
+@pytest.mark.parametrize("q_len", [6, 9])
 @pytest.mark.parametrize("causal", [True, False])
-def test_layout_scale_and_causal_mask_are_passed_to_the_package(causal: bool) -> None:
-    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+def test_layout_scale_and_causal_mask_are_passed_to_the_package(causal: bool, q_len: int) -> None:
+    q, k, v = torch.randn(2, 4, q_len, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
     expected = get_attention("naive")(q, k, v, causal=causal, scale=0.3)
     found = fa4(q, k, v, flash_attn_func=as_the_package, causal=causal, scale=0.3)
     torch.testing.assert_close(found, expected)

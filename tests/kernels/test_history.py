@@ -373,6 +373,12 @@ def test_softmax_of_huge_values(function) -> None:
     assert_near(function(x), x.double().softmax(-1))
 
 
+@pytest.mark.parametrize("function", [*SOFTMAX, lambda x: softmax.online_softmax_topk(x, 5)[0]])
+def test_an_offset_costs_softmax_no_accuracy(function) -> None:
+    x = rows_of(5, torch.float32) + 1e5
+    torch.testing.assert_close(function(x).sort().values.double(), x.double().softmax(-1).sort().values)
+
+
 @HALF_AND_SINGLE
 @pytest.mark.parametrize(("length", "k"), [(1, 1), (5, 3), (5, 5), (4096, 1), (5000, 7)])
 def test_the_k_largest_of_a_softmax(length: int, k: int, dtype: torch.dtype) -> None:

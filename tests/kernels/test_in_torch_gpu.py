@@ -176,21 +176,39 @@ def test_packed_qkv_equals_separate_q_k_v_bit_for_bit(flash, tier: str, compiled
 
 
 @pytest.fixture
-def under_sdpa() -> Iterator[None]:
+def active() -> Iterator[None]:
     kernels.register()
     torch.nn.attention.activate_flash_attention_impl("tilegpt")
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            yield
-    finally:
-        torch.nn.attention.restore_flash_attention_impl()
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.fixture
+def under_sdpa(active) -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        yield
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The outputs of our forward under SDPA."""
+    outs = []
+    forward = kernels.flash.under_sdpa.flash_forward
+
+    def noted(*inputs):
+        results = forward(*inputs)
+        outs.append(results[0])
+        return results
+
+    monkeypatch.setattr(kernels.flash.under_sdpa, "flash_forward", noted)
+    return outs
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_sdpa_with_our_kernels_equals_flash_bit_for_bit(
-    flash, under_sdpa, causal: bool, packed: bool, compiled: bool
+    flash, under_sdpa, ran, causal: bool, packed: bool, compiled: bool
 ) -> None:
     *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, kv_heads=4, **SHAPE)
     if packed:
@@ -200,14 +218,8 @@ def test_sdpa_with_our_kernels_equals_flash_bit_for_bit(
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    ran = []
-    forward = kernels.flash.under_sdpa.flash_forward
-    kernels.flash.under_sdpa.flash_forward = lambda *inputs: ran.append(1) or forward(*inputs)
-    try:
-        sdpa = torch.compile(sdpa, fullgraph=True) if compiled else sdpa
-        got = forward_and_backward(sdpa, tensors, d_out)
-    finally:
-        kernels.flash.under_sdpa.flash_forward = forward
+    sdpa = torch.compile(sdpa, fullgraph=True) if compiled else sdpa
+    got = forward_and_backward(sdpa, tensors, d_out)
     assert ran
     assert equal(got, forward_and_backward(flash, tensors, d_out, causal=causal))
 
@@ -231,3 +243,42 @@ def test_dropout_under_sdpa_comes_from_torchs_generator(under_sdpa) -> None:
         outs.append(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_a_scale_of_zero_or_below_under_sdpa_is_right(under_sdpa, scale: float) -> None:
+    *tensors, d_out = inputs(300, 300, 64, torch.bfloat16, kv_heads=4, **SHAPE)
+    got = forward_and_backward(F.scaled_dot_product_attention, tensors, d_out, is_causal=True, scale=scale)
+    with sdpa_kernel(SDPBackend.MATH):
+        want = forward_and_backward(
+            F.scaled_dot_product_attention, tensors, d_out, is_causal=True, scale=scale
+        )
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
+
+
+def test_more_batches_than_a_grid_axis_has_run_under_sdpa(flash, under_sdpa, ran) -> None:
+    *tensors, d_out = inputs(16, 16, 64, torch.bfloat16, batch=70000, device="cuda")
+    got = forward_and_backward(F.scaled_dot_product_attention, tensors, d_out, is_causal=True)
+    assert len(ran) == 2
+    last = [x.detach()[-1000:].requires_grad_() for x in tensors]
+    want = forward_and_backward(flash, last, d_out[-1000:])
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine[-1000:], theirs)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_transformers_gpt2_runs_on_our_kernels(active, ran, compiled: bool) -> None:
+    """In 16 bits and without padding, and without forcing a backend: it passes is_causal and no mask."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=128, n_head=2, n_layer=3, vocab_size=100, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
+    model = model.to("cuda", torch.bfloat16).eval()
+    tokens = torch.randint(100, (2, 200), device="cuda")
+    step = torch.compile(model) if compiled else model
+    step(tokens, labels=tokens).loss.backward()
+    assert len(ran) == 3
+    got = model(tokens).logits
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(got, model(tokens).logits, atol=2e-2, rtol=2e-2)

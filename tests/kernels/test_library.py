@@ -6,6 +6,8 @@ import torch
 import kernels
 from kernels import AttentionError, get_attention
 from tests.kernels.accuracy import inputs
+from tests.kernels.differential import Asked, assert_matches_float64, draw
+from tests.random_cases import random_cases
 
 CPU_BACKENDS = ["sdpa", "sdpa_flash", "sdpa_math"]
 
@@ -22,6 +24,65 @@ def test_results_match_naive_at_equal_and_unequal_lengths(
         out = attention(*tensors, causal=causal, scale=0.3)
         results.append((out, *torch.autograd.grad(out, tensors, d_out)))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_queries_that_see_nothing_are_cut_off_since_cudnn_masks_them_wrongly(name: str) -> None:
+    q, k, v, _ = inputs(200, 130, 16, torch.float32, heads=4, kv_heads=2)
+    with Asked() as asked:
+        out = get_attention(name)(q, k, v)
+    assert asked.lengths == [130, 130, 130]
+    assert asked.options["is_causal"]
+    assert asked.options["attn_mask"] is None
+    assert not out[:, :, :70].any()
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(2, 5, 0), (2, 0, 5), (2, 0, 0), (0, 5, 5)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_empty_inputs_give_zeros_and_gradients(
+    name: str, batch: int, q_len: int, kv_len: int, causal: bool
+) -> None:
+    *tensors, d_out = inputs(q_len, kv_len, 16, torch.float32, batch=batch)
+    out = get_attention(name)(*tensors, causal=causal)
+    assert out.shape == d_out.shape
+    assert not out.any()
+    assert not any(x.any() for x in torch.autograd.grad(out, tensors, d_out))
+
+
+@pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_efficient"])
+def test_a_call_that_the_forced_backend_has_no_kernel_for_is_refused_by_name(name: str) -> None:
+    q, k, v, _ = inputs(8, 8, 16, torch.float32)
+    with pytest.raises(
+        AttentionError, match=f"^attention={name} has no kernel for torch.float32 q .* on cpu .*; use"
+    ):
+        get_attention(name)(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim", "why"),
+    [
+        ("sdpa_efficient", torch.float64, 64, "it takes float16, bfloat16 and float32, not torch.float64"),
+        (
+            "sdpa_efficient",
+            torch.bfloat16,
+            20,
+            "it takes a head_dim that is a multiple of 8 in torch.bfloat16, not 20",
+        ),
+        ("sdpa_efficient", torch.float32, 20, None),
+        (
+            "sdpa_efficient",
+            torch.float32,
+            18,
+            "it takes a head_dim that is a multiple of 4 in torch.float32, not 18",
+        ),
+        ("flex", torch.float64, 64, "it takes float16, bfloat16 and float32, not torch.float64"),
+        ("flex", torch.bfloat16, 8, "it takes a head_dim of at least 16, not 8"),
+    ],
+)
+def test_what_torchs_kernels_lack_is_refused_before_the_first_step(name, dtype, head_dim, why) -> None:
+    request = kernels.AttentionRequest(torch.device("cuda"), dtype, head_dim)
+    assert kernels.ATTENTION[name].refuses(request) == why
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_math"])
@@ -72,7 +133,7 @@ def test_sdpa_compiles_without_graph_breaks_at_varying_lengths() -> None:
     torch._dynamo.reset()  # no graph of another test counts
     attention = get_attention("sdpa")
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    for q_len, kv_len in ((20, 20), (32, 32), (40, 40), (32, 40), (1, 40)):
+    for q_len, kv_len in ((20, 20), (32, 32), (40, 40), (32, 40), (1, 40), (40, 32), (50, 20)):
         q, k, v, _ = inputs(q_len, kv_len, 16, torch.float32)
         torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
 
@@ -114,3 +175,10 @@ def test_flex_compiles_without_graph_breaks() -> None:
     q, k, v, _ = (x.detach() for x in inputs(40, 40, 16, torch.float32))
     compiled = torch.compile(get_attention("flex"), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), get_attention("naive")(q, k, v))
+
+
+@pytest.mark.parametrize("number", random_cases(12))
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_random_calls_match_float64(name: str, number: int) -> None:
+    call = draw(number, (torch.float32, torch.bfloat16, torch.float16), longest=200)
+    assert_matches_float64(name, call, "cpu", number)

@@ -105,6 +105,31 @@ def test_queries_that_see_nothing_have_zero_gradients() -> None:
     assert not any(x.grad.isnan().any() for x in (q, k, v))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"kv_lengths": torch.tensor([2, 0], dtype=torch.int32)}]
+)
+def test_a_sink_of_minus_infinity_is_no_sink(options: dict[str, object]) -> None:
+    """Also for queries that see nothing."""
+    q, k, v = (x.requires_grad_() for x in make(7, 3))
+    sinks = torch.tensor([0.5, -math.inf, -math.inf, 0.0], dtype=torch.float64, requires_grad=True)
+    d_out = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found, without = (
+        naive_attention(q, k, v, sinks=each, return_lse=True, **options) for each in (sinks, None)
+    )
+    torch.testing.assert_close([x[:, 1:3] for x in found], [x[:, 1:3] for x in without])
+    *gradients, d_sinks = torch.autograd.grad((found[0] * d_out).sum(), (q, k, v, sinks))
+    assert not any(x.isnan().any() for x in (*gradients, *found))
+    assert torch.equal(d_sinks[1:3], torch.zeros(2, dtype=torch.float64))
+
+
+def test_logits_that_overflow_float16_before_they_are_scaled_are_right() -> None:
+    q, k = torch.full((1, 1, 4, 64), 40.0), torch.full((1, 1, 4, 64), 30.0)
+    k[:, :, 1] = 20.0
+    v = torch.randn(1, 1, 4, 64, generator=torch.Generator().manual_seed(0))
+    found = naive_attention(*(x.half() for x in (q, k, v)))
+    torch.testing.assert_close(found.float(), naive_attention(q, k, v), atol=2e-3, rtol=2e-3)
+
+
 def test_dropout_follows_the_mask_and_leaves_torchs_generator_unchanged() -> None:
     q, k, v = make(40, 40)
     v = torch.eye(40, dtype=torch.float64).expand(BATCH, KV_HEADS, 40, 40)  # out is then the probabilities

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from kernels.linear_gelu import bias_gelu
+from kernels.layers.linear_gelu import bias_gelu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import kernels
+from kernels.flash import under_sdpa
 from kernels.flash.under_sdpa import activate
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import inputs
+from tests.kernels.differential import Asked
 
 if torch.cuda.is_available():
     pytest.skip("the interpreter's checks", allow_module_level=True)
@@ -49,6 +51,54 @@ def test_dropout_comes_from_torchs_generator_and_is_replayed(activated) -> None:
     want = naive_attention(*tensors, dropout_p=0.5, dropout_seed=seed)
     torch.testing.assert_close(outs[0][0], want)
     torch.testing.assert_close(*(torch.autograd.grad(each, tensors, d_out) for each in (outs[0][0], want)))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_a_scale_of_zero_or_below_is_right(activated, scale: float) -> None:
+    *tensors, d_out = inputs(40, 40, 16, torch.float32, heads=2, kv_heads=2)
+    q, k, v = tensors
+    out = activated(q, k, v, is_causal=True, scale=scale)[0]
+    want = naive_attention(q * scale, k, v, scale=1.0)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(*(torch.autograd.grad(each, tensors, d_out) for each in (out, want)))
+
+
+def test_more_batches_than_a_launch_takes_are_attended_in_parts(activated, monkeypatch) -> None:
+    *tensors, d_out = inputs(20, 20, 16, torch.float32, batch=5)
+    monkeypatch.setattr(under_sdpa, "LARGEST_GRID", 2)  # as if batches were that many times more
+    out = activated(*tensors, is_causal=True)[0]
+    want = naive_attention(*tensors)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(*(torch.autograd.grad(each, tensors, d_out) for each in (out, want)))
+    dropped, *_, state, _, _ = activated(*tensors, dropout_p=0.5, is_causal=True)
+    seeds = [state.view(torch.int64)[0] + part for part in range(3)]
+    parts = [
+        naive_attention(*of_part, dropout_p=0.5, dropout_seed=seed)
+        for seed, *of_part in zip(seeds, *(x.split(2) for x in tensors), strict=True)
+    ]
+    torch.testing.assert_close(dropped, torch.cat(parts))
+    gradients = (torch.autograd.grad(each, tensors, d_out) for each in (dropped, torch.cat(parts)))
+    torch.testing.assert_close(*gradients)
+
+
+def test_cudnn_which_sdpa_prefers_on_hopper_is_off_while_ours_are_active() -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    kernels.register()
+    torch.nn.attention.activate_flash_attention_impl("tilegpt")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    torch.nn.attention.restore_flash_attention_impl()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_transformers_gpt2_asks_sdpa_for_what_our_kernels_serve() -> None:
+    """is_causal and no mask, without which SDPA would not offer the call to its flash backend."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=50, n_positions=32)
+    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa").eval()
+    with Asked() as asked:
+        model(torch.randint(50, (2, 20)))
+    assert asked.options["is_causal"]
+    assert asked.options["attn_mask"] is None
 
 
 def test_after_removal_torch_has_no_flash_attention_on_a_cpu() -> None:

@@ -46,7 +46,7 @@ def papers_own_attention() -> list[dict]:
 def write(directory, name: str, samples: list[dict], **changes: object) -> None:
     document = {
         "version": VERSION, "experiment": name, "state": "complete", "tiny": False, "device": GPU,
-        "code": {"kernels/naive.py": "0", "kernels/gone.py": "0", "kernels/add_norm.py": "attention has none of it"},
+        "code": {"kernels/naive.py": "0", "kernels/gone.py": "0", "kernels/layers": "attention has none of it"},
         "command": ["python", "-m", "reproduce", name], "commit": "0123456789", "date": "2026-01-01", "seconds": 1.0,
         "settings": {}, "environment": {"device": "cuda", "torch": "2", "triton": "3"}, "samples": samples, **changes,
     }  # fmt: skip

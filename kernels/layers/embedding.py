@@ -1,4 +1,7 @@
-"""The Triton kernels of `embedding`'s gradient: a segmented sum over sorted tokens, in fixed order, without atomics.
+"""Embedding lookup with a bitwise repeatable gradient.
+
+The forward is torch's. In the backward, torch.compile accumulates the gradient rows of a token with atomics, in an
+order that varies from run to run; ours is a segmented sum over sorted tokens, in fixed order, without atomics.
 
 Sorting makes the positions of each token adjacent: a run. Runs are split at the boundaries of fixed-size chunks of
 the sorted positions, and one program sums one piece. A run of a single piece is written to the result directly; the
@@ -9,10 +12,14 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .launch import launch
+from ..launch import launch
+from ..operators import operator
+from .checks import block_of, check_device, check_dtype, no_second_derivative
 
 
 class Tile(NamedTuple):
@@ -29,7 +36,66 @@ class Tile(NamedTuple):
 TILE = Tile(chunk=64, rows=4, columns=8)
 
 
-def add_up(d_out: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor) -> None:
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """weight[tokens].
+
+    The gradient is summed in float32 and bitwise repeatable. The backward may run repeatedly, but there is no second
+    derivative.
+
+    Args:
+        tokens: int64 or int32 (...), in [0, rows); torch refuses others.
+        weight: (rows, width); float32, bfloat16 or float16.
+
+    Returns:
+        (..., width), contiguous, of weight's dtype.
+
+    Raises:
+        ValueError: another dtype of weight. FusedError: our kernels cannot run here.
+    """
+    check_dtype("weight", weight)
+    # An autograd.Function in the graph would keep torch.compile from using its graph cache.
+    return token_rows(tokens, weight) if torch.compiler.is_compiling() else _TokenRows.apply(tokens, weight)
+
+
+def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:
+    """The operator: weight[tokens]."""
+    return F.embedding(tokens, weight)
+
+
+def embedding_gradient(d_out: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    """The gradient of a table: (rows, width) in d_out's dtype. d_out: (..., width), tokens: (...)."""
+    table = d_out.new_zeros((rows, d_out.shape[-1]))
+    _add_up(d_out.contiguous(), tokens.contiguous(), table)
+    return table
+
+
+class _TokenRows(torch.autograd.Function):
+    """`token_rows` with its gradient."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        check_device("embedding", weight.device.type)  # raises now rather than in the backward
+        ctx.save_for_backward(tokens)
+        ctx.rows = weight.shape[0]
+        # Not our operator: torch.compile sees torch's, and fuses it with what follows.
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return None, embedding_gradient(d_out, *ctx.saved_tensors, ctx.rows)
+
+
+token_rows = operator(
+    token_rows, lambda tokens, weight: weight.new_empty((*tokens.shape, weight.shape[1])), _TokenRows.apply
+)
+embedding_gradient = operator(
+    embedding_gradient,
+    lambda d_out, tokens, rows: d_out.new_empty((rows, d_out.shape[-1])),
+    no_gradient=no_second_derivative,
+)
+
+
+def _add_up(d_out: Tensor, tokens: Tensor, table: Tensor) -> None:
     """Write the sum of d_out over each token's positions, accumulated in float32, to the token's row of table.
 
     d_out: (..., width). tokens: (...), integer. table: (rows, width). All contiguous. Rows of tokens that do not
@@ -50,16 +116,16 @@ def add_up(d_out: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor) -> No
     def joined():
         return join_pieces_kernel, (chunks - 1, 1, 1), numbers, {"num_warps": warps}
 
-    if count:
+    if d_out.numel():
         launch((in_order, places, d_out, table, pieces), ("sum_runs", count, width), runs)
-    if chunks > 1:
+    if d_out.numel() and chunks > 1:
         launch((in_order, table, pieces), ("join_pieces", count, width), joined)
 
 
-@functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
+@functools.lru_cache(1024)  # Triton's cdiv costs 2 us a call
 def _grid(tile: Tile, count: int, width: int) -> tuple[int, int, int]:
     """(columns in a block, warps per program, chunks)."""
-    block = triton.next_power_of_2(width)
+    block = block_of(width)
     warps = min(max(block // (32 * tile.columns), 1), 16)
     return block, warps, triton.cdiv(count, tile.chunk)
 

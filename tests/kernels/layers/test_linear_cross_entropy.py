@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from kernels import linear_cross_entropy as room
-from kernels.fused import FusedError
-from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.layers import FusedError
+from kernels.layers import linear_cross_entropy as room
+from kernels.layers.linear_cross_entropy import linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, PADDED = 9000, 9024  # two steps of the kernel, the last one partly padding
@@ -195,6 +195,29 @@ def test_loss_scaling_keeps_small_gradients_in_fp16():
     ours = gradients(linear_cross_entropy, hidden, weight, targets, factor=2.0**16)
     for x, ours_x in zip(exact[1:], ours[1:], strict=True):
         assert (ours_x - x).norm() <= 2e-3 * x.norm()
+
+
+def test_a_gradient_whose_sum_over_rows_overflows_fp16_is_right():
+    hidden = torch.full((1500, 4), 100.0, dtype=torch.float16, device=DEVICE)
+    weight = torch.randn(64, 4, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)).half() * 1e-3
+    weight.requires_grad_()
+    targets = torch.zeros(1500, dtype=torch.int64, device=DEVICE)
+    (found,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 64), weight)
+    exact = weight.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(F.cross_entropy(hidden.double() @ exact.T, targets), exact)
+    assert wanted.abs().max() * 1500 > torch.finfo(torch.float16).max
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("offset", [1e3, 1e5])
+def test_a_common_offset_of_the_logits_costs_no_accuracy(offset):
+    hidden, weight, targets = problem(torch.float32)
+    hidden[:, 0], weight[:, 0] = 1.0, offset
+    _, _, found = gradients(linear_cross_entropy, hidden, weight, targets)
+    logits = (hidden @ weight.T)[:, :VOCAB].double().requires_grad_()  # as rounded as the kernel reads them
+    (d_logits,) = torch.autograd.grad(F.cross_entropy(logits, targets, ignore_index=-1), logits)
+    wanted = d_logits.T @ hidden.double()
+    assert (found[:VOCAB] - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 def test_huge_logits_stay_finite():

@@ -1,9 +1,10 @@
 """Compile the kernels of `linear_add_norm`, `linear_gelu`, `embedding` and `dropout` for GPUs that are not here.
 
-    python -m tests.kernels.compile_fused [MODULES] [--arch 80 90 100] [--width 768 1600]
+    python -m tests.kernels.layers.compile_kernels [MODULES] [--arch 80 90 100] [--width 768 1600 16384]
 
 One line per kernel, in bfloat16 with a float32 residual stream and parameters, with bias and every gradient: the GPU
-architecture, its name, the model's width, registers, bytes spilled, 16-byte loads, 2-byte loads and stores.
+architecture, its name, the model's width, registers, bytes spilled, bytes of shared memory, 16-byte loads, 2-byte
+loads and stores.
 """
 
 import argparse
@@ -33,25 +34,31 @@ POINTERS = dict.fromkeys(BFLOAT16, "*bf16") | {"InOrder": "*i32", "Places": "*i6
 
 def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, object], int]]:
     """(kernel, its compile-time arguments, warps) of the forward and the backward."""
-    if module.__name__.endswith("embedding_gradient"):
+    if module.__name__.endswith("embedding"):
         block, warps, _ = module._grid(module.TILE, 1, width)
         constants = {"WIDTH": width, "BLOCK": block, "CHUNK": module.TILE.chunk, "ROWS": module.TILE.rows}
         yield module.sum_runs_kernel, constants, warps
         yield module.join_pieces_kernel, constants, warps
         return
-    if module.__name__.endswith("row_dropout"):
-        constants = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "DROP_BELOW": DROP_BELOW}
+    if module.__name__.endswith(".dropout"):
+        block = min(triton.next_power_of_2(width), module.COLUMNS)
+        constants = {"WIDTH": width, "BLOCK": block, "DROP_BELOW": DROP_BELOW}
         yield module.drop_kernel, constants, module.WARPS
         return
     for tile, suffix in ((module.FORWARD, ""), (module.BACKWARD, "_backward")):
-        constants = {"WIDTH": width, "ROWS": tile.rows, "STAGES": tile.stages}
-        if module.__name__.endswith("add_norm"):
-            block, warps, _ = module._grid(tile, 1, width, torch.device("cpu"))
-            constants |= {"BLOCK": block, "VECTOR": 4, "WITH_BIAS": True}
+        if module.__name__.endswith("linear_add_norm"):
+            tile, block, warps, _ = module._grid(tile, 1, width, torch.device("cpu"))
+            constants = {"WIDTH": width, "ROWS": tile.rows, "STAGES": tile.stages, "BLOCK": block}
+            constants |= {"VECTOR": 4, "WITH_BIAS": True}
             for dropout in ({"DROP_BELOW": 0, "Seed": None}, {"DROP_BELOW": DROP_BELOW}):
                 yield getattr(module, f"add_norm{suffix}_kernel"), constants | dropout, warps
         else:
-            constants |= {"WIDTH": 4 * width, "COLUMNS": tile.columns}
+            constants = {
+                "WIDTH": 4 * width,
+                "ROWS": tile.rows,
+                "STAGES": tile.stages,
+                "COLUMNS": tile.columns,
+            }
             yield getattr(module, f"bias_gelu{suffix}_kernel"), constants, tile.warps
 
 
@@ -83,12 +90,12 @@ def compile_kernel(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "modules", nargs="*", default=["add_norm", "bias_gelu", "embedding_gradient", "row_dropout"]
+        "modules", nargs="*", default=["linear_add_norm", "linear_gelu", "embedding", "dropout"]
     )
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
-    parser.add_argument("--width", type=int, nargs="+", default=[768, 1600])
+    parser.add_argument("--width", type=int, nargs="+", default=[768, 1600, 16384])
     options = parser.parse_args()
-    modules = [importlib.import_module(f"kernels.{name}") for name in options.modules]
+    modules = [importlib.import_module(f"kernels.layers.{name}") for name in options.modules]
     for architecture, width, module in itertools.product(options.arch, options.width, modules):
         for kernel, constants, warps in kernels(module, width):
             compiled, log = compile_kernel(kernel, constants, warps, architecture)
@@ -99,8 +106,8 @@ def main() -> None:
             narrow = len(re.findall(r"(?:ld|st)\.global\S*\.b16 ", ptx))
             name = compiled.metadata.name
             print(
-                f"sm_{architecture} {name} {width}: {registers} registers, {spilled} B spilled, {wide} wide, "
-                f"{narrow} narrow"
+                f"sm_{architecture} {name} {width}: {registers} registers, {spilled} B spilled, "
+                f"{compiled.metadata.shared} B shared, {wide} wide, {narrow} narrow"
             )
 
 

@@ -1,57 +1,30 @@
-"""Shared by `linear_cross_entropy`, `linear_add_norm`, `linear_gelu`, `embedding` and `dropout`.
-
-They support backward() and torch.autograd.grad; torch.func's grad and jvp raise an error.
-"""
+"""The checks that the fused layers share, and two things that PyTorch needs of them."""
 
 import functools
-import importlib
-import importlib.util
-import os
 import sys
-from types import ModuleType
 
 import torch
 
-from .registry import AttentionError
+from . import FusedError, lacking
 
-# Module of Triton kernels -> the function that a user calls.
-_LAYERS = {
-    "add_norm": "linear_add_norm",
-    "bias_gelu": "linear_gelu",
-    "embedding_gradient": "embedding",
-    "row_dropout": "dropout",
-    "softmax_gradient": "linear_cross_entropy",
-}
-
-
-class FusedError(AttentionError):
-    """A requested fused layer cannot run; the message is one line with the remedy."""
-
-
-def check_fused(device: torch.device, option: str) -> None:
-    """Raise FusedError if our Triton kernels cannot run. option: the setting that asks, as "model.loss"."""
-    if (lacking := _lacking(device.type)) is not None:
-        raise FusedError(f"{option}=fused needs {lacking}; use {option}=torch")
-
-
-def _lacking(device_type: str) -> str | None:
-    """What our Triton kernels need and lack here, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton, which is not installed"
-    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"a CUDA device, not {device_type} (TRITON_INTERPRET=1 interprets it, slowly)"
-    return None
+# Triton's blocks have up to 2^20 elements, and a program of `embedding`'s gradient holds four rows.
+LARGEST_WIDTH = 2**18
 
 
 @functools.cache
-def kernels_of(module: str, device_type: str) -> ModuleType:
-    """A module of Triton kernels for a fused layer, imported on first use, since triton may be absent.
+def check_device(layer: str, device_type: str) -> None:
+    """Raise FusedError if the kernels cannot run on such a device."""
+    if (missing := lacking(device_type)) is not None:
+        raise FusedError(f"{layer} needs {missing}")
 
-    Raises FusedError if the kernels cannot run.
-    """
-    if (lacking := _lacking(device_type)) is not None:
-        raise FusedError(f"{_LAYERS[module]} needs {lacking}")
-    return importlib.import_module(f".{module}", __package__)
+
+def block_of(width: int) -> int:
+    """Columns of a block that holds a whole row of the width."""
+    if width > LARGEST_WIDTH:
+        raise FusedError(
+            f"fused layers take a width up to {LARGEST_WIDTH}, not {width}; use model.block=torch"
+        )
+    return 1 << max(width - 1, 0).bit_length()
 
 
 def check_operands(product: torch.Tensor, x: torch.Tensor | None = None, **vectors: torch.Tensor) -> None:

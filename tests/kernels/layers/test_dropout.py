@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kernels import dropout as room
-from kernels.dropout import dropout
-from kernels.fused import FusedError, kernels_of
+from kernels.layers import FusedError
+from kernels.layers import dropout as room
+from kernels.layers.checks import check_device
+from kernels.layers.dropout import dropout
 from kernels.philox import row_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,7 +82,7 @@ def test_an_unsupported_dtype_probability_seed_or_device_is_refused(monkeypatch)
     with pytest.raises(ValueError, match="dropout_seed must fit int64"):
         dropout(x, 0.1, 2**63)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kernels_of.cache_clear()
+    check_device.cache_clear()
     with pytest.raises(FusedError, match="dropout needs a CUDA device, not cpu"):
         dropout(x.cpu(), 0.1, 1)
 

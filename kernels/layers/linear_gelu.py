@@ -1,7 +1,8 @@
-"""The Triton kernels of `linear_gelu`: bias and GELU in one pass over memory; one backward, with the bias gradient.
+"""A linear layer and its GELU in one function: torch's matrix product, then one kernel for bias and GELU.
 
-A program owns a range of columns and loops over rows, so that it reads their biases once and accumulates the bias
-gradients in registers.
+Backward, one kernel computes the gradients of the product and of the bias, whose reduction would otherwise read the
+whole gradient once more. A program owns a range of columns and loops over rows, so that it reads their biases once
+and accumulates the bias gradients in registers.
 """
 
 import functools
@@ -9,10 +10,14 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .launch import launch, sm_count
+from ..launch import launch, sm_count
+from ..operators import below_autograd, in_backward, operator
+from .checks import check_device, check_operands, no_second_derivative
 
 
 class Tile(NamedTuple):
@@ -37,7 +42,66 @@ LARGE = tl.constexpr(1e4)
 FINITE = tl.constexpr(3e38)  # just below the largest float32
 
 
-def forward(pre: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU(x @ weight.T + bias), tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2).
+
+    Bias and GELU are computed in float32. Gradients are bitwise repeatable. The backward may run repeatedly, but
+    there is no second derivative.
+
+    Args:
+        x: (..., inner). All inputs are float32, bfloat16 or float16.
+        weight: (width, inner). bias: (width,).
+
+    Returns:
+        (..., width), contiguous, in the product's dtype (under autocast the autocast dtype).
+
+    Raises:
+        ValueError: mismatched shape, dtype or device of bias. FusedError: our kernels cannot run here.
+    """
+    pre = F.linear(x, weight)
+    check_operands(pre, bias=bias)
+    # In eager mode, what the operator would call, without the dispatcher; torch.compile sees the operator.
+    return bias_gelu(pre, bias) if torch.compiler.is_compiling() else _BiasGelu.apply(pre, bias)
+
+
+def bias_gelu(pre: Tensor, bias: Tensor) -> Tensor:
+    """The operator: GELU(pre + bias), like pre."""
+    check_device("linear_gelu", pre.device.type)
+    out = pre.new_empty(pre.shape)
+    _launch_forward(pre.contiguous(), bias.contiguous(), out)
+    return out
+
+
+def bias_gelu_backward(d_out: Tensor, pre: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """d_pre, like pre, and d_bias, float32 (width,)."""
+    d_pre = pre.new_empty(pre.shape)
+    return d_pre, _launch_backward(d_out.contiguous(), pre.contiguous(), bias.contiguous(), d_pre)
+
+
+class _BiasGelu(torch.autograd.Function):
+    """`bias_gelu` with its gradient."""
+
+    @staticmethod
+    def forward(ctx, pre, bias):
+        ctx.save_for_backward(pre, bias)
+        return below_autograd(bias_gelu, pre, bias)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        pre, bias = ctx.saved_tensors
+        d_pre, d_bias = in_backward(bias_gelu_backward, d_out, pre, bias)
+        return d_pre, d_bias.to(bias.dtype)
+
+
+bias_gelu = operator(bias_gelu, lambda pre, bias: pre.new_empty(pre.shape), _BiasGelu.apply)
+bias_gelu_backward = operator(
+    bias_gelu_backward,
+    lambda d_out, pre, bias: (pre.new_empty(pre.shape), bias.new_empty(bias.shape, dtype=torch.float32)),
+    no_gradient=no_second_derivative,
+)
+
+
+def _launch_forward(pre: Tensor, bias: Tensor, out: Tensor) -> None:
     """Write out = GELU(pre + bias). pre, out: (..., width), contiguous; bias: (width,)."""
     width = pre.shape[-1]
     rows = pre.shape[:-1].numel()
@@ -47,11 +111,11 @@ def forward(pre: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
         numbers = (rows, width, FORWARD.rows, FORWARD.columns, FORWARD.stages)
         return bias_gelu_kernel, grid, numbers, {"num_warps": FORWARD.warps}
 
-    if rows:
+    if pre.numel():
         launch((pre, bias, out), ("bias_gelu", rows, width), prepare)
 
 
-def backward(d_out: torch.Tensor, pre: torch.Tensor, bias: torch.Tensor, d_pre: torch.Tensor) -> torch.Tensor:
+def _launch_backward(d_out: Tensor, pre: Tensor, bias: Tensor, d_pre: Tensor) -> Tensor:
     """Write d_pre. Returns its sum over rows, the gradient of bias, before d_pre is rounded: float32 (width,)."""
     width = pre.shape[-1]
     rows = pre.shape[:-1].numel()
@@ -62,7 +126,7 @@ def backward(d_out: torch.Tensor, pre: torch.Tensor, bias: torch.Tensor, d_pre: 
         numbers = (rows, width, BACKWARD.rows, BACKWARD.columns, BACKWARD.stages)
         return bias_gelu_backward_kernel, (across, down, 1), numbers, {"num_warps": BACKWARD.warps}
 
-    if rows:
+    if pre.numel():
         launch((d_out, pre, bias, d_pre, partials), ("bias_gelu_backward", rows, width), prepare)
     return partials.sum(0)
 
@@ -70,7 +134,7 @@ def backward(d_out: torch.Tensor, pre: torch.Tensor, bias: torch.Tensor, d_pre: 
 @functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
 def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[int, int]:
     """The grid: (programs across the columns, programs down the rows)."""
-    across = triton.cdiv(width, tile.columns)
+    across = max(triton.cdiv(width, tile.columns), 1)
     down = max(sm_count(device) * tile.programs // across, 1)
     return across, min(down, triton.cdiv(rows, tile.rows))
 

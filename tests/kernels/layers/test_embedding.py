@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from kernels import embedding as room
-from kernels.embedding import embedding
-from kernels.embedding_gradient import TILE
-from kernels.fused import FusedError, kernels_of
+from kernels.layers import FusedError
+from kernels.layers import embedding as room
+from kernels.layers.checks import check_device
+from kernels.layers.embedding import TILE, embedding
 from kernels.operators import NAMESPACE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,7 +130,7 @@ def test_an_unsupported_dtype_or_device_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):
         embedding(tokens, table.double())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kernels_of.cache_clear()
+    check_device.cache_clear()
     with pytest.raises(FusedError, match="embedding needs a CUDA device, not cpu"):
         embedding(tokens.cpu(), table.cpu())
 

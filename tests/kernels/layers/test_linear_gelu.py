@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import bias_gelu as kernels
-from kernels import linear_gelu as room
-from kernels.fused import FusedError
-from kernels.linear_gelu import linear_gelu
+from kernels.layers import FusedError
+from kernels.layers import linear_gelu as room
+from kernels.layers.linear_gelu import linear_gelu
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +60,7 @@ def test_under_autocast():
 
 @pytest.mark.parametrize("width", [1024, 1100])
 def test_gradients_are_exact_if_a_program_processes_many_rows(width):
-    rows = 3 * kernels.BACKWARD.programs * kernels.BACKWARD.rows + 1
+    rows = 3 * room.BACKWARD.programs * room.BACKWARD.rows + 1
     inputs, direction = problem(torch.float32, (rows,), width)
     exact = results(torchs, double(inputs), direction)
     assert_all_as_exact(exact, results(linear_gelu, inputs, direction), results(torchs, inputs, direction))

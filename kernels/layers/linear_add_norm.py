@@ -1,0 +1,408 @@
+"""A linear layer, the residual addition and the LayerNorm that follows it, in one function.
+
+The matrix product is torch's, without bias. One kernel then adds bias and residual and normalises. Backward, one
+kernel computes the gradients of residual stream and product, and the reductions over rows for bias, gain and shift.
+Unfused, these are three kernels each way, which read and write the same tensors repeatedly.
+
+Both are memory-bound: what counts is that each element moves once, in wide loads, with enough loads in flight. A
+program holds whole rows in registers and loops over rows, so that bias, gain and shift, and the partial sums of their
+gradients, stay in registers too.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..arguments import check_dropout, seed_on
+from ..launch import launch, sm_count
+from ..operators import below_autograd, in_backward, operator
+from ..philox import row_threshold
+from .checks import block_of, check_device, check_operands, no_second_derivative
+from .dropout import kept
+
+
+class Tile(NamedTuple):
+    """How rows are distributed over programs and threads."""
+
+    rows: int  # that a program holds at a time
+    columns: int  # of a row per thread
+    warps: int  # per SM, over all of its programs
+    stages: int  # num_stages of the row loop; 1: no prefetch
+
+    def fitted(self, block: int) -> "Tile":
+        """With fewer rows and stages where a row of `block` columns would not leave room for them."""
+        rows = max(min(self.rows, BUFFERED // (block * (self.stages - 1) or 1)), 1)
+        return self._replace(rows=rows, stages=min(self.stages, 1 + BUFFERED // (rows * block)))
+
+
+# 65,536 rows of 768, float32 and bfloat16, on an H200 whose copies run at 4.2 TB/s: 152 and 203 us, 4.0 TB/s. The
+# first guess, made without a GPU, took 162 and 235 (LOG.md).
+FORWARD = Tile(rows=1, columns=16, warps=16, stages=1)
+BACKWARD = Tile(rows=2, columns=4, warps=16, stages=3)
+# Elements of a tensor that the row loop may prefetch: 96 KB of three float32 ones, which each GPU from sm_80 on has.
+BUFFERED = 8192
+WIDE = 16384  # columns from which a program has 32 warps, for their registers
+
+
+def linear_add_norm(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gain: Tensor,
+    shift: Tensor,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """x + dropout(y @ weight.T + bias), and the LayerNorm of that.
+
+    Statistics and sums are computed in float32, and so are bias and dropout (mask: kernels.philox.row_mask).
+    Gradients are bitwise repeatable. The backward may run repeatedly, but there is no second derivative.
+
+    Args:
+        x: (..., width), the residual stream. All inputs are float32, bfloat16 or float16.
+        y: (..., inner), with the leading dimensions of x. weight: (width, inner).
+        bias, gain, shift: (width,); gain and shift are the LayerNorm's weight and bias. bias may be None.
+        dropout_p: probability of zeroing an element of the linear layer's output; others are divided by 1 - p.
+        dropout_seed: int or 0-d int64, needed with dropout_p > 0.
+        eps: added to the variance in the LayerNorm.
+
+    Returns:
+        Two contiguous tensors shaped as x: the first in x's dtype, the second in the product's (under autocast the
+        autocast dtype).
+
+    Raises:
+        ValueError: mismatched shapes, dtypes or devices, or invalid dropout. FusedError: our kernels cannot run here.
+    """
+    return dropout_add_norm(x, F.linear(y, weight), bias, gain, shift, dropout_p, dropout_seed, eps)
+
+
+def dropout_add_norm(
+    x: Tensor,
+    update: Tensor,
+    bias: Tensor | None,
+    gain: Tensor,
+    shift: Tensor,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """x + dropout(update + bias), and the LayerNorm of that: `linear_add_norm` after its product.
+
+    update: the product y @ weight.T, shaped as x. All else as there.
+    """
+    check_dropout(dropout_p, dropout_seed)
+    seed = seed_on(x.device, dropout_seed) if dropout_p else None
+    check_operands(update, x, gain=gain, shift=shift, **({} if bias is None else {"bias": bias}))
+    # In eager mode, what the operator would call, without the dispatcher; torch.compile sees the operator.
+    add = add_norm if torch.compiler.is_compiling() else _AddNorm.apply
+    x_new, normalised, _ = add(x, update, bias, gain, shift, seed, dropout_p, eps)
+    return x_new, normalised
+
+
+def add_norm(
+    x: Tensor,
+    update: Tensor,
+    bias: Tensor | None,
+    gain: Tensor,
+    shift: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator: x + dropout(update + bias), like x; its LayerNorm, like update; mean and 1 / standard deviation,
+    float32 (2, ...) for x (..., width)."""
+    check_device("linear_add_norm", x.device.type)
+    results = _forward_like(x, update)
+    if bias is not None:
+        bias = bias.contiguous()
+    inputs = (x.contiguous(), update.contiguous(), bias, gain.contiguous(), shift.contiguous())
+    _launch_forward(*inputs, *results, seed, dropout_p, eps)
+    return results
+
+
+def add_norm_backward(
+    d_x_new: Tensor | None,
+    d_normalised: Tensor,
+    x_new: Tensor,
+    statistics: Tensor,
+    gain: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_x; d_update, empty if it would equal d_x; (d_gain, d_shift, d_bias if with_bias), float32 (2 or 3, width)."""
+    if d_x_new is not None:
+        d_x_new = d_x_new.contiguous()
+    d_x, d_update = _gradients_like(d_normalised, x_new, seed)
+    inputs = (d_x_new, d_normalised.contiguous(), x_new, statistics, gain.contiguous())
+    apart = d_update if _is_apart(d_normalised, x_new, seed) else None
+    return d_x, d_update, _launch_backward(*inputs, d_x, apart, seed, dropout_p, with_bias)
+
+
+class _AddNorm(torch.autograd.Function):
+    """`add_norm` with its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, update, bias, gain, shift, seed, dropout_p, eps):
+        inputs = (x, update, bias, gain, shift, seed, dropout_p, eps)
+        x_new, normalised, statistics = below_autograd(add_norm, *inputs)
+        ctx.save_for_backward(x_new, statistics, gain, seed)
+        ctx.dropout_p = dropout_p
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = update.dtype, None if bias is None else bias.dtype, gain.dtype, shift.dtype
+        return x_new, normalised, statistics
+
+    @staticmethod
+    def backward(ctx, d_x_new, d_normalised, _):
+        if d_x_new is None and d_normalised is None:
+            return (None,) * 8
+        x_new, statistics, gain, seed = ctx.saved_tensors
+        update_dtype, bias_dtype, gain_dtype, shift_dtype = ctx.dtypes
+        if d_normalised is None:
+            d_normalised = torch.zeros_like(x_new, dtype=update_dtype)
+        inputs = (d_x_new, d_normalised, x_new, statistics, gain, seed, ctx.dropout_p, bias_dtype is not None)
+        d_x, d_update, sums = in_backward(add_norm_backward, *inputs)
+        if not _is_apart(d_normalised, x_new, seed):
+            d_update = d_x
+        d_bias = None if bias_dtype is None else sums[2].to(bias_dtype)
+        return d_x, d_update, d_bias, sums[0].to(gain_dtype), sums[1].to(shift_dtype), None, None, None
+
+
+def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised results of `add_norm`."""
+    shape = x.shape  # its rows are not counted with numel(), which makes a number of a symbolic length
+    return x.new_empty(shape), update.new_empty(shape), x.new_empty((2, *shape[:-1]), dtype=torch.float32)
+
+
+def _is_apart(d_normalised: Tensor, x_new: Tensor, seed: Tensor | None) -> bool:
+    """Whether d_update differs from d_x, by dropout or dtype."""
+    return seed is not None or x_new.dtype != d_normalised.dtype
+
+
+def _gradients_like(d_normalised: Tensor, x_new: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Uninitialised d_x and d_update."""
+    shape = x_new.shape if _is_apart(d_normalised, x_new, seed) else 0
+    return x_new.new_empty(x_new.shape), d_normalised.new_empty(shape)
+
+
+def _backward_like(d_x_new, d_normalised, x_new, statistics, gain, seed, dropout_p, with_bias):
+    sums = x_new.new_empty((2 + with_bias, x_new.shape[-1]), dtype=torch.float32)
+    return *_gradients_like(d_normalised, x_new, seed), sums
+
+
+add_norm = operator(add_norm, lambda x, update, *rest: _forward_like(x, update), _AddNorm.apply)
+add_norm_backward = operator(add_norm_backward, _backward_like, no_gradient=no_second_derivative)
+
+
+def _launch_forward(
+    x: Tensor,
+    update: Tensor,
+    bias: Tensor | None,
+    gain: Tensor,
+    shift: Tensor,
+    x_new: Tensor,
+    normalised: Tensor,
+    statistics: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    eps: float,
+) -> None:
+    """Write x_new = x + dropout(update + bias), its LayerNorm, and the mean and 1 / standard deviation of each row.
+
+    x, x_new: (rows, width). update, normalised: the same shape, possibly another dtype. bias, gain, shift: (width,).
+    statistics: float32 (2, rows), or (2, ...) of as many. All contiguous. seed: 0-d int64, for dropout; None: none.
+    """
+    pointers = (x, update, bias, gain, shift, x_new, normalised, statistics, seed)
+    rows, width = statistics.numel() // 2, x.shape[-1]
+
+    def prepare():
+        tile, block, warps, programs = _grid(FORWARD, rows, width, x.device)
+        vector, threshold = _vector(x, update), row_threshold(dropout_p)
+        numbers = (rows, eps, width, block, vector, tile.rows, tile.stages, threshold)
+        return add_norm_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
+
+    if x.numel():
+        launch(pointers, ("add_norm", rows, width, dropout_p, eps), prepare)
+
+
+def _launch_backward(
+    d_x_new: Tensor | None,
+    d_normalised: Tensor,
+    x_new: Tensor,
+    statistics: Tensor,
+    gain: Tensor,
+    d_x: Tensor,
+    d_update: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    with_bias: bool,
+) -> Tensor:
+    """Write d_x and, unless it is None, d_update: d_x in another dtype, or with dropout's mask and scale applied.
+
+    Returns the gradients of gain, shift and, with_bias, bias: float32 (2 or 3, width). The gradient of bias sums
+    d_update before it is rounded.
+    """
+    rows, width = statistics.numel() // 2, x_new.shape[-1]
+    tile, block, warps, programs = _grid(BACKWARD, rows, width, x_new.device)
+    partials = gain.new_empty((programs, 2 + with_bias, width), dtype=torch.float32)
+    # d_x_new may be None, so it is not first: `launch` takes the device from the first pointer.
+    pointers = (d_normalised, x_new, statistics, gain, d_x, d_update, partials, d_x_new, seed)
+
+    def prepare():
+        numbers = (
+            *(rows, width, block, _vector(x_new, d_normalised)),
+            *(tile.rows, tile.stages, with_bias, row_threshold(dropout_p)),
+        )
+        return add_norm_backward_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
+
+    if x_new.numel():
+        launch(pointers, ("add_norm_backward", rows, width, dropout_p, with_bias), prepare)
+    return partials.sum(0)
+
+
+@functools.lru_cache(1024)  # Triton's cdiv costs 2 us a call
+def _grid(tile: Tile, rows: int, width: int, device: torch.device) -> tuple[Tile, int, int, int]:
+    """(the tile as it fits, columns in a block, warps per program, programs)."""
+    block = block_of(width)
+    tile = tile.fitted(block)
+    warps = 32 if block >= WIDE else min(max(block // (32 * tile.columns), 1), 16)
+    return (
+        tile,
+        block,
+        warps,
+        min(sm_count(device) * max(tile.warps // warps, 1), triton.cdiv(rows, tile.rows)),
+    )
+
+
+def _vector(x: Tensor, update: Tensor) -> int:
+    """Adjacent columns per thread: 16 bytes of the wider dtype.
+
+    By default Triton uses 16 bytes of each dtype, in two layouts, and converts between them through shared memory.
+    """
+    return 16 // max(x.element_size(), update.element_size())
+
+
+@triton.jit
+def add_norm_kernel(
+    X,
+    Update,
+    Bias,
+    Gain,
+    Shift,
+    XNew,
+    Normalised,
+    Statistics,
+    Seed,
+    rows,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DROP_BELOW: tl.constexpr,
+):
+    """A grid-stride loop over blocks of ROWS rows. Grid (programs,)."""
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+    inside = columns < WIDTH
+    gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(Shift + columns, mask=inside, other=0.0).to(tl.float32)
+    if Bias is not None:
+        bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if Seed is not None:
+        seed = tl.load(Seed)
+    of_block = tl.arange(0, ROWS)
+    offsets = of_block[:, None] * WIDTH + columns[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + of_block
+        here = (row < rows)[:, None] & inside[None, :]
+        begin = tl.cast(block, tl.int64) * (ROWS * WIDTH)
+        x = tl.load(X + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        update = tl.load(Update + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        if Bias is not None:
+            update += bias[None, :]
+        if Seed is not None:
+            update = kept(update, seed, row[:, None], columns[None, :], DROP_BELOW)
+        x += update
+        x_new = x.to(XNew.dtype.element_ty)
+        tl.store(XNew + begin + offsets, x_new, mask=here)
+        x = x_new.to(tl.float32)  # normalise the rounded values, which the next layer reads
+        mean = tl.sum(x, 1) / WIDTH
+        centred = tl.where(inside[None, :], x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + eps)
+        normalised = centred * rstd[:, None] * gain[None, :] + shift[None, :]
+        tl.store(Normalised + begin + offsets, normalised.to(Normalised.dtype.element_ty), mask=here)
+        tl.store(Statistics + row, mean, mask=row < rows)
+        tl.store(Statistics + rows + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def add_norm_backward_kernel(
+    DNormalised,
+    XNew,
+    Statistics,
+    Gain,
+    DX,
+    DUpdate,
+    Partials,
+    DXNew,
+    Seed,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WITH_BIAS: tl.constexpr,
+    DROP_BELOW: tl.constexpr,
+):
+    """Loop and grid as in the forward. With n = (x_new - mean) * rstd and g = gain * d_normalised,
+    d_x = d_x_new + rstd * (g - mean(g) - n * mean(g * n)), and d_update is d_x with dropout applied."""
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+    inside = columns < WIDTH
+    gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)
+    d_gain = tl.zeros([BLOCK], tl.float32)
+    d_shift = tl.zeros([BLOCK], tl.float32)
+    d_bias = tl.zeros([BLOCK], tl.float32)
+    if Seed is not None:
+        seed = tl.load(Seed)
+    of_block = tl.arange(0, ROWS)
+    offsets = of_block[:, None] * WIDTH + columns[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + of_block
+        here = (row < rows)[:, None] & inside[None, :]
+        begin = tl.cast(block, tl.int64) * (ROWS * WIDTH)
+        x = tl.load(XNew + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(DNormalised + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        mean = tl.load(Statistics + row, mask=row < rows, other=0.0)
+        rstd = tl.load(Statistics + rows + row, mask=row < rows, other=0.0)
+        n = (x - mean[:, None]) * rstd[:, None]
+        g = d * gain[None, :]  # 0 outside, where n is not
+        mean_g = tl.sum(g, 1) / WIDTH
+        mean_gn = tl.sum(g * n, 1) / WIDTH
+        d_x = (g - mean_g[:, None] - n * mean_gn[:, None]) * rstd[:, None]
+        if DXNew is not None:
+            d_x += tl.load(DXNew + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        tl.store(DX + begin + offsets, d_x.to(DX.dtype.element_ty), mask=here)
+        d_update = d_x
+        if Seed is not None:
+            d_update = kept(d_x, seed, row[:, None], columns[None, :], DROP_BELOW)
+        if DUpdate is not None:
+            tl.store(DUpdate + begin + offsets, d_update.to(DUpdate.dtype.element_ty), mask=here)
+        d_gain += tl.sum(d * n, 0)
+        d_shift += tl.sum(d, 0)
+        if WITH_BIAS:
+            d_bias += tl.sum(d_update, 0)
+    Partials += tl.program_id(0) * ((2 + WITH_BIAS) * WIDTH)
+    tl.store(Partials + columns, d_gain, mask=inside)
+    tl.store(Partials + WIDTH + columns, d_shift, mask=inside)
+    if WITH_BIAS:
+        tl.store(Partials + 2 * WIDTH + columns, d_bias, mask=inside)

@@ -1,0 +1,197 @@
+"""The fused layers on random shapes, dtypes and strides, against float64. TILEGPT_RANDOM_CASES makes them more."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.layers import linear_cross_entropy as head
+from kernels.layers.dropout import dropout
+from kernels.layers.embedding import embedding
+from kernels.layers.linear_add_norm import linear_add_norm
+from kernels.layers.linear_cross_entropy import linear_cross_entropy
+from kernels.layers.linear_gelu import linear_gelu
+from kernels.philox import row_mask
+from tests.random_cases import random_cases
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = (1, 2, 3, 7, 16, 33, 64, 100, 127, 128, 129, 256, 300, 1023, 1024, 1025, 2050)
+
+
+class Draw(random.Random):
+    """A case's choices, all from its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.generator = torch.Generator().manual_seed(number)
+
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.choice((0, 1, 1, 2, 3, 5, 9)) for _ in range(self.choice((0, 1, 1, 2, 2, 3))))
+
+    def width(self) -> int:
+        return self.choice(WIDTHS)
+
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, size: float = 1.0, expands: bool = False
+    ) -> Tensor:
+        """Normal numbers in memory of random strides: dense, transposed, a part of a larger tensor, or equal rows."""
+        kinds = ("dense", "dense", "transposed", "part", "expanded" if expands and len(shape) > 1 else "part")
+        kind = self.choice(kinds) if shape else "dense"
+        if kind == "expanded":
+            stored = (1, *shape[1:])
+        elif kind == "part":
+            stored = (*shape[:-1], shape[-1] + 3)
+        else:
+            stored = shape[::-1] if kind == "transposed" else shape
+        x = (torch.randn(stored, generator=self.generator) * size).to(DEVICE, dtype)
+        if kind == "transposed":
+            return x.permute(*reversed(range(len(shape))))
+        return x.expand(shape) if kind == "expanded" else x[..., : shape[-1]] if kind == "part" else x
+
+
+def run(function: Callable, inputs: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
+    """Results and gradients; the loss is their product with `directions`."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    results = function(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    directions = [d.to(x.dtype) for x, d in zip(results, directions, strict=True)]
+    return [*(x.detach() for x in results), *torch.autograd.grad(results, inputs, directions)]
+
+
+def assert_as_exact(ours: Callable, torchs: Callable, inputs: list[Tensor], directions: list[Tensor]) -> None:
+    """Each result at most three times as far from float64 as torch's, rounded where ours are, plus four ulp of the
+    narrowest dtype given."""
+    exact = run(torchs, [x.double() for x in inputs], [d.double() for d in directions])
+    found, peers = (run(each, inputs, directions) for each in (ours, torchs))
+    ulp = max(torch.finfo(x.dtype).eps for x in inputs)
+    for number, (x, peer, want) in enumerate(zip(found, peers, exact, strict=True)):
+        assert (x.shape, x.dtype) == (want.shape, peer.dtype), number
+        if x.numel():
+            error, reference = (x - want).abs().max(), (peer - want).abs().max()
+            allowed = 3 * reference + 4 * ulp * want.abs().max()
+            assert error <= allowed, f"result {number} is off by {error:.2e}, allowed {allowed:.2e}"
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
+
+
+@pytest.mark.parametrize("number", random_cases(8))
+def test_random_linear_gelu(number: int) -> None:
+    draw = Draw(number)
+    leading, inner, width = draw.leading(), draw.choice((1, 8, 40)), draw.width()
+    dtype, of_bias = draw.choice(DTYPES), draw.choice(DTYPES)
+    size = draw.choice((1.0, 1.0, 30.0))
+    inputs = [
+        draw.tensor((*leading, inner), dtype, expands=True),
+        draw.tensor((width, inner), dtype, size * inner**-0.5),
+        draw.tensor((width,), of_bias),
+    ]
+
+    def torchs(x, weight, bias):
+        pre = F.linear(x, weight)
+        return F.gelu(wide(pre) + wide(bias), approximate="tanh").to(pre.dtype)
+
+    assert_as_exact(linear_gelu, torchs, inputs, [draw.tensor((*leading, width), dtype, expands=True)])
+
+
+@pytest.mark.parametrize("number", random_cases(12))
+def test_random_linear_add_norm(number: int) -> None:
+    draw = Draw(number)
+    leading, inner, width = draw.leading(), draw.choice((1, 8, 40)), draw.width()
+    stream, dtype, of_vectors = (draw.choice(DTYPES) for _ in range(3))
+    eps, seed = draw.choice((1e-5, 1e-5, 0.1)), draw.randrange(-(2**63), 2**63)
+    dropout_p = draw.choice((0.0, 0.0, 0.1, 0.6))
+    has_bias = draw.random() < 0.7
+    vectors = [draw.tensor((width,), of_vectors) for _ in range(2 + has_bias)]
+    inputs = [
+        draw.tensor((*leading, width), stream, draw.choice((1.0, 30.0))),
+        draw.tensor((*leading, inner), dtype, expands=True),
+        draw.tensor((width, inner), dtype, inner**-0.5),
+        *vectors,
+    ]
+
+    def ours(x, y, weight, gain, shift, bias=None):
+        return linear_add_norm(x, y, weight, bias, gain, shift, dropout_p, seed, eps)
+
+    def torchs(x, y, weight, gain, shift, bias=None):
+        product = F.linear(y, weight)
+        update = wide(product) if bias is None else wide(product) + wide(bias)
+        if dropout_p:
+            keep = row_mask(seed, dropout_p, x.numel() // width, width, x.device).view(x.shape)
+            update = torch.where(keep, update / (1 - dropout_p), 0.0)
+        x = (wide(x) + update).to(x.dtype)
+        normalised = F.layer_norm(wide(x), (width,), wide(gain), wide(shift), eps)
+        return x, normalised.to(product.dtype)
+
+    directions = [draw.tensor((*leading, width), each, expands=True) for each in (stream, dtype)]
+    assert_as_exact(ours, torchs, inputs, directions)
+
+
+@pytest.mark.parametrize("number", random_cases(8))
+def test_random_embedding(number: int) -> None:
+    draw = Draw(number)
+    rows, width, dtype = draw.choice((1, 5, 200)), draw.width(), draw.choice(DTYPES)
+    leading = draw.choice((draw.leading(), (draw.randrange(300),)))
+    used = max(1, draw.choice((1, rows // 10, rows)))  # few: long runs of a token
+    tokens = torch.randint(used, leading, generator=draw.generator).to(
+        DEVICE, draw.choice((torch.int64, torch.int32))
+    )
+    table, direction = draw.tensor((rows, width), dtype), draw.tensor((*leading, width), dtype, expands=True)
+    out, found = run(lambda weight: embedding(tokens, weight), [table], [direction])
+    assert torch.equal(out, F.embedding(tokens, table))
+    exact = torch.zeros(rows, width, dtype=torch.float64, device=DEVICE)
+    exact.index_add_(0, tokens.flatten(), direction.double().reshape(-1, width))
+    terms = torch.zeros_like(exact).index_add_(
+        0, tokens.flatten(), direction.double().abs().reshape(-1, width)
+    )
+    error = (found - exact).abs() - torch.finfo(dtype).eps * exact.abs()
+    assert (error <= 4e-7 * terms + torch.finfo(dtype).tiny).all()
+
+
+@pytest.mark.parametrize("number", random_cases(8))
+def test_random_dropout(number: int) -> None:
+    draw = Draw(number)
+    shape = draw.choice((draw.leading(), (*draw.leading(), draw.width())))
+    dtype, dropout_p = draw.choice(DTYPES), draw.choice((1e-3, 0.1, 0.5, 0.999))
+    seed = draw.randrange(-(2**63), 2**63)
+    x, direction = (draw.tensor(shape, dtype, expands=True) for _ in range(2))
+    width = shape[-1] if shape else 1
+    keep = row_mask(seed, dropout_p, x.numel() // max(width, 1), width, x.device).view(shape)
+    found = run(lambda x: dropout(x, dropout_p, seed), [x], [direction])
+    for result, of in zip(found, (x, direction), strict=True):
+        torch.testing.assert_close(result, torch.where(keep, of.double() / (1 - dropout_p), 0.0).to(dtype))
+
+
+@pytest.mark.parametrize("number", random_cases(8))
+def test_random_linear_cross_entropy(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Draw(number)
+    rows, width, vocab_size = (
+        draw.choice((0, 1, 7, 150, 300)),
+        draw.choice((1, 8, 40)),
+        draw.choice((1, 50, 1000)),
+    )
+    padded = vocab_size + draw.choice((0, 0, 1, 64))
+    of_hidden, of_weight = draw.choice(DTYPES), draw.choice(DTYPES)
+    inputs = [
+        draw.tensor((rows, width), of_hidden, expands=True),
+        draw.tensor((padded, width), of_weight, draw.choice((0.3, 3.0))),
+    ]
+    targets = torch.randint(-(vocab_size // 4), vocab_size, (rows,), generator=draw.generator).to(DEVICE)
+    monkeypatch.setattr(head, "CHUNK_BYTES", draw.choice((2**29, padded * 400)))
+
+    def torchs(hidden, weight):
+        logits = F.linear(hidden, weight if hidden.dtype is torch.float64 else weight.to(hidden.dtype))
+        losses = F.cross_entropy(
+            wide(logits)[:, :vocab_size], targets.clamp(min=-1), ignore_index=-1, reduction="sum"
+        )
+        return losses / (targets >= 0).sum().clamp(min=1)
+
+    def ours(hidden, weight):
+        return linear_cross_entropy(hidden, weight, targets, vocab_size)
+
+    assert_as_exact(ours, torchs, inputs, [torch.ones((), device=DEVICE)])
