@@ -10,9 +10,11 @@ From then on, SDPA runs them wherever it would have run its own flash backend, f
 import torch
 
 from ..arguments import check_scale
+from ..launch import INTERPRETED
 from ..registry import AttentionError
-from . import refuses_inputs
-from .api import INTERPRETED, flash_backward, flash_forward
+from .call import Options, Tensors
+from .dispatch import refuses_inputs
+from .operators import flash_backward, flash_forward
 
 NAME = "tilegpt"
 Tensor = torch.Tensor
@@ -58,8 +60,8 @@ def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p:
         state.random_()
-    rules = _rules(state, dropout_p, is_causal, scale, q.shape[-1], sinks=(None,))
-    out, lse, _ = flash_forward(q, k, v, *rules, False)
+    asked = _asked(state, dropout_p, is_causal, scale, q.shape[-1])
+    out, lse, _ = flash_forward(q, k, v, *asked)
     unused, no_debug_mask = q.new_empty((), dtype=torch.uint64), q.new_empty(0)
     return out, lse, None, None, q.shape[2], k.shape[2], state.view(torch.uint64), unused, no_debug_mask
 
@@ -83,20 +85,14 @@ def _backward(
     scale=None,
 ):
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    rules = _rules(state.view(torch.int64), dropout_p, is_causal, scale, q.shape[-1])
-    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *rules)
+    asked = _asked(state.view(torch.int64), dropout_p, is_causal, scale, q.shape[-1])
+    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *asked)
     return dq, dk, dv
 
 
-def _rules(
-    state: Tensor,
-    dropout_p: float,
-    causal: bool,
-    scale: float | None,
-    head_dim: int,
-    sinks: tuple[None, ...] = (),
+def _asked(
+    state: Tensor, dropout_p: float, causal: bool, scale: float | None, head_dim: int
 ) -> tuple[object, ...]:
-    """The operators' arguments after q, k and v. Only the forward has sinks."""
+    """The operators' arguments after q, k and v."""
     seed = state[0] if dropout_p else None
-    absent = (None,) * 5
-    return seed, None, *sinks, *absent, causal, check_scale(scale, head_dim), dropout_p, -1, -1, 0.0, "auto"
+    return *Tensors(seed), *Options(causal, check_scale(scale, head_dim), dropout_p)
