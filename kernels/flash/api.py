@@ -100,11 +100,9 @@ def _check_supported(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | Non
         raise AttentionError(f"attention=flash takes batch and heads up to 65535, got {(batch, heads)}")
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise AttentionError("attention=flash has no gradient for alibi_slopes; attention=naive does")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(-1) != 1:
-            raise AttentionError(
-                f"{name}'s last stride must be 1, got {tensor.stride()}; pass {name}.contiguous()"
-            )
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if x.stride(-1) != 1)
+        raise AttentionError(f"{name}'s last stride must be 1, got {x.stride()}; pass {name}.contiguous()")
 
 
 def flash_attention_packed(qkv: Tensor, **options: object) -> Tensor | tuple[Tensor, Tensor]:

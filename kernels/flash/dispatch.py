@@ -4,7 +4,7 @@
     hopper   hopper/: sm_90, 16 bits, head_dim 64 and 128, and the features that have `hopper` in kernels/features.py
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
-asks it by `takes_hopper`. Triton is imported only if there is a Hopper GPU.
+asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
 """
 
 import functools
@@ -122,7 +122,7 @@ def tier_of(request: AttentionRequest) -> str:
     return " and ".join(dict.fromkeys(passes))
 
 
-def takes_hopper(
+def chosen(
     which: str,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -130,21 +130,18 @@ def takes_hopper(
     options: Options,
     forced: bool,
     fits: Callable[[], bool],
-) -> bool:
-    """Whether the Hopper kernels run a pass of a call, "forward" or "backward".
+) -> tuple[str, Options]:
+    """The kernels that run a pass of a call, "forward" or "backward", and their options, with the window trimmed.
 
     Args:
-        options: as `Options.within` returns them.
         forced: whether a tile is prescribed, which only the portable kernels have.
-        fits: whether the kernel accepts the tensors' memory layout; called last, since it imports Gluon.
+        fits: whether the Hopper kernel accepts the tensors' memory layout; called last, since it imports Gluon.
 
     Raises:
         AttentionError: an unknown tier, or tier="hopper" for a call that those kernels cannot run.
     """
-    if options.tier == "triton":  # as `choose` says, without 0.7 us for its key
-        return False
-    choice = _choose_for_call(
-        which, q.device, q.dtype, q.shape, k.shape[2], options, forced,
+    choice, options = _choose_for_call(
+        which, q.device, q.dtype, q.shape, k.shape, options, forced,
         tensors.seed is not None, tensors.alibi_slopes is not None, tensors.sinks is not None,
         tensors.document_starts is not None, tensors.kv_lengths is not None, tensors.key_blocks is not None,
     )  # fmt: skip
@@ -154,7 +151,7 @@ def takes_hopper(
         raise AttentionError(
             f"attention.tier=hopper cannot run this call: it needs {choice.why}; use attention.tier=auto"
         )
-    return choice.kernels == "hopper"
+    return choice.kernels, options
 
 
 @functools.lru_cache(4096)
@@ -163,7 +160,7 @@ def _choose_for_call(
     device: torch.device,
     dtype: torch.dtype,
     q_shape: torch.Size,
-    kv_len: int,
+    k_shape: torch.Size,
     options: Options,
     forced: bool,
     dropout: bool,
@@ -172,8 +169,10 @@ def _choose_for_call(
     documents: bool,
     padded: bool,
     blocks: bool,
-) -> Choice:
-    """`choose` with what a call's arguments say."""
+) -> tuple[Choice, Options]:
+    """`choose` with what a call's arguments say, and the options `Options.within` its lengths."""
+    (_, _, length, head_dim), kv_len = q_shape, k_shape[2]
+    options = options.within(length, kv_len)
     if options.tier not in TIERS:
         raise AttentionError(f"tier={options.tier} is none of {', '.join(TIERS)}")
     used = {
@@ -187,13 +186,9 @@ def _choose_for_call(
         "block_mask": blocks,
         "precise_delta": options.precise_delta,
     }
-    if forced:
-        return Choice("triton", "no prescribed tile")
     names = frozenset(name for name, value in used.items() if value)
-    length, head_dim = q_shape[2:]
-    return choose(
-        which, AttentionRequest(device, dtype, head_dim, names, options.tier, length, kv_len, options.causal)
-    )
+    request = AttentionRequest(device, dtype, head_dim, names, options.tier, length, kv_len, options.causal)
+    return Choice("triton", "no prescribed tile") if forced else choose(which, request), options
 
 
 @functools.cache

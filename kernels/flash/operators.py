@@ -6,7 +6,7 @@ from torch import Tensor
 from ..operators import below_autograd, in_backward, operator
 from ..registry import AttentionError
 from .call import Options, Tensors, unflatten
-from .dispatch import hopper, takes_hopper
+from .dispatch import chosen, hopper
 from .portable import launch as portable
 from .portable.tiles import are_forced
 
@@ -25,8 +25,9 @@ def flash_forward(
     out, lse, out_low = results = _empty_results(q, k, options.precise_delta)
     if k is None:
         q, k, v = parts(q)
-    options = options.within(q.shape[2], k.shape[2])
-    if takes_hopper("forward", q, k, tensors, options, are_forced(), lambda: hopper().fits_forward(q, k, v)):
+    fits = lambda: hopper().fits_forward(q, k, v)  # noqa: E731
+    kernels, options = chosen("forward", q, k, tensors, options, are_forced(), fits)
+    if kernels == "hopper":
         hopper().forward(q, k, v, out, lse, tensors, options)
     else:
         portable.forward(q, k, v, out, out_low, lse, tensors, options)
@@ -46,23 +47,23 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The backward operator: (dq like q, dk like k, dv like v, delta like lse).
 
-    d_out, d_lse: gradients of out and of lse; d_lse may be None.
+    d_out, d_lse: gradients of out and of lse; d_lse may be None. out, lse: lse contiguous.
     q, k, v, asked: as in `flash_forward`. If q is packed, so is dq, and dk and dv are empty.
     out_low: needed with precise_delta.
     """
     tensors, options = unflatten(asked)
-    dq, dk, dv, delta = results = _empty_gradients(q, k, v)
+    dq, dk, dv, delta = results = _empty_gradients(lse, q, k, v)
     if k is None:
         q, k, v = parts(q)
         dq, dk, dv = parts(dq)
-    options = options.within(q.shape[2], k.shape[2])
-    if d_out.stride(-1) != 1 or 0 in d_out.stride():  # strides of 0: an expanded gradient
+    strides = d_out.stride()
+    if strides[3] != 1 or 0 in strides:  # 0: an expanded gradient
         d_out = d_out.contiguous()
     if d_lse is not None:
         d_lse = d_lse.contiguous()
-    if takes_hopper(
-        "backward", q, k, tensors, options, are_forced(), lambda: hopper().fits_backward(q, k, v, out, d_out)
-    ):
+    fits = lambda: hopper().fits_backward(q, k, v, out, d_out)  # noqa: E731
+    kernels, options = chosen("backward", q, k, tensors, options, are_forced(), fits)
+    if kernels == "hopper":
         hopper().backward(d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, tensors, options)
     else:
         portable.backward(d_out, d_lse, out, out_low, lse, q, k, v, dq, dk, dv, delta, tensors, options)
@@ -86,15 +87,15 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, d_out, d_lse, _):
         if d_out is None and d_lse is None:
             return (None,) * 6
-        out, lse, out_low, q, k, v, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors
         if d_out is None:
-            d_out = torch.zeros_like(out)
-        inputs = (d_out, d_lse, out, lse, out_low, q, k, v, *tensors, *ctx.options)
-        dq, dk, dv, delta = in_backward(flash_backward, *inputs)
-        if k is None:  # the gradient is packed
+            d_out = torch.zeros_like(saved[0])
+        dq, dk, dv, delta = in_backward(flash_backward, d_out, d_lse, *saved, *ctx.options)
+        if dq.dim() == 5:  # packed
             dk = dv = None
         d_sinks = None
         if ctx.needs_input_grad[3]:
+            _, lse, _, _, _, _, *tensors = saved
             sinks = Tensors(*tensors).sinks
             # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta). lse is -inf only where the
             # sink is too, and P = 0.
@@ -121,23 +122,23 @@ def empty_like(x: Tensor) -> Tensor:
     return like if like.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-def _empty_rows(q: Tensor) -> Tensor:
-    batch, heads, length, _ = q.shape
-    return q.new_empty((batch, heads, length), dtype=torch.float32)
-
-
 def _empty_results(q: Tensor, k: Tensor | None, precise_delta: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised out, lse and out_low."""
     if k is None:
         q, _, _ = parts(q)
-    return empty_like(q), _empty_rows(q), empty_like(q) if precise_delta else q.new_empty(0)
+    batch, heads, length, _ = q.shape
+    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
+    return empty_like(q), lse, empty_like(q) if precise_delta else q.new_empty(0)
 
 
-def _empty_gradients(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_gradients(
+    lse: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised dq, dk, dv and delta."""
+    delta = torch.empty_like(lse)
     if k is None:
-        return q.new_empty(q.shape), q.new_empty(0), q.new_empty(0), _empty_rows(parts(q)[0])
-    return empty_like(q), empty_like(k), empty_like(v), _empty_rows(q)
+        return q.new_empty(q.shape), q.new_empty(0), q.new_empty(0), delta
+    return empty_like(q), empty_like(k), empty_like(v), delta
 
 
 flash_forward = operator(
@@ -148,7 +149,7 @@ flash_forward = operator(
 )
 flash_backward = operator(
     flash_backward,
-    lambda d_out, d_lse, out, lse, out_low, q, k, v, *asked: _empty_gradients(q, k, v),
+    lambda d_out, d_lse, out, lse, out_low, q, k, v, *asked: _empty_gradients(lse, q, k, v),
     no_gradient=lambda: AttentionError("attention=flash has no second derivative; use attention=naive"),
     rest=(Tensors, Options),
 )
