@@ -234,8 +234,16 @@ def _request(
     features: Mapping[str, object],
     length: int | None = None,
 ) -> AttentionRequest:
-    used, causal = used_features(features), features.get("causal")
-    return AttentionRequest(torch.device(device), dtype, head_dim, used, tier, length, causal=causal)
+    causal = features.get("causal")
+    return AttentionRequest(
+        torch.device(device),
+        dtype,
+        head_dim,
+        used_features(features),
+        tier,
+        length,
+        causal=causal if isinstance(causal, bool) else None,
+    )
 
 
 def _reason(name: str, request: AttentionRequest) -> str | None:
