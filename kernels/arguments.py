@@ -7,22 +7,19 @@ Query i is aligned bottom-right: its position among the keys is i + kv_len - q_l
                      Under autocast q, k and v are cast to its dtype, as for torch's own attention
     causal           a query sees no key after its own position
     scale            factor of the logits; None means 1/sqrt(head_dim)
-    dropout_p        probability that an attention weight is set to 0, rounded to a multiple of 2^-16; the others are
-                     divided by 1 minus that
     dropout_seed     int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
                      `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or advanced
-    window           (left, right): a query sees at most so many keys before and after its position; -1 for no limit
-    softcap          logits become softcap * tanh(logits / softcap) (Gemma 2); 0: off
-    alibi_slopes     (heads,): subtract slope * |query position - key position| (Press et al. 2022), after softcap
-    sinks            (heads,): a learnable logit per head that enters the softmax and has no value (gpt-oss)
-    cu_seqlens       int32 (documents + 1,): ascending offsets of packed documents in the batch * length tokens, first
-                     0, last batch * length. A token sees only its own document, within its own row
-    kv_lengths       int32 (batch,): keys from this index on are padding, masked for every query (`naive` multiplies
-                     them by 0, so they must be finite). Alignment still uses kv_len
-    block_mask       bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): True for tiles that may be
-                     seen (FlashAttention section 3.3), combined with every other mask
-    return_lse       also return the log-sum-exp
-    precise_delta    a backward free of the output's rounding error (arXiv 2510.04212); `naive` always is
+
+The others are optional features: `kernels.features` has them in a table.
+
+NaN and inf. What a query may not see has weight 0, but kernels multiply whole tiles, and 0 * NaN is NaN. So a NaN in
+one token can reach those whose tile it shares: earlier ones under a causal mask, and other documents of its row.
+Isolated, forward and backward, are
+
+    the rows of a batch, and its heads (with grouped heads those that share a key head), from one another
+    keys and values from `kv_lengths` on, whose gradients are 0: so pad with that where padding may hold anything.
+    `naive` multiplies them by 0, so there they must be finite. A padded query is like any other: its q, and the
+    gradient of its output, must be finite
 """
 
 import math
@@ -36,24 +33,26 @@ BLOCK_MASK_SIZE = 128
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Check that q (batch, heads, q_len, head_dim) matches k and v (batch, kv_heads, kv_len, head_dim)."""
+    dtype, device = q.dtype, q.device  # reading an attribute of a tensor takes 0.1 us
+    if not dtype.is_floating_point:
+        raise AttentionError(f"q must be floating point, got {dtype}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             shape = tuple(tensor.shape)
             raise AttentionError(f"{name} must be (batch, heads, length, head_dim), got shape {shape}")
-        if not tensor.is_floating_point():
-            raise AttentionError(f"{name} must be floating point, got {tensor.dtype}")
-        if tensor.dtype != q.dtype:
-            raise AttentionError(f"q, k and v must share a dtype, got {q.dtype} and {name} {tensor.dtype}")
-        if tensor.device != q.device:
-            raise AttentionError(f"q, k and v must share a device, got {q.device} and {name} {tensor.device}")
+        if tensor.dtype != dtype:
+            raise AttentionError(f"q, k and v must share a dtype, got {dtype} and {name} {tensor.dtype}")
+        if tensor.device != device:
+            raise AttentionError(f"q, k and v must share a device, got {device} and {name} {tensor.device}")
+    (batch, heads, _, head_dim), (kv_batch, kv_heads, _, kv_head_dim) = q.shape, k.shape
     if k.shape != v.shape:
         raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}")
-    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+    if (kv_batch, kv_head_dim) != (batch, head_dim):
         raise AttentionError(
             f"q and k must share batch and head_dim, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise AttentionError(f"kv_heads must divide heads, got {k.shape[1]} kv_heads and {q.shape[1]} heads")
+    if kv_heads == 0 or heads % kv_heads:
+        raise AttentionError(f"kv_heads must divide heads, got {kv_heads} kv_heads and {heads} heads")
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -90,8 +89,8 @@ def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> 
         if dropout_seed.ndim or dropout_seed.dtype is not torch.int64:
             got = f"{dropout_seed.dtype} of shape {tuple(dropout_seed.shape)}"
             raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {got}")
-    # 1.5 would be truncated to 1, and "5" parsed as 5. NumPy integers have __index__; torch.compile knows only int.
-    elif not (dropout_seed is None or isinstance(dropout_seed, int) or hasattr(dropout_seed, "__index__")):
+    # 1.5 would be truncated to 1, and "5" parsed as 5.
+    elif not (dropout_seed is None or _is_integer(dropout_seed)):
         raise AttentionError(f"dropout_seed must be an int or a 0-d int64 tensor, got {dropout_seed!r}")
     # A varying int is symbolic under torch.compile: an int64, on which the comparison would add a guard.
     elif not torch.compiler.is_compiling() and not -(2**63) <= int(dropout_seed or 0) < 2**63:
@@ -111,7 +110,7 @@ def check_features(
     k: torch.Tensor,
     *,
     window: tuple[int, int] | None,
-    softcap: float,
+    softcap: float | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
@@ -121,12 +120,10 @@ def check_features(
     """Check that the optional arguments match q, k and each other."""
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
-    is_pair = (
-        isinstance(window, tuple | list) and len(window) == 2 and all(isinstance(x, int) for x in window)
-    )
+    is_pair = isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_integer, window))
     if window is not None and (not is_pair or min(window) < -1):
         raise AttentionError(f"window must be (left, right), each a count of keys or -1, got {window}")
-    if not 0 <= softcap < math.inf:
+    if softcap is not None and not 0 <= softcap < math.inf:
         raise AttentionError(f"softcap must be positive and finite, or 0 for none, got {softcap}")
     for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is not None:
@@ -139,7 +136,10 @@ def check_features(
         if kv_lengths.shape != (batch,):
             raise AttentionError(f"kv_lengths must be ({batch},), got {tuple(kv_lengths.shape)}")
         if cu_seqlens is not None:
-            raise AttentionError("kv_lengths and cu_seqlens exclude each other: make padding a document")
+            raise AttentionError(
+                "kv_lengths and cu_seqlens exclude each other: pad rows with kv_lengths, or pack documents with "
+                "cu_seqlens, where padding is a document of its own and must be finite"
+            )
     if cu_seqlens is not None:
         _check_tensor("cu_seqlens", cu_seqlens, q.device, torch.int32)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -161,6 +161,11 @@ def refuse_features(name: str, features: dict[str, object]) -> None:
     used = used_features(features)
     if used:
         raise AttentionError(f"attention={name} does not support {sorted(used)[0]}; attention=naive does")
+
+
+def _is_integer(x: object) -> bool:
+    """Whether x is an int or, as NumPy's integers, stands for one. torch.compile knows only int."""
+    return isinstance(x, int) or (hasattr(x, "__index__") and not isinstance(x, torch.Tensor))
 
 
 def _check_tensor(

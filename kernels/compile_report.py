@@ -34,13 +34,15 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from .features import FEATURES
 from .flash import dropout
 from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule
 from .flash.hopper.descriptors import layout_of
 from .flash.hopper.dropout import drop_of
 from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
-from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates, specify
+from .flash.portable.parameters import specify
+from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates
 from .history import flash1, two_pass
 
 HOPPER = {
@@ -70,21 +72,9 @@ OPTIONAL_POINTERS = {
     "KvLengths": "*i32",
     "Blocks": "*i32",
 }
-# feature -> (its compile-time options, the optional tensors that it needs)
-FEATURES = {
-    "": ({}, ()),
-    "dropout": ({"dropout_p": 0.1}, ("Seed",)),
-    "gqa": ({"group": 4}, ()),
-    "window": ({"left": 256}, ()),
-    "softcap": ({"softcap": 30.0}, ()),
-    "alibi": ({"alibi": True}, ("Slopes",)),
-    "sinks": ({}, ("Sinks",)),
-    "documents": ({"documents": True}, ("DocumentStart", "DocumentEnd")),
-    "padding": ({"padded": True}, ("KvLengths",)),
-    "blocks": ({}, ("Blocks",)),
-    "lse_grad": ({}, ("DLse",)),
-    "precise": ({}, ("OutLow",)),
-}
+# What else makes the compilers' work another: grouped heads, which are no feature.
+FORMS = {"": ({}, ()), "gqa": ({"group": 4}, ())}
+FORMS |= {name: (feature.options, feature.pointers) for name, feature in FEATURES.items()}
 RAGGED = "ragged"  # Hopper kernels: kv_len = q_len + 1, so blocks of keys and the diagonal do not align
 BUDGETS = tomllib.loads(Path(__file__).with_name("compile_budgets.toml").read_text())
 HEADS = 12  # in the packed qkv whose strides the kernels are compiled for
@@ -107,7 +97,7 @@ class Job:
         mask = "causal" if self.causal else "full"
         gpu = "gfx942" if self.architecture == AMD else f"sm_{self.architecture}"
         what = f"{self.kernel:18}{TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
-        return f"{gpu:7}{what} {self.tile or f'n{self.length}'!s:14} {self.feature:9}"
+        return f"{gpu:7}{what} {self.tile or f'n{self.length}'!s:14} {self.feature:16}"
 
 
 @dataclass(frozen=True)
@@ -194,16 +184,16 @@ def _constants(job: Job) -> dict[str, object]:
     tokens = HEADS * job.head_dim
     packed = dict.fromkeys(["stride_qm", "stride_kn", "stride_vn"], 3 * tokens)
     plain = dict.fromkeys(["stride_om", "stride_dom", "stride_dqm", "stride_dkn", "stride_dvn"], tokens)
-    options, tensors = FEATURES[job.feature]
+    options, tensors = FORMS[job.feature]
     spec = specify(job.tile, job.head_dim, job.causal, **options)
     absent = dict.fromkeys(name for name in OPTIONAL_POINTERS if name not in tensors)
     return {"SPEC": spec, **packed, **plain, **absent}
 
 
 def _hopper_constants(job: Job) -> dict[str, object]:
-    ragged, bounded = job.feature.endswith(RAGGED), job.feature in ("documents", "window")
-    listed = job.feature.startswith("blocks")
-    absent = {} if job.feature == "documents" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
+    ragged, bounded = job.feature.endswith(RAGGED), job.feature in ("cu_seqlens", "window")
+    listed = job.feature.startswith("block_mask")
+    absent = {} if job.feature == "cu_seqlens" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not listed:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
     if job.kernel == "hopper_forward":
@@ -213,7 +203,7 @@ def _hopper_constants(job: Job) -> dict[str, object]:
     row_blocks = job.length // backward_schedule.BLOCK_M[job.head_dim]
     dq_delay = 0 if bounded or listed else backward.choose_dq_delay(job.head_dim, job.causal, row_blocks)
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
-    drop = drop_of(0.1 if job.feature.startswith("dropout") else 0.0)
+    drop = drop_of(0.1 if job.feature.startswith("dropout_p") else 0.0)
     if drop is None:
         absent["Seed"] = None
     return {**rules, "DQ_DELAY": dq_delay, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, **absent}
@@ -301,7 +291,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                             or (head_dim == 128 and architecture not in (90, AMD))
                         ):
                             continue
-                        jobs.append(replace(job, feature="dropout"))
+                        jobs.append(replace(job, feature="dropout_p"))
                         if kernel == "dkdv":  # the other kernels only index another head
                             jobs.append(replace(job, feature="gqa"))
             if architecture == 80 and 64 in head_dims:
@@ -318,13 +308,13 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                         if length == 2048 and (name, head_dim, causal) != ("hopper_forward", 64, True):
                             continue  # the same kernel as for 16384
                         jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
-                for name, feature in itertools.product(HOPPER, ("documents", "window")):
+                for name, feature in itertools.product(HOPPER, ("cu_seqlens", "window")):
                     jobs.append(Job(90, name, head_dim, True, None, feature=feature))
                 for name, causal in itertools.product(HOPPER, (True, False)):
-                    jobs.append(Job(90, name, head_dim, causal, None, feature="blocks"))
+                    jobs.append(Job(90, name, head_dim, causal, None, feature="block_mask"))
                 # The forward always masks its last block; the backward only for the diagonal or a partial block.
-                jobs.append(Job(90, "hopper_backward", head_dim, False, None, feature=f"blocks {RAGGED}"))
-                drops = ("dropout", f"dropout {RAGGED}")
+                jobs.append(Job(90, "hopper_backward", head_dim, False, None, feature=f"block_mask {RAGGED}"))
+                drops = ("dropout_p", f"dropout_p {RAGGED}")
                 for causal, length, feature in itertools.product((True, False), (512, 16384), drops):
                     job = Job(90, "hopper_backward", head_dim, causal, None, feature=feature, length=length)
                     jobs.append(job)
@@ -339,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument(
-        "--feature", choices=sorted(FEATURES), help="compile every tile with this feature instead"
+        "--feature", choices=sorted(FORMS), help="compile every tile with this feature instead"
     )
     parser.add_argument(
         "--tile",

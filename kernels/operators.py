@@ -4,6 +4,7 @@ The namespace is named after this package, so that a checkout's `kernels` and an
 a process. `torch.library.custom_op` does the same, with more Python in each call: LOG.md has its cost.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ def operator(
     like: Callable[..., Any],
     differentiable: Callable[..., Any] | None = None,
     no_gradient: Callable[[], Exception] | None = None,
+    rest: tuple[type, ...] = (),
 ) -> torch._ops.OpOverload:
     """Register a function that mutates none of its inputs as an operator, with the function's name and signature.
 
@@ -28,8 +30,11 @@ def operator(
             there is no gradient.
         no_gradient: in place of `differentiable`, for an operator that is itself a gradient: makes the error that a
             second derivative raises.
+        rest: NamedTuples whose fields the functions take as their *arguments.
     """
     name = function.__name__
+    if rest:
+        function.__signature__ = _with_fields(function, rest)
     schema = torch.library.infer_schema(function, mutates_args=())
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -71,6 +76,18 @@ def has_tangent(*tensors: torch.Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def _with_fields(function: Callable[..., Any], rest: tuple[type, ...]) -> inspect.Signature:
+    """The function's signature, with the fields of `rest` in place of its *arguments."""
+    signature = inspect.signature(function)
+    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL]
+    fields = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+        for fields in rest
+        for name, annotation in fields.__annotations__.items()
+    ]
+    return signature.replace(parameters=[*named, *fields])
 
 
 def _once(made: torch._ops.OpOverload, no_gradient: Callable[[], Exception]) -> Callable[..., Any]:

@@ -12,28 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from .features import FEATURES, is_used
+
 AttentionFn = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])  # decorated, it keeps its type
 
-# The optional arguments of an AttentionFn that a backend may not support, with the value that means "not used".
-FEATURES: dict[str, object] = {
-    "dropout_p": 0.0,
-    "window": None,
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "sinks": None,
-    "cu_seqlens": None,
-    "kv_lengths": None,
-    "block_mask": None,
-    "return_lse": False,
-    "precise_delta": False,
-}
-
 # Arguments that every backend supports.
 _COMMON = {"causal", "scale", "dropout_seed"}
-
-# Explanations of features for error messages.
-_WORDS = {"cu_seqlens": "packed documents", "kv_lengths": "padded keys"}
 
 # `auto` takes the first of these that can serve the request, and a refusal names it as the nearest backend that can.
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
@@ -54,7 +39,8 @@ class AttentionRequest:
         head_dim: their last dimension.
         features: names of the optional arguments that will be used (keys of `FEATURES`).
         tier: which of a backend's sets of kernels may run; "auto": the fastest that can.
-        length: q_len, or None if it is not known.
+        length: q_len. Like the following, None if it is not known.
+        kv_len, causal: of the call.
     """
 
     device: torch.device
@@ -63,6 +49,8 @@ class AttentionRequest:
     features: frozenset[str] = frozenset()
     tier: str = "auto"
     length: int | None = None
+    kv_len: int | None = None
+    causal: bool | None = None
 
     def unsupported(self, supported: set[str]) -> str | None:
         """A reason to refuse, naming the first used feature that is not in `supported`, or None."""
@@ -72,7 +60,8 @@ class AttentionRequest:
 
 def _in_words(feature: str) -> str:
     """The feature's name for a message, with its explanation: "cu_seqlens (packed documents)"."""
-    return f"{feature} ({_WORDS[feature]})" if feature in _WORDS else feature
+    words = FEATURES[feature].words
+    return f"{feature} ({words})" if words else feature
 
 
 @dataclass(frozen=True)
@@ -139,13 +128,7 @@ def used_features(features: Mapping[str, object]) -> frozenset[str]:
     unknown = sorted(set(features) - set(FEATURES) - _COMMON)
     if unknown:
         raise AttentionError(f"unknown attention argument {unknown[0]}; choose one of {', '.join(FEATURES)}")
-    return frozenset(
-        name
-        for name, value in features.items()
-        if name in FEATURES
-        and value is not None
-        and (isinstance(value, torch.Tensor) or value != FEATURES[name])
-    )
+    return frozenset(name for name, value in features.items() if name in FEATURES and is_used(name, value))
 
 
 def resolve_attention(
@@ -172,7 +155,7 @@ def resolve_attention(
     Raises:
         AttentionError: one line with what cannot be done, why, and the nearest backend that can.
     """
-    request = AttentionRequest(torch.device(device), dtype, head_dim, used_features(features), tier)
+    request = _request(device, dtype, head_dim, tier, features)
     # On a CPU flash means Triton's interpreter: correct, but thousands of times too slow to be recommended. Only
     # flash has tiers, so a tier other than "auto" asks for it.
     interpreted = request.device.type != "cuda" and tier == "auto"
@@ -240,8 +223,26 @@ def attention_tier(
     choose = _backend(name).tier
     if choose is None:
         return None
-    return choose(
-        AttentionRequest(torch.device(device), dtype, head_dim, used_features(features), tier, length)
+    return choose(_request(device, dtype, head_dim, tier, features, length))
+
+
+def _request(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    tier: str,
+    features: Mapping[str, object],
+    length: int | None = None,
+) -> AttentionRequest:
+    causal = features.get("causal")
+    return AttentionRequest(
+        torch.device(device),
+        dtype,
+        head_dim,
+        used_features(features),
+        tier,
+        length,
+        causal=causal if isinstance(causal, bool) else None,
     )
 
 

@@ -101,6 +101,7 @@ _ATTENTIONS = (
     "kernels/__init__.py",
     "kernels/arguments.py",
     "kernels/fa4.py",
+    "kernels/features.py",
     "kernels/flash",
     "kernels/flash/portable/measured/sm_90.json",  # the measured times that decide its tiles
     "kernels/history",
@@ -163,6 +164,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=1.0,
             code=(
                 "kernels/arguments.py",
+                "kernels/features.py",
                 "kernels/launch.py",
                 "kernels/layers/__init__.py",
                 "kernels/layers/checks.py",

@@ -1,67 +1,194 @@
-"""The choice between our two sets of kernels: portable ones in Triton, and Gluon ones for Hopper.
+"""Which kernels run: what is asked -> those of the forward, those of the backward, and why not the others.
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
-    hopper   hopper/: sm_90, 16 bits, head_dim 64 and 128; windows and documents under
-             the causal mask, or a block mask
+    hopper   hopper/: sm_90, 16 bits, head_dim 64 and 128, and the features that have `hopper` in kernels/features.py
 
-With dropout the forward is portable and the backward Hopper's: a Hopper forward that draws the mask is no faster
-(LOG.md).
-
-Triton is imported only if there is a Hopper GPU.
+`choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
+asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Set
+import importlib.util
+import os
+from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
+from ..arguments import BLOCK_MASK_SIZE
+from ..features import FEATURES
 from ..registry import AttentionError, AttentionRequest
+from .call import Options, Tensors
 
 TIERS = ("auto", "triton", "hopper")
-HEAD_DIMS = (64, 128)
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
+HOPPER_DTYPES = (torch.float16, torch.bfloat16)
+HOPPER_HEAD_DIMS = (64, 128)
 # Gluon is experimental and its API changes; with these versions the kernels have passed `pytest -m gpu`.
 VERIFIED_TRITON = ("3.7.1",)
-BOUNDS = {"window", "cu_seqlens"}  # only if causal, which a request does not say
-UNEVEN = BOUNDS | {"block_mask"}  # BOUNDS or block_mask, not both
-FEATURES = {"return_lse"} | UNEVEN
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
+BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
 
 
-def refuses_tier(request: AttentionRequest) -> str | None:
-    """The reason why the request's tier cannot serve it, or None."""
-    if request.tier == "hopper" and (needed := hopper_needs(request)):
+class Choice(NamedTuple):
+    """The kernels of a pass: "triton" or "hopper"; and for "triton" what those for Hopper would need, unless the
+    request names the tier."""
+
+    kernels: str
+    why: str | None = None
+
+
+@functools.lru_cache(1024)
+def choose(which: str, request: AttentionRequest) -> Choice:
+    """The kernels that serve a pass, "forward" or "backward"; what the request leaves open is assumed to suit Hopper.
+
+    With dropout or sinks the forward is portable and the backward Hopper's.
+    """
+    if request.tier == "triton":
+        return Choice("triton")
+    needed = _hopper_needs(which, request)
+    return Choice("triton", needed) if needed else Choice("hopper")
+
+
+def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
+    """What the Hopper kernels of a pass would need to serve the request, or None."""
+    features, length, kv_len = request.features, request.length, request.kv_len
+    bounds = [name for name in BOUNDS if name in features]
+    if missing := machine_lacks(request.device):
+        return missing
+    if request.dtype not in HOPPER_DTYPES:
+        return f"float16 or bfloat16, not {request.dtype}"
+    if request.head_dim not in HOPPER_HEAD_DIMS:
+        return f"head_dim 64 or 128, not {request.head_dim}"
+    if others := sorted(name for name in features if which not in FEATURES[name].hopper):
+        return f"attention without {others[0]}"
+    if "block_mask" in features and bounds:
+        return f"attention without {bounds[0]} beside block_mask"
+    if "dropout_p" in features and (bounds or "block_mask" in features):
+        return f"attention without dropout_p beside {[*bounds, 'block_mask'][0]}"
+    if bounds and (request.causal is False or kv_len not in (None, length)):
+        return f"causal=True and as many keys as queries with {bounds[0]}"
+    if (
+        "block_mask" in features
+        and request.causal
+        and kv_len is not None
+        and (kv_len - length) % BLOCK_MASK_SIZE
+    ):
+        return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's
+    if request.tier == "auto" and length is not None and length < LEAST_QUERIES:
+        return f"{LEAST_QUERIES} queries or more, not {length}"
+    return None
+
+
+def refuses(request: AttentionRequest) -> str | None:
+    """The reason why our kernels cannot serve `request`, or None."""
+    if request.tier not in TIERS:  # first: no change of the inputs would help
+        return f"attention.tier={request.tier} is none of {', '.join(TIERS)}"
+    if reason := refuses_kernels(request):
+        return reason
+    if request.tier == "hopper" and (needed := choose("forward", request).why):
         return f"attention.tier=hopper needs {needed} (attention.tier=auto takes what serves)"
     return None
 
 
-def tier_of(request: AttentionRequest) -> str:
-    """The tier that serves a request accepted by `refuses_tier`; if forward and backward differ, both."""
-    short = request.length is not None and request.length < LEAST_QUERIES and request.tier == "auto"
-    if request.tier == "triton" or short:
-        return "triton"
-    if not hopper_needs(request):
-        return "hopper"
-    backward = FEATURES | {"sinks"} if request.features & UNEVEN else FEATURES | {"sinks", "dropout_p"}
-    return "triton" if hopper_needs(request, backward) else "triton and hopper"
+def refuses_kernels(request: AttentionRequest) -> str | None:
+    """The reason why none of our Triton kernels can serve `request`, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "it needs triton, which is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return refuses_inputs(request.device, request.dtype, request.head_dim, interpreted)
 
 
-def hopper_needs(request: AttentionRequest, features: Set[str] = FEATURES) -> str | None:
-    """What the Hopper kernels, supporting `features`, would need to serve the request, or None."""
-    if missing := machine_lacks(request.device):
-        return missing
-    if request.dtype not in DTYPES:
-        return f"float16 or bfloat16, not {request.dtype}"
-    if request.head_dim not in HEAD_DIMS:
-        return f"head_dim 64 or 128, not {request.head_dim}"
-    if others := sorted(request.features - features):
-        return f"attention without {others[0]}"
-    if "block_mask" in request.features and (others := sorted(request.features & BOUNDS)):
-        return f"attention without {others[0]} beside block_mask"
+def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, interpreted: bool) -> str | None:
+    """The reason why our kernels cannot take such tensors, or None. interpreted: Triton runs in its interpreter."""
+    if device.type != "cuda" and not interpreted:
+        return f"it needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 interprets it, slowly)"
+    if dtype not in DTYPES:
+        return f"it takes float16, bfloat16 and float32, not {dtype}"
+    if interpreted and dtype is torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly (use float32 or float16)"
+    if not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
+        return f"it takes head_dim {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, not {head_dim}"
     return None
+
+
+def tier_of(request: AttentionRequest) -> str:
+    """The tier that serves a request that is not refused; if forward and backward differ, both."""
+    passes = (choose(which, request).kernels for which in ("forward", "backward"))
+    return " and ".join(dict.fromkeys(passes))
+
+
+def chosen(
+    which: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    tensors: Tensors,
+    options: Options,
+    forced: bool,
+    fits: Callable[[], bool],
+) -> tuple[str, Options]:
+    """The kernels that run a pass of a call, "forward" or "backward", and their options, with the window trimmed.
+
+    Args:
+        forced: whether a tile is prescribed, which only the portable kernels have.
+        fits: whether the Hopper kernel accepts the tensors' memory layout; called last, since it imports Gluon.
+
+    Raises:
+        AttentionError: an unknown tier, or tier="hopper" for a call that those kernels cannot run.
+    """
+    choice, options = _choose_for_call(
+        which, q.device, q.dtype, q.shape, k.shape, options, forced,
+        tensors.seed is not None, tensors.alibi_slopes is not None, tensors.sinks is not None,
+        tensors.document_starts is not None, tensors.kv_lengths is not None, tensors.key_blocks is not None,
+    )  # fmt: skip
+    if choice.kernels == "hopper" and not fits():
+        choice = Choice("triton", "tensors in 16-byte steps that TMA can address")
+    if options.tier == "hopper" != choice.kernels:
+        raise AttentionError(
+            f"attention.tier=hopper cannot run this call: it needs {choice.why}; use attention.tier=auto"
+        )
+    return choice.kernels, options
+
+
+@functools.lru_cache(4096)
+def _choose_for_call(
+    which: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    options: Options,
+    forced: bool,
+    dropout: bool,
+    alibi: bool,
+    sinks: bool,
+    documents: bool,
+    padded: bool,
+    blocks: bool,
+) -> tuple[Choice, Options]:
+    """`choose` with what a call's arguments say, and the options `Options.within` its lengths."""
+    (_, _, length, head_dim), kv_len = q_shape, k_shape[2]
+    options = options.within(length, kv_len)
+    if options.tier not in TIERS:
+        raise AttentionError(f"tier={options.tier} is none of {', '.join(TIERS)}")
+    used = {
+        "dropout_p": dropout,
+        "window": options.left >= 0 or (options.right >= 0 and not options.causal),
+        "softcap": options.softcap,
+        "alibi_slopes": alibi,
+        "sinks": sinks,
+        "cu_seqlens": documents,
+        "kv_lengths": padded,
+        "block_mask": blocks,
+        "precise_delta": options.precise_delta,
+    }
+    names = frozenset(name for name, value in used.items() if value)
+    request = AttentionRequest(device, dtype, head_dim, names, options.tier, length, kv_len, options.causal)
+    return Choice("triton", "no prescribed tile") if forced else choose(which, request), options
 
 
 @functools.cache
@@ -85,32 +212,3 @@ def machine_lacks(device: torch.device) -> str | None:
 def hopper() -> ModuleType:
     """The module that launches the Hopper kernels; imports Gluon."""
     return importlib.import_module(".hopper.launch", __package__)
-
-
-def takes_hopper(tier: str, q: torch.Tensor, has: bool, fits: Callable[[], bool]) -> bool:
-    """Whether the Hopper kernels run a call.
-
-    Args:
-        has: whether they support the features in use.
-        fits: whether the kernel accepts the tensors' memory layout; called last, since it imports Gluon.
-
-    Raises:
-        AttentionError: an unknown tier, or tier="hopper" for a call that those kernels cannot run.
-    """
-    if tier not in TIERS:
-        raise AttentionError(f"tier={tier} is none of {', '.join(TIERS)}")
-    if tier == "triton":
-        return False
-    takes = (
-        has
-        and machine_lacks(q.device) is None
-        and (tier == "hopper" or q.shape[2] >= LEAST_QUERIES)
-        and fits()
-    )
-    if tier == "hopper" and not takes:
-        raise AttentionError(
-            "attention.tier=hopper cannot run this call: it takes sm_90, float16 or bfloat16, head_dim 64 or 128, "
-            "strides of 16 bytes, and of the features window and cu_seqlens with causal=True and as many keys as "
-            "queries, or block_mask, if causal with lengths that differ by a multiple of 128; use attention.tier=auto"
-        )
-    return takes

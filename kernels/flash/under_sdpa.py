@@ -17,9 +17,11 @@ from collections.abc import Callable
 import torch
 
 from ..arguments import check_scale
+from ..launch import INTERPRETED
 from ..registry import AttentionError
-from . import refuses_inputs
-from .api import INTERPRETED, flash_backward, flash_forward
+from .call import Options, Tensors
+from .dispatch import refuses_inputs
+from .operators import flash_backward, flash_forward
 
 NAME = "tilegpt"
 LARGEST_GRID = 65535  # of CUDA's second and third axes
@@ -76,9 +78,9 @@ def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *
 
 
 def _attend(options, seed, q, k, v):
-    q, rules = _rules(q, seed, *options, sinks=(None,))
+    q, asked = _asked(q, seed, *options)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse, _ = flash_forward(q, k, v, *rules, False)
+    out, lse, _ = flash_forward(q, k, v, *asked)
     return out, lse
 
 
@@ -105,9 +107,9 @@ def _backward(
 
 
 def _differentiate(options, seed, d_out, q, k, v, out, lse):
-    q, rules = _rules(q, seed, *options)
+    q, asked = _asked(q, seed, *options)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *rules)
+    dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *asked)
     scale = options[-1]
     return dq if scale is None or scale > 0 else _signed(dq, scale), dk, dv
 
@@ -129,20 +131,13 @@ def _by_batches(
     return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
-def _rules(
-    q: Tensor,
-    seed: Tensor | None,
-    dropout_p: float,
-    causal: bool,
-    scale: float | None,
-    sinks: tuple[None, ...] = (),
+def _asked(
+    q: Tensor, seed: Tensor | None, dropout_p: float, causal: bool, scale: float | None
 ) -> tuple[Tensor, tuple[object, ...]]:
-    """q, and the operators' arguments after q, k and v. Only the forward has sinks."""
+    """q, and the operators' arguments after q, k and v."""
     if scale is not None and scale <= 0:  # our kernels take positive scales only
         q, scale = _signed(q, scale), abs(scale) or 1.0
-    absent = (None,) * 5
-    scale = check_scale(scale, q.shape[-1])
-    return q, (seed, None, *sinks, *absent, causal, scale, dropout_p, -1, -1, 0.0, "auto")
+    return q, (*Tensors(seed), *Options(causal, check_scale(scale, q.shape[-1]), dropout_p))
 
 
 def _signed(q: Tensor, scale: float) -> Tensor:

@@ -9,7 +9,7 @@ Each step saves memory, traffic or work; `python -m reproduce history` counts an
 registered under the files' names; triton is imported when one that needs it is loaded, not before.
 """
 
-from ..flash import refuses_kernels
+from ..flash.dispatch import refuses_kernels
 from ..registry import AttentionFn, AttentionRequest, register_attention
 
 NAMES = ("two_pass", "chunked", "flash1")

@@ -3,8 +3,9 @@
 import torch
 
 from ..arguments import check_inputs, in_autocast_dtype, refuse_features
-from ..flash import refuses_inputs
-from ..flash.portable.tiles import Tile, specify
+from ..flash.dispatch import refuses_inputs
+from ..flash.portable.parameters import specify
+from ..flash.portable.tiles import Tile
 from ..launch import INTERPRETED
 from ..operators import has_tangent
 from ..registry import AttentionError

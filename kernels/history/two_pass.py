@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..arguments import check_scale
-from ..flash.api import empty_like
+from ..flash.operators import empty_like
 from ..flash.portable.forward import LOWEST
 from ..flash.portable.memory import load_rows, load_vector, store_rows
 from ..flash.portable.tiles import Tile

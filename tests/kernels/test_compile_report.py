@@ -140,7 +140,7 @@ def test_a_tile_that_compiles_badly_is_refused(report, arguments: list[str], pro
 PRODUCTS = """
 from kernels.compile_report import Job, Tile, compile_kernel
 for kernel, tile in ("forward", Tile(64, 64, 4, 3)), ("dq", Tile(64, 64, 4, 3)), ("dkdv", Tile(32, 64, 4, 2)):
-    ptx = compile_kernel(Job(90, kernel, 64, True, tile, feature="dropout"))[0].asm["ptx"]
+    ptx = compile_kernel(Job(90, kernel, 64, True, tile, feature="dropout_p"))[0].asm["ptx"]
     print(kernel, ptx.count("mul.wide.u32"), ptx.count("mul.hi"))
 """
 

@@ -10,7 +10,8 @@ import sys
 FAR = """
 import mmap, torch
 from kernels import get_attention
-from kernels.flash import api
+from kernels.flash import operators
+from kernels.flash.call import Options, Tensors
 
 def far(shape, strides, dtype):
     # Zeros. Only what is touched takes memory, in pages of 4 KB: the rest is not even promised (MAP_NORESERVE).
@@ -35,7 +36,7 @@ def results(tensors):
 
 want = results(near)
 apart = [far_like(x.detach(), 1, 1, TOKEN, 1) for x in near]
-api.empty_like = lambda x: far(x.shape, x.stride(), x.dtype)
+operators.empty_like = lambda x: far(x.shape, x.stride(), x.dtype)
 got = results(apart)
 assert [x.stride(2) for x in got] == [TOKEN, 1, TOKEN, TOKEN, TOKEN]
 assert all(map(torch.equal, got, want))
@@ -67,9 +68,9 @@ assert of_keys[:, :, 1].tolist() == [[0, 0, 0, 1]] * 3
 # and as attention reads them.
 q, k, v = torch.randn(3, 1, 3, 300, 16).unbind()
 def results(lists):
-    out, lse, low = api.flash_forward(q, k, v, *[None] * 6, *lists, *rules, False)
-    return out, lse, *api.flash_backward(v, None, out, lse, None, q, k, v, *[None] * 5, *lists, *rules)
-rules = (True, 0.25, 0.0, -1, -1, 0.0, "auto")
+    rest = (*Tensors(key_blocks=lists[0], query_blocks=lists[1]), *Options(True, 0.25))
+    out, lse, low = operators.flash_forward(q, k, v, *rest)
+    return out, lse, *operators.flash_backward(v, None, out, lse, low, q, k, v, *rest)
 assert same(results([far_like(x, 1, 1_200_000_000, x.shape[3], 1) for x in lists]), results(lists))
 print("done")
 """

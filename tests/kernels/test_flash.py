@@ -5,6 +5,7 @@ import torch
 
 import kernels
 from kernels import AttentionError
+from kernels.flash.call import Options, Tensors
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs, run
 
 if torch.cuda.is_available():
@@ -153,21 +154,20 @@ def test_extreme_scores_stay_accurate_and_finite(dtype: torch.dtype) -> None:
 
 def test_the_operators_pass_torchs_own_checks() -> None:
     *tensors, d_out = inputs(20, 33, 16, torch.float32, heads=2, kv_heads=1)
-    api = kernels.flash.api
-    none = (None,) * 8
-    rules = (True, 0.25, 0.0, -1, -1, 0.0, "auto")
+    operators = kernels.flash.operators
     for precise_delta in (False, True):
-        torch.library.opcheck(api.flash_forward, (*tensors, *none, *rules, precise_delta))
-    results = api.flash_forward(*(x.detach() for x in tensors), *none, *rules, True)
+        rest = (*Tensors(), *Options(True, 0.25, precise_delta=precise_delta))
+        torch.library.opcheck(operators.flash_forward, (*tensors, *rest))
+    results = operators.flash_forward(*(x.detach() for x in tensors), *rest)
     leaves = [x.detach() for x in (*results, *tensors)]
     for d_lse in (None, torch.randn_like(results[1])):
-        torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, *none[:7], *rules))
+        torch.library.opcheck(operators.flash_backward, (d_out, d_lse, *leaves, *rest))
     qkv = torch.randn(2, 20, 3, 2, 16, requires_grad=True)
     packed = (qkv, None, None)
-    torch.library.opcheck(api.flash_forward, (*packed, *none, *rules, True))
-    results = [x.detach() for x in api.flash_forward(*packed, *none, *rules, True)]
+    torch.library.opcheck(operators.flash_forward, (*packed, *rest))
+    results = [x.detach() for x in operators.flash_forward(*packed, *rest)]
     inside = (*results, qkv.detach(), None, None)
-    torch.library.opcheck(api.flash_backward, (results[0], None, *inside, *none[:7], *rules))
+    torch.library.opcheck(operators.flash_backward, (results[0], None, *inside, *rest))
 
 
 def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -191,15 +191,15 @@ def test_results_have_the_memory_layout_that_sdpa_promises(name: str) -> None:
     """SDPA and our operators promise a compiler the layout of torch.empty_like of q, k and v."""
     x = layouts(torch.randn(2, 3, 40, 16))[name]
     q, k, v = (x.detach().as_strided(x.shape, x.stride()).requires_grad_() for _ in range(3))
-    api = kernels.flash.api
-    none, rules = (None,) * 8, (True, 0.25, 0.0, -1, -1, 0.0, "auto")
-    out, lse, low = api.flash_forward(q, k, v, *none, *rules, True)
-    results = (out, low, *api.flash_backward(out, None, out, lse, low, q, k, v, *none[:7], *rules)[:3])
+    operators = kernels.flash.operators
+    rest = (*Tensors(), *Options(True, 0.25, precise_delta=True))
+    out, lse, low = operators.flash_forward(q, k, v, *rest)
+    results = (out, low, *operators.flash_backward(out, None, out, lse, low, q, k, v, *rest)[:3])
     for result in results:
         want = torch.empty_like(x)
         assert result.stride() == want.stride() or want.stride(-1) != 1
         assert result.stride(-1) == 1
-    torch.library.opcheck(api.flash_forward, (q, k, v, *none, *rules, True), test_utils="test_faketensor")
+    torch.library.opcheck(operators.flash_forward, (q, k, v, *rest), test_utils="test_faketensor")
 
 
 def test_torch_compile_gives_equal_results_without_graph_breaks() -> None:

@@ -1,12 +1,14 @@
 """What training needs beyond a causal softmax, in the interpreter against the naive oracle. About 10 s."""
 
+import numpy as np
 import pytest
 import torch
 
 import kernels
+from kernels.flash.call import Options, Tensors
 from kernels.flash.dropout import is_kept
-from kernels.flash.portable.parameters import rules_of
-from kernels.flash.portable.tiles import Tile, specify
+from kernels.flash.portable.parameters import rules_of, specify
+from kernels.flash.portable.tiles import Tile
 from kernels.philox import dropout_mask
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs, run
 
@@ -91,6 +93,18 @@ def test_window(causal: bool, window: tuple[int, int]) -> None:
 def test_a_wide_head_with_dk_and_dv_in_one_loop_is_exact(options: dict[str, object]) -> None:
     *tensors, d_out = inputs(150, 150, 144, torch.float16)
     assert_as_accurate(run(flash, tensors, d_out, **options), tensors, d_out, **options)
+
+
+@pytest.mark.parametrize("attention", [flash, naive], ids=["flash", "naive"])
+def test_numpy_integers_and_values_that_mean_none(attention) -> None:
+    q, k, v, _ = inputs(40, 40, 16, torch.float32)
+    plain, windowed = attention(q, k, v), attention(q, k, v, window=(5, 0))
+    assert torch.equal(attention(q, k, v, window=(np.int64(5), np.int32(0))), windowed)
+    assert torch.equal(attention(q, k, v, window=(-1, -1), softcap=None), plain)
+    assert torch.equal(attention(q, k, v, softcap=np.int64(20)), attention(q, k, v, softcap=20.0))
+    for window in ((5.0, 0), (torch.tensor(5), 0), ("5", 0)):
+        with pytest.raises(kernels.AttentionError, match="window must be"):
+            attention(q, k, v, window=window)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(130, 200), (200, 130)])
@@ -193,6 +207,24 @@ def test_packed_documents_equal_each_document_alone() -> None:
         torch.testing.assert_close(out[:, :, part], flash(q[:, :, part], k[:, :, part], v[:, :, part]))
 
 
+def test_nan_in_one_row_of_documents_reaches_no_other_row() -> None:
+    *tensors, d_out = inputs(100, 100, 16, torch.float32, batch=2)
+    bounds = ints(0, 60, 130, 200)  # the second document is cut by the end of the first row
+    want = run(flash, tensors, d_out, cu_seqlens=bounds)
+    with torch.no_grad():
+        for x in tensors:
+            x[0, :, 70] = torch.nan
+    got = run(flash, tensors, d_out, cu_seqlens=bounds)
+    assert all(torch.equal(got[name][1], want[name][1]) for name in got)
+    assert got["out"][0].isnan().any()
+
+
+def test_padding_of_packed_documents_is_not_advised_to_hold_anything() -> None:
+    q, k, v, _ = inputs(8, 8, 16, torch.float32)
+    with pytest.raises(kernels.AttentionError, match=r"pad rows with kv_lengths, or .* must be finite"):
+        flash(q, k, v, cu_seqlens=ints(0, 8), kv_lengths=ints(8))
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_block_mask(causal: bool) -> None:
     mask = torch.tensor([[[[1, 0, 1], [0, 1, 0], [0, 0, 0]], [[1, 1, 1], [1, 0, 1], [0, 1, 0]]]]).bool()
@@ -213,11 +245,12 @@ def test_precise_delta_removes_the_bias_of_one_sided_rounding() -> None:
     want = (golden(tensors, d_out, causal=False)["out"] * d_out.double()).sum(-1)
     leaning = {}
     for precise_delta in (False, True):
-        rules = (False, 0.25, 0.0, -1, -1, 0.0, "auto")
-        api, none = kernels.flash.api, (None,) * 8
-        out, lse, low = api.flash_forward(*tensors, *none, *rules, precise_delta)
-        low = low if precise_delta else None
-        delta = api.flash_backward(d_out, None, out, lse, low, *tensors, *none[:7], *rules)[3]
+        operators, rest = (
+            kernels.flash.operators,
+            (*Tensors(), *Options(False, 0.25, precise_delta=precise_delta)),
+        )
+        out, lse, low = operators.flash_forward(*tensors, *rest)
+        delta = operators.flash_backward(d_out, None, out, lse, low, *tensors, *rest)[3]
         leaning[precise_delta] = (delta - want).mean().item()
     assert leaning[False] < -3e-3, "the case no longer shows the bias"
     assert abs(leaning[True]) < 1e-4
@@ -257,24 +290,9 @@ def test_every_feature_passes_torchs_own_checks() -> None:
     starts, ends = torch.zeros(1, 33, dtype=torch.int32), torch.full((1, 33), 33, dtype=torch.int32)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     blocks = kernels.flash.masks.block_lists(mask, 33, 33, True, 20, -1)
-    options = (
-        torch.tensor(3),
-        slopes,
-        sinks,
-        starts,
-        ends,
-        None,
-        *blocks,
-        True,
-        0.25,
-        0.1,
-        20,
-        -1,
-        5.0,
-        "auto",
-        True,
-    )
-    torch.library.opcheck(kernels.flash.api.flash_forward, (*tensors, *options))
+    features = Tensors(torch.tensor(3), slopes, sinks, starts, ends, None, *blocks)
+    options = Options(True, 0.25, 0.1, 20, -1, 5.0, "auto", True)
+    torch.library.opcheck(kernels.flash.operators.flash_forward, (*tensors, *features, *options))
     compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)
     features = {
         "dropout_p": 0.1,

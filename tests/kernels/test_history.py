@@ -10,9 +10,9 @@ import torch
 
 import kernels
 from kernels import AttentionError
+from kernels.features import FEATURES
 from kernels.flash.portable.tiles import Tile
 from kernels.history import flash1, softmax, two_pass
-from kernels.registry import FEATURES
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -263,7 +263,7 @@ def test_every_feature_is_refused_by_name(name: str, feature: str) -> None:
         AttentionError, match=f"attention={name} does not support {feature}; attention=naive does"
     ):
         kernels.get_attention(name)(q, k, v, dropout_seed=7, **options)
-    off = {feature: FEATURES[feature]}
+    off = {feature: FEATURES[feature].unused}
     assert kernels.get_attention(name)(q, k, v, dropout_seed=7, **off).shape == q.shape
 
 

@@ -41,6 +41,7 @@ def gradients(
     dropout_seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """dq, dk, dv of (q, k, v, d_out, out, lse), into NaN so that what is not written shows."""
+    from kernels.flash.call import Options, Tensors
     from kernels.flash.hopper.launch import backward, fits_backward
     from kernels.flash.masks import block_lists, document_bounds
 
@@ -54,12 +55,10 @@ def gradients(
         starts, ends = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if block_mask is not None:
         key_blocks, query_blocks = block_lists(block_mask, q.shape[2], k.shape[2], causal, -1, -1)
-    backward(
-        d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=q.shape[3] ** -0.5,
-        left=left, document_starts=starts, document_ends=ends, key_blocks=key_blocks,
-        query_blocks=query_blocks, dropout_p=dropout_p,
-        seed=torch.tensor(dropout_seed, device="cuda") if dropout_p else None,
-    )  # fmt: skip
+    seed = torch.tensor(dropout_seed, device="cuda") if dropout_p else None
+    features = Tensors(seed, None, None, starts, ends, None, key_blocks, query_blocks)
+    options = Options(causal, q.shape[3] ** -0.5, dropout_p, left)
+    backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, features, options)
     torch.testing.assert_close(delta, (out.float() * d_out.float()).sum(-1), atol=1e-3, rtol=1e-3)
     return {"dq": dq, "dk": dk, "dv": dv}
 

@@ -34,6 +34,7 @@ def run(
     cu_seqlens: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from kernels.flash.call import Options, Tensors
     from kernels.flash.hopper.launch import fits_forward, forward
     from kernels.flash.masks import block_lists, document_bounds
 
@@ -46,9 +47,8 @@ def run(
         starts, _ = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if block_mask is not None:
         blocks, _ = block_lists(block_mask, q.shape[2], k.shape[2], causal, -1, -1)
-    options = {"causal": causal, "scale": q.shape[3] ** -0.5}
-    options |= {"left": left, "document_starts": starts, "key_blocks": blocks}
-    forward(q, k, v, out, lse, **options)
+    tensors = Tensors(document_starts=starts, key_blocks=blocks)
+    forward(q, k, v, out, lse, tensors, Options(causal, q.shape[3] ** -0.5, left=left))
     return out, lse
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
+from kernels.flash.call import Options, Tensors
 from tests.kernels.accuracy import inputs
 
 pytestmark = pytest.mark.gpu
@@ -119,14 +120,14 @@ def test_a_cpu_seed_causes_no_device_synchronisation(flash) -> None:
 @pytest.mark.parametrize("precise_delta", [False, True])
 def test_the_operators_pass_torchs_own_checks(flash, precise_delta: bool) -> None:
     *tensors, d_out = inputs(130, 200, 64, torch.bfloat16, kv_heads=2, **SHAPE)
-    api, slopes = kernels.flash.api, torch.rand(4, device="cuda")
-    seed, rules = torch.tensor(5, device="cuda"), (True, 0.125, 0.1, 100, -1, 20.0, "auto")
-    rest = (seed, slopes, *(None,) * 6)
-    torch.library.opcheck(api.flash_forward, (*tensors, *rest, *rules, precise_delta))
-    out, lse, low = api.flash_forward(*(x.detach() for x in tensors), *rest, *rules, True)
+    operators, slopes = kernels.flash.operators, torch.rand(4, device="cuda")
+    options = Options(True, 0.125, 0.1, 100, -1, 20.0, precise_delta=precise_delta)
+    rest = (*Tensors(torch.tensor(5, device="cuda"), slopes), *options)
+    torch.library.opcheck(operators.flash_forward, (*tensors, *rest))
+    out, lse, low = operators.flash_forward(*(x.detach() for x in tensors), *rest)
     leaves = (out, lse, low if precise_delta else None, *(x.detach() for x in tensors))
     for d_lse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(api.flash_backward, (d_out, d_lse, *leaves, *rest[:2], *rest[3:], *rules))
+        torch.library.opcheck(operators.flash_backward, (d_out, d_lse, *leaves, *rest))
 
 
 class Attention(torch.nn.Module):

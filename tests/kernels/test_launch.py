@@ -65,7 +65,8 @@ class Launcher:
 Driver.launcher_cls = Launcher
 triton.runtime.driver.set_active(Driver())
 from kernels import launch
-from kernels.flash import api, masks
+from kernels.flash import masks, operators
+from kernels.flash.call import Options, Tensors
 from kernels.flash.portable import launch as portable_launch
 from kernels.flash.portable import tiles
 
@@ -73,14 +74,15 @@ portable_launch.architecture = lambda device: 90
 KERNELS = portable_launch.KERNELS.values()
 count_slow(KERNELS)
 
-def step(q, k, v, rules, tensors):
-    out, lse, low = api.flash_forward(q, k, v, *tensors, *rules, True)
-    api.flash_backward(out, lse, out, lse, low, q, k, v, *tensors[:2], *tensors[3:], *rules)
+def step(q, k, v, options, tensors):
+    rest = (*tensors, *options._replace(precise_delta=True))
+    out, lse, low = operators.flash_forward(q, k, v, *rest)
+    operators.flash_backward(out, lse, out, lse, low, q, k, v, *rest)
 
 def compiled():
     return [len(kernel.device_caches[0][0]) for kernel in KERNELS]
 
-plain, nothing = (True, 0.125, 0.0, -1, -1, 0.0, "auto"), (None,) * 8
+plain, nothing = Options(True, 0.125), Tensors()
 for length in (256, 512, 1, 77):  # of one length class, and so of one tile
     step(*packed(length), plain, nothing)
 assert compiled() == [1, 1, 1], "a new length of the class compiled again"
@@ -91,8 +93,8 @@ for _ in range(2):
     blocks = masks.block_lists(mask, 256, 256, True, -1, -1)
 assert launched[:2] == launched[2:] and launched[0] != launched[1]
 slopes, lengths = torch.rand(4), torch.zeros(2, dtype=torch.int32)
-features = (torch.tensor(3), slopes, slopes, *documents, lengths, *blocks)
-step(*packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), features)
+features = Tensors(torch.tensor(3), slopes, slopes, *documents, lengths, *blocks)
+step(*packed(256, kv_heads=1), Options(True, 0.125, 0.1, 30, -1, 5.0), features)
 assert compiled() == [2, 2, 2]
 
 # What was launched once goes around Triton the next time, and comes to the same kernel and grid.
@@ -102,23 +104,23 @@ cases = [
     (alone(*packed(77)), plain, nothing),
     (packed(256, dtype=torch.float16), plain, nothing),
     (packed(256, kv_heads=2), plain, nothing),
-    (packed(256), (False, *plain[1:]), nothing),
-    (packed(256), (*plain[:3], 64, -1, 0.0, "auto"), nothing),
-    (packed(256, kv_heads=1), (True, 0.125, 0.1, 30, -1, 5.0, "auto"), features),
-    (packed(256), plain, (None, slopes.bfloat16(), slopes, *nothing[3:])),
-    (packed(256), plain, (None, slopes, slopes.bfloat16(), *nothing[3:])),
-    (packed(256), plain, (*nothing[:6], *blocks)),
+    (packed(256), Options(False, 0.125), nothing),
+    (packed(256), Options(True, 0.125, left=64), nothing),
+    (packed(256, kv_heads=1), Options(True, 0.125, 0.1, 30, -1, 5.0), features),
+    (packed(256), plain, Tensors(None, slopes.bfloat16(), slopes)),
+    (packed(256), plain, Tensors(None, slopes, slopes.bfloat16())),
+    (packed(256), plain, Tensors(*[None] * 6, *blocks)),
     ([x[:, :, :, :48] for x in packed(256)], plain, nothing),
     ([x.new_zeros(1, 4, 64, 65)[..., :64] for x in packed(64)], plain, nothing),
     # Each differs in one thing from one above: strides, the scale, the strides of the block lists.
     (alone(*packed(256)), plain, nothing),
-    (packed(256), (True, 0.25, *plain[2:]), nothing),
-    (packed(256), plain, (*nothing[:6], *[x.expand(2, 4, *x.shape[2:]).contiguous() for x in blocks])),
+    (packed(256), Options(True, 0.25), nothing),
+    (packed(256), plain, Tensors(*[None] * 6, *[x.expand(2, 4, *x.shape[2:]).contiguous() for x in blocks])),
 ]
 def launches(case):
     del launched[:], slow[:]
-    (q, k, v), rules, tensors = case
-    step(q, k, v, rules, tensors)
+    (q, k, v), options, tensors = case
+    step(q, k, v, options, tensors)
     assert len(launched) == 3
     return launched[:]
 
@@ -212,6 +214,7 @@ Driver.launcher_cls = nvidia.CudaLauncher
 triton.runtime.driver.set_active(Driver())
 from kernels import launch
 from kernels.flash import dispatch
+from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper_launch
 
 assert triton.__version__ in dispatch.VERIFIED_TRITON
@@ -235,12 +238,11 @@ def step(q, k, v, causal, scale=0.125, out=None, left=-1, documents=None):
     out = torch.empty_like(q) if out is None else out
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     starts = ends = None if documents is None else torch.zeros(documents, dtype=torch.int32)
-    bounds = {"left": left, "document_starts": starts}
-    hopper_launch.forward(q, k, v, out, lse, causal=causal, scale=scale, **bounds)
+    asked = Tensors(document_starts=starts, document_ends=ends), Options(causal, scale, left=left)
+    hopper_launch.forward(q, k, v, out, lse, *asked)
     d_out, dq, dk, dv, delta = (torch.empty_like(x) for x in (q, q, k, v, lse))
     assert hopper_launch.fits_backward(q, k, v, out, d_out)
-    bounds["document_ends"] = ends
-    hopper_launch.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, causal=causal, scale=scale, **bounds)
+    hopper_launch.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, *asked)
 
 cases = [
     (packed(256), True),
@@ -285,7 +287,7 @@ out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 def encodes(q, k):
     del encoded[:]
-    hopper_launch.forward(q, k, v, out, lse, causal=True, scale=0.125)
+    hopper_launch.forward(q, k, v, out, lse, Tensors(), Options(True, 0.125))
     return len(encoded)
 
 launch._encoded.clear()  # these tensors may lie where freed ones did

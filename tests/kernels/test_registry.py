@@ -46,6 +46,16 @@ def test_auto_skips_a_backend_that_lacks_a_requested_feature() -> None:
     assert resolve_attention("auto", **CPU, window=(8, 0))[0] == "naive"
 
 
+@pytest.mark.parametrize("features", [{"window": (-1, -1)}, {"window": [-1, -1]}, {"softcap": None}], ids=str)
+def test_a_value_that_means_none_asks_for_nothing(features: dict[str, object]) -> None:
+    """Neither auto, nor a backend that is named, nor its function minds it."""
+    assert resolve_attention("auto", **CPU, **features)[0] == "sdpa"
+    q = torch.randn(1, 2, 20, 64)
+    for name in ("sdpa", "naive", "chunked"):
+        _, attention = resolve_attention(name, **CPU, **features)
+        assert torch.equal(attention(q, q, q, **features), attention(q, q, q))
+
+
 def test_a_refusal_names_the_reason_and_the_nearest_backend() -> None:
     with pytest.raises(
         AttentionError,

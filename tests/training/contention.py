@@ -71,6 +71,7 @@ def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> Non
 
 
 def repeat_attention(seconds: float) -> None:
+    from kernels.flash.call import Options, Tensors
     from kernels.flash.hopper.launch import backward, forward
 
     qkv = torch.randn(4, 1024, 3, 12, 64, device="cuda", dtype=torch.bfloat16)
@@ -83,10 +84,10 @@ def repeat_attention(seconds: float) -> None:
         got = {name: torch.empty_like(q) for name in ("out", "dq", "dk", "dv")}
         got |= {name: q.new_empty(q.shape[:3], dtype=torch.float32) for name in ("lse", "delta")}
         poison[(264,)](num_warps=4)
-        forward(q, k, v, got["out"], got["lse"], causal=True, scale=0.125)
+        forward(q, k, v, got["out"], got["lse"], Tensors(), Options(True, 0.125))
         poison[(264,)](num_warps=4)
         results = (got[name] for name in ("dq", "dk", "dv", "delta"))
-        backward(d_out, None, got["out"], got["lse"], q, k, v, *results, causal=True, scale=0.125)
+        backward(d_out, None, got["out"], got["lse"], q, k, v, *results, Tensors(), Options(True, 0.125))
         return got
 
     compare("attention", step, seconds)

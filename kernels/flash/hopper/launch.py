@@ -6,7 +6,8 @@ import torch
 import triton
 
 from ...launch import Launch, launch, sm_count
-from ..dispatch import DTYPES, HEAD_DIMS
+from ..call import Options, Tensors
+from ..dispatch import HOPPER_DTYPES, HOPPER_HEAD_DIMS
 from ..masks import ANY, list_strides
 from .backward import choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
@@ -26,7 +27,9 @@ def fits_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `forward` accepts these: head_dim 64 or 128, 16 bits, not empty, addressable by TMA."""
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     return (
-        aligned and q.dtype in DTYPES and _fits_forward(q.shape, k.shape, q.stride(), k.stride(), v.stride())
+        aligned
+        and q.dtype in HOPPER_DTYPES
+        and _fits_forward(q.shape, k.shape, q.stride(), k.stride(), v.stride())
     )
 
 
@@ -37,21 +40,11 @@ def _fits_forward(
     batch, heads, _, head_dim = q_shape
     fit = fits_tma(q_shape, q_strides) and fits_tma(kv_shape, k_strides) and fits_tma(kv_shape, v_strides)
     # If q has tokens outermost, so has out; offsets of 64 tokens, batch * heads * head_dim apart, must fit 32 bits.
-    return fit and head_dim in HEAD_DIMS and batch * heads * head_dim < 2**25
+    return fit and head_dim in HOPPER_HEAD_DIMS and batch * heads * head_dim < 2**25
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    left: int = -1,
-    document_starts: Tensor | None = None,
-    key_blocks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tensors: Tensors, options: Options
 ) -> None:
     """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
 
@@ -60,13 +53,10 @@ def forward(
         k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `fits_forward` accepts all.
         out: like q, with any strides whose last is 1.
         lse: float32 (batch, heads, q_len), contiguous.
-        causal: aligned bottom-right if the lengths differ; a fully masked row gets out 0 and lse -inf.
-        left, document_starts: the window's left side (-1: no limit), and the result of `document_bounds`; either
-            needs causal and q_len == kv_len.
-        key_blocks: the result of `block_lists`, without either of those; if causal, kv_len - q_len must be a multiple
-            of its block size.
+        tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
-    bounded, listed = left >= 0 or document_starts is not None, key_blocks is not None
+    causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
+    bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
 
     def prepare() -> Launch:
         (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
@@ -82,7 +72,7 @@ def forward(
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
     counter = q.new_zeros(1, dtype=torch.int32) if is_dynamic(q.shape[2], bounded or listed) else None
-    pointers = (out, lse, counter, document_starts, key_blocks)
+    pointers = (out, lse, counter, tensors.document_starts, key_blocks)
     launch(pointers, key, prepare, (q, k, v), _describe_forward)
 
 
@@ -142,16 +132,8 @@ def backward(
     dk: Tensor,
     dv: Tensor,
     delta: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    left: int = -1,
-    document_starts: Tensor | None = None,
-    document_ends: Tensor | None = None,
-    key_blocks: Tensor | None = None,
-    query_blocks: Tensor | None = None,
-    seed: Tensor | None = None,
-    dropout_p: float = 0.0,
+    tensors: Tensors,
+    options: Options,
 ) -> None:
     """Write the gradients of attention to dq, dk, dv, and delta, for inputs that `fits_backward` accepts.
 
@@ -164,9 +146,10 @@ def backward(
         lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf if fully
             masked.
         dq, dk, dv: any strides that TMA takes. delta: like lse.
-        left, document_starts, document_ends, key_blocks, query_blocks: as for `forward`.
-        seed: 0-d int64, for dropout with dropout_p, which excludes all of those; or None.
+        tensors, options: as for `forward`.
     """
+    causal, scale, left = options.causal, options.scale, options.left
+    key_blocks, query_blocks, starts = tensors.key_blocks, tensors.query_blocks, tensors.document_starts
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     block_m = BLOCK_M[head_dim]
     row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that costs 2 us
@@ -175,8 +158,8 @@ def backward(
     dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
-    bounded, listed = left >= 0 or document_starts is not None, key_blocks is not None
-    drop = drop_of(dropout_p)
+    bounded, listed = left >= 0 or starts is not None, key_blocks is not None
+    drop = drop_of(options.dropout_p)
 
     def prepare_delta() -> Launch:
         strides = (*out.stride()[:3], *d_out.stride()[:3])
@@ -203,14 +186,14 @@ def backward(
         return round_kernel, grid, (*numbers, *tile, KEYS.value), {}
 
     lists = list_strides(key_blocks), list_strides(query_blocks)
-    key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, dropout_p)
-    pointers = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, document_starts)
+    key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)
+    pointers = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
     launch(pointers, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     of_heads = (dk, dv)
     if heads != kv_heads:
         of_heads = tuple(q.new_empty(batch, heads, kv_len, head_dim) for _ in range(2))
     moved = (q, k, v, d_out, *of_heads, dq_sum)
-    pointers = (lse, delta, turns, document_starts, document_ends, query_blocks, seed)
+    pointers = (lse, delta, turns, starts, tensors.document_ends, query_blocks, tensors.seed)
     launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
     launch((dq_sum, dq, key_blocks), ("round", *key, dq.stride()), prepare_round)
     if heads != kv_heads:

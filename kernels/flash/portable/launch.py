@@ -6,38 +6,87 @@ import torch
 import triton
 
 from ...launch import Launch, launch
+from ..call import Options, Tensors
 from ..masks import list_strides
 from . import tiles
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
+from .parameters import specify
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 Tensor = torch.Tensor
 
 
-def launch_flash(
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    out_low: Tensor,
+    lse: Tensor,
+    tensors: Tensors,
+    options: Options,
+) -> None:
+    """Write out, lse and, with precise_delta, out_low, as `flash_forward` describes them. q, k, v: not packed."""
+    if not out.numel():
+        return
+    low = out_low if options.precise_delta else None
+    pointers = (
+        q, k, v, out, low, lse, tensors.seed, tensors.alibi_slopes, tensors.sinks, tensors.document_starts,
+        tensors.document_ends, tensors.kv_lengths, tensors.key_blocks,
+    )  # fmt: skip
+    _launch("forward", pointers, (q, k, v, out), tensors.key_blocks, tensors, options)
+
+
+def backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    out: Tensor,
+    out_low: Tensor | None,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    delta: Tensor,
+    tensors: Tensors,
+    options: Options,
+) -> None:
+    """Write the gradients dq, dk and dv, and delta, as `flash_backward` describes them. Nothing is packed."""
+    masks = (
+        tensors.seed, tensors.alibi_slopes, tensors.document_starts, tensors.document_ends, tensors.kv_lengths
+    )  # fmt: skip
+    if dq.numel():
+        low = out_low if options.precise_delta else None
+        pointers = (q, k, v, out, low, d_out, lse, d_lse, delta, dq, *masks, tensors.key_blocks)
+        _launch("dq", pointers, (q, k, v, out, d_out, dq), tensors.key_blocks, tensors, options)
+    if dk.numel():
+        pointers = (q, k, v, d_out, lse, delta, dk, dv, *masks, tensors.query_blocks)
+        _launch("dkdv", pointers, (q, k, v, d_out, dk, dv), tensors.query_blocks, tensors, options)
+
+
+def _launch(
     kernel: str,
     pointers: tuple[Tensor | None, ...],
     strided: tuple[Tensor, ...],
     blocks: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    rules: tuple[float, ...],
+    tensors: Tensors,
+    options: Options,
 ) -> None:
-    """Launch "forward", "dq" or "dkdv".
+    """Launch a kernel.
 
     Args:
-        pointers: the kernel's tensors, in its argument order. strided: those whose strides are arguments too.
-        blocks: the block lists among them, or None.
-        rules: causal, dropout_p, left, right, softcap, and whether alibi_slopes, documents and kv_lengths are given.
+        pointers: its tensors, in its argument order, which begin with q and k.
+        strided: those whose strides are arguments too. blocks: the block lists among them, or None.
     """
+    q, k = pointers[:2]
     strides = [x.stride() for x in strided]
 
     def prepare() -> Launch:
         (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-        causal, *others = rules
-        tile = tiles.tile_for(kernel, architecture(q.device), head_dim, q.dtype, causal, kv_len)
+        tile = tiles.tile_for(kernel, architecture(q.device), head_dim, q.dtype, options.causal, kv_len)
         grid = (triton.cdiv(q_len, tile.block_m), heads, batch)
         if kernel == "dkdv":
             grid = (triton.cdiv(kv_len, tile.block_n), kv_heads, batch)
@@ -46,16 +95,28 @@ def launch_flash(
             *list_strides(blocks)[:2],
             q_len,
             kv_len,
-            scale,
+            options.scale,
             *[each[2] for each in strides],
-            tiles.specify(tile, head_dim, causal, heads // kv_heads, *others),
+            specify(
+                tile,
+                head_dim,
+                options.causal,
+                heads // kv_heads,
+                options.dropout_p,
+                options.left,
+                options.right,
+                options.softcap,
+                alibi=tensors.alibi_slopes is not None,
+                documents=tensors.document_starts is not None,
+                padded=tensors.kv_lengths is not None,
+            ),
         )
         return KERNELS[kernel], grid, numbers, {"num_warps": tile.warps, "num_stages": tile.stages}
 
     key = None
     if not tiles.are_forced():
         listed = None if blocks is None else (blocks.shape, blocks.stride())
-        key = (kernel, q.shape, k.shape, scale, rules, listed, *strides)
+        key = (kernel, q.shape, k.shape, options, listed, *strides)
     launch(pointers, key, prepare)
 
 

@@ -1,10 +1,14 @@
 """What the portable kernels know of a call: Spec at compile time, Rules at run time."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from ...philox import drop_share, drop_threshold
+from .tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,39 @@ class Spec:
     PADDED: tl.constexpr
     DROPOUT_P: tl.constexpr  # dropped share, a multiple of 2^-16
     DROP_BELOW: tl.constexpr  # a 16-bit half of a Philox word below this drops
+
+
+@functools.cache
+def specify(
+    tile: Tile,
+    head_dim: int,
+    causal: bool,
+    group: int = 1,
+    dropout_p: float = 0.0,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    alibi: bool = False,
+    documents: bool = False,
+    padded: bool = False,
+) -> Spec:
+    """The compile-time argument of a kernel with a tile. group: query heads per key head."""
+    return Spec(
+        HEAD_DIM=tl.constexpr(head_dim),
+        BLOCK_D=tl.constexpr(max(16, 1 << (head_dim - 1).bit_length())),
+        BLOCK_M=tl.constexpr(tile.block_m),
+        BLOCK_N=tl.constexpr(tile.block_n),
+        GROUP=tl.constexpr(group),
+        CAUSAL=tl.constexpr(causal),
+        LEFT=tl.constexpr(left),
+        RIGHT=tl.constexpr(right),
+        SOFTCAP=tl.constexpr(softcap),
+        ALIBI=tl.constexpr(alibi),
+        DOCUMENTS=tl.constexpr(documents),
+        PADDED=tl.constexpr(padded),
+        DROPOUT_P=tl.constexpr(drop_share(dropout_p)),
+        DROP_BELOW=tl.constexpr(drop_threshold(dropout_p)),
+    )
 
 
 class Rules(NamedTuple):

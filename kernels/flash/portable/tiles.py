@@ -17,10 +17,6 @@ from pathlib import Path
 
 import torch
 import triton
-import triton.language as tl
-
-from ...philox import drop_share, drop_threshold
-from .parameters import Spec
 
 
 @dataclass(frozen=True)
@@ -78,39 +74,6 @@ FULL = {(90, "dkdv"): {64: (Tile(32, 64, 4, 3),), 128: (Tile(32, 64, 4, 2),), 25
 SINGLE = {64: (Tile(32, 32, 8, 1),), 256: (Tile(16, 16, 8, 1),)}
 
 _forced: dict[str, Tile] = {}
-
-
-@functools.cache
-def specify(
-    tile: Tile,
-    head_dim: int,
-    causal: bool,
-    group: int = 1,
-    dropout_p: float = 0.0,
-    left: int = -1,
-    right: int = -1,
-    softcap: float = 0.0,
-    alibi: bool = False,
-    documents: bool = False,
-    padded: bool = False,
-) -> Spec:
-    """The compile-time argument of a kernel with a tile. group: query heads per key head."""
-    return Spec(
-        HEAD_DIM=tl.constexpr(head_dim),
-        BLOCK_D=tl.constexpr(max(16, 1 << (head_dim - 1).bit_length())),
-        BLOCK_M=tl.constexpr(tile.block_m),
-        BLOCK_N=tl.constexpr(tile.block_n),
-        GROUP=tl.constexpr(group),
-        CAUSAL=tl.constexpr(causal),
-        LEFT=tl.constexpr(left),
-        RIGHT=tl.constexpr(right),
-        SOFTCAP=tl.constexpr(softcap),
-        ALIBI=tl.constexpr(alibi),
-        DOCUMENTS=tl.constexpr(documents),
-        PADDED=tl.constexpr(padded),
-        DROPOUT_P=tl.constexpr(drop_share(dropout_p)),
-        DROP_BELOW=tl.constexpr(drop_threshold(dropout_p)),
-    )
 
 
 def tile_for(

@@ -1,0 +1,114 @@
+"""Which of flash's kernels run, and why, as on a Hopper GPU. Under 1 s."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels import AttentionError, AttentionRequest
+from kernels.flash import dispatch
+from kernels.flash.call import Options, Tensors
+
+LIST = torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def forget() -> None:
+        dispatch.choose.cache_clear()
+        dispatch._choose_for_call.cache_clear()
+
+    monkeypatch.setattr(dispatch, "machine_lacks", lambda device: None)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("features", "rest", "forward", "backward", "why"),
+    [
+        ("", {}, "hopper", "hopper", None),
+        ("softcap", {}, "triton", "triton", "attention without softcap"),
+        ("sinks", {}, "triton", "hopper", "attention without sinks"),
+        ("dropout_p", {}, "triton", "hopper", "attention without dropout_p"),
+        ("dropout_p window", {}, "triton", "triton", "attention without dropout_p"),
+        ("window", {}, "hopper", "hopper", None),
+        (
+            "window",
+            {"causal": False},
+            "triton",
+            "triton",
+            "causal=True and as many keys as queries with window",
+        ),
+        ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),
+        ("cu_seqlens block_mask", {}, "triton", "triton", "attention without cu_seqlens beside block_mask"),
+        ("", {"length": 100}, "triton", "triton", "128 queries or more, not 100"),
+        ("", {"length": 100, "tier": "hopper"}, "hopper", "hopper", None),
+        ("", {"tier": "triton"}, "triton", "triton", None),
+        ("", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128, not 80"),
+        ("", {"dtype": torch.float32}, "triton", "triton", "float16 or bfloat16, not torch.float32"),
+    ],
+)
+def test_a_request_gets_its_kernels_and_the_reason_why_not_others(
+    features: str, rest: dict[str, object], forward: str, backward: str, why: str | None
+) -> None:
+    asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64} | rest
+    request = AttentionRequest(features=frozenset(features.split()), **asked)
+    assert dispatch.choose("forward", request) == (forward, why)
+    assert dispatch.choose("backward", request).kernels == backward
+    assert dispatch.tier_of(request) == (forward if forward == backward else f"{forward} and {backward}")
+
+
+def chosen(
+    tensors: Tensors, options: Options, q_len=512, kv_len=512, forced=False, fits=True
+) -> tuple[str, str]:
+    q, k = (torch.empty(1, 2, length, 64, dtype=torch.float16) for length in (q_len, kv_len))
+    passes = ("forward", "backward")
+    return tuple(dispatch.chosen(each, q, k, tensors, options, forced, lambda: fits)[0] for each in passes)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "kernels"),
+    [
+        (Tensors(), Options(True, 1.0), ("hopper", "hopper")),
+        (Tensors(), Options(True, 1.0, left=64, right=0), ("hopper", "hopper")),
+        (Tensors(), Options(False, 1.0, left=64, right=0), ("triton", "triton")),
+        (Tensors(), Options(False, 1.0, left=600, right=512), ("hopper", "hopper")),  # masks nothing
+        (Tensors(), Options(True, 1.0, softcap=5.0), ("triton", "triton")),
+        (Tensors(), Options(True, 1.0, precise_delta=True), ("triton", "triton")),
+        (Tensors(seed=LIST), Options(True, 1.0, dropout_p=0.1), ("triton", "hopper")),
+        (Tensors(sinks=LIST), Options(True, 1.0), ("triton", "hopper")),
+        (Tensors(alibi_slopes=LIST), Options(True, 1.0), ("triton", "triton")),
+        (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "triton")),
+        (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0), ("hopper", "hopper")),
+        (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "triton")),
+        (Tensors(key_blocks=LIST, query_blocks=LIST), Options(True, 1.0), ("hopper", "hopper")),
+    ],
+)
+def test_a_call_gets_what_its_arguments_ask_for(
+    tensors: Tensors, options: Options, kernels: tuple[str, str]
+) -> None:
+    assert chosen(tensors, options) == kernels
+
+
+def test_what_only_a_call_knows_sends_it_to_the_portable_kernels_or_is_named() -> None:
+    plain, blocks = Options(True, 1.0), Tensors(key_blocks=LIST, query_blocks=LIST)
+    portable = ("triton", "triton")
+    assert chosen(Tensors(), plain, fits=False) == chosen(Tensors(), plain, forced=True) == portable
+    assert chosen(Tensors(), plain, q_len=100) == portable
+    assert chosen(blocks, plain, kv_len=500) == portable
+    assert chosen(blocks, plain, kv_len=640) == ("hopper", "hopper")
+    hopper = plain._replace(tier="hopper")
+    for case, reason in (
+        ({"fits": False}, "TMA"),
+        ({"forced": True}, "no prescribed tile"),
+        (
+            {"tensors": blocks, "kv_len": 500},
+            "lengths that differ by a multiple of 128 with a causal block_mask",
+        ),
+        ({"options": hopper._replace(left=3), "kv_len": 500}, "as many keys as queries with window"),
+    ):
+        with pytest.raises(AttentionError, match=f"tier=hopper cannot run this call: it needs .*{reason}"):
+            chosen(**{"tensors": Tensors(), "options": hopper} | case)
+    with pytest.raises(AttentionError, match="tier=hoper is none of auto, triton, hopper"):
+        chosen(Tensors(), plain._replace(tier="hoper"))
