@@ -12,7 +12,6 @@ pip downloads (other_triton.py).
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import itertools
 import os
@@ -27,14 +26,11 @@ from pathlib import Path
 
 import torch
 
-from .versions import OLDEST_GLUON, numbers_of, remedy
+from .versions import OLDEST_GLUON, has_gluon, numbers_of, remedy
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.exit("kernels.compile_report compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
-if (
-    importlib.util.find_spec("triton") is None
-    or importlib.util.find_spec("triton.experimental.gluon") is None
-):
+if not has_gluon():
     sys.exit(f"kernels.compile_report needs a triton with Gluon, which is not installed: {remedy()}")
 
 import triton

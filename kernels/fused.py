@@ -5,7 +5,6 @@ They support backward() and torch.autograd.grad; torch.func's grad and jvp raise
 
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 from types import ModuleType
@@ -13,6 +12,7 @@ from types import ModuleType
 import torch
 
 from .registry import AttentionError
+from .versions import kernels_lack
 
 # Module of Triton kernels -> the function that a user calls.
 _LAYERS = {
@@ -36,11 +36,9 @@ def check_fused(device: torch.device, option: str) -> None:
 
 def _lacking(device_type: str) -> str | None:
     """What our Triton kernels need and lack here, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton, which is not installed"
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"a CUDA device, not {device_type} (TRITON_INTERPRET=1 interprets it, slowly)"
-    return None
+    return kernels_lack()
 
 
 @functools.cache

@@ -27,18 +27,19 @@ def numbers_of(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def refuses_versions() -> str | None:
-    """Why our Triton kernels cannot run with this torch and triton ("it needs ..."), or None. Imports triton."""
+def kernels_lack() -> str | None:
+    """What our Triton kernels would need of the installed torch and triton, or None. Imports triton."""
     if importlib.util.find_spec("triton") is None:
-        return f"it needs triton, which is not installed ({remedy()})"
+        return f"triton, which is not installed ({remedy()})"
     import triton
 
-    pair = f"torch {torch.__version__} with triton {triton.__version__}"
-    oldest = next(iter(PAIRS))
+    oldest, own = next(iter(PAIRS)), _triton_of(torch.__version__)
     if numbers_of(torch.__version__) < numbers_of(oldest):
-        return f"it needs torch {oldest} or newer, not {pair} (pip install -U torch)"
-    if numbers_of(triton.__version__) < numbers_of(_triton_of(torch.__version__)):
-        return f"it does not support {pair} ({remedy()})"
+        return f"torch {oldest} or newer, not {torch.__version__} (pip install -U torch)"
+    if numbers_of(triton.__version__) < numbers_of(own):
+        return (
+            f"triton {own} or newer beside torch {torch.__version__}, not {triton.__version__} ({remedy()})"
+        )
     return None
 
 
@@ -46,12 +47,20 @@ def gluon_lacks() -> str | None:
     """What the Hopper kernels would need of triton, or None. Imports triton."""
     import triton
 
-    if triton.__version__ in VERIFIED_TRITON:
-        return None
-    needed = f"triton {' or '.join(VERIFIED_TRITON)}"
-    if importlib.util.find_spec("triton.experimental.gluon") is None:
-        return f"{needed}: this triton {triton.__version__} has no Gluon (pip install triton=={VERIFIED_TRITON[-1]})"
-    return f"{needed}, not {triton.__version__} (pip install triton=={VERIFIED_TRITON[-1]})"
+    fix = f"pip install triton=={VERIFIED_TRITON[-1]}"
+    if not has_gluon():
+        return f"a triton with Gluon, which this triton {triton.__version__} is without ({fix})"
+    if triton.__version__ not in VERIFIED_TRITON:
+        return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__} ({fix})"
+    return None
+
+
+def has_gluon() -> bool:
+    """Whether triton is installed, and Gluon in it."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon") is not None
+    except ModuleNotFoundError:  # not even triton.experimental
+        return False
 
 
 @functools.cache

@@ -80,6 +80,11 @@ def launch(task: Callable[[Config, Path], object], *, makes_run: bool, usage: st
                 raise
             # Printed at the end: a sweep continues with its other runs.
             refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
+        except (ImportError, OSError) as error:
+            if ".so" not in str(error):
+                raise
+            fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
+            refused.append(f"error: a library of torch's cannot be loaded: {error} ({fix})")
         finally:
             if makes_run and not any(run_dir.iterdir()):
                 run_dir.rmdir()  # the run ended before it wrote anything

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from kernels import AttentionFn, packed_form
@@ -13,6 +11,7 @@ from kernels.fused import check_fused
 from kernels.linear_add_norm import dropout_add_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_gelu import linear_gelu
+from kernels.versions import kernels_lack
 from model.config import GPTConfig
 from model.fused import FusedGPT, FusedLayers
 from model.gpt import GPT, cross_entropy
@@ -26,7 +25,7 @@ FUSED = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout)
 def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
     """torch or fused. Raises kernels.AttentionError when `option` asks for what the device cannot run."""
     if asked is Layers.auto:
-        able = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        able = device.type == "cuda" and kernels_lack() is None
         return Layers.fused if able else Layers.torch
     if asked is Layers.fused:
         check_fused(device, option)

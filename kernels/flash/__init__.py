@@ -1,11 +1,11 @@
 """Our Triton attention, registered as `flash`. Triton is imported when it is loaded, not before."""
 
-import importlib.util
 import os
 
 import torch
 
 from ..registry import FEATURES, AttentionFn, AttentionRequest, register_attention
+from ..versions import kernels_lack, no_cuda
 from .dispatch import TIERS, refuses_tier, tier_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -16,7 +16,10 @@ SUPPORTED = set(FEATURES)
 def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, interpreted: bool) -> str | None:
     """The reason why our kernels cannot take such tensors, or None. interpreted: Triton runs in its interpreter."""
     if device.type != "cuda" and not interpreted:
-        return f"it needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 interprets it, slowly)"
+        because = f": {lacking}" if device.type == "cpu" and (lacking := no_cuda()) else ""
+        return (
+            f"it needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 interprets it, slowly){because}"
+        )
     if dtype not in DTYPES:
         return f"it takes float16, bfloat16 and float32, not {dtype}"
     if interpreted and dtype is torch.bfloat16:
@@ -35,10 +38,11 @@ def refuses(request: AttentionRequest) -> str | None:
 
 def refuses_kernels(request: AttentionRequest) -> str | None:
     """The reason why none of our Triton kernels can serve `request`, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "it needs triton, which is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return refuses_inputs(request.device, request.dtype, request.head_dim, interpreted)
+    if refused := refuses_inputs(request.device, request.dtype, request.head_dim, interpreted):
+        return refused
+    lacking = kernels_lack()
+    return f"it needs {lacking}" if lacking else None
 
 
 @register_attention("flash", refuses=refuses, lazy=True, tier=tier_of)

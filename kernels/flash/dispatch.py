@@ -12,18 +12,18 @@ Triton is imported only if there is a Hopper GPU.
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Set
 from types import ModuleType
 
 import torch
 
 from ..registry import AttentionError, AttentionRequest
+from ..versions import gluon_lacks
 
 TIERS = ("auto", "triton", "hopper")
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
-# Gluon is experimental and its API changes; with these versions the kernels have passed `pytest -m gpu`.
-VERIFIED_TRITON = ("3.7.1",)
 BOUNDS = {"window", "cu_seqlens"}  # only if causal, which a request does not say
 UNEVEN = BOUNDS | {"block_mask"}  # BOUNDS or block_mask, not both
 FEATURES = {"return_lse"} | UNEVEN
@@ -74,11 +74,9 @@ def machine_lacks(device: torch.device) -> str | None:
     )
     if not is_hopper:
         return "a Hopper GPU (compute capability 9.0)"
-    import triton
-
-    if triton.__version__ not in VERIFIED_TRITON:
-        return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__}"
-    return None
+    if lacking := gluon_lacks():  # printed once: this function remembers
+        print(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}", file=sys.stderr)
+    return lacking
 
 
 @functools.cache
