@@ -14,7 +14,7 @@ import re
 
 import torch
 
-# torch -> the triton it was built with. The first and the last are the range in pyproject.toml.
+# torch -> the triton it was built with; the first is the oldest that pyproject.toml admits, the last the newest tested.
 PAIRS = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 # Gluon is experimental and its API changes: with these the Hopper kernels have passed `pytest -m gpu`.
 VERIFIED_TRITON = ("3.7.1",)
