@@ -14,7 +14,7 @@ import re
 
 import torch
 
-# torch -> the triton it was built with; the first is the oldest that pyproject.toml admits, the last the newest tested.
+# torch -> the triton it was built with, from the oldest that pyproject.toml admits to the newest that was tested.
 PAIRS = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 # Gluon is experimental and its API changes: with these the Hopper kernels have passed `pytest -m gpu`.
 VERIFIED_TRITON = ("3.7.1",)
@@ -48,6 +48,8 @@ def gluon_lacks() -> str | None:
     import triton
 
     fix = f"pip install triton=={VERIFIED_TRITON[-1]}"
+    if numbers_of(VERIFIED_TRITON[-1]) < numbers_of(_triton_of(torch.__version__)):  # too old for this torch
+        fix += " torch==" + next(x for x, y in reversed(PAIRS.items()) if y == VERIFIED_TRITON[-1]) + ".*"
     if not has_gluon():
         return f"a triton with Gluon, which this triton {triton.__version__} is without ({fix})"
     if triton.__version__ not in VERIFIED_TRITON:

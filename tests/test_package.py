@@ -98,7 +98,8 @@ name, attention = resolve_attention("auto", device="cpu", dtype=torch.float32, h
 model = GPT(GPTConfig(vocab_size=64, seq_len=16, n_layer=1, n_head=2, n_embd=32), attention)
 tokens = torch.randint(64, (2, 17))
 model(tokens[:, :-1], tokens[:, 1:]).backward()
-print(name, all(each.grad is not None for each in model.parameters()), importlib.util.find_spec("tilegpt.kernels").origin)
+trained = all(each.grad is not None for each in model.parameters())
+print(name, trained, importlib.util.find_spec("tilegpt.kernels").origin)
 """
 
 

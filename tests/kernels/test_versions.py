@@ -67,15 +67,21 @@ def hopper(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("lacking", ["triton 3.7.1, not 9.9.9", "a triton with Gluon"])
+@pytest.mark.parametrize(
+    ("torch_version", "remedy"),
+    [("2.13.0", "pip install triton==3.7.1"), ("2.15.0", "pip install triton==3.7.1 torch==2.13.*")],
+)
 def test_an_unverified_triton_leaves_the_portable_kernels_and_says_so_once(
-    hopper, monkeypatch, capsys, lacking
+    hopper, monkeypatch, capsys, lacking, torch_version, remedy
 ) -> None:
     monkeypatch.setattr(triton, "__version__", "9.9.9")
+    monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(versions, "has_gluon", lambda: "Gluon" not in lacking)
+    monkeypatch.setattr(versions, "VERIFIED_TRITON", ("3.7.1",))
     assert [kernels.attention_tier("flash", **ON_HOPPER) for _ in range(2)] == ["triton", "triton"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}")
-    assert line.endswith("(pip install triton==3.7.1)")
+    assert line.endswith(f"({remedy})")
     with pytest.raises(AttentionError, match=rf"attention\.tier=hopper needs {lacking}"):
         kernels.resolve_attention("flash", tier="hopper", **ON_HOPPER)
 
