@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import triton
 import kernels
 from kernels import AttentionError, fused, versions
 from kernels.flash import dispatch
+from kernels.other_triton import compared
 from training.config import ConfigError
 from training.distributed import resolve_device
 
@@ -118,6 +120,33 @@ def test_the_compile_report_needs_gluon(tmp_path) -> None:
     (line,) = done.stderr.splitlines()
     assert "needs a triton with Gluon" in line
     assert "pip install triton==" in line
+
+
+def test_the_compile_report_runs_with_another_triton(tmp_path) -> None:
+    """Which pip takes from a folder here. It has no Gluon, and so is told apart from the installed one."""
+    with zipfile.ZipFile(tmp_path / "triton-9.9.9-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("triton/__init__.py", "")
+        about = "triton-9.9.9.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: triton\nVersion: 9.9.9\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    report = "-m", "kernels.compile_report", "--with"
+    done = python(*report, "triton==9.9.9", folder=tmp_path, **pip)
+    assert done.returncode == 1
+    assert "needs a triton with Gluon" in done.stderr
+    done = python(*report, "triton", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("--with triton: it must be newest, or a release such as triton==")
+
+
+def test_releases_that_are_newer_than_those_we_know_are_named() -> None:
+    newest = list(versions.PAIRS.items())[-1]
+    assert "newer" not in compared(*newest)
+    assert (
+        compared("99.0.0", newest[1]).splitlines()[0].startswith("torch 99.0.0: newer than versions.py knows")
+    )
+    assert "triton 99.0.0: newer than versions.py knows" in compared(newest[0], "99.0.0")
 
 
 def test_a_training_run_with_a_triton_that_is_too_old_ends_in_a_line(tmp_path) -> None:
