@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
 
@@ -65,12 +64,11 @@ def has_gluon() -> bool:
         return False
 
 
-@functools.cache
 def no_cuda() -> str | None:
     """Why this torch has no CUDA device, with the remedy; None if it has one."""
     if torch.cuda.is_available():
         return None
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and torch.version.hip is None:
         number = torch.__version__.partition("+")[0]
         return f"torch {torch.__version__} is built without CUDA (pip install -U --force-reinstall torch=={number})"
     try:
