@@ -151,11 +151,12 @@ class Report:
 
 
 def _budget(job: Job) -> int:
-    """The bytes that a job may spill with this Triton."""
-    dropout = " dropout" if job.feature.startswith("dropout") else ""
+    """The bytes that a job may spill with this Triton: those of its feature, else of its kernel, else of all."""
     gpu = "gfx942" if job.architecture == AMD else f"sm_{job.architecture}"
-    exceptions = BUDGETS.get("triton", {}).get(triton.__version__, {})
-    return exceptions.get(f"{gpu} {job.kernel} d{job.head_dim}{dropout}", BUDGETS["spilled_bytes"])
+    kernel = f"{gpu} {job.kernel} d{job.head_dim}"
+    exceptions = BUDGETS["triton"].get(triton.__version__, {})
+    of_kernel = exceptions.get(kernel, BUDGETS["spilled_bytes"])
+    return exceptions.get(f"{kernel} {job.feature.partition(' ')[0]}", of_kernel)
 
 
 def outcome(job: Job) -> tuple[str, list[str]]:
