@@ -110,6 +110,8 @@ _ATTENTIONS = (
     "kernels/operators.py",
     "kernels/philox.py",
     "kernels/registry.py",
+    "kernels/triton_private.py",
+    "kernels/versions.py",
 )
 _LAYERS = (
     "kernels/add_norm.py",
@@ -182,6 +184,8 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "kernels/operators.py",
                 "kernels/registry.py",
                 "kernels/softmax_gradient.py",
+                "kernels/triton_private.py",
+                "kernels/versions.py",
                 "model/gpt.py",
                 "training/precision.py",
                 "reproduce/timing.py",

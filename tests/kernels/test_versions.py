@@ -20,19 +20,18 @@ ROOT = Path(__file__).parents[2]
 ON_HOPPER = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
 
 
-def pins(name: str) -> dict[str, str]:
-    lines = (ROOT / name).read_text().splitlines()
-    return dict(
-        line.partition(";")[0].split("==") for line in lines if line.startswith(("torch==", "triton=="))
-    )
+def test_the_two_requirements_differ_in_their_pair_alone_and_versions_knows_both() -> None:
+    def pinned(name: str) -> tuple[dict[str, str], list[str]]:
+        lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+        pair = [line for line in lines if line.startswith(("torch==", "triton=="))]
+        return dict(line.partition(";")[0].split("==") for line in pair), sorted({*lines} - {*pair})
 
-
-def test_the_pins_are_pairs_that_we_know_and_the_newest_is_the_last() -> None:
-    both = [pins("requirements.txt"), pins("requirements-latest.txt")]
-    pairs = [(".".join(each["torch"].split(".")[:2]), each["triton"]) for each in both]
-    assert set(pairs) <= set(versions.PAIRS.items())
+    (own, others), (latest, same) = pinned("requirements.txt"), pinned("requirements-latest.txt")
+    assert others == same
+    pairs = [(each["torch"].rpartition(".")[0], each["triton"]) for each in (own, latest)]
+    assert pairs[0] in versions.PAIRS.items()
     assert pairs[1] == list(versions.PAIRS.items())[-1]
-    assert both[0]["triton"] in versions.VERIFIED_TRITON
+    assert own["triton"] in versions.VERIFIED_TRITON
 
 
 @pytest.mark.parametrize(
