@@ -1,12 +1,13 @@
 """Compile the flash kernels for GPUs that are not present, and fail on what would be slow there.
 
-    python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256]
+    python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256] [--with triton==3.9.0]
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
 ptxas (for AMD, LLVM); no GPU or driver is needed. The table has registers per thread, bytes spilled, shared memory,
 the tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more
 than compile_budgets.toml allows, does not use tensor cores or (except history and AMD) asynchronous loads, has its
-wgmma serialised, or creates a barrier that no warp uses.
+wgmma serialised, creates a barrier that no warp uses, or does not compile. --with compiles with another Triton, which
+pip downloads (other_triton.py).
 """
 
 import argparse
@@ -25,8 +26,12 @@ from pathlib import Path
 
 import torch
 
+from .versions import OLDEST_GLUON, has_gluon, numbers_of, remedy
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.exit("kernels.compile_report compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
+if not has_gluon():
+    sys.exit(f"kernels.compile_report needs a triton with Gluon, which is not installed: {remedy()}")
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -39,11 +44,14 @@ from .flash import dropout
 from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule
 from .flash.hopper.descriptors import layout_of
 from .flash.hopper.dropout import drop_of
+from .flash.hopper.primitives import compile_options
 from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
 from .flash.portable.parameters import specify
 from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates
 from .history import flash1, two_pass
+from .launch import FUSION
+from .other_triton import report_with
 
 HOPPER = {
     "hopper_forward": forward.hopper_forward_kernel,
@@ -121,7 +129,7 @@ class Report:
         if job.dtype is torch.float32:  # full precision on FMA units: reported, not checked
             return []
         found = [f"wgmma serialised ({warning})" for warning in self.warnings]
-        if self.spill_bytes > BUDGETS["spilled_bytes"]:
+        if self.spill_bytes > _budget(job):
             found.append(f"{self.spill_bytes} bytes spilled")
         if self.tensor_cores != TENSOR_CORES[job.architecture]:
             found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")
@@ -130,6 +138,24 @@ class Report:
         if self.async_loads == "none" and job.kernel not in HISTORY and job.architecture != AMD:
             found.append("no asynchronous loads")
         return found
+
+
+def _budget(job: Job) -> int:
+    """The bytes that a job may spill with this Triton: those of its feature, else of its kernel, else of all."""
+    gpu = "gfx942" if job.architecture == AMD else f"sm_{job.architecture}"
+    kernel = f"{gpu} {job.kernel} d{job.head_dim}"
+    exceptions = BUDGETS["triton"].get(triton.__version__, {})
+    of_kernel = exceptions.get(kernel, BUDGETS["spilled_bytes"])
+    return exceptions.get(f"{kernel} {job.feature.partition(' ')[0]}", of_kernel)
+
+
+def outcome(job: Job) -> tuple[str, list[str]]:
+    """A job's figures, and why it must not ship: its problems, or the error with which it does not compile."""
+    try:
+        report = compile_job(job)
+    except Exception as error:  # of Triton's or ptxas, in a release that we do not know
+        return "", [f"does not compile: {str(error.__cause__ or error).strip().splitlines()[-1]}"]
+    return str(report), report.problems(job)
 
 
 def compile_job(job: Job) -> Report:
@@ -156,8 +182,9 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
         if signature[name].startswith("*") or name.startswith("stride"):
             attributes[index,] = [["tt.divisibility", 16]]  # otherwise no vector loads
     # The Hopper kernels specify the warps of their other partitions themselves; num_warps is the first consumer's.
-    options = {"num_warps": 4}
-    if job.tile:
+    if on_hopper:
+        options = {"num_warps": 4, **compile_options(job.head_dim, values.get("DQ_DELAY", 0))}
+    else:
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
     source = GluonASTSource if on_hopper else ASTSource
     target = GPUTarget("cuda", job.architecture, 32)
@@ -171,7 +198,7 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
         compiled = triton.compile(
             source(function, signature, constants, attributes),
             target=target,
-            options=options,
+            options=FUSION | options,
         )
     return compiled, log.getvalue()
 
@@ -299,7 +326,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                 jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
         if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
-        if architecture == 90:
+        if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:
             for head_dim in sorted({64, 128} & set(head_dims)):
                 for causal, feature in itertools.product((True, False), ("", RAGGED)):
                     # Long loops: the backward delays dQ's product, and the forward schedules tiles dynamically; from
@@ -323,8 +350,13 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; return 1 if any tile must not ship."""
+    module = f"{__package__}.compile_report"
+    other = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    other.add_argument(
+        "--with", metavar="triton==X", help="a release of Triton for pip to download, or newest"
+    )
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.compile_report", description=__doc__.split("\n")[0]
+        prog=f"python -m {module}", description=__doc__.split("\n")[0], parents=[other]
     )
     parser.add_argument("--arch", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
@@ -340,6 +372,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
     options = parser.parse_args(arguments)
+    if requirement := getattr(options, "with"):
+        return report_with(requirement, module, other.parse_known_args(arguments)[1])
     architectures = [GPUS[name] for name in options.arch]
     jobs = [job for job in shipped(architectures, options.head_dim) if job.kernel in options.kernel]
     if options.feature:
@@ -351,10 +385,9 @@ def main(arguments: list[str] | None = None) -> int:
     started, failed = time.perf_counter(), 0
     print(f"triton {triton.__version__}, {len(jobs)} kernels")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for job, report in zip(jobs, pool.map(compile_job, jobs), strict=True):
-            problems = report.problems(job)
+        for job, (figures, problems) in zip(jobs, pool.map(outcome, jobs), strict=True):
             failed += bool(problems)
-            print(job, report, "FAILED: " + ", ".join(problems) if problems else "ok", flush=True)
+            print(job, figures, "FAILED: " + ", ".join(problems) if problems else "ok", flush=True)
     print(f"{failed} of {len(jobs)} must not ship; {time.perf_counter() - started:.0f} s")
     return 1 if failed else 0
 

@@ -1,10 +1,10 @@
 """Launching Triton kernels with a few microseconds of host time.
 
 Triton inspects every argument of a launch in Python to select the compiled kernel. A launch that agrees with an
-earlier one in everything that Triton specialises on goes straight to that kernel instead; LOG.md has the savings.
+earlier one in everything that Triton specialises on goes straight to that kernel instead (LOG.md has the savings), as
+long as Triton's private parts are those that `triton_private` knows.
 """
 
-import copy
 import functools
 import itertools
 import os
@@ -15,10 +15,15 @@ import torch
 import triton
 from triton.runtime import driver
 
+from .triton_private import can_encode, can_launch, encode, without_encoding
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # On AMD, Triton also specialises on the size of a tensor.
-REUSES = not INTERPRETED and torch.version.hip is None
+REUSES = not INTERPRETED and torch.version.hip is None and can_launch()
 Tensor = torch.Tensor
+# All figures, of accuracy and of time, are of multiplications fused with additions. Triton 3.10 will have to be asked
+# to do so; 3.9 warns of it.
+FUSION = {"enable_fp_fusion": True}
 
 # (kernel, 3-d grid, arguments after the pointers, Triton options)
 Launch = tuple[triton.runtime.KernelInterface, tuple[int, int, int], tuple[object, ...], dict[str, int]]
@@ -75,7 +80,9 @@ def launch(
             types.append(tensor.dtype)
             addresses.append(tensor.data_ptr())
             bits |= addresses[-1]
-    reusable = REUSES and key is not None and bits % 16 == 0 and not _is_watched()
+    reusable = (
+        REUSES and key is not None and bits % 16 == 0 and not _is_watched() and (not moved or can_encode())
+    )
     if reusable:
         key = (device, *key, *types, *[x.stride() for x in moved])
     if reusable and (known := _known.get(key)) is not None:
@@ -88,7 +95,7 @@ def launch(
         return None
     kernel, grid, numbers, options = prepare()
     descriptors = describe(*moved) if moved else ()
-    compiled = kernel[grid](*descriptors, *pointers, *numbers, **options)
+    compiled = kernel[grid](*descriptors, *pointers, *numbers, **FUSION, **options)
     if reusable:
         if len(_known) >= LIMIT:
             _known.clear()
@@ -99,9 +106,7 @@ def launch(
 def _known_of(compiled: object, grid: tuple[int, ...], numbers: tuple[object, ...], encodes: bool) -> Known:
     run, descriptors = compiled.run, ()
     if encodes:
-        # Bypass Triton's wrapper, which encodes the descriptors in every launch.
-        run = copy.copy(run)
-        run.launch = driver.active.utils.launch
+        run = without_encoding(run)  # Triton encodes the descriptors in every launch
         descriptors = compiled.metadata.tensordesc_meta
     return Known(run, grid, compiled.function, compiled.packed_metadata, numbers, descriptors, next(_serials))
 
@@ -113,10 +118,8 @@ def _encode(
     place = (known.serial, *[x.data_ptr() for x in moved])
     arguments = _encoded.get(place)
     if arguments is None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
         described = zip(describe(*moved), known.descriptors, strict=True)
-        arguments = [each for pair in described for each in make_tensordesc_arg(*pair)]
+        arguments = [each for pair in described for each in encode(*pair)]
         if len(_encoded) >= LIMIT:
             _encoded.clear()
         _encoded[place] = arguments

@@ -111,6 +111,8 @@ _ATTENTIONS = (
     "kernels/operators.py",
     "kernels/philox.py",
     "kernels/registry.py",
+    "kernels/triton_private.py",
+    "kernels/versions.py",
 )
 _ATTENTION = (*_ATTENTIONS, "reproduce/standard.py", "reproduce/timing.py")
 _TRAINING = (
@@ -171,6 +173,8 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "kernels/layers/linear_cross_entropy.py",
                 "kernels/operators.py",
                 "kernels/registry.py",
+                "kernels/triton_private.py",
+                "kernels/versions.py",
                 "model/gpt.py",
                 "training/precision.py",
                 "reproduce/timing.py",

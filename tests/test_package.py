@@ -1,13 +1,17 @@
-"""What pip installs, and examples/ that use it. About 15 s."""
+"""What pip installs, and examples/ that use it. About 30 s."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import model
 
@@ -23,6 +27,111 @@ def test_the_wheel_contains_every_package_of_model_kernels_and_data():
     assert setuptools["package-dir"] == {f"tilegpt.{leaf}": leaf for leaf in LEAVES}
     # Without py.typed a type checker treats all they define as Any. setuptools adds the markers to a wheel by itself.
     assert all((ROOT / leaf / "py.typed").is_file() for leaf in LEAVES)
+
+
+BUILD = """
+import sys, tarfile
+from pathlib import Path
+from setuptools import build_meta
+out = sys.argv[1]
+with tarfile.open(f"{out}/{build_meta.build_sdist(out)}") as archive:
+    archive.extractall(out, filter="data")
+(unpacked,) = (each for each in Path(out).iterdir() if each.is_dir())
+import os
+os.chdir(unpacked)
+build_meta.build_wheel(out)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the sdist as pip would build it."""
+    checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+    for name in LEAVES:
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "cache"))
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    built = subprocess.run([sys.executable, "-c", BUILD, out], cwd=checkout, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_contains_what_runs_and_no_more(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"tilegpt/{leaf}/py.typed" for leaf in LEAVES} < names
+    assert {
+        "tilegpt/kernels/compile_budgets.toml",
+        "tilegpt/kernels/flash/portable/measured/sm_90.json",
+    } < names
+    strays = [
+        name
+        for name in names
+        if not re.match(r"tilegpt/(model|kernels|data)/|tilegpt-[\d.]+dist-info/", name)
+    ]
+    assert not strays
+    assert not [name for name in names if re.search("test_|LOG", name)]
+
+
+def closure(*packages: str) -> set[str]:
+    """The distributions that pip installs for `packages`."""
+    found, left = set(), list(packages)
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            needed = map(Requirement, distribution(name).requires or [])
+            left += [
+                each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
+            ]
+    return found
+
+
+USE = """
+import importlib.util
+import torch
+from tilegpt.kernels import resolve_attention
+from tilegpt.model import GPT, GPTConfig
+
+for absent in "numpy", "datasets", "tiktoken", "hydra", "wandb":
+    assert importlib.util.find_spec(absent) is None, absent
+name, attention = resolve_attention("auto", device="cpu", dtype=torch.float32, head_dim=16)
+model = GPT(GPTConfig(vocab_size=64, seq_len=16, n_layer=1, n_head=2, n_embd=32), attention)
+tokens = torch.randint(64, (2, 17))
+model(tokens[:, :-1], tokens[:, 1:]).backward()
+trained = all(each.grad is not None for each in model.parameters())
+print(name, trained, importlib.util.find_spec("tilegpt.kernels").origin)
+"""
+
+
+def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(wheel, tmp_path):
+    """In a fresh environment, from another folder; compiling a kernel for a GPU shows that triton is enough."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    links = tmp_path / "links"
+    links.mkdir()
+    for package in closure("torch", "triton"):  # instead of installing a second copy of 700 MB or more
+        installed = distribution(package)
+        for top in {Path(str(file)).parts[0] for file in installed.files} - {"..", "__pycache__"}:
+            (links / top).is_symlink() or (links / top).symlink_to(installed.locate_file(top))
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "links.pth").write_text(str(links))
+
+    def run(*arguments: str) -> str:
+        isolated = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        done = subprocess.run(
+            [python, "-W", "ignore", *arguments], cwd=tmp_path, env=isolated, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    name, trained, origin = run("-c", USE).split()
+    assert (name, trained) == ("sdpa", "True")
+    assert Path(origin).is_relative_to(environment)
+    kernel = ["--kernel", "flash1_forward", "--arch", "80", "--head-dim", "64"]
+    assert "0 of 1 must not ship" in run("-m", "tilegpt.kernels.compile_report", *kernel)
 
 
 def test_lazily_imported_names_of_model_are_in_all_and_dir():

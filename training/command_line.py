@@ -99,6 +99,12 @@ class _Job:
                 raise
             self.refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
             return math.inf  # a search avoids what diverges, or does not fit into memory
+        except (ImportError, OSError) as error:
+            if ".so" not in str(error):
+                raise
+            fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
+            self.refused.append(f"error: a library of torch's cannot be loaded: {error} ({fix})")
+            return math.inf
         finally:
             if self.makes_run and not any(run_dir.iterdir()):
                 run_dir.rmdir()  # the run ended before it wrote anything

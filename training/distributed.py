@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kernels.versions import mismatched_libraries, no_cuda
+
 from . import torchrun
 from .config import ConfigError
 
@@ -62,7 +64,9 @@ def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
                 f"{option}{name}: under torchrun each rank takes its own GPU; use {option}cuda."
             )
         if not torch.cuda.is_available():
-            raise ConfigError(f"{option}{name}: torch sees no CUDA device; use {option}cpu.")
+            raise ConfigError(f"{option}{name}: {no_cuda()}; or use {option}cpu.")
+        if mismatch := mismatched_libraries():
+            raise ConfigError(f"{option}{name}: {mismatch}.")
         index = int(os.environ["LOCAL_RANK"]) if torchrun.launched() else device.index or 0
         if index >= torch.cuda.device_count():
             raise ConfigError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from kernels import AttentionFn, packed_form
 from kernels.layers import check_fused
+from kernels.versions import kernels_lack
 from model.config import GPTConfig
 from model.fused import FusedGPT, FusedLayers
 from model.gpt import GPT, cross_entropy
@@ -18,7 +17,7 @@ from .config import Layers
 def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
     """torch or fused. Raises kernels.AttentionError when `option` asks for what the device cannot run."""
     if asked is Layers.auto:
-        able = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        able = device.type == "cuda" and kernels_lack() is None
         return Layers.fused if able else Layers.torch
     if asked is Layers.fused:
         check_fused(device, option)

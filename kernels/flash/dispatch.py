@@ -9,8 +9,8 @@ asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
 
 import functools
 import importlib
-import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -20,6 +20,7 @@ import torch
 from ..arguments import BLOCK_MASK_SIZE
 from ..features import FEATURES
 from ..registry import AttentionError, AttentionRequest
+from ..versions import gluon_lacks, kernels_lack, no_cuda
 from .call import Options, Tensors
 
 TIERS = ("auto", "triton", "hopper")
@@ -27,8 +28,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 HOPPER_HEAD_DIMS = (64, 128)
-# Gluon is experimental and its API changes; with these versions the kernels have passed `pytest -m gpu`.
-VERIFIED_TRITON = ("3.7.1",)
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
@@ -97,16 +96,20 @@ def refuses(request: AttentionRequest) -> str | None:
 
 def refuses_kernels(request: AttentionRequest) -> str | None:
     """The reason why none of our Triton kernels can serve `request`, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "it needs triton, which is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return refuses_inputs(request.device, request.dtype, request.head_dim, interpreted)
+    if refused := refuses_inputs(request.device, request.dtype, request.head_dim, interpreted):
+        return refused
+    lacking = kernels_lack()
+    return f"it needs {lacking}" if lacking else None
 
 
 def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, interpreted: bool) -> str | None:
     """The reason why our kernels cannot take such tensors, or None. interpreted: Triton runs in its interpreter."""
     if device.type != "cuda" and not interpreted:
-        return f"it needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 interprets it, slowly)"
+        because = f": {lacking}" if device.type == "cpu" and (lacking := no_cuda()) else ""
+        return (
+            f"it needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 interprets it, slowly){because}"
+        )
     if dtype not in DTYPES:
         return f"it takes float16, bfloat16 and float32, not {dtype}"
     if interpreted and dtype is torch.bfloat16:
@@ -201,11 +204,9 @@ def machine_lacks(device: torch.device) -> str | None:
     )
     if not is_hopper:
         return "a Hopper GPU (compute capability 9.0)"
-    import triton
-
-    if triton.__version__ not in VERIFIED_TRITON:
-        return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__}"
-    return None
+    if lacking := gluon_lacks():  # printed once: this function remembers
+        print(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}", file=sys.stderr)
+    return lacking
 
 
 @functools.cache

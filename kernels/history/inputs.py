@@ -6,7 +6,7 @@ from ..arguments import check_inputs, in_autocast_dtype, refuse_features
 from ..flash.dispatch import refuses_inputs
 from ..flash.portable.parameters import specify
 from ..flash.portable.tiles import Tile
-from ..launch import INTERPRETED
+from ..launch import FUSION, INTERPRETED
 from ..operators import has_tangent
 from ..registry import AttentionError
 
@@ -47,7 +47,7 @@ def tile_of(tiles: dict[int, Tile], q: Tensor) -> Tile:
 def compiled_for(tile: Tile, q: Tensor, causal: bool) -> dict[str, object]:
     """A kernel's compile-time argument and launch options."""
     spec = specify(tile, q.shape[-1], causal)
-    return {"SPEC": spec, "num_warps": tile.warps, "num_stages": tile.stages}
+    return {"SPEC": spec, "num_warps": tile.warps, "num_stages": tile.stages, **FUSION}
 
 
 def strides(*tensors: Tensor) -> list[int]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..flash.portable.forward import LOWEST
+from ..launch import FUSION
 
 Tensor = torch.Tensor
 BLOCK = 4096  # elements of a row at a time; each lane has its own running maximum and sum
@@ -41,7 +42,7 @@ def online_softmax_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"k={k}: it must be 1 to {length}, the length of a row")
     slots = triton.next_power_of_2(k)
     values, indices = x.new_empty(rows, slots), x.new_empty(rows, slots, dtype=torch.int64)
-    topk_kernel[(rows,)](x, values, indices, length, k, slots, _block(length), num_warps=WARPS)
+    topk_kernel[(rows,)](x, values, indices, length, k, slots, _block(length), num_warps=WARPS, **FUSION)
     values, order = values[:, :k].sort(descending=True)
     return values, indices[:, :k].gather(1, order)
 
@@ -51,7 +52,7 @@ def _softmax(kernel: triton.JITFunction, x: Tensor) -> Tensor:
     rows, length = x.shape
     out = torch.empty_like(x)
     if x.numel():
-        kernel[(rows,)](x, out, length, _block(length), num_warps=WARPS)
+        kernel[(rows,)](x, out, length, _block(length), num_warps=WARPS, **FUSION)
     return out
 
 

@@ -12,12 +12,12 @@ They support backward() and torch.autograd.grad; torch.func's grad and jvp raise
 this module does not, so that it can say without triton that it is missing.
 """
 
-import importlib.util
 import os
 
 import torch
 
 from ..registry import AttentionError
+from ..versions import kernels_lack
 
 
 class FusedError(AttentionError):
@@ -32,8 +32,6 @@ def check_fused(device: torch.device, option: str) -> None:
 
 def lacking(device_type: str) -> str | None:
     """What our Triton kernels need and lack here, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton, which is not installed"
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"a CUDA device, not {device_type} (TRITON_INTERPRET=1 interprets it, slowly)"
-    return None
+    return kernels_lack()

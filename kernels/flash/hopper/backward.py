@@ -34,6 +34,7 @@ from .dq import SUM_BLOCK, reduce_dq, to_thread_order
 from .dropout import Draw, negate, pack_positive
 from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
+from .primitives import reinterpret, tma_load, tma_store
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .softmax import unpack
 
@@ -99,12 +100,8 @@ def load_tiles(
                     mbarrier.wait(shared.kv_empty, (ordinal & 1) ^ 1)
                     mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
                     kv_coordinates = [item.batch, item.head // GROUP, item.key_block * KEYS, 0]
-                    tma.async_copy_global_to_shared(
-                        k_desc, kv_coordinates, shared.kv_full, shared.k_tiles.index(0)
-                    )
-                    tma.async_copy_global_to_shared(
-                        v_desc, kv_coordinates, shared.kv_full, shared.v_tiles.index(0)
-                    )
+                    tma_load(k_desc, kv_coordinates, shared.kv_full, shared.k_tiles.index(0))
+                    tma_load(v_desc, kv_coordinates, shared.kv_full, shared.v_tiles.index(0))
                 fetch(do_desc, coordinates, shared.d_outs, stage, phase)
             tiles_before += item.steps
         ordinal += 1
@@ -327,7 +324,7 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
     dtype: gl.constexpr = shared.k_tiles.dtype
     sync_consumers()  # both warpgroups are done with dS, K and V
     if HEAD_DIM == 64:
-        both = shared.ds.tiles.index(stage)._reinterpret(dtype, [2, 1, 1, KEYS, HEAD_DIM], dk_desc.layout)
+        both = reinterpret(shared.ds.tiles.index(stage), dtype, [2, 1, 1, KEYS, HEAD_DIM], dk_desc.layout)
         dk_tile = both.index(0)
         dv_tile = both.index(1)
     else:
@@ -339,8 +336,8 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
     sync_consumers()
     if WHICH == 0:
         coordinates = [item.batch, item.head, item.key_block * KEYS, 0]
-        tma.async_copy_shared_to_global(dk_desc, coordinates, dk_tile)
-        tma.async_copy_shared_to_global(dv_desc, coordinates, dv_tile)
+        tma_store(dk_desc, coordinates, dk_tile)
+        tma_store(dv_desc, coordinates, dv_tile)
         if HEAD_DIM > 64:
             tma.store_wait(0)
     if HEAD_DIM > 64:

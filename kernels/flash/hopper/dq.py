@@ -15,7 +15,6 @@ after it, which rounds the sum to dQ's dtype.
 
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -23,20 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from .backward_schedule import KEYS, block_at, decode_work_item
 from .block_masks import LISTS, list_of
 from .bounds import first_keys
+from .primitives import tma_add, tma_store
 from .scheduler import CLAIM_STAGES, read_claim
 
 # One warpgroup's half of a dQ tile, in the shape in which TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
-
-
-@gl._core.builtin
-def tma_add(descriptor, coordinates, source, _semantic=None):
-    """tma.async_copy_shared_to_global that adds (cp.reduce.async.bulk.tensor), which Gluon does not expose."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
-    )
-
 
 # Spin until the counter reaches the turn. The acquire makes all earlier additions visible.
 ACQUIRE = gl.constexpr("""{
@@ -95,7 +85,7 @@ def reduce_dq(
                 coordinates = [(2 * flat_block + half) * SUM_BLOCK[0], 0]
                 if exists:
                     if turn == first:
-                        tma.async_copy_shared_to_global(dq_sum_desc, coordinates, dqs.tiles.index(tile))
+                        tma_store(dq_sum_desc, coordinates, dqs.tiles.index(tile))
                     else:
                         tma_add(dq_sum_desc, coordinates, dqs.tiles.index(tile))
             tma.store_wait(0)

@@ -16,6 +16,7 @@ from .dq import SUM_BLOCK, delta_kernel, round_kernel
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
 from .forward_schedule import BLOCK_N, ROWS, is_dynamic, specify
+from .primitives import compile_options
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -65,7 +66,12 @@ def forward(
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
         sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left), *list_strides(key_blocks))
         numbers = (*out.stride()[:3], *sizes, scale, spec)
-        return hopper_forward_kernel, (min(tiles, sm_count(q.device)), 1, 1), numbers, {}
+        return (
+            hopper_forward_kernel,
+            (min(tiles, sm_count(q.device)), 1, 1),
+            numbers,
+            compile_options(head_dim),
+        )
 
     strides = out.stride(), list_strides(key_blocks)
     key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left)
@@ -177,7 +183,8 @@ def backward(
         dq_delay = 0 if bounded or listed else choose_dq_delay(head_dim, causal, row_blocks)
         spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
         programs = min(flat_heads * columns, sm_count(q.device))
-        return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), {}
+        options = compile_options(head_dim, dq_delay)
+        return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), options
 
     def prepare_round() -> Launch:
         masked_rows = max(q_len - kv_len, 0) if causal else 0

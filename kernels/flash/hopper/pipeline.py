@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .primitives import tma_load
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -37,7 +39,7 @@ def fetch(desc, coordinates, ring, stage, phase):
     """Wait until the stage is empty, then start the TMA load of a tile into it."""
     mbarrier.wait(ring.empty.index(stage), phase ^ 1)
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coordinates, ring.full.index(stage), ring.tiles.index(stage))
+    tma_load(desc, coordinates, ring.full.index(stage), ring.tiles.index(stage))
 
 
 @gluon.jit

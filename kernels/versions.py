@@ -1,0 +1,102 @@
+"""Which releases of torch and triton our kernels run with, and what to do about others: one line each.
+
+    torch 2.11 and later, with the triton that it was built with (or a newer one)
+    the Hopper kernels: a triton with which they have passed `pytest -m gpu`; with others the portable kernels run
+
+`python -m kernels.compile_report --with newest` compares these with the newest releases.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import torch
+
+# torch -> the triton it was built with, from the oldest that pyproject.toml admits to the newest that was tested.
+PAIRS = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
+# Gluon is experimental and its API changes: with these the Hopper kernels have passed `pytest -m gpu`.
+VERIFIED_TRITON = ("3.7.1",)
+# They compile from this release on, where hopper/primitives.py knows what changed.
+OLDEST_GLUON = (3, 7)
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Major and minor of a version: (2, 13) of "2.13.0+cu130"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def kernels_lack() -> str | None:
+    """What our Triton kernels would need of the installed torch and triton, or None. Imports triton."""
+    if importlib.util.find_spec("triton") is None:
+        return f"triton, which is not installed ({remedy()})"
+    import triton
+
+    oldest, own = next(iter(PAIRS)), _triton_of(torch.__version__)
+    if numbers_of(torch.__version__) < numbers_of(oldest):
+        return f"torch {oldest} or newer, not {torch.__version__} (pip install -U torch)"
+    if numbers_of(triton.__version__) < numbers_of(own):
+        return (
+            f"triton {own} or newer beside torch {torch.__version__}, not {triton.__version__} ({remedy()})"
+        )
+    return None
+
+
+def gluon_lacks() -> str | None:
+    """What the Hopper kernels would need of triton, or None. Imports triton."""
+    import triton
+
+    fix = f"pip install triton=={VERIFIED_TRITON[-1]}"
+    if numbers_of(VERIFIED_TRITON[-1]) < numbers_of(_triton_of(torch.__version__)):  # too old for this torch
+        fix += " torch==" + next(x for x, y in reversed(PAIRS.items()) if y == VERIFIED_TRITON[-1]) + ".*"
+    if not has_gluon():
+        return f"a triton with Gluon, which this triton {triton.__version__} is without ({fix})"
+    if triton.__version__ not in VERIFIED_TRITON:
+        return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__} ({fix})"
+    return None
+
+
+def has_gluon() -> bool:
+    """Whether triton is installed, and Gluon in it."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon") is not None
+    except ModuleNotFoundError:  # not even triton.experimental
+        return False
+
+
+def no_cuda() -> str | None:
+    """Why this torch has no CUDA device, with the remedy; None if it has one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None and torch.version.hip is None:
+        number = torch.__version__.partition("+")[0]
+        return f"torch {torch.__version__} is built without CUDA (pip install -U --force-reinstall torch=={number})"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"torch {torch.__version__} finds no usable CUDA driver: {_first_sentence(error)}"
+    return "torch sees no CUDA device (is CUDA_VISIBLE_DEVICES empty?)"
+
+
+def mismatched_libraries() -> str | None:
+    """What is wrong with the CUDA libraries that this torch has loaded, with the remedy; None if nothing."""
+    try:
+        torch.backends.cudnn.version()  # compares with what torch was built with
+    except RuntimeError as error:
+        return f"{_first_sentence(error)} (pip install -U --force-reinstall torch, without LD_LIBRARY_PATH)"
+    return None
+
+
+def remedy() -> str:
+    """The command that installs the triton of this torch."""
+    return f"pip install triton=={_triton_of(torch.__version__)}"
+
+
+def _triton_of(torch_version: str) -> str:
+    """The triton that torch was built with; of a release newer than ours, the newest that we know."""
+    number = ".".join(map(str, numbers_of(torch_version)))
+    return PAIRS.get(number, list(PAIRS.values())[-1])
+
+
+def _first_sentence(error: Exception) -> str:
+    return re.split(r"\.\s|\n", str(error))[0].rstrip(".")

@@ -1,0 +1,239 @@
+"""Other releases of torch and triton than those we know: one line that says what to do. About 25 s."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+import kernels
+from kernels import AttentionError, fused, versions
+from kernels.flash import dispatch
+from kernels.other_triton import compared
+from training.config import ConfigError
+from training.distributed import resolve_device
+
+ROOT = Path(__file__).parents[2]
+ON_HOPPER = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
+
+
+def test_the_two_requirements_differ_in_their_pair_alone_and_versions_knows_both() -> None:
+    def pinned(name: str) -> tuple[dict[str, str], list[str]]:
+        lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+        pair = [line for line in lines if line.startswith(("torch==", "triton=="))]
+        return dict(line.partition(";")[0].split("==") for line in pair), sorted({*lines} - {*pair})
+
+    (own, others), (latest, same) = pinned("requirements.txt"), pinned("requirements-latest.txt")
+    assert others == same
+    pairs = [(each["torch"].rpartition(".")[0], each["triton"]) for each in (own, latest)]
+    assert pairs[0] in versions.PAIRS.items()
+    assert pairs[1] == list(versions.PAIRS.items())[-1]
+    assert own["triton"] in versions.VERIFIED_TRITON
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "triton_version", "reason"),
+    [
+        ("2.10.0", "3.6.0", r"it needs torch 2\.11 or newer, not 2\.10\.0 \(pip install -U torch\)"),
+        (
+            "2.13.0+cu130",
+            "3.6.0",
+            r"triton 3\.7\.1 or newer beside torch 2\.13\.0\+cu130, not 3\.6\.0 \(pip install",
+        ),
+        ("9.1.0", "3.8.0", r"triton 3\.9\.0 or newer beside torch 9\.1\.0, not 3\.8\.0"),
+    ],
+)
+def test_a_pair_that_is_too_old_is_refused(monkeypatch, torch_version, triton_version, reason) -> None:
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(AttentionError, match=f"attention=flash cannot be used here: .*{reason}"):
+        kernels.resolve_attention("flash", **ON_HOPPER)
+    with pytest.raises(AttentionError, match=f"model.loss=fused needs .*{reason.removeprefix('it needs ')}"):
+        fused.check_fused(torch.device("cuda"), "model.loss")
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> None:
+    """dispatch, told that the GPU is a Hopper."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    dispatch.machine_lacks.cache_clear()
+    yield
+    dispatch.machine_lacks.cache_clear()
+
+
+@pytest.mark.parametrize("lacking", ["triton 3.7.1, not 9.9.9", "a triton with Gluon"])
+@pytest.mark.parametrize(
+    ("torch_version", "remedy"),
+    [("2.13.0", "pip install triton==3.7.1"), ("2.15.0", "pip install triton==3.7.1 torch==2.13.*")],
+)
+def test_an_unverified_triton_leaves_the_portable_kernels_and_says_so_once(
+    hopper, monkeypatch, capsys, lacking, torch_version, remedy
+) -> None:
+    monkeypatch.setattr(triton, "__version__", "9.9.9")
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(versions, "has_gluon", lambda: "Gluon" not in lacking)
+    monkeypatch.setattr(versions, "VERIFIED_TRITON", ("3.7.1",))
+    assert [kernels.attention_tier("flash", **ON_HOPPER) for _ in range(2)] == ["triton", "triton"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}")
+    assert line.endswith(f"({remedy})")
+    with pytest.raises(AttentionError, match=rf"attention\.tier=hopper needs {lacking}"):
+        kernels.resolve_attention("flash", tier="hopper", **ON_HOPPER)
+
+
+def test_a_verified_triton_runs_the_hopper_kernels(hopper, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(triton, "__version__", versions.VERIFIED_TRITON[0])
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    assert kernels.attention_tier("flash", **ON_HOPPER) == "hopper"
+    assert capsys.readouterr().err == ""
+
+
+def python(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Python with a folder of modules that stand in for the installed ones."""
+    environment = {
+        "PYTHONPATH": f"{folder}:{ROOT}",
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        **variables,
+    }
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120
+    )
+
+
+def stand_in(folder: Path, package: str, source: str) -> None:
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(source)
+
+
+def test_the_compile_report_needs_gluon(tmp_path) -> None:
+    stand_in(tmp_path, "triton", "__version__ = '3.7.1'")
+    done = python("-m", "kernels.compile_report", folder=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "needs a triton with Gluon" in line
+    assert "pip install triton==" in line
+
+
+def test_the_compile_report_runs_with_another_triton(tmp_path) -> None:
+    """Which pip takes from a folder here. It has no Gluon, and so is told apart from the installed one."""
+    with zipfile.ZipFile(tmp_path / "triton-9.9.9-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("triton/__init__.py", "")
+        about = "triton-9.9.9.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: triton\nVersion: 9.9.9\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    report = "-m", "kernels.compile_report", "--with"
+    done = python(*report, "triton==9.9.9", folder=tmp_path, **pip)
+    assert done.returncode == 1
+    assert "needs a triton with Gluon" in done.stderr
+    done = python(*report, "triton", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("--with triton: it must be newest, or a release such as triton==")
+
+
+def test_releases_that_are_newer_than_those_we_know_are_named() -> None:
+    newest = list(versions.PAIRS.items())[-1]
+    assert "newer" not in compared(*newest)
+    assert (
+        compared("99.0.0", newest[1]).splitlines()[0].startswith("torch 99.0.0: newer than versions.py knows")
+    )
+    assert "triton 99.0.0: newer than versions.py knows" in compared(newest[0], "99.0.0")
+
+
+def test_a_training_run_with_a_triton_that_is_too_old_ends_in_a_line(tmp_path) -> None:
+    stand_in(tmp_path, "triton", "__version__ = '3.5.1'")
+    settings = "attention=flash", "data=python_source", "logger=none", f"hydra.run.dir={tmp_path}/run"
+    done = python("train.py", *settings, "trainer.device=cpu", folder=tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: attention=flash cannot be used here: it needs triton ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_torch_without_a_library_that_it_loads_ends_in_a_line(tmp_path) -> None:
+    missing = "libcudnn.so.9: cannot open shared object file: No such file or directory"
+    stand_in(tmp_path, "torch", f"raise ImportError({missing!r})")
+    done = python("train.py", "logger=none", f"hydra.run.dir={tmp_path}/run", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: a library of torch's cannot be loaded: {missing} (pip install")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_torch_without_cuda_is_named(monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        AttentionError, match=r"not cpu .*: torch \S+ (is built without|finds no usable) CUDA"
+    ):
+        kernels.resolve_attention("flash", device="cpu", dtype=torch.float32, head_dim=64)
+    with pytest.raises(ConfigError, match=r"trainer.device=cuda: torch \S+ .*; or use trainer.device=cpu"):
+        resolve_device("cuda")
+
+
+def test_another_cudnn_than_torch_was_built_with_is_named(monkeypatch) -> None:
+    def version() -> int:
+        raise RuntimeError(
+            "cuDNN version incompatibility: PyTorch was compiled against (9, 26, 0). And so on."
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    with pytest.raises(
+        ConfigError, match=r"trainer.device=cuda: cuDNN version .* \(9, 26, 0\) \(pip install"
+    ):
+        resolve_device("cuda")
+
+
+MOVED = """
+from triton.backends.nvidia import driver
+
+def __call__(self, launch, *arguments): ...
+def make_tensordesc_arg(arg, metadata, cache, stream): ...
+driver.{name} = {other}
+import torch
+from kernels import launch
+
+class Pointer:
+    dtype, shape = torch.float32, (16, 16)
+    def get_device(self): return 0
+    def data_ptr(self): return 64
+    def stride(self): return 16, 1
+
+class Kernel:
+    def __getitem__(self, grid): return lambda *arguments, **options: print(*arguments[1:])
+
+torch.cuda.current_device = lambda: 0
+moved = (Pointer(),)
+for number in 1, 2:
+    launch.launch(moved, ("test",), lambda: (Kernel(), (1, 1, 1), (number,), {{}}), {moved}, lambda x: (x,))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "moved", "part"),
+    [
+        ("CudaLauncher.__call__", "__call__", "()", "launcher (CudaLauncher.__call__)"),
+        (
+            "make_tensordesc_arg",
+            "make_tensordesc_arg",
+            "moved",
+            "encoding of TMA descriptors (make_tensordesc_arg",
+        ),
+    ],
+)
+def test_where_a_private_part_of_triton_has_moved_its_public_launch_serves(
+    tmp_path, name, other, moved, part
+) -> None:
+    done = python("-c", MOVED.format(name=name, other=other, moved=moved), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["1", "2"]
+    (line,) = done.stderr.splitlines()
+    assert f"triton {triton.__version__} has changed its {part}" in line
+    assert "requirements.txt" in line
