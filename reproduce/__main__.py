@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 
 # Subcommands that are not experiments; each is a module with main(argv).
 TOOLS = {
-    "report": "one page, Markdown and HTML, from results/: the papers' figures beside ours",
-    "compare": "RUNS...: training runs side by side, a table and a page with plots",
-    "milestones": "RUN: a run's curve against the paper's, pass or fail at each milestone",
-    "workspace": "ENTITY/PROJECT: the same view as a wandb workspace",
+    "report": (".report", "one page, Markdown and HTML, from results/: the papers' figures beside ours"),
+    "compare": (".comparison.compare", "RUNS...: training runs side by side, a table and a page with plots"),
+    "milestones": (
+        ".comparison.milestones",
+        "RUN: a run's curve against the paper's, milestone by milestone",
+    ),
+    "workspace": (".comparison.workspace", "ENTITY/PROJECT: the same view as a wandb workspace"),
 }
 RESULTS, TINY_RESULTS = "results", "runs/tiny"
 OUT_OF_TIME = 75  # exit status when the budget ran out first: EX_TEMPFAIL, a temporary failure, in sysexits.h
@@ -49,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             print(listing())
             return 0
         if argv[0] in TOOLS:
-            return importlib.import_module(f"{__package__}.{argv[0]}").main(argv[1:])
+            return importlib.import_module(TOOLS[argv[0]][0], __package__).main(argv[1:])
         arguments = _parser().parse_intermixed_args(argv)
         if arguments.name == "all":
             return _run_all(arguments)
@@ -76,7 +79,7 @@ def listing() -> str:
         "",
         "python -m reproduce NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]",
         "python -m reproduce all --budget 10m      as many as fit, in this order; continues where it stopped",
-        *(f"python -m reproduce {name:22}{what}" for name, what in TOOLS.items()),
+        *(f"python -m reproduce {name:22}{what}" for name, (_, what) in TOOLS.items()),
         "",
         "takes: on one GPU; with ~, an estimate for an H200. needs cpu: without a GPU, a CPU counts what it can.",
         "--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing.",

@@ -23,6 +23,9 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from .common import ReproduceError as ReproduceError
+from .common import text_table as text_table
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,10 +38,6 @@ NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 AIM_MET, AIM_MISSED = "own aim met", "own aim missed"
 STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED, AIM_MET, AIM_MISSED)
 NOT_STATED = "not stated"
-
-
-class ReproduceError(ValueError):
-    """A mistake in what the user asked for; the message is one line with the remedy."""
 
 
 class OutOfTime(Exception):
@@ -355,15 +354,3 @@ def pick(results: Results, **where: Any) -> list[Sample]:
         if all(sample.get(key) == value for key, value in where.items())
         and not any(sample.get(key) for key in missing)
     ]
-
-
-def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Align columns for a terminal: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [header, *rows]
-    ]
-    return "\n".join(line.rstrip() for line in lines)

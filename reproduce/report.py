@@ -17,6 +17,7 @@ from pathlib import Path
 
 from . import headline
 from .claims import CLAIMS, PAPERS, Claim
+from .common import ReproduceError, writing
 from .experiment import (
     AIM_MET,
     AIM_MISSED,
@@ -26,12 +27,11 @@ from .experiment import (
     NOT_REPRODUCED,
     REPRODUCED,
     STATUSES,
-    ReproduceError,
     Results,
     Verdict,
 )
 from .plots import can_draw
-from .results import changed_since, read_all, slug, writing
+from .results import changed_since, read_all, slug
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 # Status -> CSS class, in order of precedence: a claim is shown with the first status that any of its figures has.

@@ -20,14 +20,14 @@ import re
 import time
 import tokenize
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.files import as_json, replace_file
 
-from .experiment import EXPERIMENTS, Experiment, OutOfTime, ReproduceError, Results, Sample
+from .common import ReproduceError, writing
+from .experiment import EXPERIMENTS, Experiment, OutOfTime, Results, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -241,18 +241,6 @@ class Store:
         self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)
         with writing(path, "--results FOLDER"):
             replace_file(path, as_json(self.document))
-
-
-@contextmanager
-def writing(path: Path, option: str) -> Iterator[None]:
-    """Create the folder of `path` for a write inside the block; if it fails, name the option for another place."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ReproduceError(
-            f"{path} cannot be written ({error.strerror}): choose another place with {option}"
-        ) from None
 
 
 def read(path: Path, say: Callable[[str], None] = print) -> Results | None:

@@ -20,7 +20,7 @@ import torch
 from data import DataError
 from data.tokenizer import load_tokenizer
 from kernels import AttentionError
-from reproduce import compare
+from reproduce.comparison import compare
 from tests.conftest import measured, rows, text_data
 from training import checkpoint, evaluation
 from training.config import (
