@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+DIGITS = 8  # significant ones that are kept of a number: more than float32 has, or any clock here
 
 
 class ReproduceError(ValueError):
@@ -33,3 +37,37 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
         for row in [header, *rows]
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def rounded(value: Any) -> Any:
+    """A value for JSON, its numbers with at most DIGITS significant digits."""
+    match value:
+        case float():
+            return float(f"{value:.{DIGITS}g}")
+        case dict():
+            return {key: rounded(each) for key, each in value.items()}
+        case list() | tuple():
+            return [rounded(each) for each in value]
+    return value
+
+
+def as_lines(document: dict[str, Any], key: str = "samples") -> str:
+    """JSON with a line for each entry of the document, and for each item of its list `key`."""
+
+    def line(value: Any) -> str:
+        return json.dumps(rounded(value), separators=(",", ":"))
+
+    entries = [f"{json.dumps(name)}: {line(value)}" for name, value in document.items() if name != key]
+    if key in document:
+        items = ",\n".join(map(line, document[key]))
+        entries.append(f'{json.dumps(key)}: [\n{items}\n]' if items else f"{json.dumps(key)}: []")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    """The lines of a table, and an empty one."""
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    for row in rows:
+        cells = " | ".join(cell.replace("|", r"\|") for cell in row)
+        lines.append(f"| {cells} |")
+    return [*lines, ""]

@@ -34,9 +34,7 @@ Sample = dict[str, Any]
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
-# For figures that no paper states, which are judged against this project's own aims.
-AIM_MET, AIM_MISSED = "own aim met", "own aim missed"
-STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED, AIM_MET, AIM_MISSED)
+STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 NOT_STATED = "not stated"
 
 
@@ -46,7 +44,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of our figures compared with a paper's claim or, where no paper states it, with this project's own aim.
+    """One of our figures compared with a paper's claim.
 
     Attributes:
         claim: "C1" to "C33".
@@ -80,8 +78,8 @@ class Experiment:
         needs: "cpu" if a CPU gives meaningful figures, "cuda" if only its --tiny form runs without a GPU.
         minutes: its share of the budget in the first round of `all`. The list shows this, or a longer time already
             measured, as an estimate until results/ has a complete GPU run with the default settings.
-        code: files and folders, besides its own module, that its figures depend on; a change to their code makes
-            the figures stale.
+        measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
+        package: the package that its module is in.
     """
 
     name: str
@@ -89,51 +87,24 @@ class Experiment:
     claims: tuple[str, ...]
     needs: str
     minutes: float
-    code: tuple[str, ...]
+    measures: tuple[str, ...]
+    package: str = "reproduce"
+
+    @property
+    def path(self) -> str:
+        return f"{self.package}.{self.name}"
 
     @property
     def module(self) -> ModuleType:
-        return importlib.import_module(f"{__package__}.{self.name}")
+        return importlib.import_module(self.path)
 
 
-_ATTENTIONS = (
-    "kernels/__init__.py",
-    "kernels/arguments.py",
-    "kernels/fa4.py",
-    "kernels/flash",
-    "kernels/flash/portable/measured/sm_90.json",  # the measured times that decide its tiles
-    "kernels/history",
-    "kernels/launch.py",
-    "kernels/library.py",
-    "kernels/naive.py",
-    "kernels/operators.py",
-    "kernels/philox.py",
-    "kernels/registry.py",
+# What the figures depend on besides `run`; see `depends.py`.
+ATTENTIONS = (
+    *("kernels.flash", "kernels/flash/portable/measured/sm_90.json"),  # the measured times decide its tiles
+    *("kernels.history", "kernels.history.chunked", "kernels.library", "kernels.naive"),
 )
-_LAYERS = (
-    "kernels/add_norm.py",
-    "kernels/bias_gelu.py",
-    "kernels/dropout.py",
-    "kernels/embedding.py",
-    "kernels/embedding_gradient.py",
-    "kernels/fused.py",
-    "kernels/linear_add_norm.py",
-    "kernels/linear_cross_entropy.py",
-    "kernels/linear_gelu.py",
-    "kernels/row_dropout.py",
-    "kernels/softmax_gradient.py",
-)
-_ATTENTION = (*_ATTENTIONS, "reproduce/standard.py", "reproduce/timing.py")
-_TRAINING = (
-    *_ATTENTIONS,
-    *_LAYERS,
-    "model",
-    "training/cuda_graphs.py",
-    "training/layers.py",
-    "training/optimizer.py",
-    "training/precision.py",
-    "reproduce/contenders.py",
-)
+_TRAINING = ("kernels", *ATTENTIONS, "model.gpt", "training.cuda_graphs", "training.optimizer", "training.precision")
 # The most useful first: `all` runs them in this order.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each
@@ -144,7 +115,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C7", "C8", "C17", "C20", "C24", "C32"),
             needs="cpu",
             minutes=3.0,
-            code=_ATTENTION,
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="traffic",
@@ -152,12 +123,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C3", "C6", "C29", "C31"),
             needs="cpu",
             minutes=1.0,
-            code=(
-                *_ATTENTION,
-                "reproduce/attention.py",
-                "reproduce/counting.py",
-                "reproduce/hardware_counters.py",
-            ),
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="training",
@@ -165,26 +131,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C11", "C13", "C23"),
             needs="cuda",
             minutes=3.0,
-            code=(*_TRAINING, "reproduce/nanogpt.py", "reproduce/timing.py"),
-        ),
-        Experiment(
-            name="loss",
-            title="GPT-2's head and its loss: time and peak memory beside torch's and Liger-Kernel's",
-            claims=("C11",),
-            needs="cuda",
-            minutes=1.0,
-            code=(
-                "kernels/arguments.py",
-                "kernels/fused.py",
-                "kernels/launch.py",
-                "kernels/linear_cross_entropy.py",
-                "kernels/operators.py",
-                "kernels/registry.py",
-                "kernels/softmax_gradient.py",
-                "model/gpt.py",
-                "training/precision.py",
-                "reproduce/timing.py",
-            ),
+            measures=_TRAINING,
         ),
         Experiment(
             name="numerics",
@@ -192,7 +139,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C1", "C2", "C26"),
             needs="cpu",
             minutes=0.5,
-            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/fp8.py"),
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="sparse",
@@ -200,7 +147,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C5", "C10"),
             needs="cpu",
             minutes=1.0,
-            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/counting.py"),
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="history",
@@ -208,23 +155,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C4", "C18", "C19", "C21", "C22", "C27", "C28"),
             needs="cpu",
             minutes=1.5,
-            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/counting.py"),
-        ),
-        Experiment(
-            name="documents",
-            title="packed documents and sliding windows: time over attention without them, beside PyTorch's",
-            claims=("C20",),
-            needs="cuda",
-            minutes=2.5,
-            code=(*_ATTENTION, "reproduce/attention.py"),
-        ),
-        Experiment(
-            name="host",
-            title="what a call of attention costs the host, beside PyTorch's and a function that does nothing",
-            claims=("C7",),
-            needs="cuda",
-            minutes=0.5,
-            code=_ATTENTIONS,
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="perplexity",
@@ -232,36 +163,26 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C12", "C14"),
             needs="cuda",
             minutes=10.0,
-            code=(
-                *_ATTENTIONS,
-                *_LAYERS,
-                "model",
-                "training/cuda_graphs.py",
-                "training/evaluation.py",
-                "training/layers.py",
-                "training/optimizer.py",
-                "training/precision.py",
-                "training/schedule.py",
-                "training/seeds.py",
-                "reproduce/perplexity_numerics.py",
-                "data/loader.py",  # not data/prepare.py: the document names the prepared corpus that was used
-                "data/permutation.py",
+            measures=(
+                *("kernels", *ATTENTIONS, "model.gpt"),
+                *("training.evaluation", "training.optimizer", "training.schedule", "training.seeds"),
+                *("data.loader", "data.permutation"),
             ),
         ),
     )
 }
 
 
-def find_experiment(name: str, others: Iterable[str]) -> Experiment:
+def find_experiment(name: str, experiments: dict[str, Experiment], others: Iterable[str]) -> Experiment:
     """The experiment of that name.
 
     Raises ReproduceError that lists the valid names, including `others`, which are not experiments.
     """
-    if name not in EXPERIMENTS:
-        known = [*EXPERIMENTS, *others]
+    if name not in experiments:
+        known = [*experiments, *others]
         near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, n=1))
         raise ReproduceError(f"there is no experiment {name}; choose one of {', '.join(known)}{near}")
-    return EXPERIMENTS[name]
+    return experiments[name]
 
 
 @dataclass
@@ -337,12 +258,6 @@ def compared(
 ) -> Verdict:
     """`judged` for two numbers, each shown in the format `form`, such as "{:.2f}x"."""
     return judged(claim, what, form.format(theirs), form.format(ours), ours / theirs, passed, why, basis)
-
-
-def own_aim(claim: str, what: str, ours: str, aim: str, met: bool, basis: str, why: str = "") -> Verdict:
-    """The verdict on a figure that no paper states, listed under a related claim; `aim` is our target for it."""
-    why = f"this project's own aim is {aim}" + (f"; {why}" if why else "")
-    return Verdict(claim, what, NOT_STATED, ours, None, AIM_MET if met else AIM_MISSED, why, basis)
 
 
 def pick(results: Results, **where: Any) -> list[Sample]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import paper, plots
-from .contenders import FUSED, HF_EAGER, NANOGPT, NANOGPT_BIASES
+from .contenders import FUSED, HF_EAGER
 from .experiment import (
     NOT_COMPARABLE,
     NOT_STATED,
@@ -18,7 +18,6 @@ from .experiment import (
     Verdict,
     compared,
     judged,
-    own_aim,
     pick,
     text_table,
 )
@@ -180,7 +179,6 @@ def _judge_table_2(results: Results) -> list[Verdict]:
                 "Compiled, naive attention is fused as far as torch.compile does, as Megatron-LM's softmax was"
             )
             found.append(Verdict("C11", what, theirs, f"{ratio:.2f}x", None, NOT_COMPARABLE, why, device))
-    found += _judge_nanogpt(results, device)
     if tokens_per_second := rate(find(results, "compiled"), "flash") or rate(find(results, "small"), "flash"):
         days = paper.GPT2_TOKENS / (8 * tokens_per_second) / 86400
         what = "days for 400k steps on eight GPUs"
@@ -214,27 +212,6 @@ def _judge_stack(results: Results, model: str, mode: str) -> list[Verdict]:
             why += f"; {unsteady}"
         figures = (f"{expected:.1f}x", f"{ratio:.2f}x", ratio / expected, ratio >= round(expected, 1))
         found.append(judged("C11", what, *figures, why, results["device"]))
-    return found
-
-
-def _judge_nanogpt(results: Results, device: str) -> list[Verdict]:
-    """This project's own aims: 1.1 times nanoGPT's speed, and an MFU of 50 %."""
-    found = []
-    for sample in pick(results, kind="speed", part="compiled") + pick(results, kind="speed", part="whole"):
-        ours = [name for name in ("flash", "flash" + FUSED) if rate(sample, name)]
-        best = max(ours, key=lambda name: rate(sample, name), default=None)
-        where = f"{sample['model']}, {sample['micro_batch']} sequences a forward"
-        for name, model in (
-            (NANOGPT, "without biases, as it trains"),
-            (NANOGPT_BIASES, "with GPT-2's biases"),
-        ):
-            if ratio := _ratio(rate(sample, best), rate(sample, name)):
-                what = f"{where}: ours with flash over nanoGPT's model {model}, both compiled, tokens/s"
-                found.append(own_aim("C11", what, f"{ratio:.3f}x", "1.1x at least", ratio >= 1.1, device))
-        if mfu := sample["mfu"].get(best):
-            what = f"{where}: MFU of ours, compiled"
-            why = "counts 6 N + 12 L H Q T FLOPs a token: attention in full, no recomputation"
-            found.append(own_aim("C11", what, f"{mfu:.1%}", "50 % at least", mfu >= 0.5, device, why))
     return found
 
 

@@ -1,0 +1,238 @@
+"""What a figure depends on, by name, each with a hash that survives moves, renames and comments.
+
+An experiment depends on its own `run`, and names what it measures: a package, of which its Triton kernels count, or a
+module, of which its kernels count or, where it has none, its functions and classes. Python that only launches kernels
+does not count: the device's times and results are those of the kernels.
+
+The hash of a definition is of its syntax tree, without docstrings, annotations and the names that are its own. In the
+place of another definition's name stands that one's hash (of a kernel: every helper's and constant's; of `run`: what
+it uses of reproduce and benchmarks; of a module's function: what it uses of its module), or else a blank. So a result
+that recorded a hash is stale if no definition has it any longer, wherever it is and whatever it is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("kernels", "model", "training", "data", "reproduce", "benchmarks")
+EXPERIMENTS_IN = ("reproduce", "benchmarks")
+EVERYTHING = ""  # as a scope: every definition is followed
+# Fields of the syntax that change nothing; a kernel's annotations tell what is compiled in.
+NO_KERNEL_CODE = ("ctx", "type_comment", "type_params")
+NO_CODE = ("annotation", "returns", *NO_KERNEL_CODE)
+# Hash of a definition that was rewritten with the same results and speed -> how that was checked.
+REWRITTEN: dict[str, str] = {}
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+
+
+class Definition(NamedTuple):
+    """A function, class or constant at the top level of a module."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Tree:
+    """The definitions below a root folder, and their hashes."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root = root
+        files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
+        self.modules = {_dotted(file.relative_to(root)): _Module(file.read_text("utf-8")) for file in files}
+        self._hashes: dict[tuple[Definition, str], str] = {}
+
+    def record(self, run: str, measured: Iterable[str], gpu: bool = True) -> dict[str, str]:
+        """Name -> hash of what an experiment depends on.
+
+        Args:
+            run: the module that has its `run`.
+            measured: packages, modules, and .json files. KeyError names one that is not there.
+            gpu: without one, kernels in Gluon do not count: they run on Hopper GPUs alone.
+        """
+        found = {f"{run}.run": self.hash(Definition(run, "run"), run.split(".")[0])}
+        for name in measured:
+            if name.endswith(".json"):
+                found[name] = _hash(json.dumps(json.loads((self.root / name).read_text("utf-8"))))
+                continue
+            for each in self._measured(name, gpu):
+                found[str(each)] = self.hash(each, EVERYTHING if self._is_kernel(each) else each.module)
+        return found
+
+    def hashes(self) -> set[str]:
+        """Every hash that `record` could give today."""
+        found = {_hash(json.dumps(json.loads(file.read_text("utf-8")))) for file in self.root.rglob("kernels/**/*.json")}
+        for name, module in self.modules.items():
+            package = name.split(".")[0]
+            for each in (Definition(name, own) for own in module.definitions):
+                if package in EXPERIMENTS_IN and each.name == "run":
+                    found.add(self.hash(each, package))
+                found.add(self.hash(each, EVERYTHING if self._is_kernel(each) else name))
+        return found
+
+    def _measured(self, name: str, gpu: bool) -> Iterator[Definition]:
+        """The kernels of a package or a module; of a module without any, its functions and classes."""
+        prefix = f"{name}."
+        inside = [each for each in self.modules if each == name or each.startswith(prefix)]
+        own = [Definition(each, d) for each in inside for d in self.modules[each].definitions]
+        kernels = [each for each in own if self._is_kernel(each)]
+        if not own:
+            raise KeyError(name)
+        if kernels or len(inside) > 1:
+            yield from (each for each in kernels if gpu or not _is_gluon(self._node(each)))
+        else:
+            yield from (each for each in own if isinstance(self._node(each), ast.FunctionDef | ast.ClassDef))
+
+    def _node(self, each: Definition) -> ast.stmt:
+        return self.modules[each.module].definitions[each.name]
+
+    def _is_kernel(self, each: Definition) -> bool:
+        node = self._node(each)
+        return isinstance(node, ast.FunctionDef) and any(
+            isinstance(part, ast.Attribute) and part.attr == "jit"
+            for decorator in node.decorator_list
+            for part in ast.walk(decorator)
+        )
+
+    def hash(self, each: Definition, scope: str) -> str:
+        """The hash of a definition; those it refers to are followed where their module is `scope` or inside it."""
+        if (each, scope) not in self._hashes:
+            self._hashes[each, scope] = "recursion"  # what a cycle finds in its own place
+            node = self._node(each)
+            own = _own_names(node)
+            self._hashes[each, scope] = _hash("".join(self._parts(node, each, scope, own)))
+        return self._hashes[each, scope]
+
+    def _parts(self, node: object, within: Definition, scope: str, own: dict[str, str]) -> Iterator[str]:
+        """The node's syntax as text, in the normal form that is hashed."""
+        if isinstance(node, list):
+            for each in node:
+                yield from self._parts(each, within, scope, own)
+        elif not isinstance(node, ast.AST):
+            yield f"{node!r},"
+        elif isinstance(node, ast.Name | ast.Attribute) and (to := self._refers(node, within, own)):
+            yield self.hash(to, scope) if to.module.startswith(scope) else "another,"
+        elif isinstance(node, ast.Name | ast.arg):
+            name = node.id if isinstance(node, ast.Name) else node.arg
+            yield f"{own.get(name, name)},"
+        elif not _is_docstring(node):
+            yield f"{type(node).__name__}("
+            for field, value in ast.iter_fields(node):
+                if value and field not in (NO_CODE if scope else NO_KERNEL_CODE):
+                    renamed = own.get(value, value) if field == "name" and isinstance(value, str) else value
+                    yield f"{field}="
+                    yield from self._parts(renamed, within, scope, own)
+            yield ")"
+
+    def _refers(self, node: ast.Name | ast.Attribute, within: Definition, own: dict[str, str]) -> Definition | None:
+        """The definition of this tree that a name, or a module's attribute, stands for; None for any other."""
+        if isinstance(node, ast.Attribute):
+            if not isinstance(node.value, ast.Name) or node.value.id in own:
+                return None
+            module = self._module_called(within.module, node.value.id)
+            return self._defined(module, node.attr) if module else None
+        return None if node.id in own else self._defined(within.module, node.id)
+
+    def _defined(self, module: str, name: str) -> Definition | None:
+        """Where `name` in `module` is defined, through imports."""
+        if module not in self.modules:
+            return None
+        if name in self.modules[module].definitions:
+            return Definition(module, name)
+        origin = self.modules[module].imports.get(name)
+        return self._defined(self._absolute(module, origin[0]), origin[1]) if origin else None
+
+    def _module_called(self, module: str, name: str) -> str | None:
+        origin = self.modules[module].imports.get(name)
+        found = ".".join(filter(None, (self._absolute(module, origin[0]), origin[1]))) if origin else None
+        return found if found in self.modules else None
+
+    def _absolute(self, module: str, source: str) -> str:
+        """The module that a relative import in `module` names: "..flash.rules" -> kernels.flash.rules."""
+        level = len(source) - len(source.lstrip("."))
+        if not level:
+            return source
+        is_package = (self.root / module.replace(".", "/")).is_dir()
+        base = module.split(".")[: None if level == 1 and is_package else is_package - level]
+        return ".".join([*base, *filter(None, [source[level:]])])
+
+
+class _Module:
+    """A module's definitions and imports: name -> node, and name -> (module as it is written, name there)."""
+
+    def __init__(self, source: str) -> None:
+        tree = ast.parse(source)
+        self.definitions: dict[str, ast.stmt] = {}
+        self.imports: dict[str, tuple[str, str]] = {}
+        for node in tree.body:
+            if isinstance(node, DEFINITIONS):
+                self.definitions |= dict.fromkeys(_names_of(node), node)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                source = "." * node.level + (node.module or "")
+                self.imports |= {each.asname or each.name: (source, each.name) for each in node.names}
+
+
+def _names_of(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+
+
+def _own_names(node: ast.stmt) -> dict[str, str]:
+    """The names that are bound inside a definition, and its own -> their numbers, by first appearance."""
+    found = dict.fromkeys(_names_of(node))
+    for part in ast.walk(node):
+        if isinstance(part, ast.arg):
+            found[part.arg] = None
+        elif isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load):
+            found[part.id] = None
+        elif isinstance(part, ast.FunctionDef) and not _is_method(part, node):
+            found[part.name] = None
+    return {name: f"own{number}" for number, name in enumerate(found)}
+
+
+def _is_method(part: ast.FunctionDef, node: ast.stmt) -> bool:
+    return isinstance(node, ast.ClassDef) and part in node.body
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _is_gluon(node: ast.stmt) -> bool:
+    return "gluon" in "".join(map(ast.dump, node.decorator_list))
+
+
+def _dotted(file: Path) -> str:
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+@functools.cache
+def tree() -> Tree:
+    """This project's, read once."""
+    return Tree()
+
+
+@functools.cache
+def _today() -> set[str]:
+    return tree().hashes()
+
+
+def changed(recorded: dict[str, str]) -> list[str]:
+    """The recorded names whose hash no definition has today, unless it was rewritten with the same results."""
+    return [name for name, its in recorded.items() if its not in _today() and its not in REWRITTEN]
