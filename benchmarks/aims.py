@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
     directory = parser.parse_args(argv).results
     if not directory.is_dir():
-        raise ReproduceError(f"{directory} does not exist: name the folder that holds results, --results FOLDER")
+        raise ReproduceError(
+            f"{directory} does not exist: name the folder that holds results, --results FOLDER"
+        )
     text, summary = page(directory)
     with writing(directory / "BENCHMARKS.md", "--results FOLDER"):
         (directory / "BENCHMARKS.md").write_text(text, encoding="utf-8")
@@ -60,7 +62,12 @@ def page(directory: Path) -> tuple[str, str]:
             continue
         counts.update(aim.status for aim in aims)
         stale = changed_since(document)
-        sections += [f"## {name}, {device}", "", f"`{' '.join(document['command'])}`, {document['date']}.", ""]
+        sections += [
+            f"## {name}, {device}",
+            "",
+            f"`{' '.join(document['command'])}`, {document['date']}.",
+            "",
+        ]
         sections += [f"Changed since it was run: {', '.join(stale)}.", ""] if stale else []
         sections += markdown_table(HEADER, [[a.what, a.ours, a.aim, a.status, a.why] for a in aims])
     summary = f"{counts[MET]} aims met, {counts[MISSED]} missed; {counts[NO_AIM]} figures without an aim."

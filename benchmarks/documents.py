@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
 from kernels.library import compiled_flex_attention
-
 from reproduce import plots, timing
 from reproduce.attention import gradients, race, relative_error
 from reproduce.attention_figures import OURS, PORTABLE, milliseconds

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kernels import attention_tier, get_attention, resolve_attention
-
 from reproduce import plots
 from reproduce.common import text_table
 from reproduce.experiment import Options, Results, Sample, pick

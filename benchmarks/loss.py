@@ -30,12 +30,11 @@ from torch.nn import functional as F
 from kernels import AttentionError
 from kernels.linear_cross_entropy import linear_cross_entropy
 from model.gpt import LossFn, cross_entropy
-from training.precision import compiled
-
 from reproduce import plots, timing
 from reproduce.attention_figures import milliseconds
 from reproduce.common import text_table
 from reproduce.experiment import Options, Results, Sample, pick
+from training.precision import compiled
 
 from .aims import Aim
 

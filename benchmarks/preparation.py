@@ -1,6 +1,6 @@
 """How fast preparation is, against bare tiktoken and against nanoGPT's prepare.py on the same parquet files.
 
-    python -m benchmarks preparation --tokenizer gpt2 --nanogpt PATH_OF_A_CHECKOUT [--parquet FOLDER] --output FILE.json
+    python -m benchmarks preparation --tokenizer gpt2 --nanogpt CHECKOUT [--parquet FOLDER] --output FILE.json
 
 Each of these runs in a process of its own, in turn, `--repeats` times; ratios are taken within a turn, so that other
 load on the machine touches both sides, and are given for seconds and for CPU seconds (workers included, start-up and

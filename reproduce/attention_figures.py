@@ -225,8 +225,12 @@ def _judge_memory(results: Results) -> list[Verdict]:
             ours = peaks[BASELINE, n] / peaks[OURS, n]
             theirs = paper.FA1_MIB[BASELINE][n] / paper.FA1_MIB[OURS][n]
             what = f"{BASELINE}/{OURS} peak memory at {n} tokens"
-            why = "at least the paper's, less 25 %; more is better: flash keeps less than it did"
-            verdicts.append(compared("C8", what, "{:.1f}x", theirs, ours, ours >= 0.75 * theirs, why, basis))
+            mib = peaks[OURS, n] / 2**20
+            why = "within a third either way"
+            if ours > 1.05 * theirs and not _on_cpu(results):  # a CPU counts one head, the paper 128
+                why += f"; above it because {OURS} takes {mib:.0f} MiB, the paper's {paper.FA1_MIB[OURS][n]}"
+            passed = abs(ours / theirs - 1) <= 1 / 3
+            verdicts.append(compared("C8", what, "{:.1f}x", theirs, ours, passed, why, basis))
     for name in (OURS, BASELINE):
         measured = {n: peak for (backend, n), peak in peaks.items() if backend == name and n >= 1024}
         theirs = log_slope({n: mib for n, mib in paper.FA1_MIB[name].items() if n in measured})
@@ -272,19 +276,24 @@ def _judge_head_dim(results: Results) -> list[Verdict]:
 
 def _judge_causal(results: Results) -> list[Verdict]:
     verdicts = []
-    for d in (64, 128):
+    for d in (64, 128, 256):
         times = {
             (s["length"], s["causal"]): t
             for s in _timed(results, figure="fa2", head_dim=d)
-            if s["length"] >= 4096 and (t := milliseconds(s, OURS, "both"))
+            if (t := milliseconds(s, OURS, "both"))
         }
-        ratios = [t / times[n, True] for (n, causal), t in times.items() if not causal and (n, True) in times]
-        if ratios:
-            ours = statistics.geometric_mean(ratios)
-            what = f"full over causal time, head_dim {d}, from 4096"
-            why = "1.7x at least: blocks above the diagonal are skipped"
-            figures = ("1.7 to 1.8x", f"{ours:.2f}x", ours / 1.75, ours >= 1.7)
-            verdicts.append(judged("C20", what, *figures, why, results["device"]))
+        ratios = {
+            n: t / times[n, True] for (n, causal), t in times.items() if not causal and (n, True) in times
+        }
+        long = [ratio for n, ratio in ratios.items() if n >= 4096]
+        if long:
+            what = f"full over causal time, head_dim {d}, {min(ratios)} to {max(ratios)} tokens"
+            why = "1.7x at least, at each length from 4096 on: the paper's figure is of long sequences"
+            shown = ", ".join(f"{ratio:.2f}x" for ratio in ratios.values())
+            ratio = statistics.geometric_mean(long) / 1.75
+            verdicts.append(
+                judged("C20", what, "1.7 to 1.8x", shown, ratio, min(long) >= 1.7, why, results["device"])
+            )
     return verdicts
 
 

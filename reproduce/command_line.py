@@ -221,9 +221,7 @@ def _run_all(program: Program, arguments: argparse.Namespace) -> int:
     return int(any(status not in (0, OUT_OF_TIME) for status in statuses.values()))
 
 
-def _start(
-    experiment: Experiment, arguments: argparse.Namespace, seconds: float | None, again: bool
-) -> int:
+def _start(experiment: Experiment, arguments: argparse.Namespace, seconds: float | None, again: bool) -> int:
     command = [sys.executable, "-m", experiment.package, experiment.name, "--device", arguments.device]
     command += ["--tiny"] * arguments.tiny + ["--again"] * again
     command += ["--budget", f"{seconds:.0f}s"] if seconds else []

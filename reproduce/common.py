@@ -60,7 +60,7 @@ def as_lines(document: dict[str, Any], key: str = "samples") -> str:
     entries = [f"{json.dumps(name)}: {line(value)}" for name, value in document.items() if name != key]
     if key in document:
         items = ",\n".join(map(line, document[key]))
-        entries.append(f'{json.dumps(key)}: [\n{items}\n]' if items else f"{json.dumps(key)}: []")
+        entries.append(f"{json.dumps(key)}: [\n{items}\n]" if items else f"{json.dumps(key)}: []")
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 

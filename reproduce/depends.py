@@ -62,7 +62,7 @@ class Tree:
         found = {f"{run}.run": self.hash(Definition(run, "run"), run.split(".")[0])}
         for name in measured:
             if name.endswith(".json"):
-                found[name] = _hash(json.dumps(json.loads((self.root / name).read_text("utf-8"))))
+                found[name] = _hash_of_json(self.root / name)
                 continue
             for each in self._measured(name, gpu):
                 found[str(each)] = self.hash(each, EVERYTHING if self._is_kernel(each) else each.module)
@@ -70,7 +70,10 @@ class Tree:
 
     def hashes(self) -> set[str]:
         """Every hash that `record` could give today."""
-        found = {_hash(json.dumps(json.loads(file.read_text("utf-8")))) for file in self.root.rglob("kernels/**/*.json")}
+        found = {
+            _hash(json.dumps(json.loads(file.read_text("utf-8"))))
+            for file in self.root.rglob("kernels/**/*.json")
+        }
         for name, module in self.modules.items():
             package = name.split(".")[0]
             for each in (Definition(name, own) for own in module.definitions):
@@ -133,7 +136,9 @@ class Tree:
                     yield from self._parts(renamed, within, scope, own)
             yield ")"
 
-    def _refers(self, node: ast.Name | ast.Attribute, within: Definition, own: dict[str, str]) -> Definition | None:
+    def _refers(
+        self, node: ast.Name | ast.Attribute, within: Definition, own: dict[str, str]
+    ) -> Definition | None:
         """The definition of this tree that a name, or a module's attribute, stands for; None for any other."""
         if isinstance(node, ast.Attribute):
             if not isinstance(node.value, ast.Name) or node.value.id in own:
@@ -207,7 +212,11 @@ def _is_method(part: ast.FunctionDef, node: ast.stmt) -> bool:
 
 
 def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def _is_gluon(node: ast.stmt) -> bool:
@@ -220,6 +229,10 @@ def _dotted(file: Path) -> str:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _hash_of_json(file: Path) -> str:
+    return _hash(json.dumps(json.loads(file.read_text("utf-8"))))
 
 
 @functools.cache

@@ -104,7 +104,14 @@ ATTENTIONS = (
     *("kernels.flash", "kernels/flash/portable/measured/sm_90.json"),  # the measured times decide its tiles
     *("kernels.history", "kernels.history.chunked", "kernels.library", "kernels.naive"),
 )
-_TRAINING = ("kernels", *ATTENTIONS, "model.gpt", "training.cuda_graphs", "training.optimizer", "training.precision")
+_TRAINING = (
+    "kernels",
+    *ATTENTIONS,
+    "model.gpt",
+    "training.cuda_graphs",
+    "training.optimizer",
+    "training.precision",
+)
 # The most useful first: `all` runs them in this order.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each

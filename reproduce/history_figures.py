@@ -181,8 +181,10 @@ def _judge_tiles(results: Results) -> list[Verdict]:
         what, why = "time, tiles of 64 over 256 keys", "1.3x at least: fewer bytes take less time"
         verdicts.append(compared("C4", what, "{:.2f}x", expected, fall, fall >= 1.3, why, device))
         rest, expected = ms["256"] / ms["512"], theirs[256]["ms"] / theirs[512]["ms"]
-        what, why = "time, tiles of 256 over 512 keys", "1.05x at most: beyond 256 arithmetic decides"
-        verdicts.append(compared("C4", what, "{:.2f}x", expected, rest, rest <= 1.05, why, device))
+        what = "time, tiles of 256 over 512 keys"
+        why = "within 10 % of the paper's: beyond 256 arithmetic decides; ours holds 32 queries a tile at either"
+        passed = abs(rest / expected - 1) <= 0.1
+        verdicts.append(compared("C4", what, "{:.2f}x", expected, rest, passed, why, device))
     return verdicts
 
 
@@ -221,11 +223,14 @@ def _judge_programs(results: Results) -> list[Verdict]:
         what = (
             f"one program a head over one a tile of queries, batch * heads {heads}, {sample['length']} tokens"
         )
+        full = bound < 1.1
         why = (
-            "at least half the bound, and 0.9x where heads alone fill the GPU; several programs on a processor can "
-            "exceed the bound; of the two-pass forward"
+            "0.9x to 1.15x: by the bound, heads alone fill the GPU; it leaves out that programs share a processor"
+            if full
+            else "at least half the bound; several programs on a processor can exceed it; of the two-pass forward"
         )
-        figures = (f"up to {bound:.3g}x", f"{gain:.3g}x", gain / bound, gain >= max(0.5 * bound, 0.9))
+        passed = 0.9 <= gain <= 1.15 if full else gain >= 0.5 * bound
+        figures = (f"up to {bound:.3g}x", f"{gain:.3g}x", gain / bound, passed)
         verdicts.append(judged("C19", what, *figures, why, results["device"]))
     return verdicts
 
@@ -287,11 +292,11 @@ def _judge_softmax(results: Results) -> list[Verdict]:
         why = "ours includes writing the k results, which the paper leaves out"
         verdicts.append(judged("C28", what, *figures, why, COUNTED))
     timed = sorted(pick(results, kind="softmax", rows=4000), key=lambda s: (s["length"], s["k"]))
-    for sample in timed[-1:]:
+    for sample in {s["length"]: s for s in timed if s["length"] >= 4000}.values():
         ms = _medians(sample)
         gain = ms["safe"] / ms["online"]
         what = f"time of safe over online softmax, 4000 rows of {sample['length']}"
-        why = "at least 1.2x, at a length beyond what the L2 cache serves; the paper has it from 4000 on, on a V100"
+        why = "at least 1.2x; the paper has it from 4000 on, on a V100; our L2 cache holds 4000 rows of 4000"
         figures = ("1.3x", f"{gain:.2f}x", gain / 1.3, gain >= 1.2)
         verdicts.append(judged("C27", what, *figures, why, results["device"]))
     for sample in timed:

@@ -4,7 +4,7 @@
     results/<device>/<name>.partial.json     a run that was interrupted or ran out of time; the next run resumes it
     results/<device>/<name>.svg              its picture
 
-A document has a line for each of its entries and for each sample, its numbers rounded to eight digits. It records what
+A document has a line for each entry and for each sample, its numbers rounded to eight digits. It records what
 produced it: command, commit, environment, settings, and by name what its figures depend on, each with a hash that
 survives moves, renames and comments (`depends.py`). A run resumes a partial document, or is skipped in favour of a
 complete one, only if device, settings, torch and triton versions are the same and nothing it depends on has changed.
@@ -87,9 +87,7 @@ class Store:
             "device": record["device_name"],
             "command": ["python", "-m", experiment.package, *command],
             "commit": record["commit"],
-            "depends": depends.tree().record(
-                experiment.path, experiment.measures, gpu=device.type == "cuda"
-            ),
+            "depends": depends.tree().record(experiment.path, experiment.measures, gpu=device.type == "cuda"),
             "settings": json.loads(json.dumps(asdict(settings))),
             "environment": record,
             "date": time.strftime("%Y-%m-%d"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from kernels.naive import naive_attention
 from benchmarks import documents
 from benchmarks.__main__ import main
 from benchmarks.aims import MET, MISSED
@@ -22,6 +21,7 @@ from benchmarks.documents import (
     Workload,
     document_offsets,
 )
+from kernels.naive import naive_attention
 from reproduce.experiment import pick
 
 BOUNDS = [(DOCUMENTS, 20), (DOCUMENTS, 500), (WINDOW, 0), (WINDOW, 20), (WINDOW, 500)]
