@@ -1,9 +1,12 @@
 """`python -m reproduce compare` on real runs: what it shows, what it says differs, what it survives."""
 
+import ast
 import csv
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from warnings import catch_warnings
@@ -17,7 +20,7 @@ from reproduce.comparison.compare import _common_folder
 from reproduce.comparison.page import page
 from reproduce.comparison.runs import find_runs
 from reproduce.comparison.table import HEADER, table, text, warnings
-from tests.conftest import rows, text_data
+from tests.conftest import ROOT, rows, text_data
 from training.config import AttentionConfig, Config, LoggerConfig, ModelConfig, TrainerConfig, WandbMode
 from training.trainer import train
 
@@ -517,3 +520,17 @@ def test_a_run_without_settings_files_is_reported_as_unknown(copies, capsys):
     assert "environment unknown for: 1_sdpa" in said
     assert "differ in more than attention" not in said
     assert "losses are not compared: 1_sdpa" in said
+
+
+def test_comparing_runs_needs_no_experiment_no_torch_and_no_matplotlib(sweep):
+    code = f"""
+import sys
+from reproduce.comparison import compare, milestones, workspace
+compare.main([{str(sweep)!r}])
+print(sorted(name for name in sys.modules if name.startswith(("torch", "matplotlib", "reproduce."))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert {name for name in loaded if not name.startswith("reproduce.comparison")} == {
+        "reproduce.common", "reproduce.plots",
+    }  # fmt: skip

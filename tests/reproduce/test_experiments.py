@@ -21,6 +21,7 @@ from kernels.flash.portable.tiles import KERNELS, forced, tile_for
 from reproduce import attention, depends, history, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
+from reproduce.claims import CLAIMS
 from reproduce.common import as_lines, rounded
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
@@ -652,3 +653,18 @@ def test_block_sparse_time_may_grow_by_a_tenth_more_than_its_blocks(growth, stat
     (verdict,) = sparse.judge(results)
     assert (verdict.claim, verdict.status) == ("C10", status)
     assert verdict.why.startswith("2.52x at most")
+
+
+def test_every_claims_figure_is_found_by_its_number_in_the_readme():
+    readme = (ROOT / "reproduce/README.md").read_text()
+    for claim in CLAIMS.values():
+        where = claim.source.partition(" ")[2]
+        (row,) = re.findall(rf"^\| {re.escape(where)} \| {claim.name}: .*$", readme, re.MULTILINE)
+        assert claim.statement.rstrip(".") in row
+        if not claim.experiment:
+            assert claim.missing in row
+            continue
+        assert f"`python -m reproduce {claim.experiment}`" in row
+        measured, judged = re.findall(r"`(\w+\.py)`", row)
+        assert measured == f"{claim.experiment}.py"
+        assert f'"{claim.name}"' in (ROOT / "reproduce" / judged).read_text()
