@@ -12,7 +12,7 @@ BENCHMARKS: dict[str, Experiment] = {
             claims=(),
             needs="cuda",
             minutes=1.0,
-            measures=("kernels.softmax_gradient", "model.gpt", "training.precision"),
+            measures=("kernels.softmax_gradient", "model.gpt.cross_entropy", "training.precision.compiled"),
             package="benchmarks",
         ),
         Experiment(
@@ -30,7 +30,7 @@ BENCHMARKS: dict[str, Experiment] = {
             claims=(),
             needs="cuda",
             minutes=0.5,
-            measures=("kernels.launch", "kernels.operators", "kernels.registry", "kernels.arguments"),
+            measures=("kernels.flash.api.flash_attention", "kernels.launch.launch"),
             package="benchmarks",
         ),
     )

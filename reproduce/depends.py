@@ -1,12 +1,12 @@
 """What a figure depends on, by name, each with a hash that survives moves, renames and comments.
 
-An experiment depends on its own `run`, and names what it measures: a package, of which its Triton kernels count, or a
-module, of which its kernels count or, where it has none, its functions and classes. Python that only launches kernels
-does not count: the device's times and results are those of the kernels.
+An experiment depends on its own `run`, and names what it measures: a package or a module, whose Triton kernels count,
+or a function or class. Python that only launches kernels does not count: the device's times and results are those of
+the kernels.
 
 The hash of a definition is of its syntax tree, without docstrings, annotations and the names that are its own. In the
 place of another definition's name stands that one's hash (of a kernel: every helper's and constant's; of `run`: what
-it uses of reproduce and benchmarks; of a module's function: what it uses of its module), or else a blank. So a result
+it uses of reproduce and benchmarks; of a function or class: what it uses of its module), or else a blank. So a result
 that recorded a hash is stale if no definition has it any longer, wherever it is and whatever it is called.
 """
 
@@ -26,7 +26,7 @@ EXPERIMENTS_IN = ("reproduce", "benchmarks")
 EVERYTHING = ""  # as a scope: every definition is followed
 # Fields of the syntax that change nothing; a kernel's annotations tell what is compiled in.
 NO_KERNEL_CODE = ("ctx", "type_comment", "type_params")
-NO_CODE = ("annotation", "returns", *NO_KERNEL_CODE)
+NO_CODE = ("annotation", "returns", "decorator_list", *NO_KERNEL_CODE)
 # Hash of a definition that was rewritten with the same results and speed -> how that was checked.
 REWRITTEN: dict[str, str] = {}
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
@@ -56,7 +56,7 @@ class Tree:
 
         Args:
             run: the module that has its `run`.
-            measured: packages, modules, and .json files. KeyError names one that is not there.
+            measured: packages, modules, definitions and .json files. KeyError names one that is not there.
             gpu: without one, kernels in Gluon do not count: they run on Hopper GPUs alone.
         """
         found = {f"{run}.run": self.hash(Definition(run, "run"), run.split(".")[0])}
@@ -83,17 +83,17 @@ class Tree:
         return found
 
     def _measured(self, name: str, gpu: bool) -> Iterator[Definition]:
-        """The kernels of a package or a module; of a module without any, its functions and classes."""
-        prefix = f"{name}."
-        inside = [each for each in self.modules if each == name or each.startswith(prefix)]
-        own = [Definition(each, d) for each in inside for d in self.modules[each].definitions]
-        kernels = [each for each in own if self._is_kernel(each)]
-        if not own:
+        """The kernels of a package or a module, or the definition of that name."""
+        module, _, own = name.rpartition(".")
+        if module in self.modules and own in self.modules[module].definitions:
+            yield Definition(module, own)
+            return
+        inside = [each for each in self.modules if each == name or each.startswith(f"{name}.")]
+        kernels = [Definition(each, d) for each in inside for d in self.modules[each].definitions]
+        kernels = [each for each in kernels if self._is_kernel(each)]
+        if not kernels:
             raise KeyError(name)
-        if kernels or len(inside) > 1:
-            yield from (each for each in kernels if gpu or not _is_gluon(self._node(each)))
-        else:
-            yield from (each for each in own if isinstance(self._node(each), ast.FunctionDef | ast.ClassDef))
+        yield from (each for each in kernels if gpu or not _is_gluon(self._node(each)))
 
     def _node(self, each: Definition) -> ast.stmt:
         return self.modules[each.module].definitions[each.name]
