@@ -25,11 +25,11 @@ PACKAGES = ("kernels", "model", "training", "data", "reproduce", "benchmarks")
 EXPERIMENTS_IN = ("reproduce", "benchmarks")
 EVERYTHING = ""  # as a scope: every definition is followed
 # Fields of the syntax that change nothing; a kernel's annotations tell what is compiled in.
-NO_KERNEL_CODE = ("ctx", "type_comment", "type_params")
+NO_KERNEL_CODE = ("ctx", "kind", "type_comment", "type_params")
 NO_CODE = ("annotation", "returns", "decorator_list", *NO_KERNEL_CODE)
 # Old hash of a definition that has changed, but in nothing that was measured -> how that is known.
 UNTOUCHED: dict[str, str] = {
-    "25776799bf": "forward_kernel, 5aacc8a: a branch that is compiled only with sinks, which no experiment has",
+    "7bab7a7b8f": "forward_kernel, 5aacc8a: a branch that is compiled only with sinks, which no experiment has",
 }
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
@@ -52,6 +52,8 @@ class Tree:
         files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
         self.modules = {_dotted(file.relative_to(root)): _Module(file.read_text("utf-8")) for file in files}
         self._hashes: dict[tuple[Definition, str], str] = {}
+        self._open: list[Definition] = []  # those being hashed, each because the one before refers to it
+        self._lowest = 0  # the outermost of them that has been met again
 
     def record(self, run: str, measured: Iterable[str], gpu: bool = True) -> dict[str, str]:
         """Name -> hash of what an experiment depends on.
@@ -72,10 +74,7 @@ class Tree:
 
     def hashes(self) -> set[str]:
         """Every hash that `record` could give today."""
-        found = {
-            _hash(json.dumps(json.loads(file.read_text("utf-8"))))
-            for file in self.root.rglob("kernels/**/*.json")
-        }
+        found = {_hash_of_json(file) for file in (self.root / "kernels").rglob("*.json")}
         for name, module in self.modules.items():
             package = name.split(".")[0]
             for each in (Definition(name, own) for own in module.definitions):
@@ -110,33 +109,45 @@ class Tree:
 
     def hash(self, each: Definition, scope: str) -> str:
         """The hash of a definition; those it refers to are followed where their module is `scope` or inside it."""
-        if (each, scope) not in self._hashes:
-            self._hashes[each, scope] = "recursion"  # what a cycle finds in its own place
-            node = self._node(each)
-            own = _own_names(node)
-            self._hashes[each, scope] = _hash("".join(self._parts(node, each, scope, own)))
-        return self._hashes[each, scope]
+        if each in self._open:  # recursion
+            self._lowest = min(self._lowest, self._open.index(each))
+            return "again,"
+        if (each, scope) in self._hashes:
+            return self._hashes[each, scope]
+        depth, outer, self._lowest = len(self._open), self._lowest, len(self._open)
+        self._open.append(each)
+        node = self._node(each)
+        found = _hash("".join(self._parts(node, each, scope, _own_names(node))))
+        self._open.pop()
+        if self._lowest >= depth:  # else it depends on where the recursion was entered
+            self._hashes[each, scope] = found
+        self._lowest = min(outer, self._lowest)
+        return found
 
     def _parts(self, node: object, within: Definition, scope: str, own: dict[str, str]) -> Iterator[str]:
         """The node's syntax as text, in the normal form that is hashed."""
-        if isinstance(node, list):
-            for each in node:
-                yield from self._parts(each, within, scope, own)
-        elif not isinstance(node, ast.AST):
-            yield f"{node!r},"
-        elif isinstance(node, ast.Name | ast.Attribute) and (to := self._refers(node, within, own)):
-            yield self.hash(to, scope) if to.module.startswith(scope) else "another,"
-        elif isinstance(node, ast.Name | ast.arg):
-            name = node.id if isinstance(node, ast.Name) else node.arg
-            yield f"{own.get(name, name)},"
-        elif not _is_docstring(node):
-            yield f"{type(node).__name__}("
-            for field, value in ast.iter_fields(node):
-                if value and field not in (NO_CODE if scope else NO_KERNEL_CODE):
-                    renamed = own.get(value, value) if field == "name" and isinstance(value, str) else value
+        match node:
+            case list():
+                for each in node:
+                    yield from self._parts(each, within, scope, own)
+            case ast.Constant():
+                yield f"{node.value!r},"
+            case ast.Expr(value=ast.Constant(value=str())) | ast.Import() | ast.ImportFrom():
+                pass  # a docstring; what is imported counts where it is used
+            case ast.Name() | ast.Attribute() if to := self._refers(node, within, own):
+                yield self.hash(to, scope) if to.module.startswith(scope) else "another,"
+            case ast.AST():
+                yield f"{type(node).__name__}("
+                for field, value in ast.iter_fields(node):
+                    if value in (None, []) or field in (NO_CODE if scope else NO_KERNEL_CODE):
+                        continue
+                    if isinstance(value, str) and field != "attr" and not isinstance(node, ast.keyword):
+                        value = own.get(value, value)
                     yield f"{field}="
-                    yield from self._parts(renamed, within, scope, own)
-            yield ")"
+                    yield from self._parts(value, within, scope, own)
+                yield ")"
+            case _:
+                yield f"{node!r},"
 
     def _refers(
         self, node: ast.Name | ast.Attribute, within: Definition, own: dict[str, str]
@@ -211,14 +222,6 @@ def _own_names(node: ast.stmt) -> dict[str, str]:
 
 def _is_method(part: ast.FunctionDef, node: ast.stmt) -> bool:
     return isinstance(node, ast.ClassDef) and part in node.body
-
-
-def _is_docstring(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
 
 
 def _is_gluon(node: ast.stmt) -> bool:
