@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reproduce.common import ReproduceError, markdown_table, writing
-from reproduce.results import changed_since, read_all
+from reproduce.results import changed_since, read_all, slug
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
 # The files in results/ that have aims; `training` is an experiment of reproduce.
@@ -62,12 +62,8 @@ def page(directory: Path) -> tuple[str, str]:
             continue
         counts.update(aim.status for aim in aims)
         stale = changed_since(document)
-        sections += [
-            f"## {name}, {device}",
-            "",
-            f"`{' '.join(document['command'])}`, {document['date']}.",
-            "",
-        ]
+        command, file = " ".join(document["command"]), f"{slug(device)}/{name}.json"
+        sections += [f"## {name}, {device}", "", f"`{command}`, {document['date']}: [samples]({file}).", ""]
         sections += [f"Changed since it was run: {', '.join(stale)}.", ""] if stale else []
         sections += markdown_table(HEADER, [[a.what, a.ours, a.aim, a.status, a.why] for a in aims])
     summary = f"{counts[MET]} aims met, {counts[MISSED]} missed; {counts[NO_AIM]} figures without an aim."

@@ -2,7 +2,7 @@
 "use strict";
 const { runs, charts } = JSON.parse(document.getElementById("numbers").textContent);
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 4", "12 4", "1 2"];
-const EDGE = { left: 58, right: 12, top: 26, bottom: 40 };
+const EDGE = { left: 58, right: 12, top: 32, bottom: 40 };
 
 function element(name, attributes, parent, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
