@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -64,9 +65,11 @@ def _chart(title: str, x: str, y: str, series: list[dict], zero: bool = False) -
 
 
 def _series(run: int, points: tuple[list[float], list[float]], dots: bool = False) -> list[dict]:
-    x, y = (values[:: -(-len(values) // MOST_POINTS) or 1] for values in points)
-    whole = [int(each) if each.is_integer() else each for each in x]
-    return [{"run": run, "x": whole, "y": [float(f"{each:.7g}") for each in y], "dots": dots}] if x else []
+    """A curve, thinned; a loss that is not finite leaves no point."""
+    found = [(x, y) for x, y in zip(*points, strict=True) if math.isfinite(y)]
+    found = found[:: -(-len(found) // MOST_POINTS) or 1]
+    x = [int(x) if x.is_integer() else x for x, _ in found]
+    return [{"run": run, "x": x, "y": [float(f"{y:.7g}") for _, y in found], "dots": dots}] if x else []
 
 
 def _losses(runs: list[Run], indices: list[int], against: str) -> list[dict]:

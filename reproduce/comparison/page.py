@@ -50,7 +50,7 @@ def page(runs: list[Run]) -> str:
         "runs": [{"label": run.label, "colour": shade, "pattern": each} for run, shade, each in lines],
         "charts": drawn,
     }
-    embedded = json.dumps(numbers, separators=(",", ":")).replace("<", r"\u003c")
+    embedded = json.dumps(numbers, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c")
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'

@@ -6,6 +6,7 @@ gap between seeds: how far apart two runs end that differ in their seed alone.
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from itertools import combinations
@@ -120,6 +121,8 @@ def answer(differences: list[float], gap: float | None) -> str:
     if not differences:
         return "not known: no losses to compare"
     mean, pairs = abs(statistics.fmean(differences)), len(differences)
+    if not math.isfinite(mean):
+        return "not known: a loss is not finite"
     if gap is None:
         return "not known: one seed, so no gap between seeds to hold it against"
     if mean == 0:

@@ -304,10 +304,28 @@ def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copie
         ([0.1], 0.02, "not known: 5 times the gap between seeds, 2.0e-02, but one pair"),
         ([0.1], None, "not known: one seed"),
         ([0.0, 0.0], 0.02, "no: equal"),
+        ([0.0, float("nan")], 0.02, "not known: a loss is not finite"),
     ],
 )
 def test_a_difference_is_held_against_the_gap_between_seeds(differences, gap, words):
     assert seeds.answer(differences, gap).startswith(words)
+
+
+def test_a_run_that_diverged_leaves_the_page_readable(copies):
+    run = copies / "1_sdpa"
+    lines = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
+    column = lines[0].index("train/loss")
+    for line in lines[4:]:
+        line[column] = "nan"
+    (run / "metrics.csv").write_text("\n".join(map(",".join, lines)) + "\n")
+
+    def fail(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    embedded = re.search(r'id="numbers">(.*?)</script>', page(find_runs([str(copies)])))[1]
+    numbers = json.loads(embedded, parse_constant=fail)
+    points = [len(each["x"]) for each in numbers["charts"][0]["series"] if not each["dots"]]
+    assert points == [7, 3]  # steps 1, 2, 4, ... 12; of the other run three are left
 
 
 def test_without_seeds_the_comparison_says_that_noise_is_not_known(sweep):
