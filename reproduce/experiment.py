@@ -261,11 +261,28 @@ def judged(
     return Verdict(claim, what, paper, ours, ratio, status, why, basis)
 
 
-def compared(
-    claim: str, what: str, form: str, theirs: float, ours: float, passed: bool, why: str, basis: str
-) -> Verdict:
-    """`judged` for two numbers, each shown in the format `form`, such as "{:.2f}x"."""
-    return judged(claim, what, form.format(theirs), form.format(ours), ours / theirs, passed, why, basis)
+class Verdicts(list[Verdict]):
+    """Verdicts as they are found; `basis` is where their figures come from, unless one names another."""
+
+    def __init__(self, basis: str) -> None:
+        super().__init__()
+        self.basis = basis
+
+    def add(
+        self, claim: str, what: str, paper: str, ours: str, passed: bool | None, why: str = "",
+        *, ratio: float | None = None, basis: str = "",
+    ) -> None:  # fmt: skip
+        """A figure that a paper states too: reproduced if it `passed`; None: it cannot be compared."""
+        status = {True: REPRODUCED, False: NOT_REPRODUCED, None: NOT_COMPARABLE}[passed]
+        self.append(Verdict(claim, what, paper, ours, ratio, status, why, basis or self.basis))
+
+    def compare(
+        self, claim: str, what: str, form: str, theirs: float, ours: float, passed: bool | None, why: str = "",
+        *, basis: str = "",
+    ) -> None:  # fmt: skip
+        """`add` for two numbers, each shown in the format `form`, such as "{:.2f}x"."""
+        shown = (form.format(theirs), form.format(ours))
+        self.add(claim, what, *shown, passed, why, ratio=ours / theirs, basis=basis)
 
 
 def pick(results: Results, **where: Any) -> list[Sample]:
