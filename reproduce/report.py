@@ -55,9 +55,8 @@ class Page:
 
     figures: dict[str, list[Figure]] = field(default_factory=lambda: {name: [] for name in CLAIMS})
     documents: list[Results] = field(default_factory=list)
-    pictures: dict[tuple[str, bool], list[Path]] = field(
-        default_factory=dict
-    )  # (experiment, on a GPU) -> its own
+    # (experiment, whether on a GPU) -> its pictures
+    pictures: dict[tuple[str, bool], list[Path]] = field(default_factory=dict)
     headlines: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -48,7 +48,8 @@ def charts(runs: list[Run]) -> list[Chart]:
     parted = parting(found[0]["series"])
     found[0]["from"] = parted
     if parted is not None:
-        found[1]["from"] = min(dict(zip(*runs[i].curve("seconds"), strict=True))[parted] for i in alike)
+        seconds = [dict(zip(*runs[i].curve("seconds"), strict=True)) for i in alike]
+        found[1]["from"] = min((each[parted] for each in seconds if parted in each), default=None)
     return [chart for chart in found if chart["series"]]
 
 

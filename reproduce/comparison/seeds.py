@@ -26,7 +26,7 @@ class Group:
     Attributes:
         settings: what distinguishes it from the sweep's other groups, apart from attention: (name, value) pairs.
         runs: at least one.
-        pairs: (baseline's run, ours) of equal seeds; empty for the baseline itself.
+        pairs: (baseline's run, ours) of equal seeds; empty for the baseline itself and where it has no such runs.
         gap: mean difference of the final losses of two seeds, over both attentions; None with one seed.
     """
 
@@ -74,15 +74,25 @@ def matching(runs: list[Run]) -> dict[int, Run]:
 
 
 def is_sweep(runs: list[Run]) -> bool:
-    """Whether attentions were run more than once each, and every run of another one has its match."""
-    several = len(runs) > len({run.attention for run in runs}) > 1
-    return several and len(matching(runs)) == len(runs)
+    """Whether two attentions meet at more than one combination of the other settings, such as two seeds."""
+    attentions: dict[Any, set[str]] = {}
+    for run, key in zip(runs, _settings_of(runs), strict=True):
+        attentions.setdefault(key, set()).add(run.attention)
+    return sum(len(found) > 1 and runs[0].attention in found for found in attentions.values()) > 1
+
+
+def unmatched(runs: list[Run]) -> list[Run]:
+    """The runs of a sweep that have no run of the baseline to be compared with."""
+    matches = matching(runs)
+    return [run for index, run in enumerate(runs) if index not in matches]
 
 
 def baselines(runs: list[Run]) -> list[Run]:
-    """What each run is compared with: its match in a sweep, otherwise the first run."""
-    matches = matching(runs) if is_sweep(runs) else {}
-    return [matches.get(index, runs[0]) for index in range(len(runs))]
+    """What each run is compared with: in a sweep its match, or itself if there is none; otherwise the first run."""
+    if not is_sweep(runs):
+        return [runs[0]] * len(runs)
+    matches = matching(runs)
+    return [matches.get(index, run) for index, run in enumerate(runs)]
 
 
 def groups(runs: list[Run]) -> list[Group]:
@@ -95,7 +105,7 @@ def groups(runs: list[Run]) -> list[Group]:
     found = []
     for (settings, attention), indices in members.items():
         own = [runs[i] for i in indices]
-        pairs = [(matches[i], runs[i]) for i in indices if matches[i] is not runs[i]]
+        pairs = [(matches[i], runs[i]) for i in indices if matches.get(i, runs[i]) is not runs[i]]
         baseline = [theirs for theirs, _ in pairs]
         found.append(Group(attention, settings, own, pairs, _gap(own, baseline)))
     order = list(dict.fromkeys(group.settings for group in found))
@@ -189,7 +199,7 @@ def _row(group: Group) -> list[str]:
         group.attention,
         str(len(group.runs)),
         _with_spread(losses, ".4f") if losses else "-",
-        minus if group.pairs else "baseline",
+        minus if group.pairs else "-",
         answer(differences, group.gap) if group.pairs else "",
         speed + (f" ({found})" if (found := faster(group)) else ""),
         f"{max(peaks):.2f}" if peaks else "-",

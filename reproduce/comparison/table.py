@@ -121,8 +121,12 @@ def _memory_ratio(first: Run, run: Run) -> str:
 def warnings(runs: list[Run]) -> list[str]:
     """What a reader must know before believing the table, one sentence each."""
     said = []
-    settings = {} if seeds.is_sweep(runs) else differing_settings(runs)
-    if settings:
+    if seeds.is_sweep(runs):
+        if alone := [run.label for run in seeds.unmatched(runs)]:
+            said.append(
+                f"without a run of {runs[0].attention} with equal settings, so not compared: {', '.join(alone)}."
+            )
+    elif settings := differing_settings(runs):
         said.append(
             f"the runs differ in more than attention: {', '.join(settings)}. So their differences are not due to "
             "attention alone."

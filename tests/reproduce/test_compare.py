@@ -290,6 +290,19 @@ def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copie
     )
 
 
+def test_a_run_missing_from_a_sweep_costs_only_its_own_pair(copies):
+    names = [(attention, seed, 0.001) for attention in ("naive", "sdpa") for seed in (1, 2, 3)]
+    paths = sweep_of(copies, {name: 3.0 + 0.01 * name[1] for name in names})
+    shutil.rmtree(paths[1])
+    del paths[1]
+    said = told(*paths)
+    assert "without a run of naive with equal settings, so not compared: sdpa seed=2." in said
+    naive, sdpa = seeds.table(find_runs([str(path) for path in paths]))
+    assert (naive[2], naive[4], sdpa[2], sdpa[5]) == ("2", "-", "3", "no: equal")
+    (alone,) = (row for row in table(find_runs([str(path) for path in paths])) if row[0] == "sdpa seed=2")
+    assert alone[1] == "3.0200"
+
+
 @pytest.mark.parametrize(
     ("differences", "gap", "words"),
     [
