@@ -108,7 +108,7 @@ _ALL = (
     Claim("C32", "FA1 appendix B.5", "Chunked attention with checkpointing saves memory, not time.",
           "flash 2 to 4x faster", "attention", "time of chunked attention over flash"),
     Claim("C33", "FA1 section 5", "Attention across GPUs is left to the future.", "none",
-          missing="no ring or all-to-all attention here, and one GPU"),
+          missing="no figure to reproduce: several GPUs share a batch here, never a sequence (no ring attention)"),
 )  # fmt: skip
 
 CLAIMS: dict[str, Claim] = {claim.name: claim for claim in _ALL}

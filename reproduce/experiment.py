@@ -23,6 +23,9 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from .common import ReproduceError as ReproduceError
+from .common import text_table as text_table
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,14 +34,8 @@ Sample = dict[str, Any]
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
-# For figures that no paper states, which are judged against this project's own aims.
-AIM_MET, AIM_MISSED = "own aim met", "own aim missed"
-STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED, AIM_MET, AIM_MISSED)
+STATUSES = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 NOT_STATED = "not stated"
-
-
-class ReproduceError(ValueError):
-    """A mistake in what the user asked for; the message is one line with the remedy."""
 
 
 class OutOfTime(Exception):
@@ -47,7 +44,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of our figures compared with a paper's claim or, where no paper states it, with this project's own aim.
+    """One of our figures compared with a paper's claim.
 
     Attributes:
         claim: "C1" to "C33".
@@ -81,8 +78,8 @@ class Experiment:
         needs: "cpu" if a CPU gives meaningful figures, "cuda" if only its --tiny form runs without a GPU.
         minutes: its share of the budget in the first round of `all`. The list shows this, or a longer time already
             measured, as an estimate until results/ has a complete GPU run with the default settings.
-        code: files and folders, besides its own module, that its figures depend on; a change to their code makes
-            the figures stale.
+        measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
+        package: the package that its module is in.
     """
 
     name: str
@@ -90,40 +87,27 @@ class Experiment:
     claims: tuple[str, ...]
     needs: str
     minutes: float
-    code: tuple[str, ...]
+    measures: tuple[str, ...]
+    package: str = "reproduce"
+
+    @property
+    def path(self) -> str:
+        return f"{self.package}.{self.name}"
 
     @property
     def module(self) -> ModuleType:
-        return importlib.import_module(f"{__package__}.{self.name}")
+        return importlib.import_module(self.path)
 
 
-_ATTENTIONS = (
-    "kernels/__init__.py",
-    "kernels/arguments.py",
-    "kernels/fa4.py",
-    "kernels/features.py",
-    "kernels/flash",
-    "kernels/flash/portable/measured/sm_90.json",  # the measured times that decide its tiles
-    "kernels/history",
-    "kernels/launch.py",
-    "kernels/library.py",
-    "kernels/naive.py",
-    "kernels/operators.py",
-    "kernels/philox.py",
-    "kernels/registry.py",
-    "kernels/triton_private.py",
-    "kernels/versions.py",
+# What the figures depend on besides `run`; see `depends.py`.
+ATTENTIONS = (
+    *("kernels.flash", "kernels/flash/portable/measured/sm_90.json"),  # the measured times decide its tiles
+    *("kernels.history", "kernels.history.chunked.chunked_attention", "kernels.naive.naive_attention"),
+    *("kernels.library.sdpa", "kernels.library.flex"),
 )
-_ATTENTION = (*_ATTENTIONS, "reproduce/standard.py", "reproduce/timing.py")
-_TRAINING = (
-    *_ATTENTIONS,
-    "kernels/layers",
-    "model",
-    "training/cuda_graphs.py",
-    "training/layers.py",
-    "training/optimizer.py",
-    "training/precision.py",
-    "reproduce/contenders.py",
+_STEP = (
+    *("kernels", *ATTENTIONS, "model.gpt.GPT", "training.optimizer.build_optimizer"),
+    *("training.optimizer.update", "training.precision.compiled", "training.cuda_graphs.compiled_to_graphs"),
 )
 # The most useful first: `all` runs them in this order.
 EXPERIMENTS: dict[str, Experiment] = {
@@ -135,7 +119,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C7", "C8", "C17", "C20", "C24", "C32"),
             needs="cpu",
             minutes=3.0,
-            code=_ATTENTION,
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="traffic",
@@ -143,12 +127,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C3", "C6", "C29", "C31"),
             needs="cpu",
             minutes=1.0,
-            code=(
-                *_ATTENTION,
-                "reproduce/attention.py",
-                "reproduce/counting.py",
-                "reproduce/hardware_counters.py",
-            ),
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="training",
@@ -156,29 +135,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C11", "C13", "C23"),
             needs="cuda",
             minutes=3.0,
-            code=(*_TRAINING, "reproduce/nanogpt.py", "reproduce/timing.py"),
-        ),
-        Experiment(
-            name="loss",
-            title="GPT-2's head and its loss: time and peak memory beside torch's and Liger-Kernel's",
-            claims=("C11",),
-            needs="cuda",
-            minutes=1.0,
-            code=(
-                "kernels/arguments.py",
-                "kernels/features.py",
-                "kernels/launch.py",
-                "kernels/layers/__init__.py",
-                "kernels/layers/checks.py",
-                "kernels/layers/linear_cross_entropy.py",
-                "kernels/operators.py",
-                "kernels/registry.py",
-                "kernels/triton_private.py",
-                "kernels/versions.py",
-                "model/gpt.py",
-                "training/precision.py",
-                "reproduce/timing.py",
-            ),
+            measures=_STEP,
         ),
         Experiment(
             name="numerics",
@@ -186,7 +143,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C1", "C2", "C26"),
             needs="cpu",
             minutes=0.5,
-            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/fp8.py"),
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="sparse",
@@ -194,7 +151,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C5", "C10"),
             needs="cpu",
             minutes=1.0,
-            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/counting.py"),
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="history",
@@ -202,23 +159,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C4", "C18", "C19", "C21", "C22", "C27", "C28"),
             needs="cpu",
             minutes=1.5,
-            code=(*_ATTENTION, "reproduce/attention.py", "reproduce/counting.py"),
-        ),
-        Experiment(
-            name="documents",
-            title="packed documents and sliding windows: time over attention without them, beside PyTorch's",
-            claims=("C20",),
-            needs="cuda",
-            minutes=2.5,
-            code=(*_ATTENTION, "reproduce/attention.py"),
-        ),
-        Experiment(
-            name="host",
-            title="what a call of attention costs the host, beside PyTorch's and a function that does nothing",
-            claims=("C7",),
-            needs="cuda",
-            minutes=0.5,
-            code=_ATTENTIONS,
+            measures=ATTENTIONS,
         ),
         Experiment(
             name="perplexity",
@@ -226,36 +167,30 @@ EXPERIMENTS: dict[str, Experiment] = {
             claims=("C12", "C14"),
             needs="cuda",
             minutes=10.0,
-            code=(
-                *_ATTENTIONS,
-                "kernels/layers",
-                "model",
-                "training/cuda_graphs.py",
-                "training/evaluation.py",
-                "training/layers.py",
-                "training/optimizer.py",
-                "training/precision.py",
-                "training/schedule.py",
-                "training/seeds.py",
-                "reproduce/perplexity_numerics.py",
-                "data/loader.py",  # not data/prepare.py: the document names the prepared corpus that was used
-                "data/permutation.py",
+            measures=(
+                *_STEP,
+                *(
+                    "training.evaluation.evaluate",
+                    "training.schedule.learning_rate",
+                    "training.seeds.stream_seed",
+                ),
+                *("data.loader.Batches", "data.permutation.Permutation"),
             ),
         ),
     )
 }
 
 
-def find_experiment(name: str, others: Iterable[str]) -> Experiment:
+def find_experiment(name: str, experiments: dict[str, Experiment], others: Iterable[str]) -> Experiment:
     """The experiment of that name.
 
     Raises ReproduceError that lists the valid names, including `others`, which are not experiments.
     """
-    if name not in EXPERIMENTS:
-        known = [*EXPERIMENTS, *others]
+    if name not in experiments:
+        known = [*experiments, *others]
         near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, n=1))
         raise ReproduceError(f"there is no experiment {name}; choose one of {', '.join(known)}{near}")
-    return EXPERIMENTS[name]
+    return experiments[name]
 
 
 @dataclass
@@ -326,17 +261,28 @@ def judged(
     return Verdict(claim, what, paper, ours, ratio, status, why, basis)
 
 
-def compared(
-    claim: str, what: str, form: str, theirs: float, ours: float, passed: bool, why: str, basis: str
-) -> Verdict:
-    """`judged` for two numbers, each shown in the format `form`, such as "{:.2f}x"."""
-    return judged(claim, what, form.format(theirs), form.format(ours), ours / theirs, passed, why, basis)
+class Verdicts(list[Verdict]):
+    """Verdicts as they are found; `basis` is where their figures come from, unless one names another."""
 
+    def __init__(self, basis: str) -> None:
+        super().__init__()
+        self.basis = basis
 
-def own_aim(claim: str, what: str, ours: str, aim: str, met: bool, basis: str, why: str = "") -> Verdict:
-    """The verdict on a figure that no paper states, listed under a related claim; `aim` is our target for it."""
-    why = f"this project's own aim is {aim}" + (f"; {why}" if why else "")
-    return Verdict(claim, what, NOT_STATED, ours, None, AIM_MET if met else AIM_MISSED, why, basis)
+    def add(
+        self, claim: str, what: str, paper: str, ours: str, passed: bool | None, why: str = "",
+        *, ratio: float | None = None, basis: str = "",
+    ) -> None:  # fmt: skip
+        """A figure that a paper states too: reproduced if it `passed`; None: it cannot be compared."""
+        status = {True: REPRODUCED, False: NOT_REPRODUCED, None: NOT_COMPARABLE}[passed]
+        self.append(Verdict(claim, what, paper, ours, ratio, status, why, basis or self.basis))
+
+    def compare(
+        self, claim: str, what: str, form: str, theirs: float, ours: float, passed: bool | None, why: str = "",
+        *, basis: str = "",
+    ) -> None:  # fmt: skip
+        """`add` for two numbers, each shown in the format `form`, such as "{:.2f}x"."""
+        shown = (form.format(theirs), form.format(ours))
+        self.add(claim, what, *shown, passed, why, ratio=ours / theirs, basis=basis)
 
 
 def pick(results: Results, **where: Any) -> list[Sample]:
@@ -348,15 +294,3 @@ def pick(results: Results, **where: Any) -> list[Sample]:
         if all(sample.get(key) == value for key, value in where.items())
         and not any(sample.get(key) for key in missing)
     ]
-
-
-def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Align columns for a terminal: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [header, *rows]
-    ]
-    return "\n".join(line.rstrip() for line in lines)

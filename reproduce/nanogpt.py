@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import sys
 from pathlib import Path
 from types import ModuleType
 
 from torch import nn
 
-from model.benchmark import load_nanogpt
 from model.config import GPTConfig
 
 from .experiment import ReproduceError
@@ -25,6 +26,14 @@ def load(path: str) -> ModuleType:
     module = load_nanogpt(Path(path))
     if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
         raise ReproduceError(f"nanogpt={path} has no GPT and GPTConfig; name model.py of a nanoGPT checkout")
+    return module
+
+
+def load_nanogpt(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
     return module
 
 

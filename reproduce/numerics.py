@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from kernels import AttentionError, get_attention, resolve_attention
 from . import fp8, paper, plots
 from .attention import DROPPED, Attend, Inputs, Workload, attend_with, backend_names, gradients
 from .attention_figures import BASELINE, MASK_NAMES, OURS
-from .experiment import NOT_COMPARABLE, Options, Results, Sample, Verdict, judged, pick, text_table
+from .experiment import Options, Results, Sample, Verdict, Verdicts, pick, text_table
 
 TENSORS = ("out", "dq", "dk", "dv")
 
@@ -245,46 +245,40 @@ def draw(results: Results, path: Path) -> None:
 def judge(results: Results) -> list[Verdict]:
     """C1, C2 and C26."""
     interpreted = results["device"].startswith("CPU")
-    basis = "Triton's interpreter, sums by numpy" if interpreted else results["device"]
-    verdicts = []
+    found = Verdicts("Triton's interpreter, sums by numpy" if interpreted else results["device"])
     for (backend, dtype), ratios in _worst(results).items():
         if backend == OURS:
             ours, where = max(ratios.values()), max(ratios, key=ratios.__getitem__)
             cases = len(pick(results, kind="errors", backend=OURS, dtype=dtype))
             what = f"largest error over naive's, {dtype}, out, dq, dk, dv"
             why = f"{cases} cases: full, causal, odd lengths, head_dim 32 to 256; worst is {where}"
-            verdict = judged("C1", what, "2x at most", f"{ours:.2f}x", ours / 2, ours <= 2, why, basis)
-            if dtype == "float32":  # not in the papers, whose kernels are 16-bit
-                verdict = replace(
-                    verdict, status=NOT_COMPARABLE, why=f"the papers' kernels take 16 bits; {why}"
-                )
-            verdicts.append(verdict)
-    rmse = _rmse(results)
-    theirs = paper.FA3_RMSE[BASELINE] / paper.FA3_RMSE[OURS]
+            if dtype == "float32":
+                why += "; the papers' kernels take 16 bits"
+            found.add("C1", what, "2x at most", f"{ours:.2f}x", ours <= 2, why, ratio=ours / 2)
+    rmse, theirs = _rmse(results), paper.FA3_RMSE[BASELINE] / paper.FA3_RMSE[OURS]
     for length, head_dim, backend in sorted(rmse):
         baseline = rmse.get((length, head_dim, BASELINE))
         if backend == OURS and baseline:
             ours = rmse[length, head_dim, OURS]
             what = f"RMSE with outliers, standard/flash, {length} tokens, head_dim {head_dim}"
-            figures = (
-                f"{theirs:.1f}x (3.2e-4 / 1.9e-4)",
-                f"{baseline / ours:.1f}x ({baseline:.1e} / {ours:.1e})",
-            )
+            paper_s = f"{theirs:.1f}x (3.2e-4 / 1.9e-4)"
+            shown = f"{baseline / ours:.1f}x ({baseline:.1e} / {ours:.1e})"
             why = "90 % at least: flash keeps scores and softmax in float32; the paper does not state its length"
             if interpreted:
                 why += "; the roundings to float16 are the kernel's, the dot products' order of summation numpy's"
             ratio = baseline / ours / theirs
-            verdicts.append(judged("C2", what, *figures, ratio, ratio >= 0.9, why, basis))
-    return verdicts + _judge_fp8(results)
+            found.add("C2", what, paper_s, shown, ratio >= 0.9, why, ratio=ratio)
+    _judge_fp8(results, found)
+    return found
 
 
-def _judge_fp8(results: Results) -> list[Verdict]:
-    rmse, theirs, verdicts = _fp8(results), paper.FA3_FP8_RMSE, []
+def _judge_fp8(results: Results, found: Verdicts) -> None:
+    rmse, theirs = _fp8(results), paper.FA3_FP8_RMSE
     for form in ("block and incoherent", "incoherent", "block"):
         if not {form, "per tensor"} <= rmse.keys():
             continue
         gain, expected = (x["per tensor"] / x[form] for x in (rmse, theirs))
-        figures = [
+        shown = [
             f"{ratio:.1f}x ({x['per tensor']:.1e} / {x[form]:.1e})"
             for ratio, x in ((expected, theirs), (gain, rmse))
         ]
@@ -292,7 +286,5 @@ def _judge_fp8(results: Results) -> list[Verdict]:
         why = (
             "within 25 %: the paper does not state its shape; rounded to e4m3 and back, without an FP8 kernel"
         )
-        passed = abs(gain / expected - 1) <= 0.25
-        basis = f"emulated on {results['device']}"
-        verdicts.append(judged("C26", what, *figures, gain / expected, passed, why, basis))
-    return verdicts
+        passed, basis = abs(gain / expected - 1) <= 0.25, f"emulated on {results['device']}"
+        found.add("C26", what, *shown, passed, why, ratio=gain / expected, basis=basis)

@@ -4,39 +4,35 @@
     results/<device>/<name>.partial.json     a run that was interrupted or ran out of time; the next run resumes it
     results/<device>/<name>.svg              its picture
 
-A document records what produced it: command, commit, environment, settings, and a hash of each source file it depends
-on (ignoring comments and docstrings). A run resumes a partial document, or is skipped in favour of a complete one,
-only if device, settings, torch and triton versions and these hashes are the same.
+A document has a line for each entry and for each sample, its numbers rounded to eight digits. It records what
+produced it: command, commit, environment, settings, and by name what its figures depend on, each with a hash that
+survives moves, renames and comments (`depends.py`). A run resumes a partial document, or is skipped in favour of a
+complete one, only if device, settings, torch and triton versions are the same and nothing it depends on has changed.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
-import io
 import json
 import re
 import time
-import tokenize
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.files import as_json, replace_file
+from training.files import replace_file
 
-from .experiment import EXPERIMENTS, Experiment, OutOfTime, ReproduceError, Results, Sample
+from . import depends
+from .common import ReproduceError, as_lines, rounded, writing
+from .experiment import Experiment, OutOfTime, Results, Sample
 
 if TYPE_CHECKING:
     import torch
 
-VERSION = 2  # of the document's format; a file of another version is skipped
+VERSION = 3  # of the document's format; a file of another version is skipped
 # What every document has; see Store.
-FIELDS = ("experiment", "state", "tiny", "device", "command", "commit", "code", "settings", "environment")
+FIELDS = ("experiment", "state", "tiny", "device", "command", "commit", "depends", "settings", "environment")
 FIELDS += ("date", "seconds", "samples")
-ROOT = Path(__file__).parents[1]
 
 
 def slug(device_name: str) -> str:
@@ -46,53 +42,9 @@ def slug(device_name: str) -> str:
     )
 
 
-def code_of(experiment: Experiment) -> dict[str, str]:
-    """The source files that the experiment's figures depend on: path -> hash."""
-    files: list[Path] = []
-    for name in (*experiment.code, f"reproduce/{experiment.name}.py"):
-        path = ROOT / name
-        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return {file.relative_to(ROOT).as_posix(): _hash(file) for file in files}
-
-
 def changed_since(document: Results) -> list[str]:
-    """The files that a document's figures depend on and whose code has changed since the document was made.
-
-    A file added since then needs no entry: the files that import it have changed. A CPU's figures do not depend on
-    the kernels for Hopper GPUs.
-    """
-    needed = code_of(EXPERIMENTS[document["experiment"]])
-    if document["device"].startswith("CPU"):
-        needed = {name: of for name, of in needed.items() if "/hopper/" not in name}
-    return [
-        name
-        for name, before in document["code"].items()
-        if (name in needed or not (ROOT / name).exists()) and _hash(ROOT / name) != before
-    ]
-
-
-def _hash(file: Path) -> str:
-    if not file.exists():
-        return ""
-    content = file.read_text(encoding="utf-8")
-    if file.suffix == ".py":
-        content = _code_in(content)
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-@functools.lru_cache(1024)
-def _code_in(source: str) -> str:
-    """Python source without comments, docstrings and blank lines, so that rewording them makes no figure stale."""
-    lines = source.split("\n")
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str())):
-                lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    """The names that a document's figures depend on and whose code has changed since; see `depends.py`."""
+    return depends.changed(document["depends"])
 
 
 class Store:
@@ -113,12 +65,13 @@ class Store:
         """Start a run's document with the samples of an earlier run, if that one still applies (see the module).
 
         Args:
-            command: the arguments after `python -m reproduce`.
+            command: the arguments after `python -m reproduce` or `python -m benchmarks`.
             deadline: on the clock of `time.monotonic`; no sample is started after it.
             again: ignore earlier runs and measure everything.
         """
         from training.environment import device_name, environment
 
+        self.experiment = experiment
         self.folder = directory / slug(device_name(device))
         self.complete = self.folder / f"{experiment.name}.json"
         self.partial = self.folder / f"{experiment.name}.partial.json"
@@ -132,9 +85,9 @@ class Store:
             "state": "partial",
             "tiny": tiny,
             "device": record["device_name"],
-            "command": ["python", "-m", "reproduce", *command],
+            "command": ["python", "-m", experiment.package, *command],
             "commit": record["commit"],
-            "code": code_of(experiment),
+            "depends": depends.tree().record(experiment.path, experiment.measures, gpu=device.type == "cuda"),
             "settings": json.loads(json.dumps(asdict(settings))),
             "environment": record,
             "date": time.strftime("%Y-%m-%d"),
@@ -155,7 +108,7 @@ class Store:
         if other is None or changed_since(other):
             return None
 
-        selection = getattr(EXPERIMENTS[self.document["experiment"]].module, "SELECTION", ())
+        selection = getattr(self.experiment.module, "SELECTION", ())
 
         def applies_to(document: Results) -> list[Any]:
             versions = [document["environment"][name] for name in ("torch", "triton")]
@@ -192,7 +145,7 @@ class Store:
                 broken = "CUDA error" in first_line
                 measured = {"failed": f"{type(error).__name__}: {first_line}", "broke_device": broken}
                 print(f"  failed: {where}: {measured['failed']}")
-        known = {**where, **measured}
+        known = {**where, **rounded(measured)}
         if before := [sample for sample in self.retried if where.items() <= sample.items()]:
             self._forget(before)
             if "failed" not in known:
@@ -240,19 +193,7 @@ class Store:
     def write(self, path: Path) -> None:
         self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)
         with writing(path, "--results FOLDER"):
-            replace_file(path, as_json(self.document))
-
-
-@contextmanager
-def writing(path: Path, option: str) -> Iterator[None]:
-    """Create the folder of `path` for a write inside the block; if it fails, name the option for another place."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ReproduceError(
-            f"{path} cannot be written ({error.strerror}): choose another place with {option}"
-        ) from None
+            replace_file(path, as_lines(self.document))
 
 
 def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
@@ -274,14 +215,15 @@ def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
     return document
 
 
-def read_all(directory: Path, say: Callable[[str], None] = print) -> Iterator[Results]:
-    """Every experiment's document below `directory`, by device; a partial one only if there is no complete one.
+def read_all(
+    directory: Path, experiments: Iterable[str], say: Callable[[str], None] = print
+) -> Iterator[Results]:
+    """The experiments' documents below `directory`, by device; a partial one only if there is no complete one.
 
-    Documents of --tiny runs are left out, and, with a line to `say`, those in another's place. Files with other names
-    are not results of `python -m reproduce NAME`.
+    Documents of --tiny runs are left out, and, with a line to `say`, those in another's place.
     """
     for folder in sorted(path for path in directory.glob("*") if path.is_dir()):
-        for name in EXPERIMENTS:
+        for name in experiments:
             document = read(folder / f"{name}.json", say) or read(folder / f"{name}.partial.json", say)
             if document is None or document["tiny"]:
                 continue

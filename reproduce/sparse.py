@@ -19,7 +19,7 @@ from kernels import get_attention, resolve_attention
 from . import counting, paper, plots, timing
 from .attention import STANDARD, backend_names, gradients, relative_error
 from .attention_figures import OURS
-from .experiment import Options, Results, Sample, Verdict, judged, pick, text_table
+from .experiment import Options, Results, Sample, Verdict, Verdicts, pick, text_table
 
 BLOCK = 128  # queries and keys per block of the attention signature's block_mask
 
@@ -253,46 +253,48 @@ def draw(results: Results, path: Path) -> None:
 
 def judge(results: Results) -> list[Verdict]:
     """C5 and C10."""
-    device, verdicts = results["device"], []
-    refused = [
-        s for s in results["samples"] if s["kind"] == "exact" and s["backend"] == OURS and "refused" in s
-    ]
-    if refused:
-        why = refused[0]["refused"]
-        return [
-            Verdict("C5", "time against the share of blocks", "affine", why=why),
-            Verdict("C10", "butterfly mask against length", "linear", why=why),
-        ]
+    found = Verdicts(results["device"])
+    for sample in results["samples"]:
+        if sample["kind"] == "exact" and sample["backend"] == OURS and "refused" in sample:
+            why = sample["refused"]
+            found.append(Verdict("C5", "time against the share of blocks", "affine", why=why))
+            found.append(Verdict("C10", "butterfly mask against length", "linear", why=why))
+            return found
     for sample in pick(results, kind="exact", backend=OURS):
-        figures = ("equal", f"{sample['worst']:.1e}", None, sample["worst"] < 5e-3)
-        why = "relative difference in float16, out and gradients"
-        verdicts.append(judged("C5", "skipping blocks against masking them", *figures, why, device))
+        what, why = (
+            "skipping blocks against masking them",
+            "relative difference in float16, out and gradients",
+        )
+        found.add("C5", what, "equal", f"{sample['worst']:.1e}", sample["worst"] < 5e-3, why)
     counted = {s["share"]: s["flops"] for s in pick(results, kind="work", backend=OURS)}
     if len(counted) > 2:
         slope, intercept, fit = affine(counted)
-        figures = ("R^2 > 0.99", f"R^2 = {fit:.4f}", None, fit > 0.99)
         why = f"work, not time: {intercept / (slope + intercept):.0%} of dense is left at 0 blocks"
-        verdicts.append(
-            judged("C5", "FLOPs affine in the share of blocks", *figures, why, "counted on one head")
-        )
+        what, ours = "FLOPs affine in the share of blocks", f"R^2 = {fit:.4f}"
+        found.add("C5", what, "R^2 > 0.99", ours, fit > 0.99, why, basis="counted on one head")
     length = results["settings"]["length"]
     for sample in pick(results, kind="shares", backend=OURS):
         times = _relative_times(sample)
         if len(times) < 3:
             continue
         _, _, fit = affine(times)
-        figures = ("R^2 > 0.99", f"R^2 = {fit:.4f}", None, fit > 0.99)
-        verdicts.append(
-            judged("C5", f"time affine in the share of blocks, {length} tokens", *figures, "", device)
-        )
+        what = f"time affine in the share of blocks, {length} tokens"
+        found.add("C5", what, "R^2 > 0.99", f"R^2 = {fit:.4f}", fit > 0.99)
         theirs = {p / 100: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
         off = max(
             abs(time - theirs[min(theirs, key=lambda p: abs(p - share))]) for share, time in times.items()
         )
-        figures = ("0.14 to 0.93", ", ".join(f"{t:.2f}" for t in times.values()), None, off <= 0.1)
-        why = "within 0.1 of the figure's"
-        verdicts.append(judged("C5", "time over dense, 10 to 90 %", *figures, why, device))
-    return verdicts + _judge_butterfly(results)
+        ours = ", ".join(f"{t:.2f}" for t in times.values())
+        found.add(
+            "C5",
+            "time over dense, 10 to 90 %",
+            "0.14 to 0.93",
+            ours,
+            off <= 0.1,
+            "within 0.1 of the figure's",
+        )
+    _judge_butterfly(results, found)
+    return found
 
 
 def affine(points: dict[float, float]) -> tuple[float, float, float]:
@@ -304,32 +306,25 @@ def affine(points: dict[float, float]) -> tuple[float, float, float]:
     return line.slope, line.intercept, statistics.correlation(x, y) ** 2
 
 
-def _judge_butterfly(results: Results) -> list[Verdict]:
+def _judge_butterfly(results: Results, found: Verdicts) -> None:
     times = {s["length"]: s for s in pick(results, kind="butterfly", backend=OURS)}
     sparse = {n: statistics.median(s["ms"]["butterfly"]) for n, s in times.items()}
     blocks = {n: s["share"] * n**2 for n, s in times.items()}
-    lengths = [n for n in times if n >= 4096 and 2 * n in times]
-    verdicts = []
-    if lengths:
+    if lengths := [n for n in times if n >= 4096 and 2 * n in times]:
         ours, allowed = (
             statistics.geometric_mean([of[2 * n] / of[n] for n in lengths]) for of in (sparse, blocks)
         )
-        figures = ("2.0x", f"{ours:.2f}x", ours / 2, ours <= 1.1 * allowed)
         what = "growth of time when the length doubles, from 4096"
         why = (
             f"{1.1 * allowed:.2f}x at most, 10 % over the growth of the mask's N log N blocks, {allowed:.2f}x"
         )
-        verdicts.append(judged("C10", what, *figures, why, results["device"]))
+        found.add("C10", what, "2.0x", f"{ours:.2f}x", ours <= 1.1 * allowed, why, ratio=ours / 2)
     if 65536 in times:
-        ours = statistics.median(times[65536]["ms"]["dense"]) / sparse[65536]
+        ours, share = statistics.median(times[65536]["ms"]["dense"]) / sparse[65536], times[65536]["share"]
         theirs = paper.BLOCK_SPARSE_SPEEDUP_64K["plain"]
-        figures = (f"{theirs:.0f}x", f"{ours:.0f}x", ours / theirs, ours >= 50)
-        share = times[65536]["share"]
         why = (
             f"50x at least; {share:.1%} of the blocks are not zero, so {1 / share:.0f}x at most for equal time a "
             "block; the paper's share is not stated"
         )
-        verdicts.append(
-            judged("C10", "dense over butterfly time at 65536 tokens", *figures, why, results["device"])
-        )
-    return verdicts
+        what = "dense over butterfly time at 65536 tokens"
+        found.compare("C10", what, "{:.0f}x", theirs, ours, ours >= 50, why)

@@ -9,7 +9,9 @@ from pathlib import Path
 from . import counting, paper, plots
 from .attention import PADDED
 from .attention_figures import BASELINE, OURS, milliseconds
-from .experiment import NOT_COMPARABLE, Results, Sample, Verdict, compared, judged, pick, text_table
+from .experiment import Results, Sample, Verdict, Verdicts, pick, text_table
+
+DRAM_RATIO = "9.2x (NeurIPS: 8.0x)"  # the paper's
 
 
 def total(sample: Sample, what: str = "bytes") -> int:
@@ -126,55 +128,51 @@ def _draw_passes(axis: plots.Axes, sample: Sample) -> None:
 
 def judge(results: Results) -> list[Verdict]:
     """C3, C6, C29 and C31."""
-    return [
-        *_judge_counts(results),
-        *_judge_formula(results),
-        *_judge_times(results),
-        *_judge_tiles(results),
-        *_judge_passes(results),
-        *_judge_counters(results),
-    ]
+    found = Verdicts(results["device"])
+    _judge_counts(results, found)
+    _judge_formula(results, found)
+    _judge_times(results, found)
+    _judge_tiles(results, found)
+    _judge_passes(results, found)
+    _judge_counters(results, found)
+    return found
 
 
-def _judge_counts(results: Results) -> list[Verdict]:
+def _judge_counts(results: Results, found: Verdicts) -> None:
     counted, basis = _counted(results), "counted on one head, times 1024"
     standard, flash = (counted.get((name, 1024, PADDED)) for name in (BASELINE, OURS))
     if not standard or not flash:
-        return []
+        return
     standard_gb, flash_gb = (total(s) * paper.FIGURE_2_HEADS / 1e9 for s in (standard, flash))
     work = total(flash, "flops") / total(standard, "flops")
     floor_gb = _compulsory(1024, flash["head_dim"]) * paper.FIGURE_2_HEADS / 1e9
-    ratio, most, theirs = standard_gb / flash_gb, standard_gb / floor_gb, paper.FIGURE_2["arXiv v2"]
-    return [
-        judged(
-            "C3", "bytes of standard attention, GPT-2 medium, batch 64", "40.3 GB (NeurIPS: 35.3)",
-            f"{standard_gb:.1f} GB", standard_gb / theirs["standard_gb"], 30 <= standard_gb <= 41,
-            "30 to 41 GB; each pass reads and writes whole matrices", basis,
-        ),
-        Verdict(
-            "C3", "bytes standard/flash", "9.2x (NeurIPS: 8.0x)", f"{ratio:.1f}x to {most:.0f}x", None,
-            NOT_COMPARABLE, f"bounds: ours moves {flash_gb:.1f} GB if no cache serves re-reads of K, V, Q, d_out, "
-            f"{floor_gb:.1f} GB if L2 serves all; the paper has 4.4; hardware counters tell where ours lies", basis,
-        ),
-        compared(
-            "C3", "FLOPs flash/standard", "{:.2f}x", paper.FIGURE_2_FLOPS_RATIO, work, work <= 1.25,
-            "1.25x at most; more arithmetic for fewer bytes, as claimed, but 9 matrix products to the paper's 7: "
-            "padding runs on the portable kernels, whose backward recomputes the scores for dq and again for dk, dv; "
-            "without padding, the Hopper kernels do 7, 1.17x by arithmetic", basis,
-        ),
-    ]  # fmt: skip
+    ratio, most = standard_gb / flash_gb, standard_gb / floor_gb
+    found.add(
+        "C3", "bytes of standard attention, GPT-2 medium, batch 64", "40.3 GB (NeurIPS: 35.3)",
+        f"{standard_gb:.1f} GB", 30 <= standard_gb <= 41, "30 to 41 GB; each pass reads and writes whole matrices",
+        ratio=standard_gb / paper.FIGURE_2["arXiv v2"]["standard_gb"], basis=basis,
+    )  # fmt: skip
+    found.add(
+        "C3", "bytes standard/flash", DRAM_RATIO, f"{ratio:.1f}x to {most:.0f}x", None,
+        f"bounds: ours moves {flash_gb:.1f} GB if no cache serves re-reads of K, V, Q, d_out, "
+        f"{floor_gb:.1f} GB if L2 serves all; the paper has 4.4; hardware counters tell where ours lies", basis=basis,
+    )  # fmt: skip
+    found.compare(
+        "C3", "FLOPs flash/standard", "{:.2f}x", paper.FIGURE_2_FLOPS_RATIO, work, work <= 1.25,
+        "1.25x at most; more arithmetic for fewer bytes, as claimed, but 9 matrix products to the paper's 7: "
+        "padding runs on the portable kernels, whose backward recomputes the scores for dq and again for dk, dv; "
+        "without padding, the Hopper kernels do 7, 1.17x by arithmetic", basis=basis,
+    )  # fmt: skip
 
 
-def _judge_formula(results: Results) -> list[Verdict]:
-    verdicts = []
-    plain = [s for s in pick(results, kind="count", mask="plain") if s["tiles"]]
-    if plain:
+def _judge_formula(results: Results, found: Verdicts) -> None:
+    basis = "counted on one head"
+    if plain := [s for s in pick(results, kind="count", mask="plain") if s["tiles"]]:
         equal = all(total(s) == _formula(s) for s in plain)
         lengths = ", ".join(str(s["length"]) for s in plain)
         what = "count against the formula (2 T_r + 2) N d + N of FlashAttention-2's order, and its backward's"
-        why = f"to the byte, at {lengths} tokens"
-        figures = ("equal", "equal" if equal else "differs", None, equal)
-        verdicts.append(judged("C29", what, *figures, why, "counted on one head"))
+        ours = "equal" if equal else "differs"
+        found.add("C29", what, "equal", ours, equal, f"to the byte, at {lengths} tokens", basis=basis)
     sweep = sorted(pick(results, kind="tile count"), key=lambda s: s["block_m"])
     if len(sweep) > 1:
         first, last = sweep[0], sweep[-1]
@@ -184,78 +182,66 @@ def _judge_formula(results: Results) -> list[Verdict]:
         fall = (phase_total(first, "forward") - floor) / (phase_total(last, "forward") - floor)
         growth = last["block_m"] / first["block_m"]
         what = f"reads of K and V, BLOCK_M {first['block_m']} over {last['block_m']}"
-        figures = (f"{growth:.0f}x", f"{fall:.1f}x", fall / growth, abs(fall / growth - 1) < 0.01)
-        why = "traffic beyond Q and O falls as 1/M, Theorem 2"
-        verdicts.append(judged("C29", what, *figures, why, "counted on one head"))
-    return verdicts
+        passed, why = abs(fall / growth - 1) < 0.01, "traffic beyond Q and O falls as 1/M, Theorem 2"
+        shown = (f"{growth:.0f}x", f"{fall:.1f}x")
+        found.add("C29", what, *shown, passed, why, ratio=fall / growth, basis=basis)
 
 
-def _judge_times(results: Results) -> list[Verdict]:
-    verdicts = []
+def _judge_times(results: Results, found: Verdicts) -> None:
     for sample in pick(results, kind="time"):
         if {BASELINE, OURS} <= sample["ms"].keys():
             ratio = milliseconds(sample, BASELINE, "both") / milliseconds(sample, OURS, "both")
-            what = f"time standard/flash, {sample['mask']}"
             why = "the paper's two versions disagree; 3.0 is the bar"
-            figures = ("3.0x (arXiv: 5.7x)", f"{ratio:.1f}x", ratio / 3.0, ratio >= 3.0)
-            verdicts.append(judged("C3", what, *figures, why, results["device"]))
-    return verdicts
+            what, theirs = f"time standard/flash, {sample['mask']}", "3.0x (arXiv: 5.7x)"
+            found.add("C3", what, theirs, f"{ratio:.1f}x", ratio >= 3.0, why, ratio=ratio / 3.0)
 
 
-def _judge_tiles(results: Results) -> list[Verdict]:
+def _judge_tiles(results: Results, found: Verdicts) -> None:
     """C31: a tile of fewer queries stands in for a chip with less on-chip memory."""
     standard = [milliseconds(s, BASELINE, "forward") for s in pick(results, kind="time", mask="plain")]
     sweep = sorted(pick(results, kind="tile time"), key=lambda s: s["block_m"])
     if not standard or len(sweep) < 2:
-        return []
+        return
     gains = [standard[0] / statistics.median(s["ms"]) for s in sweep]
     shrinks = all(small <= 1.05 * large for small, large in pairwise(gains)) and gains[0] < 0.5 * max(gains)
-    tiles = ", ".join(str(s["block_m"]) for s in sweep)
-    figures = ("lower on a T4 than on an A100", ", ".join(f"{gain:.1f}x" for gain in gains), None, shrinks)
+    tiles, ours = ", ".join(str(s["block_m"]) for s in sweep), ", ".join(f"{gain:.1f}x" for gain in gains)
     why = (
         "the smallest tile's under half of the best; portable kernel; below 64 queries, a tile also falls back from "
         "Hopper's tensor core instruction to Ampere's"
     )
     what = f"time standard/flash, forward, tiles of {tiles} queries"
-    return [judged("C31", what, *figures, why, results["device"])]
+    found.add("C31", what, "lower on a T4 than on an A100", ours, shrinks, why)
 
 
-def _judge_passes(results: Results) -> list[Verdict]:
-    verdicts = []
+def _judge_passes(results: Results, found: Verdicts) -> None:
     for sample in pick(results, kind="passes"):
         medians = {name: statistics.median(values) for name, values in sample["passes"].items()}
         whole = sum(medians.values())
         share = 1 - (medians["matmul"] + medians["matmul 2"]) / whole
         gain = whole / statistics.median(sample[OURS])
         what = "mask, softmax and dropout, share of the standard forward"
-        figures = ("76 %", f"{share:.0%}", share / 0.76, share >= 0.6)
-        verdicts.append(judged("C6", what, *figures, "60 % at least", results["device"]))
-        figures = ("7.6x", f"{gain:.1f}x", gain / 7.6, gain >= 5)
+        found.add("C6", what, "76 %", f"{share:.0%}", share >= 0.6, "60 % at least", ratio=share / 0.76)
         what = "standard/flash time, forward with mask and dropout"
-        verdicts.append(judged("C6", what, *figures, "5x at least", results["device"]))
-    return verdicts
+        found.add("C6", what, "7.6x", f"{gain:.1f}x", gain >= 5, "5x at least", ratio=gain / 7.6)
 
 
-def _judge_counters(results: Results) -> list[Verdict]:
+def _judge_counters(results: Results, found: Verdicts) -> None:
     read = {s["backend"]: s for s in pick(results, kind="ncu")}
-    paper_ratio, on = "9.2x (NeurIPS: 8.0x)", results["device"]
     if not {BASELINE, OURS} <= read.keys():
         reasons = [s["refused"] for s in results["samples"] if s["kind"] == "ncu" and "refused" in s]
-        return [
-            Verdict("C3", "DRAM bytes standard/flash", paper_ratio, why=why, basis=on) for why in reasons[:1]
-        ]
+        for why in reasons[:1]:
+            found.append(Verdict("C3", "DRAM bytes standard/flash", DRAM_RATIO, why=why, basis=found.basis))
+        return
     moved = {name: s["dram_read"] + s["dram_written"] for name, s in read.items()}
     ours = read[OURS]
     floor = ours["batch"] * ours["heads"] * _compulsory(ours["length"], ours["head_dim"])
     ratio, excess = moved[BASELINE] / moved[OURS], moved[OURS] / floor
+    what = f"DRAM bytes standard/flash, {ours['mask']}"
     why = f"hardware counters: {moved[BASELINE] / 1e9:.1f} and {moved[OURS] / 1e9:.2f} GB; 8x at least"
-    about_one = "about 1 when K and V fit the L2 cache"
-    near = "1.5x at most: the paper does not say how near to 1, so this wide limit is our own"
-    what = f"DRAM bytes over compulsory, {ours['length']} tokens"
-    return [
-        judged(
-            "C3", f"DRAM bytes standard/flash, {ours['mask']}", paper_ratio, f"{ratio:.1f}x", ratio / 9.2, ratio >= 8,
-            why, on,
-        ),
-        judged("C29", what, about_one, f"{excess:.2f}x", excess, excess <= 1.5, near, on),
-    ]  # fmt: skip
+    found.add("C3", what, DRAM_RATIO, f"{ratio:.1f}x", ratio >= 8, why, ratio=ratio / 9.2)
+    what, theirs = (
+        f"DRAM bytes over compulsory, {ours['length']} tokens",
+        "about 1 when K and V fit the L2 cache",
+    )
+    why = "1.5x at most: the paper does not say how near to 1, so this wide limit is our own"
+    found.add("C29", what, theirs, f"{excess:.2f}x", excess <= 1.5, why, ratio=excess)

@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import paper, plots
-from .contenders import FUSED, HF_EAGER, NANOGPT, NANOGPT_BIASES
-from .experiment import (
-    NOT_COMPARABLE,
-    NOT_STATED,
-    Results,
-    Sample,
-    Verdict,
-    compared,
-    judged,
-    own_aim,
-    pick,
-    text_table,
-)
+from .contenders import FUSED, HF_EAGER
+from .experiment import NOT_STATED, Results, Sample, Verdict, Verdicts, pick, text_table
 
 # Slowest over fastest step above which a contender is called not steady. On an H200 steps stayed within 8 %, those
 # that waited for the host within 47 %.
@@ -161,13 +150,16 @@ def _draw_group(axis: plots.Axes, results: Results, group: list[Row]) -> None:
 
 def judge(results: Results) -> list[Verdict]:
     """C11, C13 and C23."""
-    return [*_judge_table_2(results), *_judge_table_4(results), *_judge_fa2(results)]
+    found = Verdicts(results["device"])
+    _judge_table_2(results, found)
+    _judge_table_4(results, found)
+    _judge_fa2(results, found)
+    return found
 
 
-def _judge_table_2(results: Results) -> list[Verdict]:
-    device, found = results["device"], []
+def _judge_table_2(results: Results, found: Verdicts) -> None:
     for model, mode in (("gpt2_small", "eager"), ("gpt2_small", "compiled"), ("gpt2_medium", "eager")):
-        found += _judge_stack(results, model, mode)
+        _judge_stack(results, model, mode, found)
     for mode, part, theirs in (
         ("eager", "small", NOT_STATED),
         ("compiled", "compiled", "1.7x over Megatron-LM, whole stack"),
@@ -179,25 +171,25 @@ def _judge_table_2(results: Results) -> list[Verdict]:
                 "the paper never swaps attention alone; its own Figure 2 allows about 1.2x to 1.4x of a step. "
                 "Compiled, naive attention is fused as far as torch.compile does, as Megatron-LM's softmax was"
             )
-            found.append(Verdict("C11", what, theirs, f"{ratio:.2f}x", None, NOT_COMPARABLE, why, device))
-    found += _judge_nanogpt(results, device)
+            found.add("C11", what, theirs, f"{ratio:.2f}x", None, why)
     if tokens_per_second := rate(find(results, "compiled"), "flash") or rate(find(results, "small"), "flash"):
         days = paper.GPT2_TOKENS / (8 * tokens_per_second) / 86400
-        what = "days for 400k steps on eight GPUs"
-        figures = (f"{paper.CONTEXT_DAYS[1024]} days", f"{days:.2f} days", None)
-        why = "another GPU; extrapolated from one to eight without communication"
-        found.append(Verdict("C11", what, *figures, NOT_COMPARABLE, why, f"extrapolated from {device}"))
-    return found
+        what, why = (
+            "days for 400k steps on eight GPUs",
+            "another GPU; extrapolated from one to eight without communication",
+        )
+        shown = (f"{paper.CONTEXT_DAYS[1024]} days", f"{days:.2f} days")
+        found.add("C11", what, *shown, None, why, basis=f"extrapolated from {found.basis}")
 
 
-def _judge_stack(results: Results, model: str, mode: str) -> list[Verdict]:
+def _judge_stack(results: Results, model: str, mode: str, found: Verdicts) -> None:
     """Ours with flash over Hugging Face's eager attention; with the paper's dropout if flash was timed with it."""
     part = "small" if model == "gpt2_small" else "medium"
     hugging_face = find(results, "dropout", model=model, mode="eager")
     ours = find(results, "dropout", model=model, mode=mode)
     if rate(ours, "flash") is None:
         hugging_face, ours = find(results, part), find(results, "compiled" if mode == "compiled" else part)
-    found, expected = [], paper.GPT2_SPEEDUP[model]
+    expected = paper.GPT2_SPEEDUP[model]
     for name, layers in (
         ("flash", "torch's other layers"),
         ("flash" + FUSED, "our kernels for the other layers"),
@@ -212,74 +204,46 @@ def _judge_stack(results: Results, model: str, mode: str) -> list[Verdict]:
         )
         if unsteady := _unsteady(ours, name):
             why += f"; {unsteady}"
-        figures = (f"{expected:.1f}x", f"{ratio:.2f}x", ratio / expected, ratio >= round(expected, 1))
-        found.append(judged("C11", what, *figures, why, results["device"]))
-    return found
+        shown, passed = (f"{expected:.1f}x", f"{ratio:.2f}x"), ratio >= round(expected, 1)
+        found.add("C11", what, *shown, passed, why, ratio=ratio / expected)
 
 
-def _judge_nanogpt(results: Results, device: str) -> list[Verdict]:
-    """This project's own aims: 1.1 times nanoGPT's speed, and an MFU of 50 %."""
-    found = []
-    for sample in pick(results, kind="speed", part="compiled") + pick(results, kind="speed", part="whole"):
-        ours = [name for name in ("flash", "flash" + FUSED) if rate(sample, name)]
-        best = max(ours, key=lambda name: rate(sample, name), default=None)
-        where = f"{sample['model']}, {sample['micro_batch']} sequences a forward"
-        for name, model in (
-            (NANOGPT, "without biases, as it trains"),
-            (NANOGPT_BIASES, "with GPT-2's biases"),
-        ):
-            if ratio := _ratio(rate(sample, best), rate(sample, name)):
-                what = f"{where}: ours with flash over nanoGPT's model {model}, both compiled, tokens/s"
-                found.append(own_aim("C11", what, f"{ratio:.3f}x", "1.1x at least", ratio >= 1.1, device))
-        if mfu := sample["mfu"].get(best):
-            what = f"{where}: MFU of ours, compiled"
-            why = "counts 6 N + 12 L H Q T FLOPs a token: attention in full, no recomputation"
-            found.append(own_aim("C11", what, f"{mfu:.1%}", "50 % at least", mfu >= 0.5, device, why))
-    return found
-
-
-def _judge_table_4(results: Results) -> list[Verdict]:
-    device = results["device"]
+def _judge_table_4(results: Results, found: Verdicts) -> None:
     rates = {
         sample["context"]: sample["tokens_per_second"]
         for sample in pick(results, kind="speed", part="context")
     }
-    base, found = rates.get(1024, {}), []
+    base = rates.get(1024, {})
     for context, bound in CONTEXT_BOUNDS.items():
-        ratio = _ratio(rates.get(context, {}).get("flash"), base.get("flash"))
-        if ratio:
+        if ratio := _ratio(rates.get(context, {}).get("flash"), base.get("flash")):
             expected = paper.CONTEXT_DAYS[1024] / paper.CONTEXT_DAYS[context]
             what = f"flash, context {context} over 1024, tokens/s at equal tokens a step"
-            why = f"at least {bound}"
-            found.append(compared("C13", what, "{:.2f}", expected, ratio, ratio >= bound, why, device))
+            found.compare("C13", what, "{:.2f}", expected, ratio, ratio >= bound, f"at least {bound}")
     if ratio := _ratio(rates.get(4096, {}).get("flash"), base.get("naive")):
         expected = paper.MEGATRON_DAYS / paper.CONTEXT_DAYS[4096]
         what = "flash at context 4096 over naive attention at 1024, tokens/s"
         why = "the paper's is of the whole stack, over Megatron-LM's fused softmax; ours is over naive in our model"
-        figures = (f"{expected:.1f}x", f"{ratio:.2f}x", ratio / expected)
-        found.append(Verdict("C13", what, *figures, NOT_COMPARABLE, why, device))
-    return found
+        found.add("C13", what, f"{expected:.1f}x", f"{ratio:.2f}x", None, why, ratio=ratio / expected)
 
 
-def _judge_fa2(results: Results) -> list[Verdict]:
-    device, found = results["device"], []
+def _judge_fa2(results: Results, found: Verdicts) -> None:
     for context, (without, with_flash) in paper.GPT3_TFLOPS.items():
         sample = find(results, "gpt3", context=context)
-        what = f"GPT3-1.3B, context {context}: flash over naive attention"
-        theirs = f"{with_flash / without:.2f}x ({with_flash} over {without} TFLOP/s)"
         ours = rate(sample, "flash")
         if ours is None:
             continue
-        tflops = f"{ours * sample['flops_per_token'] / 1e12:.0f} TFLOP/s"
-        ratio = _ratio(ours, rate(sample, "naive"))
-        why = "the paper's is over another stack's attention; ours is over naive in our model, every pass explicit, "
-        why += "on one GPU without communication"
-        if ratio is None:
-            why = "naive attention did not run here (out of memory: it keeps every layer's matrices)"
-        shown = f"{ratio:.2f}x ({tflops})" if ratio else tflops
-        against = ratio and ratio / (with_flash / without)
-        found.append(Verdict("C23", what, theirs, shown, against, NOT_COMPARABLE, why, device))
-    return found
+        what = f"GPT3-1.3B, context {context}: flash over naive attention"
+        theirs = f"{with_flash / without:.2f}x ({with_flash} over {without} TFLOP/s)"
+        shown = f"{ours * sample['flops_per_token'] / 1e12:.0f} TFLOP/s"
+        why = "naive attention did not run here (out of memory: it keeps every layer's matrices)"
+        against = None
+        if ratio := _ratio(ours, rate(sample, "naive")):
+            shown, against = f"{ratio:.2f}x ({shown})", ratio / (with_flash / without)
+            why = (
+                "the paper's is over another stack's attention; ours is over naive in our model, every pass "
+                "explicit, on one GPU without communication"
+            )
+        found.add("C23", what, theirs, shown, None, why, ratio=against)
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:

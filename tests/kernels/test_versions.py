@@ -10,7 +10,7 @@ import torch
 import triton
 
 import kernels
-from kernels import AttentionError, fused, versions
+from kernels import AttentionError, layers, versions
 from kernels.flash import dispatch
 from kernels.other_triton import compared
 from training.config import ConfigError
@@ -53,7 +53,7 @@ def test_a_pair_that_is_too_old_is_refused(monkeypatch, torch_version, triton_ve
     with pytest.raises(AttentionError, match=f"attention=flash cannot be used here: .*{reason}"):
         kernels.resolve_attention("flash", **ON_HOPPER)
     with pytest.raises(AttentionError, match=f"model.loss=fused needs .*{reason.removeprefix('it needs ')}"):
-        fused.check_fused(torch.device("cuda"), "model.loss")
+        layers.check_fused(torch.device("cuda"), "model.loss")
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """`python -m reproduce compare` on real runs: what it shows, what it says differs, what it survives."""
 
+import ast
 import csv
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from warnings import catch_warnings
@@ -11,11 +14,13 @@ from warnings import catch_warnings
 import pytest
 
 from reproduce.__main__ import main
-from reproduce.compare import HEADER, _common_folder, table, text, warnings
-from reproduce.compare_page import page
-from reproduce.experiment import ReproduceError
-from reproduce.runs import find_runs
-from tests.conftest import rows, text_data
+from reproduce.common import ReproduceError
+from reproduce.comparison import charts, seeds
+from reproduce.comparison.compare import _common_folder
+from reproduce.comparison.page import page
+from reproduce.comparison.runs import find_runs
+from reproduce.comparison.table import HEADER, table, text, warnings
+from tests.conftest import ROOT, rows, text_data
 from training.config import AttentionConfig, Config, LoggerConfig, ModelConfig, TrainerConfig, WandbMode
 from training.trainer import train
 
@@ -74,12 +79,12 @@ def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
     page = (sweep / "compare.html").read_text()
     for title in (
         "Loss against tokens",
-        "Loss against seconds",
+        "Loss against time",
         "Loss minus that of naive",
         "Training speed",
     ):
         assert title in page
-    assert page.count("<svg") == 6
+    assert page.count("<figure") == 4
     assert "1 layer, 2 heads, 32 wide" in page
     assert "<script src" not in page
     assert "<link" not in page
@@ -96,7 +101,7 @@ def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
         assert row[column] == " / ".join(f"{ms:.2f}" for ms in shown)
         assert min(split.values()) >= 0
     content = page(runs)
-    assert content.count('<div class="bar">') == 2
+    assert content.count('<div class="bar">') == 6  # a step's time, the run's time, memory
     longest = max(sum(run.step_split().values()) for run in runs)
     for run in runs:
         share = run.summary["perf/optimizer_ms"] / longest
@@ -118,9 +123,7 @@ def test_an_old_run_without_phase_times_is_still_compared(copies, capsys):
     assert [run.step_split() is None for run in runs] == [True, False]
     assert main(["compare", str(copies)]) == 0
     assert table(runs)[0][HEADER.index("data / fwd+bwd / opt")] == "-"
-    content = (copies / "compare.html").read_text()
-    assert content.count('<div class="bar">') == 2
-    assert "not logged" in content
+    assert "<span>not logged</span>" in (copies / "compare.html").read_text()
 
 
 def measured(run: Path, speeds: list[float], **phases_ms: float) -> None:
@@ -198,7 +201,7 @@ def test_an_unfinished_run_and_its_wandb_copy_have_equal_losses(sweep, tmp_path)
 
 
 def test_a_wandb_folder_that_takes_too_long_is_named(sweep, capsys, monkeypatch):
-    monkeypatch.setattr("reproduce.runs._LEET_TIMEOUT", 0)
+    monkeypatch.setattr("reproduce.comparison.runs._LEET_TIMEOUT", 0)
     (offline,) = (sweep / "0_naive").glob("wandb/offline-run-*")
     assert main(["compare", str(offline)]) == 1
     assert f"{offline}: wandb leet inspect did not read it within 0 s" in capsys.readouterr().err
@@ -217,6 +220,151 @@ def test_settings_other_than_attention_that_differ_are_listed(copies, capsys):
     page = (copies / "compare.html").read_text()
     assert '<tr class="red"><td>torch</td>' in page
     assert '<tr class="red"><td>python</td>' not in page
+
+
+def test_runs_of_one_name_in_two_sweeps_have_labels_and_figures_of_their_own(copies, sweep):
+    shutil.copytree(copies, copies / "again", ignore=shutil.ignore_patterns("again"))
+    measured(copies / "0_naive", [14_000] * 3, **STEP)
+    measured(copies / "again" / "0_naive", [14_000] * 3, **STEP | {"step": 50.0, "data": 7.0})
+    runs = find_runs([str(copies / "*_*"), str(copies / "again" / "*")])
+    assert [run.label for run in runs] == [
+        f"{name} ({folder}/{number}_{name})"
+        for folder in ("sweep", "again")
+        for number, name in enumerate(("naive", "sdpa"))
+    ]
+    content = page(runs)
+    bars = content[content.index("Where the time of a step goes") :]
+    for run, data in ((runs[0], 0.15), (runs[2], 7.0)):
+        assert (
+            re.search(rf"<span>{re.escape(run.label)}</span>.*?<span>data ([\d.]+),", bars)[1]
+            == f"{data:.2f}"
+        )
+
+
+def sweep_of(copies: Path, losses: dict[tuple[str, int, float], float]) -> list[Path]:
+    """Runs with these (attention, seed, learning rate) and final losses."""
+    made = []
+    for (attention, seed, rate), loss in losses.items():
+        run = copies / f"{attention}_{seed}_{rate}"
+        shutil.copytree(copies / {"naive": "0_naive", "sdpa": "1_sdpa"}[attention], run)
+        config = (run / "config.yaml").read_text()
+        config = config.replace("seed: 1337", f"seed: {seed}").replace("lr: 0.0006", f"lr: {rate}")
+        (run / "config.yaml").write_text(config)
+        summary = json.loads((run / "summary.json").read_text()) | {"val/loss": loss}
+        (run / "summary.json").write_text(json.dumps(summary))
+        made.append(run)
+    return made
+
+
+def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copies):
+    losses = {
+        ("naive", 1, 0.001): 3.10, ("naive", 2, 0.001): 3.12, ("sdpa", 1, 0.001): 3.101, ("sdpa", 2, 0.001): 3.119,
+        ("naive", 1, 0.002): 3.20, ("naive", 2, 0.002): 3.22, ("sdpa", 1, 0.002): 3.300, ("sdpa", 2, 0.002): 3.321,
+    }  # fmt: skip
+    paths = sweep_of(copies, losses)
+    said = told(*paths)
+    assert "differ in more than attention" not in said
+    assert "relative to the run of naive with equal settings" in said
+    runs = find_runs([str(path) for path in paths])
+    assert len({run.label for run in runs}) == 8
+    for run, row, (attention, seed, rate) in zip(runs, table(runs), losses, strict=True):
+        difference = losses[attention, seed, rate] - losses["naive", seed, rate]
+        if attention == "sdpa":
+            assert run.label == f"sdpa lr={rate} seed={seed}"
+            assert row[1].endswith(f"({difference:+.1e})")
+    slow, fast = (row for row in seeds.table(runs) if row[1] == "sdpa")
+    assert slow[0] == "lr 0.001"
+    assert slow[3] == "3.1100 ± 1.3e-02"
+    assert slow[4].endswith(" ± 1.4e-03")
+    assert slow[5].startswith("no: ")
+    assert fast[5].startswith("yes: 4.9 times the gap between seeds, 2.1e-02")
+    content = page(runs)
+    assert "By attention, over seeds" in content
+    assert len(set(re.findall(r'"colour":"(#\w+)"', content))) == 2  # one a backend
+    numbers = json.loads(re.search(r'id="numbers">(.*?)</script>', content)[1])
+    patterns = {run["label"]: run["pattern"] for run in numbers["runs"]}
+    assert (
+        patterns["sdpa lr=0.002 seed=2"]
+        == patterns["naive lr=0.002 seed=2"]
+        != patterns["naive lr=0.001 seed=2"]
+    )
+
+
+def test_a_run_missing_from_a_sweep_costs_only_its_own_pair(copies):
+    names = [(attention, seed, 0.001) for attention in ("naive", "sdpa") for seed in (1, 2, 3)]
+    paths = sweep_of(copies, {name: 3.0 + 0.01 * name[1] for name in names})
+    shutil.rmtree(paths[1])
+    del paths[1]
+    said = told(*paths)
+    assert "without a run of naive with equal settings, so not compared: sdpa seed=2." in said
+    naive, sdpa = seeds.table(find_runs([str(path) for path in paths]))
+    assert (naive[2], naive[4], sdpa[2], sdpa[5]) == ("2", "-", "3", "no: equal")
+    (alone,) = (row for row in table(find_runs([str(path) for path in paths])) if row[0] == "sdpa seed=2")
+    assert alone[1] == "3.0200"
+
+
+@pytest.mark.parametrize(
+    ("differences", "gap", "words"),
+    [
+        ([0.001, -0.001, 0.002], 0.02, "no: 0.033 times the gap between seeds"),
+        (
+            [0.001, 0.0011, 0.001],
+            0.02,
+            "no: 0.052 times the gap between seeds, 2.0e-02; yet the same in every pair",
+        ),
+        ([0.1, 0.101, 0.099], 0.02, "yes: 5 times"),
+        ([0.1, -0.02], 0.02, "not known: 2 times the gap between seeds, 2.0e-02, but 2 pairs leave it open"),
+        ([0.1], 0.02, "not known: 5 times the gap between seeds, 2.0e-02, but one pair"),
+        ([0.1], None, "not known: one seed"),
+        ([0.0, 0.0], 0.02, "no: equal"),
+        ([0.0, float("nan")], 0.02, "not known: a loss is not finite"),
+    ],
+)
+def test_a_difference_is_held_against_the_gap_between_seeds(differences, gap, words):
+    assert seeds.answer(differences, gap).startswith(words)
+
+
+def test_a_run_that_diverged_leaves_the_page_readable(copies):
+    run = copies / "1_sdpa"
+    lines = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
+    column = lines[0].index("train/loss")
+    for line in lines[4:]:
+        line[column] = "nan"
+    (run / "metrics.csv").write_text("\n".join(map(",".join, lines)) + "\n")
+
+    def fail(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    embedded = re.search(r'id="numbers">(.*?)</script>', page(find_runs([str(copies)])))[1]
+    numbers = json.loads(embedded, parse_constant=fail)
+    points = [len(each["x"]) for each in numbers["charts"][0]["series"] if not each["dots"]]
+    assert points == [7, 3]  # steps 1, 2, 4, ... 12; of the other run three are left
+
+
+def test_without_seeds_the_comparison_says_that_noise_is_not_known(sweep):
+    assert "more than noise is not known: no two runs differ in their seed alone" in told(sweep)
+
+
+def test_speed_is_called_faster_only_where_ranges_do_not_overlap(copies):
+    losses = {(name, seed, 0.001): 3.0 for name in ("naive", "sdpa") for seed in (1, 2)}
+    paths = sweep_of(copies, losses)
+    for speed, verdict in ((200, "2.00x, faster"), (110, "1.10x, ranges overlap")):
+        for path, speeds in zip(paths, ([100, 99], [101, 120], [speed, speed], [speed, speed]), strict=True):
+            measured(path, speeds)
+            summary = json.loads((path / "summary.json").read_text())
+            summary["perf/tokens_per_second"] = speed if "sdpa" in path.name else 100
+            (path / "summary.json").write_text(json.dumps(summary))
+        (row,) = (row for row in seeds.table(find_runs([str(path) for path in paths])) if row[1] == "sdpa")
+        assert verdict in row[6]
+
+
+def test_the_loss_axis_starts_where_the_curves_part():
+    def curve(run: int, ends: list[float]) -> dict:
+        return {"run": run, "x": list(range(10)), "y": [10 - x for x in range(7)] + ends, "dots": False}
+
+    assert charts.parting([curve(0, [3, 2, 1]), curve(1, [3, 2.5, 2])]) == 7
+    assert charts.parting([curve(0, [3, 2, 1]), curve(1, [3, 2, 1])]) is None
+    assert charts.parting([curve(0, [3, 2, 1])]) is None
 
 
 def test_among_many_runs_only_those_that_differ_are_named(copies):
@@ -403,3 +551,17 @@ def test_a_run_without_settings_files_is_reported_as_unknown(copies, capsys):
     assert "environment unknown for: 1_sdpa" in said
     assert "differ in more than attention" not in said
     assert "losses are not compared: 1_sdpa" in said
+
+
+def test_comparing_runs_needs_no_experiment_no_torch_and_no_matplotlib(sweep):
+    code = f"""
+import sys
+from reproduce.comparison import compare, milestones, workspace
+compare.main([{str(sweep)!r}])
+print(sorted(name for name in sys.modules if name.startswith(("torch", "matplotlib", "reproduce."))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert {name for name in loaded if not name.startswith("reproduce.comparison")} == {
+        "reproduce.common", "reproduce.plots",
+    }  # fmt: skip

@@ -1,11 +1,11 @@
 """The experiments run to the end in their tiny form, resume, and refuse in one line. About 30 s on 2 cores."""
 
-import ast
 import json
 import re
 import resource
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +15,18 @@ import torch
 import triton
 from triton import language as tl
 
+from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, get_attention, register_attention
 from kernels.flash.portable.tiles import KERNELS, forced, tile_for
-from reproduce import attention, history, sparse, timing
+from reproduce import attention, depends, history, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
+from reproduce.claims import CLAIMS
+from reproduce.common import as_lines, rounded
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
-from reproduce.results import FIELDS, VERSION, Store, code_of, slug
+from reproduce.results import FIELDS, VERSION, Store, slug
 from training.environment import device_name
 
 ROOT = Path(__file__).parents[2]
@@ -31,58 +34,143 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FOLDER = slug(device_name(torch.device(DEVICE)))
 
 
-def relative_imports(file: Path) -> set[str]:
-    """The files of its own package that a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = file.parents[node.level - 1] / (node.module or "").replace(".", "/")
-            candidates = [base, *(base / alias.name for alias in node.names)]
-            found |= {path.relative_to(ROOT) for path in candidates}
-    paths = [each.with_suffix(".py") for each in found] + [each / "__init__.py" for each in found]
-    return {str(path) for path in paths if (ROOT / path).exists()}
+@pytest.mark.parametrize("each", [*EXPERIMENTS.values(), *BENCHMARKS.values()], ids=lambda each: each.name)
+def test_what_results_depend_on_is_there_and_found_again(each):
+    recorded = depends.tree().record(each.path, each.measures)
+    assert f"{each.path}.run" in recorded
+    assert depends.changed(recorded) == []
+    if "kernels.flash" in each.measures:
+        assert {"forward_kernel", "naive_attention"} <= {name.rpartition(".")[2] for name in recorded}
+        on_cpu = depends.tree().record(each.path, each.measures, gpu=False)
+        assert 0 < len(on_cpu) < len(recorded)  # without the Hopper kernels, which a CPU cannot run
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_results_depend_on_every_file_that_the_kernels_import(name):
-    code = code_of(EXPERIMENTS[name])
-    kernels = [file for file in code if file.startswith("kernels/") and file.endswith(".py")]
-    if name != "loss":  # the only one without attention
-        kernels.remove("kernels/__init__.py")
-        assert {
-            "kernels/flash/portable/forward.py",
-            "kernels/flash/portable/measured/sm_90.json",
-        } <= code.keys()
-    missing = {f"{file}: {each}" for file in kernels for each in relative_imports(ROOT / file) - set(code)}
-    assert not missing
+SOURCES = {
+    "reproduce/speed.py": """
+        from . import clock
+        from .clock import TURNS as turns
+
+        def run(options):
+            from kernels.fast import attend
+            return [clock.time_of(attend, x) for x in range(turns)]
+
+        def judge(results):
+            return results
+    """,
+    "reproduce/clock.py": """
+        TURNS = 3
+
+        def time_of(call, x):
+            return call(x)
+    """,
+    "kernels/fast.py": """
+        import triton
+        from .parts import scale
+
+        @triton.jit
+        def attend_kernel(Q, length):
+            total = length + 1
+            if length == 0:
+                total = down(length)
+            return scale(Q) * total
+
+        @triton.jit
+        def down(n):
+            return n if n < 2 else up(n - 1)
+
+        @triton.jit
+        def up(n):
+            return down(n) + 1
+
+        def attend(x):
+            return attend_kernel[(1,)](x)
+    """,
+    "kernels/parts.py": """
+        import triton
+        HALF = 0.5
+
+        @triton.jit
+        def scale(x):
+            return x * HALF
+    """,
+}
 
 
-def test_results_depend_on_the_training_files_contenders_import():
-    tree = ast.parse((ROOT / "reproduce/contenders.py").read_text())
-    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    files = {f"{each.replace('.', '/')}.py" for each in modules if each.startswith("training.")}
-    missing = files - code_of(EXPERIMENTS["training"]).keys()
-    assert missing == {"training/config.py"}  # names and types of settings
+def changed_by(tmp_path: Path, files: dict[str, str]) -> set[str]:
+    """Of what a result recorded with SOURCES, the names whose code `files` change."""
+
+    def tree(name: str, sources: dict[str, str]) -> depends.Tree:
+        for file, source in sources.items():
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(textwrap.dedent(source))
+        return depends.Tree(tmp_path / name)
+
+    recorded = tree("before", SOURCES).record("reproduce.speed", ["kernels"])
+    names = {"kernels.fast.attend_kernel", "kernels.fast.down", "kernels.fast.up", "kernels.parts.scale"}
+    assert set(recorded) == {"reproduce.speed.run", *names}
+    today = tree("after", {file: text for file, text in {**SOURCES, **files}.items() if text}).hashes()
+    return {name for name, its in recorded.items() if its not in today}
 
 
-def test_changed_code_makes_results_stale_changed_comments_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("reproduce.results.ROOT", tmp_path)
-    (tmp_path / "reproduce").mkdir()
-    file = tmp_path / "reproduce/numerics.py"
-    experiment = replace(EXPERIMENTS["numerics"], code=())
+def edited(file: str, *replacements: tuple[str, str]) -> dict[str, str]:
+    source = SOURCES[file]
+    for old, new in replacements:
+        assert old in source
+        source = source.replace(old, new)
+    return {file: source}
 
-    def hash_of(source: str) -> str:
-        file.write_text(source)
-        return code_of(experiment)["reproduce/numerics.py"]
 
-    first = hash_of('"""Errors."""\n\n\ndef error(x):\n    """Of x."""\n    return abs(x) + 1  # ulp\n')
-    assert (
-        hash_of('"""Errors\nof all."""\n\ndef error(x):\n    # One ulp.\n\n    return abs(x) + 1\n') == first
-    )
-    assert hash_of('def error(x):\n    """Of x."""\n    return abs(x) + 2  # ulp\n') != first
-    assert hash_of('def error(x):\n    return abs(x) + 1, "# ulp"\n') != hash_of(
-        "def error(x):\n    return abs(x) + 1\n"
-    )
+@pytest.mark.parametrize(
+    "files",
+    [
+        edited("reproduce/speed.py", ("from kernels.fast import", "from kernels.flash.new import"))
+        | {
+            "kernels/fast.py": "",
+            "kernels/flash/new.py": SOURCES["kernels/fast.py"].replace(".parts", "..parts"),
+        },
+        edited("kernels/fast.py", ("attend_kernel", "forward"), ("total", "sum_of_all"), ("Q", "q")),
+        edited("kernels/fast.py", ("total = length", "# why\n            total = length")),
+        edited("kernels/parts.py", ("scale", "scaled")) | edited("kernels/fast.py", ("scale", "scaled")),
+        edited("kernels/fast.py", ("[(1,)]", "[(2,)]")),  # what launches a kernel, not the kernel
+        edited(
+            "reproduce/speed.py", ("return results", "return sorted(results)")
+        ),  # a verdict, not a measurement
+        edited("reproduce/clock.py", ("return call(x)", '"""Seconds."""\n            return call(x)')),
+    ],
+    ids=["moved", "renamed", "comment", "helper renamed", "launch", "verdict", "docstring"],
+)
+def test_moves_renames_and_comments_make_no_result_stale(files, tmp_path):
+    assert changed_by(tmp_path, files) == set()
+
+
+@pytest.mark.parametrize(
+    ("files", "stale"),
+    [
+        (edited("kernels/fast.py", ("length + 1", "length + 2")), {"kernels.fast.attend_kernel"}),
+        (edited("kernels/fast.py", ("== 0", "== False")), {"kernels.fast.attend_kernel"}),
+        (
+            edited("kernels/fast.py", ("down(n) + 1", "down(n) + 2")),
+            {"kernels.fast.attend_kernel", "kernels.fast.down", "kernels.fast.up"},
+        ),
+        (edited("kernels/parts.py", ("0.5", "0.25")), {"kernels.fast.attend_kernel", "kernels.parts.scale"}),
+        (edited("reproduce/clock.py", ("= 3", "= 4")), {"reproduce.speed.run"}),
+        (edited("reproduce/clock.py", ("call(x)", "call(x) or call(x)")), {"reproduce.speed.run"}),
+    ],
+)
+def test_changed_code_makes_results_stale_by_name(files, stale, tmp_path):
+    assert changed_by(tmp_path, files) == stale
+
+
+def test_documents_are_written_a_line_a_sample_in_eight_digits(tmp_path):
+    document = {
+        "version": 3,
+        "settings": {"lengths": (1, 2)},
+        "samples": [{"ms": [1 / 3, 2e-9 / 3]}, {"n": 10**12}],
+    }
+    text = as_lines(document)
+    assert text.splitlines()[4:6] == ['{"ms":[0.33333333,6.6666667e-10]},', '{"n":1000000000000}']
+    assert json.loads(text) == rounded(document) | {"settings": {"lengths": [1, 2]}}
+    assert json.loads(as_lines(document | {"samples": []}))["samples"] == []
 
 
 def run(directory: Path, name: str, *arguments: str) -> int:
@@ -93,9 +181,7 @@ def document(directory: Path, name: str) -> dict:
     return json.loads((directory / FOLDER / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "name", ["attention", "traffic", "loss", "numerics", "sparse", "history", "documents", "host"]
-)
+@pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse", "history"])
 def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert run(tmp_path, name) == 0
     assert capsys.readouterr().out.count("where they can be read:") <= 1
@@ -277,13 +363,13 @@ def test_the_list_shows_measured_minutes_of_complete_experiments_only(tmp_path, 
     folder.mkdir(parents=True)
     document = dict.fromkeys(FIELDS) | {"version": VERSION, "seconds": 60.0}
     command = ["python", "-m", "reproduce"]
-    whole, part = [*command, "loss", "--budget=2m"], [*command, "perplexity", "parts=backends"]
-    (folder / "loss.json").write_text(json.dumps(document | {"command": whole}))
+    whole, part = [*command, "traffic", "--budget=2m"], [*command, "perplexity", "parts=backends"]
+    (folder / "traffic.json").write_text(json.dumps(document | {"command": whole}))
     (folder / "perplexity.json").write_text(json.dumps(document | {"command": part}))
     monkeypatch.chdir(tmp_path)
     assert main([]) == 0
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "min " in line}
-    assert " 1.0min " in said["loss"]
+    assert " 1.0min " in said["traffic"]
     assert f" ~{EXPERIMENTS['perplexity'].minutes:g}min " in said["perplexity"]
 
 
@@ -583,3 +669,18 @@ def test_block_sparse_time_may_grow_by_a_tenth_more_than_its_blocks(growth, stat
     (verdict,) = sparse.judge(results)
     assert (verdict.claim, verdict.status) == ("C10", status)
     assert verdict.why.startswith("2.52x at most")
+
+
+def test_every_claims_figure_is_found_by_its_number_in_the_readme():
+    readme = (ROOT / "reproduce/README.md").read_text()
+    for claim in CLAIMS.values():
+        where = claim.source.partition(" ")[2]
+        (row,) = re.findall(rf"^\| {re.escape(where)} \| {claim.name}: .*$", readme, re.MULTILINE)
+        assert claim.statement.rstrip(".") in row
+        if not claim.experiment:
+            assert claim.missing in row
+            continue
+        assert f"`python -m reproduce {claim.experiment}`" in row
+        measured, judged = re.findall(r"`(\w+\.py)`", row)
+        assert measured == f"{claim.experiment}.py"
+        assert f'"{claim.name}"' in (ROOT / "reproduce" / judged).read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reproduce.__main__ import main
-from reproduce.milestones import read_reference, references
+from reproduce.comparison.milestones import read_reference, references
 from training.command_line import CONFIGS, composed
 from training.config import to_yaml
 

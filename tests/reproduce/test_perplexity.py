@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from reproduce import perplexity
-from reproduce.__main__ import OUT_OF_TIME, main
+from reproduce.__main__ import main
+from reproduce.command_line import OUT_OF_TIME
 from reproduce.experiment import NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
 from reproduce.fleet import Fleet
 

@@ -18,7 +18,7 @@ import torch
 from data import DataError
 from data.tokenizer import load_tokenizer
 from kernels import AttentionError
-from reproduce import compare
+from reproduce.comparison import compare
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, having, killed, steps_saved
 from training import checkpoint

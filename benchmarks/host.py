@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from kernels import attention_tier, get_attention, resolve_attention
+from reproduce import plots
+from reproduce.common import text_table
+from reproduce.experiment import Options, Results, Sample, pick
 
-from . import plots
-from .experiment import Options, Results, Sample, Verdict, own_aim, pick, text_table
+from .aims import Aim
 
 NOTHING = "empty autograd.Function"
 PORTABLE = "flash, portable"
@@ -178,9 +180,9 @@ def draw(results: Results, path: Path) -> None:
             axis.grid(axis="y", visible=False)
 
 
-def judge(results: Results) -> list[Verdict]:
-    """C7 is about the device's time; at short lengths the host's time decides, for which these are our own aims."""
-    verdicts = []
+def aims(results: Results) -> list[Aim]:
+    """At short lengths the host's time decides, not the device's."""
+    found = []
     for medians in map(_medians, pick(results, kind="time")):
         if "flash" not in medians:
             continue
@@ -189,8 +191,5 @@ def judge(results: Results) -> list[Verdict]:
             others = [each[phase] for name, each in medians.items() if name.startswith("sdpa")]
             beside = f", the fastest of PyTorch's {min(others):.0f} us" if others else ""
             why = f"an {NOTHING} takes {nothing:.0f} us{beside}"
-            what = f"host, {phase} of flash"
-            verdicts.append(
-                own_aim("C7", what, f"{ours:.0f} us", f"{aim} us", ours <= aim, results["device"], why)
-            )
-    return verdicts
+            found.append(Aim(f"host, {phase} of flash", f"{ours:.0f} us", f"{aim} us", ours <= aim, why))
+    return found

@@ -1,4 +1,4 @@
-"""One CPU training step of this model beside nanoGPT's, in one process: python -m model.benchmark --nanogpt PATH
+"""One CPU training step of this model beside nanoGPT's, in one process: python -m benchmarks step --nanogpt PATH
 
 PATH is a nanoGPT `model.py`. A step is forward, backward and AdamW in float32, eager; both models attend through
 torch's scaled_dot_product_attention. Three comparisons per shape, each a ratio of step times, ours over theirs:
@@ -13,8 +13,6 @@ busy machine slows both; the ratio is the median over pairs, with its quartiles.
 
 import argparse
 import contextlib
-import importlib.util
-import json
 import os
 import platform
 import statistics
@@ -28,8 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import GPTConfig
-from .gpt import GPT
+from model.config import GPTConfig
+from model.gpt import GPT
+from reproduce.common import as_lines
+from reproduce.nanogpt import load_nanogpt
 
 SHAPES = {  # name: (config, sequences per step)
     "nano": (GPTConfig(vocab_size=257, seq_len=64, n_layer=4, n_head=4, n_embd=128), 8),
@@ -40,14 +40,6 @@ LR = 1e-4
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-
-
-def load_nanogpt(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def build_nanogpt(nanogpt: ModuleType, ours: GPT, vocab_size: int, *, tanh: bool) -> nn.Module:
@@ -168,17 +160,15 @@ def environment() -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.benchmark", description=__doc__.splitlines()[0]
-    )
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks step", description=__doc__.splitlines()[0])
     parser.add_argument("--nanogpt", type=Path, required=True, help="path of nanoGPT's model.py")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=90, help="time spent on each shape")
     parser.add_argument("--out", type=Path, default=Path("results/cpu/nanogpt_step.json"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     nanogpt = load_nanogpt(arguments.nanogpt)
-    command = f"python -m model.benchmark --nanogpt model.py --shapes {' '.join(arguments.shapes)}"
+    command = f"python -m benchmarks step --nanogpt model.py --shapes {' '.join(arguments.shapes)}"
     report = {
         "command": f"{command} --seconds {arguments.seconds:g}",
         "environment": environment(),
@@ -196,9 +186,6 @@ def main() -> None:
                 flush=True,
             )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    arguments.out.write_text(as_lines(report))
     print(f"wrote {arguments.out}")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

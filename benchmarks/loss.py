@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,13 +30,19 @@ from torch.nn import functional as F
 from kernels import AttentionError
 from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from model.gpt import LossFn, cross_entropy
+from reproduce import plots, timing
+from reproduce.attention_figures import milliseconds
+from reproduce.common import text_table
+from reproduce.experiment import Options, Results, Sample, pick
 from training.precision import compiled
 
-from . import timing
-from .experiment import Options, Sample
-from .loss_figures import COMPILED, EAGER, LIGER, OURS, PHASES, draw, judge, table
+from .aims import Aim
 
-__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+OURS, EAGER, COMPILED, LIGER = "fused", "eager", "compiled", "liger"
+PHASES = ("forward", "backward")
+# The fused loss's peak memory may be at most 3 times the size of inputs and gradients, which it includes. With one
+# 16-bit copy of the logits it would be 14 times at 65,536 rows, and 6 times at 16,384.
+MOST_MEMORY = 3
 
 
 @dataclass(frozen=True)
@@ -201,3 +209,95 @@ def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
         for name, phases in timed.ms.items()
     }
     return {"ms": milliseconds, "late": timed.late, "clocks": [before, timing.clocks(device)]}
+
+
+def memory_of(results: Results, rows: int, name: str) -> Sample:
+    """The memory sample of a timed contender."""
+    return pick(results, kind="memory", rows=rows, contender=name)[0]
+
+
+def table(results: Results) -> str:
+    """Every contender's time, TFLOP/s, peak memory and errors, and which were left out and why."""
+    settings, lines = results["settings"], []
+    for sample in pick(results, kind="time"):
+        flops = 3 * 2 * sample["rows"] * settings["width"] * settings["padded_vocab"]
+        rows = []
+        for name, phases in sample["ms"].items():
+            ms = milliseconds(sample, name, "both")
+            split = [f"{statistics.median(each):.2f}" for each in phases.values()]
+            peak = memory_of(results, sample["rows"], name)["peak_bytes"] / 2**30
+            rows.append([name, f"{ms:.2f}", *split, f"{flops / ms / 1e9:.0f}", f"{peak:.2f}"])
+        header = [f"{sample['rows']} rows", "ms", *PHASES, "TFLOP/s", "peak GiB"]
+        lines += [text_table(header, rows), ""]
+    for sample in results["samples"]:
+        who = " ".join([sample.get("contender", "all"), sample.get("version", "")]).strip()
+        where = f"{who}, {sample.get('rows', settings['check_rows'])} rows"
+        if why := why_missing(sample):
+            lines.append(f"left out: {where}: {why}")
+        elif "errors" in sample:
+            errors = ", ".join(f"{part} {error:.1e}" for part, error in sample["errors"].items())
+            lines.append(f"{where}: relative errors {errors}")
+    return "\n".join(lines)
+
+
+def why_missing(sample: Sample) -> str | None:
+    """Why the contender drops out at this sample; None if it does not."""
+    if sample.get("out_of_memory"):
+        return "out of memory"
+    if sample.get("passed") is False:
+        return f"wrong, so not timed: errors {sample['errors']}, limits {sample['limits']}"
+    return sample.get("refused") or sample.get("failed")
+
+
+def draw(results: Results, path: Path) -> None:
+    """Time by phase and peak memory of every contender, a pair of panels for each number of rows."""
+    timed = pick(results, kind="time")
+    panels = max(1, 2 * len(timed))
+    with plots.picture(path, panels, columns=2, title=f"Head and loss on {results['device']}") as axes:
+        for sample, times, peaks in zip(timed, axes[::2], axes[1::2], strict=False):
+            names, left = list(sample["ms"]), [0.0] * len(sample["ms"])
+            for phase in PHASES:
+                widths = [statistics.median(sample["ms"][name][phase]) for name in names]
+                times.barh(names, widths, left=left, height=0.6, label=phase)
+                left = [a + b for a, b in zip(left, widths, strict=True)]
+            memory = [memory_of(results, sample["rows"], name) for name in names]
+            gib = [each["peak_bytes"] / 2**30 for each in memory]
+            peaks.barh(names, gib, height=0.6, color=plots.COLOURS[2])
+            logits = memory[0]["logits_bytes"] / 2**30
+            # behind the bars and their labels
+            peaks.axvline(logits, color="#888888", linestyle=":", zorder=0.9)
+            memory_label = "GiB at the peak (dotted: the logits alone)"
+            for axis, values, what in ((times, left, "ms"), (peaks, gib, memory_label)):
+                for place, value in enumerate(values):
+                    plots.beside(axis, value, place, f"{value:.3g}", fontsize=8)
+                axis.set_xlim(0, 1.2 * max(values))
+                axis.set_ylim(len(names) - 0.5, -0.5)
+                axis.set_xlabel(what)
+                axis.set_title(f"{sample['rows']} rows")
+                axis.grid(axis="y", visible=False)
+                plots.legend(axis, loc="best")
+
+
+def aims(results: Results) -> list[Aim]:
+    """As fast as torch.compile, and never the full logits in memory."""
+    found = []
+    for sample in pick(results, kind="time"):
+        if OURS not in sample["ms"]:
+            continue
+        where = f"{sample['rows']} rows"
+        both = {name: milliseconds(sample, name, "both") for name in sample["ms"]}
+        ratios = {name: ms / both[OURS] for name, ms in both.items()}
+        if ratio := ratios.get(COMPILED):
+            what = f"{where}: torch.compile's time over ours"
+            found.append(Aim(what, f"{ratio:.2f}x", "1x at least", ratio >= 1))
+        if ratio := ratios.get(LIGER):
+            why = "it predicts the vocabulary's padding too, so it is no like for like"
+            found.append(Aim(f"{where}: Liger-Kernel's time over ours", f"{ratio:.2f}x", why=why))
+        memory = memory_of(results, sample["rows"], OURS)
+        ratio, logits = (
+            memory[key] / memory["inputs_and_gradients_bytes"] for key in ("peak_bytes", "logits_bytes")
+        )
+        why = f"the logits alone, in 16 bits, are {logits:.1f}x"
+        what, aim = f"{where}: peak memory over inputs and gradients", f"{MOST_MEMORY}x at most"
+        found.append(Aim(what, f"{ratio:.1f}x", aim, ratio <= MOST_MEMORY, why))
+    return found

@@ -1,18 +1,10 @@
-"""`python -m reproduce compare RUNS...`: training runs side by side, as a table and as one HTML page with plots.
-
-The first run is the baseline for the others. Any difference between runs other than their attention is reported.
-"""
+"""What a comparison of runs shows as text: a table, what must be known before believing it, what differs besides."""
 
 from __future__ import annotations
 
-import argparse
-import os
-from pathlib import Path
-
 from training.console import SPREAD, changes
 
-from .plots import can_draw
-from .results import writing
+from . import seeds
 from .runs import (
     PHASE_RATIO,
     PHASE_SHARE,
@@ -20,7 +12,6 @@ from .runs import (
     Run,
     differing_environment,
     differing_settings,
-    find_runs,
     same_tokens,
     unexplained_phases,
 )
@@ -40,41 +31,9 @@ HEADER = (
 )
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reproduce compare", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, a sweep, a wandb folder, or a glob")
-    parser.add_argument(
-        "--html", type=Path, help="where to write the page; default: compare.html beside the runs"
-    )
-    arguments = parser.parse_args(argv)
-    runs = find_runs(arguments.runs)
-    print(text(runs))
-    if not can_draw():
-        print("no page: matplotlib is not installed")
-        return 0
-    from .compare_page import page  # imported here because it needs matplotlib
-
-    page_path = arguments.html or _common_folder(runs) / "compare.html"
-    with writing(page_path, "--html FILE"):
-        page_path.write_text(page(runs), encoding="utf-8")
-    print(f"page: {page_path}")
-    return 0
-
-
-def _common_folder(runs: list[Run]) -> Path:
-    """The nearest folder that holds all runs; the first run's own if it is alone, or if that folder holds the cwd."""
-    folder = Path(os.path.commonpath([run.path.parent for run in runs]))
-    if len(runs) == 1 or Path.cwd().is_relative_to(folder):
-        folder = runs[0].path
-    return Path(os.path.relpath(folder))
-
-
-# ---- the table ---------------------------------------------------------------------------------------
-
-
 def table(runs: list[Run]) -> list[list[str]]:
-    """A row of cells for each run, in HEADER's columns; ratios and differences are relative to the first run."""
-    return [_row(runs[0], run) for run in runs]
+    """A row of cells for each run, in HEADER's columns; ratios and differences are relative to its baseline."""
+    return [_row(first, run) for first, run in zip(seeds.baselines(runs), runs, strict=True)]
 
 
 def _row(first: Run, run: Run) -> list[str]:
@@ -162,7 +121,12 @@ def _memory_ratio(first: Run, run: Run) -> str:
 def warnings(runs: list[Run]) -> list[str]:
     """What a reader must know before believing the table, one sentence each."""
     said = []
-    if settings := differing_settings(runs):
+    if seeds.is_sweep(runs):
+        if alone := [run.label for run in seeds.unmatched(runs)]:
+            said.append(
+                f"without a run of {runs[0].attention} with equal settings, so not compared: {', '.join(alone)}."
+            )
+    elif settings := differing_settings(runs):
         said.append(
             f"the runs differ in more than attention: {', '.join(settings)}. So their differences are not due to "
             "attention alone."
@@ -201,29 +165,35 @@ def warnings(runs: list[Run]) -> list[str]:
 def _noise(runs: list[Run]) -> list[str]:
     """Warnings about speeds that other work on the machine seems to have disturbed."""
     said = []
-    ranges = {run.label: run.speed_range for run in runs if run.speed_range}
+    ranges = [(run.label, *run.speed_range) for run in runs if run.speed_range]
     if varied := [
-        f"{label} ({slow:,.0f} to {fast:,.0f})"
-        for label, (slow, fast) in ranges.items()
-        if fast > SPREAD * slow
+        f"{label} ({slow:,.0f} to {fast:,.0f})" for label, slow, fast in ranges if fast > SPREAD * slow
     ]:
         said.append(
             f"tokens/s varied more than {SPREAD:g}x within a run: {', '.join(varied)}. Other programs used the "
             "machine; run again before trusting a ratio."
         )
-    for run in runs[1:]:
-        for phase, (theirs, ours) in unexplained_phases(runs[0], run).items():
-            said.append(
-                f"{phase} took {ours:.2f} ms of a step in {run.label} and {theirs:.2f} in {runs[0].label}: more than "
-                f"{PHASE_RATIO:g}x apart, by over {PHASE_SHARE:.0%} of a step, which attention does not explain. "
-                "Something else slowed one of them; run again before trusting a ratio."
-            )
+    apart: dict[str, list[str]] = {}
+    for first, run in zip(seeds.baselines(runs), runs, strict=True):
+        for phase, (theirs, ours) in unexplained_phases(first, run).items():
+            told = f"{ours:.2f} ms of a step in {run.label} and {theirs:.2f} in {first.label}"
+            apart.setdefault(phase, []).append(told)
+    said += [
+        f"{phase} took {', '.join(told)}: more than {PHASE_RATIO:g}x apart, by over {PHASE_SHARE:.0%} of a step, "
+        "which attention does not explain. Something else slowed one of them; run again before trusting a ratio."
+        for phase, told in apart.items()
+    ]
     return said
 
 
 def notes(runs: list[Run]) -> list[str]:
     """How to read the figures, one sentence each."""
-    said = [f"ratios and differences are relative to {runs[0].label}."] if len(runs) > 1 else []
+    said = [f"ratios and differences are relative to {_relative_to(runs)}."] if len(runs) > 1 else []
+    if len({run.attention for run in runs}) > 1 and not seeds.is_sweep(runs):
+        said.append(
+            "whether a difference of losses is more than noise is not known: no two runs differ in their seed alone "
+            "with a match in another attention. Add seeds: python train.py -m attention=naive,flash seed=1,2,3"
+        )
     said += [
         f"speed and memory of {run.label} cover only its part after step {run.began:,}."
         for run in runs
@@ -244,20 +214,29 @@ def notes(runs: list[Run]) -> list[str]:
     return said
 
 
+def _relative_to(runs: list[Run]) -> str:
+    return f"the run of {runs[0].attention} with equal settings" if seeds.is_sweep(runs) else runs[0].label
+
+
 def text(runs: list[Run]) -> str:
-    """The table and the warnings for a terminal."""
-    rows = [list(HEADER), *table(runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines = [line.rstrip() for line in lines]
+    """The tables and the warnings for a terminal."""
+    lines = _columns(HEADER, table(runs))
+    if seeds.is_sweep(runs):
+        lines += ["", *_columns(seeds.HEADER, seeds.table(runs))]
     lines += ["", *(f"! {each}" for each in warnings(runs)), *(f"  {each}" for each in notes(runs))]
     for title, differing in (
-        ("settings that differ", differing_settings(runs)),
+        ("settings that differ", {} if seeds.is_sweep(runs) else differing_settings(runs)),
         ("environment that differs", differing_environment(runs)),
     ):
         if differing:
             lines += ["", title, *_aligned(runs, differing)]
     return "\n".join([*lines, ""])
+
+
+def _columns(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in [header, *rows]]
+    return [line.rstrip() for line in lines]
 
 
 def _aligned(runs: list[Run], differing: dict[str, list]) -> list[str]:

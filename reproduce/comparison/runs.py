@@ -21,7 +21,7 @@ from training.config import flatten
 from training.console import speed_range
 from training.loggers import csv_cell
 
-from .experiment import ReproduceError
+from ..common import ReproduceError
 
 # Settings that affect neither loss nor speed nor memory.
 _BOOKKEEPING = (
@@ -379,12 +379,22 @@ def same_tokens(first: Run, other: Run) -> bool:
 
 
 def name_runs(runs: list[Run]) -> None:
-    """Label each run by its attention; if that is ambiguous, also by up to two settings, then by its directory."""
+    """Give each run a label of its own: its attention, where needed its settings, then the end of its path."""
     labels = [run.attention for run in runs]
     differing = {key: values for key, values in differing_settings(runs).items() if key != "corpus"}
-    if len(set(labels)) < len(runs) and len(differing) <= 2:
+    if len(set(labels)) < len(runs) and len(differing) <= 3:
         for key, values in differing.items():
             name = key.rpartition(".")[2]
             labels = [f"{label} {name}={value}" for label, value in zip(labels, values, strict=True)]
-    for run, label in zip(runs, labels, strict=True):
-        run.label = label if labels.count(label) == 1 else f"{label} ({run.path.name})"
+    for label in dict.fromkeys(labels):
+        alike = [run for run, its in zip(runs, labels, strict=True) if its == label]
+        for run, end in zip(alike, _path_ends(alike), strict=True):
+            run.label = label if len(alike) == 1 else f"{label} ({end})"
+
+
+def _path_ends(runs: list[Run]) -> list[str]:
+    """The last folders of each run's path, as many as tell the runs apart; no two runs have one path."""
+    depth = 1
+    while len({run.path.parts[-depth:] for run in runs}) < len(runs):
+        depth += 1
+    return [Path(*run.path.parts[-depth:]).as_posix() for run in runs]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from .experiment import ReproduceError
+from ..common import ReproduceError
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

@@ -1,4 +1,4 @@
-"""The experiment on the head and its loss: the contenders, which are left out and why, and the verdicts. 15 s."""
+"""The experiment on the head and its loss: the contenders, which are left out and why, and the aims. 15 s."""
 
 import importlib
 import json
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduce import loss, loss_figures
-from reproduce.__main__ import main
-from reproduce.experiment import AIM_MET, AIM_MISSED, NOT_COMPARABLE, pick
+from benchmarks import loss
+from benchmarks.__main__ import main
+from benchmarks.aims import MET, MISSED, NO_AIM
+from reproduce.experiment import pick
 
 # Bytes for 65,536 x 768 times 768 x 50,304: hidden and float32 weight with gradients, and targets; 16-bit logits.
 INPUTS_AND_GRADIENTS, LOGITS = 2 * (65536 * 768 * 2 + 50304 * 768 * 4) + 65536 * 8, 65536 * 50304 * 2
@@ -154,23 +155,23 @@ def on_a_gpu(peak_bytes: float, **ms: float) -> dict:
 
 def test_faster_and_without_full_logits_meets_the_aims():
     results = on_a_gpu(1.03 * 2**30, fused=26.4, compiled=28.0, liger=30.0)
-    time, peer, memory = loss_figures.judge(results)
-    assert (time.status, time.ours) == (AIM_MET, "1.06x")
-    assert (peer.status, peer.ours) == (NOT_COMPARABLE, "1.14x")
-    assert (memory.status, memory.ours) == (AIM_MET, "2.2x")
+    time, peer, memory = loss.aims(results)
+    assert (time.status, time.ours) == (MET, "1.06x")
+    assert (peer.status, peer.ours) == (NO_AIM, "1.14x")
+    assert (memory.status, memory.ours) == (MET, "2.2x")
     assert "12.9x" in memory.why  # the logits alone
-    assert " 575 " in loss_figures.table(results)  # 15.2 TFLOP in 26.4 ms
+    assert " 575 " in loss.table(results)  # 15.2 TFLOP in 26.4 ms
 
 
 def test_slower_and_with_full_logits_misses_the_aims():
-    time, memory = loss_figures.judge(on_a_gpu(1.03 * 2**30 + LOGITS, fused=28.1, compiled=28.0))
-    assert {time.status, memory.status} == {AIM_MISSED}
+    time, memory = loss.aims(on_a_gpu(1.03 * 2**30 + LOGITS, fused=28.1, compiled=28.0))
+    assert {time.status, memory.status} == {MISSED}
 
 
 def test_nothing_is_judged_without_timings_of_the_fused_loss(tmp_path):
     results = on_a_gpu(1.0, eager=60.0)
-    assert loss_figures.judge(results) == []
+    assert loss.aims(results) == []
     results["samples"] = []
-    assert loss_figures.judge(results) == []
-    loss_figures.draw(results, tmp_path / "loss.svg")  # the report shows the picture even so
+    assert loss.aims(results) == []
+    loss.draw(results, tmp_path / "loss.svg")  # the report shows the picture even so
     assert (tmp_path / "loss.svg").exists()

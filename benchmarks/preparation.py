@@ -1,6 +1,6 @@
 """How fast preparation is, against bare tiktoken and against nanoGPT's prepare.py on the same parquet files.
 
-    python -m data.benchmark --tokenizer gpt2 --nanogpt PATH_OF_A_CHECKOUT [--parquet FOLDER] --output FILE.json
+    python -m benchmarks preparation --tokenizer gpt2 --nanogpt CHECKOUT [--parquet FOLDER] --output FILE.json
 
 Each of these runs in a process of its own, in turn, `--repeats` times; ratios are taken within a turn, so that other
 load on the machine touches both sides, and are given for seconds and for CPU seconds (workers included, start-up and
@@ -37,11 +37,12 @@ from typing import Any
 
 import numpy as np
 
-from .corpora import PythonSource, make_corpus
-from .loader import Corpus
-from .prepare import prepare
-from .tokenizer import load_tokenizer
-from .workers import cpu_count
+from data.corpora import PythonSource, make_corpus
+from data.loader import Corpus
+from data.prepare import prepare
+from data.tokenizer import load_tokenizer
+from data.workers import cpu_count
+from reproduce.common import as_lines
 
 KINDS = ("bare", "one", "all", "nanogpt", "tuned")
 VAL_FRACTION = 0.2
@@ -49,9 +50,9 @@ _FILES = 8
 _ROWS_PER_GROUP = 1000  # as in OpenWebText's files
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.benchmark", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks preparation", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--tokenizer", default="gpt2")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT; without it, it is not measured")
@@ -63,18 +64,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--run", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.run:
         print(json.dumps(run_one(options.run, options)))
-        return
+        return 0
     with tempfile.TemporaryDirectory() as scratch:
         options.parquet = options.parquet or make_parquet(Path(scratch, "parquet"), options.megabytes * 10**6)
         result = compare(options, Path(scratch))
-    text = json.dumps(result, indent=1) + "\n"
+    text = as_lines(result, "turns")
     print(text)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text)
+    return 0
 
 
 def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         ratios["nanogpt / all"] = ratio("nanogpt", "all")
         ratios["tuned / all"] = ratio("tuned", "all")
     return {
-        "command": f"python -m data.benchmark --megabytes {options.megabytes} --repeats {options.repeats}"
+        "command": f"python -m benchmarks preparation --megabytes {options.megabytes} --repeats {options.repeats}"
         + (" --nanogpt CHECKOUT" if options.nanogpt else ""),
         "load": f"the machine's load average was {loads[0]:.1f} to {loads[-1]:.1f} on {cpu_count()} cores meanwhile; "
         "above that number, seconds say little and CPU seconds are what to compare",
@@ -132,7 +134,7 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def measure(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one kind in a process of its own; return what it printed."""
     folder.mkdir()
-    command = [sys.executable, "-m", f"{__package__}.benchmark", "--run", kind, "--folder", str(folder)]
+    command = [sys.executable, "-m", "benchmarks", "preparation", "--run", kind, "--folder", str(folder)]
     command += ["--tokenizer", options.tokenizer, "--parquet", str(options.parquet.absolute())]
     command += ["--nanogpt", str(options.nanogpt.absolute())] if options.nanogpt else []
     # its own Hub home: a cache of an earlier turn would be used again and measure nothing
@@ -270,7 +272,3 @@ def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
     return models[0] if models else platform.processor()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """`python -m reproduce milestones RUN`: compare a run's validation curve with a published one.
 
-The references are CSV files below reproduce/curves/, named after the recipes (`experiment=`) that reproduce them.
+The references are CSV files below curves/, named after the recipes (`experiment=`) that reproduce them.
 Points are compared at equal tokens; the run's loss is interpolated between its evaluations.
 """
 
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .experiment import ReproduceError, text_table
-from .plots import COLOURS, can_draw, colour, picture
-from .results import writing
+from ..common import ReproduceError, text_table, writing
+from ..plots import COLOURS, can_draw, colour, picture
 from .runs import Run, find_runs
 
 CURVES = Path(__file__).parent / "curves"

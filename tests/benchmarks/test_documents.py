@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from kernels.naive import naive_attention
-from reproduce import documents
-from reproduce.__main__ import main
-from reproduce.documents import (
+from benchmarks import documents
+from benchmarks.__main__ import main
+from benchmarks.aims import MET, MISSED
+from benchmarks.documents import (
     DOCUMENTS,
     FLEX,
     OURS,
@@ -21,7 +21,8 @@ from reproduce.documents import (
     Workload,
     document_offsets,
 )
-from reproduce.experiment import AIM_MET, AIM_MISSED, pick
+from kernels.naive import naive_attention
+from reproduce.experiment import pick
 
 BOUNDS = [(DOCUMENTS, 20), (DOCUMENTS, 500), (WINDOW, 0), (WINDOW, 20), (WINDOW, 500)]
 CPU = torch.device("cpu")
@@ -120,28 +121,28 @@ def results_of(ours: float, share: float, **sample: object) -> dict:
     }
 
 
-def test_verdicts_depend_on_time_and_share_of_visible_pairs():
-    saved, fastest = documents.judge(results_of(ours=3.0, share=0.12))
-    assert (saved.ours, saved.status) == ("0.50x", AIM_MET)
-    assert (fastest.ours, fastest.status) == ("0.75x", AIM_MET)
+def test_aims_depend_on_time_and_share_of_visible_pairs():
+    saved, fastest = documents.aims(results_of(ours=3.0, share=0.12))
+    assert (saved.ours, saved.status) == ("0.50x", MET)
+    assert (fastest.ours, fastest.status) == ("0.75x", MET)
     assert "12% of the pairs are seen" in saved.why
     assert "the fastest other is flex" in fastest.why
-    saved, fastest = documents.judge(results_of(ours=6.1, share=0.12))
-    assert saved.status == fastest.status == AIM_MISSED
-    (fastest,) = documents.judge(results_of(ours=3.0, share=0.9))
+    saved, fastest = documents.aims(results_of(ours=6.1, share=0.12))
+    assert saved.status == fastest.status == MISSED
+    (fastest,) = documents.aims(results_of(ours=3.0, share=0.9))
     assert "fastest other" in fastest.what
 
 
 def test_contenders_that_waited_for_the_host_are_not_compared(tmp_path):
     """Known from the run's count of late rounds; in an older file without it, from how much the rounds differ."""
     results = results_of(ours=3.0, share=0.12, late={FLEX: 1})
-    assert len(documents.judge(results)) == 1
+    assert len(documents.aims(results)) == 1
     assert f"waited for the host, so not compared: {FLEX}, 4 x 16 x 4096 x 128" in documents.table(results)
     documents.draw(results, tmp_path / "documents.svg")
     assert f"not shown where it waited for the host: {FLEX}<" in (tmp_path / "documents.svg").read_text()
-    assert len(documents.judge(results_of(ours=3.0, share=0.12, late={}))) == 2
-    assert documents.judge(results_of(ours=3.0, share=0.12, late={OURS: 1})) == []
-    (beside_peers,) = documents.judge(results_of(ours=3.0, share=0.12, late={WHOLE: 1}))
+    assert len(documents.aims(results_of(ours=3.0, share=0.12, late={}))) == 2
+    assert documents.aims(results_of(ours=3.0, share=0.12, late={OURS: 1})) == []
+    (beside_peers,) = documents.aims(results_of(ours=3.0, share=0.12, late={WHOLE: 1}))
     assert "fastest other" in beside_peers.what
 
     older = results_of(ours=3.0, share=0.12)
@@ -149,6 +150,6 @@ def test_contenders_that_waited_for_the_host_are_not_compared(tmp_path):
     assert not documents.waited(sample, FLEX)
     sample["ms"]["varlen"] = {"forward": [1.5] * 4, "backward": [3.0, 3.0, 3.1, 3.1]}
     sample["ms"][FLEX] = {"forward": [0.2, 1.2, 1.3, 1.4], "backward": [0.8, 0.9, 1.0, 1.1]}
-    _, fastest = documents.judge(older)
+    _, fastest = documents.aims(older)
     assert fastest.ours == "0.66x"
     assert "the fastest other is varlen, without flex, which waited for the host" in fastest.why

@@ -1,0 +1,52 @@
+"""`python -m benchmarks`: list and run the benchmarks, and hold them to this project's own aims."""
+
+from reproduce.command_line import Program, run, start
+from reproduce.experiment import ATTENTIONS, Experiment
+
+BENCHMARKS: dict[str, Experiment] = {
+    each.name: each
+    for each in (
+        Experiment(
+            name="loss",
+            title="GPT-2's head and its loss: time and peak memory beside torch's and Liger-Kernel's",
+            claims=(),
+            needs="cuda",
+            minutes=1.0,
+            measures=("kernels.layers.linear_cross_entropy", "model.gpt.cross_entropy", "training.precision.compiled"),
+            package="benchmarks",
+        ),
+        Experiment(
+            name="documents",
+            title="packed documents and sliding windows: time over attention without them, beside PyTorch's",
+            claims=(),
+            needs="cuda",
+            minutes=2.5,
+            measures=ATTENTIONS,
+            package="benchmarks",
+        ),
+        Experiment(
+            name="host",
+            title="what a call of attention costs the host, beside PyTorch's and a function that does nothing",
+            claims=(),
+            needs="cuda",
+            minutes=0.5,
+            measures=("kernels.flash.api.flash_attention", "kernels.launch.launch"),
+            package="benchmarks",
+        ),
+    )
+}
+TOOLS = {
+    "aims": ("benchmarks.aims", "results/ held to this project's own aims, as results/BENCHMARKS.md"),
+    "step": ("benchmarks.step", "--nanogpt PATH: a CPU training step beside nanoGPT's"),
+    "preparation": ("benchmarks.preparation", "preparing text beside bare tiktoken and nanoGPT"),
+}
+PROGRAM = Program("benchmarks", BENCHMARKS, TOOLS)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line and return the exit status."""
+    return run(PROGRAM, argv)
+
+
+if __name__ == "__main__":
+    start(PROGRAM)

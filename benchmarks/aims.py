@@ -1,0 +1,71 @@
+"""`python -m benchmarks aims`: what results/ holds of the benchmarks, against this project's own aims.
+
+No paper states these figures; an aim is what we hold them to. Each benchmark's rows come from its `aims(results)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from reproduce.common import ReproduceError, markdown_table, writing
+from reproduce.results import changed_since, read_all, slug
+
+MET, MISSED, NO_AIM = "met", "missed", "no aim"
+# The files in results/ that have aims; `training` is an experiment of reproduce.
+SOURCES = ("loss", "documents", "host", "training")
+HEADER = ("what", "ours", "aim", "status", "why")
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A figure of ours, the aim it is held to (none: it is only shown), and what explains it."""
+
+    what: str
+    ours: str
+    aim: str = ""
+    met: bool | None = None
+    why: str = ""
+
+    @property
+    def status(self) -> str:
+        return {True: MET, False: MISSED, None: NO_AIM}[self.met]
+
+
+def main(argv: list[str]) -> int:
+    """Write BENCHMARKS.md and print its summary."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks aims", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
+    directory = parser.parse_args(argv).results
+    if not directory.is_dir():
+        raise ReproduceError(
+            f"{directory} does not exist: name the folder that holds results, --results FOLDER"
+        )
+    text, summary = page(directory)
+    with writing(directory / "BENCHMARKS.md", "--results FOLDER"):
+        (directory / "BENCHMARKS.md").write_text(text, encoding="utf-8")
+    print(f"{summary}\n{directory / 'BENCHMARKS.md'}")
+    return 0
+
+
+def page(directory: Path) -> tuple[str, str]:
+    """The page as Markdown, and its summary in a line."""
+    counts: Counter[str] = Counter()
+    sections = []
+    for document in read_all(directory, SOURCES):
+        name, device = document["experiment"], document["device"]
+        aims = importlib.import_module(f"benchmarks.{name}").aims(document)
+        if not aims:
+            continue
+        counts.update(aim.status for aim in aims)
+        stale = changed_since(document)
+        command, file = " ".join(document["command"]), f"{slug(device)}/{name}.json"
+        sections += [f"## {name}, {device}", "", f"`{command}`, {document['date']}: [samples]({file}).", ""]
+        sections += [f"Changed since it was run: {', '.join(stale)}.", ""] if stale else []
+        sections += markdown_table(HEADER, [[a.what, a.ours, a.aim, a.status, a.why] for a in aims])
+    summary = f"{counts[MET]} aims met, {counts[MISSED]} missed; {counts[NO_AIM]} figures without an aim."
+    head = ["# Benchmarks that are in no paper", "", "Held to this project's own aims. " + summary, ""]
+    return "\n".join([*head, *sections]).rstrip() + "\n", summary

@@ -1,0 +1,40 @@
+"""`python -m reproduce compare RUNS...`: training runs side by side, as a table and as one HTML page with plots.
+
+The first run's attention is the baseline. A run is compared with the baseline's run of equal settings and seed if
+there is one, else with the first run. Any difference between runs other than their attention is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ..common import writing
+from .page import page
+from .runs import Run, find_runs
+from .table import text
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m reproduce compare", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, a sweep, a wandb folder, or a glob")
+    parser.add_argument(
+        "--html", type=Path, help="where to write the page; default: compare.html beside the runs"
+    )
+    arguments = parser.parse_args(argv)
+    runs = find_runs(arguments.runs)
+    print(text(runs))
+    page_path = arguments.html or _common_folder(runs) / "compare.html"
+    with writing(page_path, "--html FILE"):
+        page_path.write_text(page(runs), encoding="utf-8")
+    print(f"page: {page_path}")
+    return 0
+
+
+def _common_folder(runs: list[Run]) -> Path:
+    """The nearest folder that holds all runs; the first run's own if it is alone, or if that folder holds the cwd."""
+    folder = Path(os.path.commonpath([run.path.parent for run in runs]))
+    if len(runs) == 1 or Path.cwd().is_relative_to(folder):
+        folder = runs[0].path
+    return Path(os.path.relpath(folder))
