@@ -1,9 +1,11 @@
 """Checkpoints: one directory each, written under a temporary name and renamed, so that one that exists is complete.
 
-    RUN/checkpoints/step-00001000/weights.pt       the model's state dict, all that sampling needs
-                                  training.pt      optimizer, gradient scaler, step, seconds, and what must not change
-                                  validation_loss  if it was the run's lowest; written after training.pt
-                    best                           with trainer.keep_best, a link to the checkpoint with the lowest
+    RUN/checkpoints/
+      step-00001000/weights.safetensors  the model's state dict, all that sampling needs; the output projection is the
+                                         embedding, so it is there once, as wte.weight
+                    training.pt          optimizer, gradient scaler, step, seconds, and what must not change
+                    validation_loss      if it was the run's lowest; written after training.pt
+      best                               with trainer.keep_best, a link to the checkpoint with the lowest
 
 A directory whose name has a suffix is left over: half written, or being deleted. It is never read, and the next save
 removes it.
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from data import DataError
 from data.files import flush_to_disk
@@ -29,24 +33,26 @@ from .files import REMEDY, write_whole
 
 FOLDER = "checkpoints"
 BEST = "best"
+WEIGHTS = "weights.safetensors"
+OLD_WEIGHTS = "weights.pt"  # pickled, of runs before 2026-11-25: still read
 
 
 def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of `step` and drop all but the newest `keep`."""
     final = at(run_dir, step)
     partial = final.with_suffix(".partial")
-    files = partial / "weights.pt", partial / "training.pt"
+    files = partial / WEIGHTS, partial / "training.pt"
     _remove_leftovers(run_dir)
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        torch.save(weights, files[0])
+        save_file(weights, files[0])
         torch.save({"step": step, **training}, files[1])
         flush_to_disk(files)
         if final.exists():
             _put_aside(final)
         partial.rename(final)
-    # torch's zip writer raises RuntimeError on a full disk, flush_to_disk DataError
-    except (OSError, RuntimeError, DataError) as error:
+    # on a full disk torch's zip writer raises RuntimeError, flush_to_disk DataError
+    except (OSError, RuntimeError, SafetensorError, DataError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         reason = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
         raise ConfigError(
@@ -125,7 +131,7 @@ def _remove_leftovers(run_dir: Path) -> None:
 def find(path: str | Path) -> Path:
     """The checkpoint directory that `path` names: itself, or the newest of a run directory or its checkpoints/."""
     path = Path(path)
-    if (path / "weights.pt").is_file():
+    if _weights(path).is_file():
         return _link_target(path)
     if path.is_file():
         raise ConfigError(
@@ -144,11 +150,10 @@ def find(path: str | Path) -> Path:
 
 def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
     """The model's state dict. Raises ConfigError if it cannot be read, or holds a value that is not finite."""
-    weights = _load(checkpoint, "weights.pt", device)
+    path = _weights(checkpoint)
+    weights = _load(path, device)
     if broken := not_finite(weights):
-        raise ConfigError(
-            f"{checkpoint / 'weights.pt'} holds values that are not finite, in {broken}; {_remedy(checkpoint)}."
-        )
+        raise ConfigError(f"{path} holds values that are not finite, in {broken}; {_remedy(checkpoint)}.")
     return weights
 
 
@@ -159,15 +164,23 @@ def not_finite(weights: dict[str, torch.Tensor]) -> str | None:
 
 def load_training(checkpoint: Path, device: torch.device | str, *, mmap: bool = False) -> dict[str, Any]:
     """All else that was saved. mmap: read a tensor only when it is used."""
-    return _load(checkpoint, "training.pt", device, mmap)
+    return _load(checkpoint / "training.pt", device, mmap)
 
 
-def _load(checkpoint: Path, name: str, device: torch.device | str, mmap: bool = False) -> Any:
+def _weights(checkpoint: Path) -> Path:
+    """The file with a checkpoint's weights."""
+    old = checkpoint / OLD_WEIGHTS
+    return old if old.is_file() else checkpoint / WEIGHTS
+
+
+def _load(path: Path, device: torch.device | str, mmap: bool = False) -> Any:
     try:
-        return torch.load(checkpoint / name, map_location=device, weights_only=True, mmap=mmap)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if path.name == WEIGHTS:
+            return load_file(path, device=str(device))
+        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
-        raise ConfigError(f"{checkpoint / name} cannot be read ({reason}); {_remedy(checkpoint)}.") from error
+        raise ConfigError(f"{path} cannot be read ({reason}); {_remedy(path.parent)}.") from error
 
 
 def _remedy(checkpoint: Path) -> str:

@@ -3,7 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
+from kernels import get_attention
+from model.config import GPTConfig
+from model.gpt import GPT
 from training import checkpoint
 from training.config import ConfigError
 
@@ -38,7 +43,7 @@ def test_a_partial_checkpoint_is_ignored_and_overwritten_by_the_next_save(tmp_pa
     save(tmp_path, 5)
     partial = tmp_path / "checkpoints" / "step-00000010.partial"
     partial.mkdir()
-    (partial / "weights.pt").write_bytes(b"half")
+    (partial / "weights.safetensors").write_bytes(b"half")
     assert checkpoint.find(tmp_path).name == "step-00000005"
     save(tmp_path, 10)
     assert checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")["w"][0] == 10
@@ -52,7 +57,7 @@ def test_leftover_folders_do_not_block_saving_and_are_deleted_later(tmp_path, mo
         save(tmp_path, step)
     for name in ("step-00000005.replaced", "step-00000010.replaced", "step-00000020.partial"):
         (folder / name).mkdir()
-        (folder / name / "weights.pt").write_bytes(b"half")
+        (folder / name / "weights.safetensors").write_bytes(b"half")
     delete = shutil.rmtree
     with monkeypatch.context() as patch:
 
@@ -86,38 +91,55 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("writer", "error", "said"),
     [
-        (OSError(28, "No space left on device"), "No space left"),
-        (RuntimeError("[enforce fail at inline_container.cc:672] ."), r"is the disk full\? \[enforce fail"),
+        ("torch.save", OSError(28, "No space left on device"), "No space left"),
+        (
+            "torch.save",
+            RuntimeError("[enforce fail at inline_container.cc:672] ."),
+            r"disk full\? \[enforce fail",
+        ),
+        ("training.checkpoint.save_file", SafetensorError("I/O error: No space left"), "No space left"),
     ],
 )
-def test_a_failing_write_leaves_no_checkpoint(tmp_path, monkeypatch, error, said):
+def test_a_failing_write_leaves_no_checkpoint(tmp_path, monkeypatch, writer, error, said):
     def full_disk(*_):
         raise error
 
-    monkeypatch.setattr(torch, "save", full_disk)
+    monkeypatch.setattr(writer, full_disk)
     with pytest.raises(ConfigError, match=said):
         save(tmp_path, 5)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_the_error_for_a_truncated_file_names_it_and_an_older_checkpoint(tmp_path):
-    weights = save(tmp_path, 5) / "weights.pt"
-    weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ConfigError, match=r"weights\.pt cannot be read .* there is no older checkpoint"):
+    weights = save(tmp_path, 5) / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(
+        ConfigError, match=r"weights\.safetensors cannot be read .* there is no older checkpoint"
+    ):
         checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
     newer = save(tmp_path, 10)
-    (newer / "weights.pt").write_bytes(b"")
+    (newer / "weights.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"use the checkpoint before it, .*step-00000005"):
         checkpoint.load_weights(newer, "cpu")
 
 
 def test_find_reports_a_file_and_a_missing_path_with_different_errors(tmp_path):
-    with pytest.raises(ConfigError, match=r"weights\.pt is a file; name a run directory"):
-        checkpoint.find(save(tmp_path, 5) / "weights.pt")
+    with pytest.raises(ConfigError, match=r"weights\.safetensors is a file; name a run directory"):
+        checkpoint.find(save(tmp_path, 5) / "weights.safetensors")
     with pytest.raises(ConfigError, match="nothing does not exist"):
         checkpoint.find(tmp_path / "nothing")
+
+
+def as_an_older_version_wrote_it(saved: Path, weights: dict) -> None:
+    (saved / "weights.safetensors").unlink()
+    torch.save(weights, saved / "weights.pt")
+
+
+def test_the_pickled_weights_of_an_older_run_are_read(tmp_path):
+    as_an_older_version_wrote_it(save(tmp_path, 5), {"w": torch.full((4,), 3.0)})
+    assert checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")["w"].tolist() == [3.0] * 4
 
 
 def test_pickled_code_is_not_run(tmp_path):
@@ -125,10 +147,17 @@ def test_pickled_code_is_not_run(tmp_path):
         def __reduce__(self):
             return print, ("ran",)
 
-    weights = save(tmp_path, 5) / "weights.pt"
-    torch.save({"w": Payload()}, weights)
+    as_an_older_version_wrote_it(save(tmp_path, 5), {"w": Payload()})
     with pytest.raises(ConfigError, match="cannot be read"):
         checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
+
+
+def test_the_weights_of_a_model_are_read_by_safetensors_alone_with_tied_ones_once(tmp_path):
+    model = GPT(GPTConfig(vocab_size=100, seq_len=8, n_layer=1, n_head=2, n_embd=16), get_attention("naive"))
+    saved = checkpoint.save(tmp_path, 5, model.state_dict(), {}, keep=1)
+    weights = load_file(saved / "weights.safetensors")
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in model.named_parameters())
 
 
 def test_the_best_checkpoint_is_kept_and_found_through_its_link(tmp_path):

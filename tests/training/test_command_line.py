@@ -233,7 +233,7 @@ def test_a_suggested_override_keeps_its_value_through_bash_and_hydra(value):
 
 
 def test_an_unreadable_config_or_tokenizer_of_a_run_gives_a_one_line_error(tmp_path, monkeypatch):
-    for name in ("checkpoints/step-00000001/weights.pt", "tokenizer.json"):
+    for name in ("checkpoints/step-00000001/weights.safetensors", "tokenizer.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(sys, "argv", ["sample.py", str(tmp_path)])

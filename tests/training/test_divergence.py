@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.conftest import measured
 from tests.training.conftest import CPU, having, steps_saved
@@ -82,7 +83,7 @@ def test_a_checkpoint_with_a_nan_is_refused_by_name(config, tmp_path):
     train(having(config, save_every=4), tmp_path)
     weights = checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
     weights["wpe.weight"][3, 3] = math.nan
-    torch.save(weights, checkpoint.find(tmp_path) / "weights.pt")
+    save_file(weights, checkpoint.find(tmp_path) / "weights.safetensors")
     said = r"not finite, in wpe\.weight; use the checkpoint before it, .*step-00000004"
     for goes_on in ({"resume": str(tmp_path)}, {"init_from": str(tmp_path)}):
         with pytest.raises(ConfigError, match=said):
