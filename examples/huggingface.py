@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors.torch import load_file
 from tilegpt.kernels import get_attention
 from tilegpt.model import GPT, GPTConfig, from_huggingface, to_huggingface
 
@@ -17,7 +18,7 @@ shape = yaml.safe_load((checkpoint.parents[1] / "config.yaml").read_text())["mod
 del shape["loss"], shape["block"]  # what computed its layers
 attention = get_attention("sdpa")
 model = GPT(GPTConfig(**shape), attention)
-model.load_state_dict(torch.load(checkpoint / "weights.pt", map_location="cpu", weights_only=True))
+model.load_state_dict(load_file(checkpoint / "weights.safetensors"))
 
 to_huggingface(model).save_pretrained(folder)
 same = from_huggingface(folder, attention)
