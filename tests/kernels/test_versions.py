@@ -62,9 +62,12 @@ def hopper(monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    dispatch.machine_lacks.cache_clear()
+    remembered = dispatch.machine_lacks, dispatch.choose
+    for each in remembered:
+        each.cache_clear()
     yield
-    dispatch.machine_lacks.cache_clear()
+    for each in remembered:
+        each.cache_clear()
 
 
 @pytest.mark.parametrize("lacking", ["triton 3.7.1, not 9.9.9", "a triton with Gluon"])
