@@ -1,4 +1,4 @@
-"""README's picture, of one GPU's results: attention's TFLOP/s and memory against length, tokens/s of GPT-2 small."""
+"""README's picture: attention's TFLOP/s and memory against length, tokens/s of GPT-2 small, and its loss curves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from . import plots
 from .attention_figures import tflops
 from .contenders import FUSED, NANOGPT, NANOGPT_BIASES
 from .experiment import Results, pick
+from .perplexity_figures import draw_tokens, runs
 from .training_figures import find, rate
 
 # In drawing order: ours is last, so that it lies on top.
@@ -28,12 +29,21 @@ STEPS = {
 OTHERS = "#9aa3ad"
 
 
-def draw(attention: Results, training: Results, path: Path) -> None:
-    """Draw three panels; `attention` and `training` are the results of these experiments on one GPU."""
-    with plots.picture(path, 3, title=f"On one {attention['device']}") as (rates, memory, steps):
-        _draw_rates(rates, attention)
-        _draw_memory(memory, attention)
-        _draw_steps(steps, training)
+def draw(attention: Results, training: Results, path: Path, perplexity: Results | None = None) -> None:
+    """Draw a panel each of speed, memory and training, and one of loss curves where they were measured.
+
+    `attention` and `training` are results of one GPU; `perplexity` may be another's, since curves against tokens do
+    not depend on it.
+    """
+    panels = 3 if perplexity is None else 4
+    with plots.picture(path, panels, columns=2 + panels % 2, title=f"On one {attention['device']}") as axes:
+        _draw_rates(axes[0], attention)
+        _draw_memory(axes[1], attention)
+        _draw_steps(axes[2], training)
+        if perplexity:
+            draw_tokens(axes[3], runs(perplexity, "gpt2"))
+            elsewhere = perplexity["device"] != attention["device"]
+            axes[3].set_title("The loss curve is the same" + elsewhere * f" ({perplexity['device']})")
 
 
 def _draw_rates(axis: plots.Axes, results: Results) -> None:

@@ -4,7 +4,7 @@ FlashAttention, Table 2 and Figure 4: FlashAttention and standard attention reac
 longer context lowers it. Every run is one of the trainer's own, in its own process and run directory below `runs`;
 with several GPUs, one on each. A run that is cut saves itself, and the same command continues it.
 
-Four parts:
+Five parts:
     gpt2      GPT-2 small on English text; attention alone differs. Two controls say how close is the same: naive with
               another micro-batch (the same mathematics, rounded in another order), and flash with other weights.
     recipe    the paper's settings: dropout 0.1, attention scaled by the layer, float16; both draw one dropout mask.
@@ -12,6 +12,7 @@ Four parts:
               tensor: what attention changes, without the noise of training (perplexity_numerics.py).
     context   a smaller model on whole source files, contexts 512 to 4096. Every run sees the same tokens at every
               step. Evaluated on equal targets, with the longest model's windows cut, and by token position.
+    extend    GPT-2 small goes on from flash's last checkpoint, its context kept or extended, on the same tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from .perplexity_figures import draw, judge, table
 __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
 SELECTION = ("parts", "only", "budget", "runs", "cache_dir")
-PARTS = ("gpt2", "recipe", "numerics", "context")
+PARTS = ("gpt2", "recipe", "numerics", "context", "extend")
 # Beyond this a model of GPT-2's size learns its text by heart, and losses say little about attention.
 MAX_EPOCHS = 8
 # A shorter run has hardly left its warm-up.
@@ -101,12 +102,26 @@ class Settings:
     context_steps: int = 8000  # 524 M tokens
     context_lr: float = 1e-3
     context_micro_tokens: int = 65536
+    # The run whose last checkpoint is extended.
+    extend_from: str = "flash"
+    extended: tuple[int, ...] = (1024, 2048, 4096)
+    extend_steps: int = 800
     numerics_tokens: int = 131072
     numerics_batch: int = 4
 
 
 TINY = Settings(
-    only=("naive", "naive_half", "sdpa", "naive_seed", "numerics_end", "context_8", "context_32"),
+    only=(
+        "naive",
+        "naive_half",
+        "sdpa",
+        "naive_seed",
+        "numerics_end",
+        "context_8",
+        "context_32",
+        "extend_16",
+        "extend_32",
+    ),
     seed_backend="naive",
     dtype="float32",
     n_layer=1,
@@ -125,6 +140,9 @@ TINY = Settings(
     context_width=32,
     context_steps=12,
     context_micro_tokens=128,
+    extend_from="naive",
+    extended=(16, 32),
+    extend_steps=4,
     numerics_tokens=256,
     numerics_batch=2,
 )
@@ -178,7 +196,7 @@ def run(options: Options) -> None:
 def _checked(settings: Settings) -> Settings:
     if unknown := set(settings.parts) - set(PARTS):
         raise ReproduceError(f"parts={sorted(unknown)[0]} is unknown; choose from {', '.join(PARTS)}")
-    for context in (settings.context, *settings.contexts):
+    for context in (settings.context, *settings.contexts, *settings.extended):
         if settings.batch_tokens % context:
             raise ReproduceError(
                 f"batch_tokens={settings.batch_tokens} is not a multiple of context {context}"
@@ -230,7 +248,28 @@ def _training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
         for seed in (first, second) if context in settings.context_seeds else (first,):
             name = f"context_{context}" + "_seed" * (seed != first)
             runs.append(TrainingRun("context", name, _context_config(settings, options, context, seed)))
+    source = next(each for each in runs if each.name == settings.extend_from)
+    for context in settings.extended:
+        runs.append(TrainingRun("extend", f"extend_{context}", _extended(source, context, settings)))
     return [each for each in runs if _wanted(each.part, each.name, settings)]
+
+
+def _extended(source: TrainingRun, context: int, settings: Settings) -> Config:
+    """A tenth of the peak rate, as when the source's schedule had a tenth to go; every run sees the same tokens."""
+    config = source.config
+    return replace(
+        config,
+        model=replace(config.model, seq_len=context),
+        data=replace(config.data, block_len=max(settings.extended)),
+        optimizer=replace(config.optimizer, lr=settings.lr / 10),
+        trainer=replace(
+            config.trainer,
+            steps=settings.extend_steps,
+            micro_batch=max(1, settings.micro_batch * settings.context // context),
+            eval_every=max(1, settings.extend_steps // 4),
+            init_from=str(source.directory(settings)),
+        ),
+    )
 
 
 def _config(settings: Settings, options: Options) -> Config:
@@ -383,7 +422,8 @@ def train_in(device: torch.device, config: Config, directory: Path) -> None:
 def _job(each: TrainingRun, options: Options, settings: Settings) -> Job:
     directory = each.directory(settings)
     watch = _Watch(each.name, directory, options.say)
-    return Job(each.name, train_in, (each.config, directory), directory.with_suffix(".log"), watch=watch)
+    log, after = directory.with_suffix(".log"), settings.extend_from if each.part == "extend" else None
+    return Job(each.name, train_in, (each.config, directory), log, after, watch)
 
 
 class _Watch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 from . import plots
@@ -57,7 +58,7 @@ def seed_gap(compared: dict[str, Sample]) -> tuple[float, float] | None:
 
 def table(results: Results) -> str:
     parts = [_runs_table(results, "gpt2"), _runs_table(results, "recipe"), _numerics_table(results)]
-    parts += [_context_table(results)]
+    parts += [_context_table(results), _extend_table(results)]
     refused = [f"{s['name']}: {s['failed']}" for s in results["samples"] if s.get("failed") and "name" in s]
     return "\n\n".join([*filter(None, parts), *refused])
 
@@ -143,6 +144,18 @@ def _context_table(results: Results) -> str:
     )
 
 
+def _extend_table(results: Results) -> str:
+    extended = runs(results, "extend")
+    rows = [
+        [f"{run['context']}", f"{run['steps']}", *(f"{loss:.4f}" for _, loss in run["validation"][-4:])]
+        for run in sorted(extended.values(), key=lambda run: run["context"])
+    ]
+    if not rows:
+        return ""
+    header = ["extended to", "steps", *(f"val loss {n}/4" for n in range(1, 5))]
+    return text_table(header, [row + [""] * (len(header) - len(row)) for row in rows])
+
+
 # ---- picture -----------------------------------------------------------------------------------------
 
 
@@ -154,7 +167,7 @@ def draw(results: Results, path: Path) -> None:
     compared, trained = runs(results, "gpt2"), runs(results, "context")
     panels = []
     if compared:
-        panels += [_draw_tokens, _draw_clock]
+        panels += [draw_tokens, _draw_clock]
     if BASELINE in compared and len(compared) > 1:
         panels += [_draw_gaps]
     if trained:
@@ -181,10 +194,6 @@ def _style(name: str) -> dict:
 
 def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     """Validation loss against tokens: the panel that README's picture has too."""
-    _draw_tokens(axis, compared)
-
-
-def _draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     for name, run in compared.items():
         tokens = [step * run["batch_tokens"] / 1e6 for step, _ in run["validation"]]
         axis.plot(tokens, [loss for _, loss in run["validation"]], **_style(name))
@@ -281,6 +290,7 @@ def judge(results: Results) -> list[Verdict]:
         *_judge_numerics(results),
         long_run,
         *_judge_context(results),
+        *_judge_extended(results),
     ]
 
 
@@ -363,6 +373,23 @@ def _judge_numerics(results: Results) -> list[Verdict]:
                 )
             )
     return found
+
+
+def _judge_extended(results: Results) -> list[Verdict]:
+    extended = _whole(runs(results, "extend"))
+    what = "GPT-2 small from one checkpoint, its context extended, on equal further tokens"
+    paper = "18.2 at 1k, 17.6 at 2k, 17.5 at 4k (perplexity)"
+    if len(extended) < 2:
+        return [Verdict("C14", what, paper, why="part `extend` was not run to its end")]
+    ordered = sorted(extended.values(), key=lambda run: run["context"])
+    ours = ", ".join(f"{math.exp(final_loss(run)):.2f} at {run['context']}" for run in ordered)
+    passed = all(final_loss(long) < final_loss(short) for short, long in pairwise(ordered))
+    why = (
+        "every step to a longer context lowers it"
+        if passed
+        else "not every step to a longer context lowers it"
+    )
+    return [judged("C14", what, paper, ours, None, passed, why, results["device"])]
 
 
 def _judge_context(results: Results) -> list[Verdict]:

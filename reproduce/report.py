@@ -25,6 +25,7 @@ from .experiment import (
     Results,
     Verdict,
 )
+from .perplexity_figures import runs
 from .plots import can_draw
 from .results import changed_since, read_all, slug
 
@@ -158,12 +159,23 @@ def build(directory: Path) -> Page:
 def _headlines(page: Page, directory: Path) -> Iterator[Path]:
     """The picture that README shows, for each GPU on which attention and training were both measured."""
     by_name = {(each["device"], each["experiment"]): each for each in page.documents if ran_on_gpu(each)}
+    curves = [each for (_, name), each in by_name.items() if name == "perplexity" and runs(each, "gpt2")]
     for device in sorted({device for device, _ in by_name}):
         needed = [by_name.get((device, name)) for name in ("attention", "training")]
         if all(needed) and can_draw():
             path = directory / slug(device) / "headline.svg"
-            headline.draw(*needed, path)
+            own = by_name.get((device, "perplexity"))
+            headline.draw(*needed, path, own if own in curves else next(iter(curves), None))
             yield path
+
+
+def texts(page: Page) -> Iterator[tuple[str, str]]:
+    """(what wrote it, text) of naive's and flash's last checkpoints, sampled with one seed."""
+    for document in page.documents:
+        if document["experiment"] == "perplexity":
+            for name, run in runs(document, "gpt2").items():
+                if name in ("naive", "flash") and "text" in run:
+                    yield f"{name}, {run['steps']:,} steps on {document['device']}", run["text"]
 
 
 def _older(documents: list[Results]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .claims import CLAIMS, PAPERS, Claim
 from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
-from .report import IN_PART, STATES, Figure, Page, ratio_of, summary, unrepeated
+from .report import IN_PART, STATES, Figure, Page, ratio_of, summary, texts, unrepeated
 from .report_markdown import RUN_COLUMNS, runs
 
 # State of a claim or status of a figure -> CSS class.
@@ -57,6 +57,7 @@ def as_html(page: Page) -> str:
         "".join(_counted(page, name, claim) for name, claim in CLAIMS.items()),
         "<h2 id=runs>Appendix: runs</h2>",
         _table(RUN_COLUMNS, [[escape(cell) for cell in row] for row in runs(page)]),
+        *(f"<h3>Written by {escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in texts(page)),
     ]
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>tilegpt: the papers' claims</title>"

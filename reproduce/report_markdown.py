@@ -8,7 +8,7 @@ from pathlib import Path
 from .claims import CLAIMS, PAPERS
 from .common import markdown_table
 from .experiment import NOT_MEASURED
-from .report import Figure, Page, ratio_of, short_commit, summary, unrepeated
+from .report import Figure, Page, ratio_of, short_commit, summary, texts, unrepeated
 from .results import changed_since
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
@@ -66,6 +66,10 @@ def as_markdown(page: Page, directory: Path) -> str:
             lines += [f"{name}. {claim.statement}", "", *_table(on_cpu)]
         lines += _pictures(page, name, False, directory)
     lines += ["## C. Runs", "", *markdown_table(RUN_COLUMNS, runs(page))]
+    if written := list(texts(page)):
+        lines += ["", "## D. Texts", "", "What GPT-2 small writes, from an empty prompt and one seed.", ""]
+        for name, text in written:
+            lines += [f"{name}:", "", *(f"    {line}" for line in text.strip().splitlines()), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -195,6 +195,18 @@ def test_attention_and_training_of_a_gpu_give_the_headline_picture(tmp_path):
     assert all(text in picture for text in ("562", "362", "naive attention"))
     assert "nanoGPT" not in picture
     assert (tmp_path / "report.html").read_text().count("<svg") == 3
+    assert "loss curve" not in picture
+
+    curve = {"kind": "run", "part": "gpt2", "name": "naive", "steps": 2, "batch_tokens": 64, "peak_gib": 1.0}
+    curve |= {
+        "validation": [[1, 5.0], [2, 4.0]],
+        "tokens_per_second": 1e3,
+        "parameters": 10**8,
+        "context": 64,
+    }
+    write(tmp_path, "perplexity", [curve], state="partial")
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert "The loss curve is the same" in (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
