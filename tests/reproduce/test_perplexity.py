@@ -143,6 +143,7 @@ def test_a_budget_scales_the_plan_or_is_refused(monkeypatch, capsys):
         batch_tokens=12_800,
         context=128,
         contexts=(128,),
+        extended=(128,),
     )
     monkeypatch.setattr(perplexity, "_probed", lambda options, settings, name: 20_000.0)
     options = perplexity.Options(perplexity.torch.device("cpu"), True, settings, sample=None)
