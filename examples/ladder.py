@@ -1,0 +1,157 @@
+"""From standard attention to FlashAttention-2, a rung at a time: docs/ladder.md, running.
+
+    pip install . matplotlib
+    python examples/ladder.py [PICTURE.svg]
+
+Seconds on a CPU, in Triton's interpreter. Every rung computes the same attention of one head in float16, is
+checked against float64, and says how many bytes it asks of memory; the picture shows these against length. Editors
+run the cells between `# %%` one by one.
+"""
+
+# %% Triton decides when it is imported whether to interpret.
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton
+import triton.language as tl
+from tilegpt.kernels import get_attention
+from tilegpt.kernels.history.softmax import online_softmax, safe_softmax
+
+HEAD_DIM = 64
+KEYS = 64  # in a tile, on every rung that has tiles
+QUERIES = {"two passes": 64, "FlashAttention-2": 128}  # in a tile: those of the kernels when interpreted
+LENGTHS = [2**n for n in range(8, 17)]  # of the picture
+COLOURS = ("#D55E00", "#E69F00", "#CC79A7", "#009E73", "#7F7F7F", "#000000", "#0072B2", "#56B4E9")
+
+
+# %% Rungs 1 to 3: scores and probabilities in memory. What differs is how often softmax walks over them.
+def standard(q, k, v):
+    scores = q * HEAD_DIM**-0.5 @ k.mT
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def with_softmax(softmax):
+    def attend(q, k, v):
+        scores = q * HEAD_DIM**-0.5 @ k.mT
+        return softmax(scores[0, 0])[None, None] @ v
+
+    return attend
+
+
+# %% Rung 5, as the notes write it: one query, one pass, and an output that is normalised at every step.
+@triton.jit
+def one_pass_kernel(Q, K, V, Out, length, scale, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Grid (length,). A head's Q, K, V, Out (length, HEAD_DIM), contiguous; length is a multiple of KEYS."""
+    row, dims = tl.program_id(0), tl.arange(0, HEAD_DIM)
+    q = tl.load(Q + row * HEAD_DIM + dims).to(tl.float32) * scale
+    m, l = float("-inf"), 0.0  # noqa: E741
+    out = tl.zeros([HEAD_DIM], tl.float32)
+    for first in range(0, length, KEYS):
+        places = (first + tl.arange(0, KEYS))[:, None] * HEAD_DIM + dims[None, :]
+        x = tl.sum(tl.load(K + places).to(tl.float32) * q[None, :], 1)
+        new_m = tl.maximum(m, tl.max(x, 0))
+        p = tl.exp(x - new_m)
+        before = l * tl.exp(m - new_m)
+        new_l = before + tl.sum(p, 0)
+        v = tl.load(V + places).to(tl.float32)
+        out = out * (before / new_l) + tl.sum(p[:, None] * v, 0) / new_l
+        m, l = new_m, new_l  # noqa: E741
+    tl.store(Out + row * HEAD_DIM + dims, out.to(Out.dtype.element_ty))
+
+
+def one_pass(q, k, v):
+    out = torch.empty_like(q)
+    length = q.shape[2]
+    one_pass_kernel[(length,)](q, k, v, out, length, HEAD_DIM**-0.5, KEYS, HEAD_DIM)
+    return out
+
+
+# %% Rungs 4, 6 and 7 are backends of `attention=`. Rung 8, for Hopper, is not written for the interpreter.
+def backend(name):
+    attention = get_attention(name)
+    return lambda q, k, v: attention(q, k, v, causal=False)
+
+
+RUNGS = {
+    "standard": standard,
+    "safe softmax": with_softmax(safe_softmax),
+    "online softmax": with_softmax(online_softmax),
+    "two passes": backend("two_pass"),
+    "one pass": one_pass,
+    "FlashAttention": backend("flash1"),
+    "FlashAttention-2": backend("flash"),
+}
+
+
+# %% Bytes that a rung reads and writes for one head in 16 bits; tests hold the formulas to counted accesses.
+def bytes_moved(rung, length):
+    matrix = 2 * length**2  # the scores, or the probabilities
+    rows = 2 * length * HEAD_DIM  # q, k, v or out
+    floats = 4 * length  # a statistic of each query
+    key_tiles = -(-length // KEYS)
+    query_tiles = -(-length // QUERIES.get(rung, 1))
+    return {
+        # q scaled; each operand of the two products read once, each result written once; softmax
+        "standard": 6 * rows + 2 * matrix + 2 * matrix,
+        "safe softmax": 6 * rows + 2 * matrix + 4 * matrix,
+        "online softmax": 6 * rows + 2 * matrix + 3 * matrix,
+        # q and out once; for every tile of queries K twice, V once
+        "two passes": (2 + 3 * query_tiles) * rows + floats,
+        # for every query K and V
+        "one pass": (2 + 2 * length) * rows,
+        # K and V once; for every tile of keys q, out and two statistics; the first reads nothing back
+        "FlashAttention": (2 + 3 * key_tiles - 1) * rows + 2 * (2 * key_tiles - 1) * floats,
+        # q and out once; for every tile of queries K and V
+        "FlashAttention-2": (2 + 2 * query_tiles) * rows + floats,
+    }[rung]
+
+
+# %% Run and check them.
+def run(length=256):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, length, HEAD_DIM, dtype=torch.float16)
+    exact = torch.softmax(q.double() * HEAD_DIM**-0.5 @ k.double().mT, dim=-1) @ v.double()
+    print(f"one head, {length} queries and keys, head_dim {HEAD_DIM}, float16, not causal")
+    print(f"{'rung':18}{'largest error':>14}{'bytes':>12}{'at 1024':>13}")
+    for name, attend in RUNGS.items():
+        error = (attend(q, k, v).double() - exact).abs().max().item()
+        print(f"{name:18}{error:14.1e}{bytes_moved(name, length):12,}{bytes_moved(name, 1024):13,}")
+        assert error < 2e-3, f"{name} is wrong"  # float16 keeps 11 bits of values below 2
+
+
+# %% Draw the curves. Rungs that nearly coincide differ in their dashes.
+def draw(picture):
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (whole, pair) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    curves = {name: [bytes_moved(name, length) for length in LENGTHS] for name in RUNGS}
+    curves["q, k, v and out once"] = [8 * length * HEAD_DIM for length in LENGTHS]
+    for number, (name, curve) in enumerate(curves.items()):
+        style = {"color": COLOURS[number], "linestyle": "--" if name == "FlashAttention" else "-"}
+        whole.plot(LENGTHS, curve, **style)
+        per_pair = [count / length**2 for count, length in zip(curve, LENGTHS, strict=True)]
+        pair.plot(LENGTHS, per_pair, label=name, **style)
+    for axes, title in ((whole, "Bytes read and written"), (pair, "Bytes for each pair of query and key")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(LENGTHS, [length if length < 1024 else f"{length // 1024}k" for length in LENGTHS])
+        axes.set_xlabel("length")
+        axes.set_title(title, loc="left")
+        axes.grid(color="#e4e4e4")
+    figure.legend(*pair.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.suptitle(f"Forward of one head, head_dim {HEAD_DIM}, 16 bits")
+    figure.savefig(picture)
+    print(f"picture: {picture}")
+
+
+if __name__ == "__main__":
+    run()
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp()) / "ladder.svg")
