@@ -184,6 +184,15 @@ def test_the_fused_layers_example_trains(example):
     assert 6.5 < float(re.search(r"loss ([\d.]+)", printed)[1]) < 7.5  # ln 1000 = 6.9
 
 
+@pytest.mark.slow
+def test_the_ladder_checks_seven_rungs_and_draws_them(example, tmp_path):
+    printed = example("ladder.py", "picture.svg")
+    errors = re.findall(r"^\S.*? +(\d\.\de-\d\d) ", printed, re.MULTILINE)
+    assert len(errors) == 7
+    assert max(map(float, errors)) < 2e-3
+    assert (tmp_path / "picture.svg").is_file()
+
+
 @pytest.mark.gpu
 def test_the_example_under_sdpa_runs_our_kernels(example):
     assert float(re.search(r"difference (\S+)", example("under_sdpa.py"))[1]) < 0.05

@@ -1,0 +1,128 @@
+"""docs/ladder.md quotes our code as it is and shows figures of results/; examples/ladder.py counts bytes rightly."""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "ladder.md").read_text()
+H200 = "results/nvidia-h200"
+SHAPE = {"length": 1024, "head_dim": 64, "causal": False, "mask": "plain"}
+
+
+def sample(path: str, **place: object) -> dict:
+    """The one sample of a file of results/ that has these values."""
+    samples = json.loads((ROOT / path).read_text())["samples"]
+    (found,) = (each for each in samples if place.items() <= each.items())
+    return found
+
+
+def code(text: str) -> str:
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def test_the_page_quotes_our_code() -> None:
+    quoted = re.findall(r"From \[[^]]*\]\(\.\./([^)]*\.py)\):\n(.*?)(?=\n- \*\*Bytes)", PAGE, re.DOTALL)
+    assert len(quoted) == 8
+    for path, text in quoted:
+        source = code((ROOT / path).read_text())
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            assert code(block) in source, f"{path} no longer has:\n{block}"
+
+
+def rows() -> dict[str, list[str]]:
+    """Rung -> the cells of the page's table: bytes, ms."""
+    found = re.findall(r"^\| \[\d ([^]]*)\]\([^)]*\) \| ([^|]*) \| ([^|]*) \|$", PAGE, re.MULTILINE)
+    return {rung: cells for rung, *cells in found}
+
+
+def test_the_table_shows_measured_bytes_and_times() -> None:
+    table = rows()
+    assert len(table) == 8
+    timed = sample(f"{H200}/traffic.json", kind="time", batch=64, heads=16, **SHAPE)["ms"]
+    backends = {"standard": "standard", "two passes": "two_pass", "FlashAttention": "flash1"}
+    for rung, backend in backends.items():
+        assert table[rung][1] == f"{statistics.median(timed[backend]['forward']):.2f}"
+    assert table["Hopper kernels"][1] == f"{statistics.median(timed['flash']['forward']):.2f}"
+    tile = sample(f"{H200}/traffic.json", kind="tile time", block_m=128, block_n=64, **SHAPE)
+    assert table["FlashAttention-2"][1] == f"{statistics.median(tile['ms']):.2f}"
+    for rung, backend in (backends | {"FlashAttention-2": "flash"}).items():
+        counted = sample("results/cpu/traffic.json", kind="count", backend=backend, **SHAPE)["forward"]
+        assert table[rung][0] == f"{counted['read'] + counted['written']:,}"
+
+
+def test_the_rungs_show_measured_figures() -> None:
+    sections = re.split(r"^## \d ", PAGE, flags=re.MULTILINE)[1:]
+    for (rung, (_, ms)), section in zip(rows().items(), sections, strict=True):
+        if ms != "not measured":
+            assert f"**Time**: {ms} ms" in section, rung
+    history = f"{H200}/history.json"
+    softmax = sample(history, kind="softmax", rows=4000, length=25000, k=5)["ms"]
+    programs = sample(history, kind="programs", heads=1, length=16384)["ms"]
+    one, many = (statistics.median(programs[name]) for name in ("one", "many"))
+    order = sample(history, kind="order", length=16384, batch=1, heads=16, head_dim=128, causal=True)["ms"]
+    forward, backward = (
+        [statistics.median(order[name][phase]) for name in ("flash", "flash, portable")]
+        for phase in ("forward", "backward")
+    )
+    moved = {
+        backend: sum(counters[key] for key in ("dram_read", "dram_written")) / 1e9
+        for backend in ("standard", "flash")
+        for counters in [sample(f"{H200}/traffic.json", kind="ncu", backend=backend, **SHAPE)]
+    }
+    products = {
+        backend: sample("results/cpu/history.json", kind="backward count", backend=backend)["products"]
+        for backend in ("flash1", "two_pass", "flash")
+    }
+    accesses = {
+        name: sample("results/cpu/history.json", kind="softmax count", softmax=name)["accesses"]
+        for name in ("safe", "online")
+    }
+    page = " ".join(PAGE.split())
+    for sentence in (
+        f"4000 float32 rows of 25,000: {statistics.median(softmax['safe']):.3f} ms",
+        f"as in rung 2: {statistics.median(softmax['online']):.3f} ms",
+        f"{one:.1f} ms in one program, {many:.3f} ms in many",
+        f"forward {forward[0]:.2f} ms where rung 7 takes {forward[1]:.2f}, "
+        f"backward {backward[0]:.2f} where it takes {backward[1]:.2f}",
+        f"move {moved['standard']:.1f} GB of DRAM in standard attention and {moved['flash']:.1f} GB in flash",
+        f"with {products['flash1']:.0f} matrix products, where two passes for D take {products['two_pass']:.0f}",
+        f"so that neither waits for the other: {products['flash']:.0f} products",
+        f"**Bytes**: {accesses['safe']:.0f} accesses an element, three",
+        f"**Bytes**: {accesses['online']:.0f} accesses an element (",
+    ):
+        assert sentence in page, sentence
+
+
+COUNT = """
+import json, torch, ladder
+from reproduce.counting import counting
+rows = {}
+for name, attend in ladder.RUNGS.items():
+    q, k, v = torch.randn(3, 1, 1, 256, ladder.HEAD_DIM, dtype=torch.float16)
+    with counting() as traffic:
+        attend(q, k, v)
+    rows[name] = traffic.read + traffic.written, ladder.bytes_moved(name, 256), ladder.bytes_moved(name, 1024)
+print(json.dumps(rows))
+"""
+
+
+@pytest.mark.slow
+def test_the_examples_formulas_are_what_its_rungs_load_and_store(tmp_path, user_environment) -> None:
+    (tmp_path / "tilegpt").mkdir()
+    (tmp_path / "tilegpt" / "kernels").symlink_to(ROOT / "kernels")
+    path = ":".join(map(str, (tmp_path, ROOT / "examples", ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT], capture_output=True, text=True, timeout=240,
+        env=user_environment | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = rows()
+    for rung, (counted, formula, at_1024) in json.loads(done.stdout).items():
+        assert counted == formula, rung
+        assert table[rung][0] == f"{at_1024:,}"
