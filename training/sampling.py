@@ -30,12 +30,12 @@ def sample_text(
         top_k=top_k,
         generator=generator,
         end_token=end,
-        never=_unused(tokenizer).to(device),
+        never=unused_ids(tokenizer).to(device),
     )
     return tokenizer.decode([token for token in out[0].tolist() if token != end])
 
 
-def _unused(tokenizer: tiktoken.Encoding) -> torch.Tensor:
+def unused_ids(tokenizer: tiktoken.Encoding) -> torch.Tensor:
     """The ids below n_vocab without a token, such as 16 of cl100k_base's: a model knows them, and may draw them."""
     used = {*tokenizer._mergeable_ranks.values(), *tokenizer._special_tokens.values()}
     return torch.tensor([n for n in range(tokenizer.n_vocab) if n not in used], dtype=torch.int64)

@@ -1,0 +1,222 @@
+"""A run exported for transformers, by the command line. About 8 s, 4 of them transformers' import."""
+
+import base64
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import tiktoken
+import torch
+from safetensors.torch import load_file, save_file
+from tiktoken_ext import openai_public
+
+from data.tokenizer import load_tokenizer
+from model.huggingface import _transformers_imports
+from tests.conftest import ROOT
+from tests.training.conftest import having
+from training import checkpoint, export
+from training.restore import load_run
+from training.sampling import sample_text
+from training.trainer import train
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def exported(monkeypatch, capsys):
+    """`python -m training.export ARGUMENTS`, in this process; returns what it ends with, None or an error."""
+
+    def exported(*arguments: object) -> str | None:
+        monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
+        try:
+            export.main()
+        except SystemExit as end:
+            return end.code
+
+    return exported
+
+
+def write_ranks(path: Path) -> str:
+    words = b"th the \x20t \x20th \x20the qu qui ow \x20b \x20j um ox \xc3\xaf 17 \x20\x20 \n\n aa aaa".split(
+        b" "
+    )
+    tokens = dict.fromkeys([*(bytes([value]) for value in range(256)), *filter(None, words)])
+    lines = (b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    path.write_bytes(b"".join(lines))
+    return str(path)
+
+
+def draw_weights(run: Path) -> None:
+    """Weights that say something else after every token; those of a few steps repeat one letter, as would ones of
+    large biases, or of embeddings that are large beside what the blocks add."""
+    file = checkpoint.find(run) / checkpoint.WEIGHTS
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(each.shape, generator=draw) * (0.1 if name.endswith(("bias", "wte.weight")) else 1)
+        for name, each in load_file(file).items()
+    }
+    save_file(weights, file)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "ranks"])
+def test_a_pipeline_continues_a_prompt_as_sample_py_does(config, exported, tmp_path, tokenizer):
+    if tokenizer == "ranks":
+        tokenizer = write_ranks(tmp_path / "own.tiktoken")
+    run, folder = tmp_path / "run", tmp_path / "exported"
+    train(having(replace(config, data=replace(config.data, tokenizer=tokenizer)), steps=1), run)
+    draw_weights(run)
+    assert exported(run, folder) is None
+
+    with _transformers_imports():
+        from transformers import pipeline
+
+        theirs = pipeline("text-generation", str(folder))
+    ours, encoding = load_run(run, "cpu")
+    tokens = torch.randint(encoding.n_vocab, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs.model(tokens).logits, rtol=1e-4, atol=1e-4)
+    for prompt in ("the quick", "17 naïve  foxes\n\nj"):
+        known = len(encoding.encode_ordinary(prompt))
+        expected = sample_text(ours, encoding, prompt, 32 - known, torch.Generator(), temperature=0)
+        (continued,) = theirs(prompt, do_sample=False)
+        assert continued["generated_text"] == expected
+        assert len(set(expected.removeprefix(prompt))) > 5
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert (settings["temperature"], settings["top_k"], settings["do_sample"]) == (0.8, 50, True)
+    assert exported(run, folder) == f"error: {folder} is not an empty folder: name a new one."
+
+
+@pytest.mark.parametrize("name", ["r50k_base", "p50k_base", "cl100k_base", "o200k_base"])
+def test_every_encoding_of_tiktoken_gives_the_same_tokens(name, tmp_path, monkeypatch):
+    """With its own split pattern and special tokens, which leave gaps, and a few ranks."""
+    ranks = load_tokenizer(write_ranks(tmp_path / "own.tiktoken"))._mergeable_ranks
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
+    monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda **_: ranks)
+    arguments = openai_public.ENCODING_CONSTRUCTORS[name]()
+    encoding = tiktoken.Encoding(**arguments | {"explicit_n_vocab": None})
+    theirs = export.tokenizer_of(encoding, 10**6)
+    assert theirs.convert_tokens_to_ids(list(encoding._special_tokens)) == [
+        *encoding._special_tokens.values()
+    ]
+    choose = random.Random(0)
+    pieces = ["the", "quick", "Fox", "don't", "WE'LL", "1234567", "naïve", "东京", "aaaaaaa", "x=(y)"]
+    pieces += ["\u017f", "\r\n", "\n\n", "\t", "  ", ""]
+    text = " ".join(choose.choices(pieces, k=3000))
+    text += "".join(
+        chr(choose.choice([choose.randrange(0xD800), choose.randrange(0xE000, 0x110000)]))
+        for _ in range(3000)
+    )
+    assert theirs.encode(text) == encoding.encode_ordinary(text)
+    assert theirs.decode(theirs.encode(text)) == text
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(config, exported, tmp_path, monkeypatch):
+    assert re.fullmatch(
+        r"error: \S+/none does not exist; name a run .*", exported(tmp_path / "none", tmp_path / "to")
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert re.fullmatch(r"error: \S+/empty holds no checkpoint: .*", exported(empty, tmp_path / "to"))
+    file = tmp_path / "file"
+    file.touch()
+    assert exported(empty, file) == f"error: {file} is not an empty folder: name a new one."
+
+    masked = replace(config, data=replace(config.data, document_mask=True))
+    train(having(masked, steps=1), tmp_path / "masked")
+    refusal = exported(tmp_path / "masked", tmp_path / "to")
+    assert re.fullmatch(r"error: \S+/masked was trained with data\.document_mask=true, .*", refusal)
+    train(having(config, steps=1), tmp_path / "run")
+    assert re.fullmatch(r"error: \S+/file/to cannot be written .*", exported(tmp_path / "run", file / "to"))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refusal = exported(tmp_path / "run", tmp_path / "to")
+    assert refusal == "error: training.export needs transformers: pip install transformers."
+    assert not (tmp_path / "to").exists()
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Answers an upload as the Hub does; `server.received`: repository -> path -> content."""
+
+    def do_POST(self):
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Authorization") != "Bearer right":
+            return self._answer(401, {"error": "Invalid username or password."})
+        if self.path == "/api/repos/create":
+            asked = json.loads(content)
+            name = f"{asked['organization']}/{asked['name']}"
+            self.server.received[name] = {"visibility": asked["visibility"]}
+            return self._answer(200, {"url": f"{self.server.url}/{name}"})
+        repo, action = re.fullmatch(r"/api/models/(.+)/(preupload|commit)/main", self.path).groups()
+        if action == "preupload":
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(content)["files"]
+            ]
+            return self._answer(200, {"files": files})
+        for line in map(json.loads, content.splitlines()):
+            if line["key"] == "file":
+                value = line["value"]
+                self.server.received[repo][value["path"]] = base64.b64decode(value["content"])
+        self._answer(200, {"commitUrl": f"{self.server.url}/{repo}/commit/abc", "commitOid": "abc"})
+
+    def _answer(self, status: int, value: dict):
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_push_uploads_the_folder_to_a_private_repository(config, tmp_path, user_environment):
+    train(having(config, steps=1), tmp_path / "run")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server.received, server.url = {}, f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def push(folder: str, token: str) -> subprocess.CompletedProcess:
+        environment = {
+            "HF_ENDPOINT": server.url,
+            "HF_HUB_OFFLINE": "0",
+            "HF_TOKEN": token,
+            "HF_HOME": str(tmp_path),
+        }
+        return subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "training.export",
+                tmp_path / "run",
+                tmp_path / folder,
+                "--push",
+                "me/tiny",
+            ],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=user_environment | environment,
+        )
+
+    done = push("a", "right")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"pushed: {server.url}/me/tiny/commit/abc\n")
+    written = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    assert server.received == {"me/tiny": {"visibility": "private"} | written}
+    refused = push("b", "wrong")
+    assert refused.returncode == 1
+    error = refused.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"error: \S+/b is written, but not pushed \(.*\): `hf upload me/tiny \S+/b` tries again\.", error
+    )
+    server.shutdown()
+    server.server_close()

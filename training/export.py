@@ -1,0 +1,163 @@
+"""A run as a Hugging Face folder: `python -m training.export RUN FOLDER`.
+
+The folder holds the weights as GPT-2's in safetensors, the tokenizer, and generation settings that are those of
+sample.py, so `transformers.pipeline("text-generation", FOLDER)` continues text at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.tokenizer import END_OF_TEXT
+
+from .config import ConfigError, is_users_mistake
+
+if TYPE_CHECKING:
+    import tiktoken
+    from tokenizers import Tokenizer
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m training.export", description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="a run directory, or one of its checkpoints")
+    parser.add_argument("folder", help="where to write; a new or an empty one")
+    parser.add_argument("--tokenizer", metavar="PATH", help="the run's tokenizer file, if it has moved")
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="upload it too; a repository made here is private"
+    )
+    args = parser.parse_args()
+    folder = Path(args.folder)
+    try:
+        export(Path(args.run), folder, args.tokenizer)
+        print(f"{folder}: for transformers.pipeline('text-generation', {str(folder)!r})")
+        if args.push:
+            print(f"pushed: {push(folder, args.push)}")
+    except ValueError as error:
+        if not is_users_mistake(error):
+            raise
+        sys.exit(f"error: {error}")
+
+
+def export(run: Path, folder: Path, tokenizer_name: str | None = None) -> None:
+    """Write the model of a run directory or checkpoint. Raises ConfigError where that cannot be done.
+
+    tokenizer_name: what data.tokenizer would be by now, if the run's rank file has moved.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty folder: name a new one.")
+    from model.huggingface import to_huggingface
+
+    from .restore import load_run
+
+    model, encoding = load_run(run, "cpu", "naive", tokenizer_name)
+    if model.config.document_end is not None:
+        raise ConfigError(
+            f"{run} was trained with data.document_mask=true, which GPT-2's format cannot express: there every "
+            "token sees the documents before its own. For texts of one document use to_huggingface in Python."
+        )
+    try:
+        theirs = to_huggingface(model)
+        tokenizer = tokenizer_of(encoding, model.config.seq_len)
+    except ImportError:
+        raise ConfigError("training.export needs transformers: pip install transformers.") from None
+    end = encoding.eot_token
+    theirs.config.bos_token_id = theirs.config.eos_token_id = theirs.config.pad_token_id = end
+    theirs.generation_config = generation_of(encoding, model.config.seq_len)
+    try:
+        theirs.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error.strerror or error}).") from None
+
+
+def tokenizer_of(encoding: tiktoken.Encoding, seq_len: int) -> PreTrainedTokenizerFast:
+    """The same tokens for the same text, except that <|endoftext|> in it is the end of a document."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_bpe(encoding),
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=seq_len,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def byte_level_bpe(encoding: tiktoken.Encoding) -> Tokenizer:
+    """An encoding of tiktoken as one of tokenizers.
+
+    tiktoken merges the neighbours whose union has the lowest rank, so every split of a token into two others is a
+    merge of its rank.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    character = bytes_to_unicode()
+    ranks = encoding._mergeable_ranks
+    name = {token: "".join(character[value] for value in token) for token in ranks}
+    vocabulary = {name[token]: rank for token, rank in ranks.items()} | encoding._special_tokens
+    merges = [
+        (name[token[:cut]], name[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    # A + behind {1,3} means possessive to tiktoken's engine and "again" to this one; at an alternative's end, as
+    # cl100k_base and o200k_base have it, the greedy form matches the same.
+    pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", encoding._pat_str)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in encoding._special_tokens])
+    return tokenizer
+
+
+def generation_of(encoding: tiktoken.Encoding, seq_len: int) -> GenerationConfig:
+    """As sample.py draws, to the end of the context."""
+    from transformers import GenerationConfig
+
+    from .sampling import unused_ids
+
+    end = encoding.eot_token
+    return GenerationConfig(
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+        do_sample=True,
+        temperature=0.8,
+        top_k=50,
+        max_length=seq_len,
+        suppress_tokens=unused_ids(encoding).tolist() or None,
+    )
+
+
+def push(folder: Path, repo: str) -> str:
+    """Upload an exported folder to the Hub; returns the commit's address. A repository that is not there is made."""
+    import httpx
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+        return HfApi().upload_folder(repo_id=repo, folder_path=folder).commit_url
+    except (OSError, ValueError, httpx.HTTPError) as error:  # no token, no such owner, no network
+        reason = " ".join(str(error).split()).removesuffix(".")
+        raise ConfigError(
+            f"{folder} is written, but not pushed ({reason}): `hf upload {repo} {folder}` tries again."
+        ) from None
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    main()
