@@ -12,7 +12,11 @@ BENCHMARKS: dict[str, Experiment] = {
             claims=(),
             needs="cuda",
             minutes=1.0,
-            measures=("kernels.layers.linear_cross_entropy", "model.gpt.cross_entropy", "training.precision.compiled"),
+            measures=(
+                "kernels.layers.linear_cross_entropy",
+                "model.gpt.cross_entropy",
+                "training.precision.compiled",
+            ),
             package="benchmarks",
         ),
         Experiment(

@@ -7,11 +7,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 BUDGET = {
-    "model": 1000,
-    "kernels": 8600,
-    "data": 4000,
-    "training": 4200,
-    "reproduce": 9700,
+    "model": 800,
+    "kernels": 8300,
+    "data": 3550,
+    "training": 3900,
+    "reproduce": 8850,
+    "benchmarks": 1550,
 }
 
 

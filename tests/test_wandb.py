@@ -112,7 +112,7 @@ def test_a_resume_that_wandb_refuses_changes_nothing_in_the_run_directory(start,
     assert process.returncode == 1, err
     assert contents(tmp_path / "run") == before
     server.stranger, server.silent = False, True
-    process = start(*resumes, patience=(5, 20))
+    process = start(*resumes, patience=(10, 20))  # with 5 s, a busy machine sent the signal too late
     until(lambda: server.waiting > 0)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
