@@ -43,7 +43,9 @@ def draw(attention: Results, training: Results, path: Path, perplexity: Results 
         if perplexity:
             draw_tokens(axes[3], runs(perplexity, "gpt2"))
             elsewhere = perplexity["device"] != attention["device"]
-            axes[3].set_title("The loss curve is the same" + elsewhere * f" ({perplexity['device']})")
+            axes[3].set_title("The loss curve is the same")
+            if elsewhere:
+                axes[3].set_xlabel(f"M tokens, on an {perplexity['device']}")
 
 
 def _draw_rates(axis: plots.Axes, results: Results) -> None:

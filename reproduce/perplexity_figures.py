@@ -32,6 +32,11 @@ def runs(results: Results, part: str) -> dict[str, Sample]:
     return {run["name"]: run for run in pick(results, kind="run", part=part) if run["validation"]}
 
 
+def compares(results: Results) -> bool:
+    """Whether there are curves of naive and of flash to be laid over each other."""
+    return {"naive", "flash"} <= runs(results, "gpt2").keys()
+
+
 def final_loss(run: Sample) -> float:
     """Validation loss in nats after the last step."""
     return run["validation"][-1][1]
@@ -197,7 +202,8 @@ def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     for name, run in compared.items():
         tokens = [step * run["batch_tokens"] / 1e6 for step, _ in run["validation"]]
         axis.plot(tokens, [loss for _, loss in run["validation"]], **_style(name))
-    axis.set(title="The same curve with every attention", xlabel="M tokens", ylabel="validation loss (nats)")
+    title = "The same curve with every attention" if len(compared) > 1 else "Loss curve"
+    axis.set(title=title, xlabel="M tokens", ylabel="validation loss (nats)")
     plots.legend(axis)
 
 

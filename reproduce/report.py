@@ -25,7 +25,7 @@ from .experiment import (
     Results,
     Verdict,
 )
-from .perplexity_figures import runs
+from .perplexity_figures import compares, runs
 from .plots import can_draw
 from .results import changed_since, read_all, slug
 
@@ -159,7 +159,7 @@ def build(directory: Path) -> Page:
 def _headlines(page: Page, directory: Path) -> Iterator[Path]:
     """The picture that README shows, for each GPU on which attention and training were both measured."""
     by_name = {(each["device"], each["experiment"]): each for each in page.documents if ran_on_gpu(each)}
-    curves = [each for (_, name), each in by_name.items() if name == "perplexity" and runs(each, "gpt2")]
+    curves = [each for (_, name), each in by_name.items() if name == "perplexity" and compares(each)]
     for device in sorted({device for device, _ in by_name}):
         needed = [by_name.get((device, name)) for name in ("attention", "training")]
         if all(needed) and can_draw():

@@ -206,6 +206,11 @@ def test_attention_and_training_of_a_gpu_give_the_headline_picture(tmp_path):
     }
     write(tmp_path, "perplexity", [curve], state="partial")
     assert main(["report", "--results", str(tmp_path)]) == 0
+    assert (
+        "loss curve" not in (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
+    )  # one curve is no comparison
+    write(tmp_path, "perplexity", [curve, curve | {"name": "flash"}], state="partial")
+    assert main(["report", "--results", str(tmp_path)]) == 0
     assert "The loss curve is the same" in (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
 
 
