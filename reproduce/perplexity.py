@@ -18,42 +18,38 @@ Five parts:
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from training import checkpoint
-from training.config import (
-    AttentionConfig,
-    Config,
-    DataConfig,
-    LoggerConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Precision,
-    ScheduleConfig,
-    TrainerConfig,
-    to_yaml,
-)
+from training.config import AttentionConfig, Config
 from training.corpus import prepare_corpus
-from training.schedule import Decay
 
 from .experiment import Options, OutOfTime, ReproduceError, Sample
 from .fleet import CUT, DONE, FAILED, NOT_STARTED, Fleet, Job
 from .perplexity_figures import draw, judge, table
+from .perplexity_runs import (
+    PARTS,
+    TINY,
+    Settings,
+    TrainingRun,
+    base_config,
+    data_config,
+    training_runs,
+    wanted,
+)
 
 __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
 SELECTION = ("parts", "only", "budget", "runs", "cache_dir")
-PARTS = ("gpt2", "recipe", "numerics", "context", "extend")
 # Beyond this a model of GPT-2's size learns its text by heart, and losses say little about attention.
 MAX_EPOCHS = 8
 # A shorter run has hardly left its warm-up.
@@ -63,110 +59,11 @@ _SAVING_S = 45.0
 _PROBE_STEPS = 30
 
 
-@dataclass(frozen=True)
-class Settings:
-    parts: tuple[str, ...] = PARTS
-    # Globs of English text (.jsonl, .txt, .parquet) for `gpt2`, `recipe` and `numerics`, and of source code in whole
-    # files for `context`; if empty, Python's standard library: enough to try the experiment, not to judge by.
-    text: tuple[str, ...] = ()
-    code: tuple[str, ...] = ()
-    tokenizer: str = "gpt2"
-    # GPT-2's first 8,192 tokens are a valid smaller vocabulary: with 50,257 a small model is mostly its embedding.
-    code_tokenizer: str = "gpt2"
-    cache_dir: str = "data/cache"
-    runs: str = "runs/perplexity"
-    # Minutes to plan for, on all GPUs together: the time of a step is measured first, and `steps` and `context_steps`
-    # are lowered so that all runs of the chosen parts fit. 0: as they are.
-    budget: float = 0.0
-    # Names of the runs to make, such as flash,naive; if empty, all of the chosen parts.
-    only: tuple[str, ...] = ()
-    # Of the initial weights: every run has the first; one of `seed_backend`, and `context_seeds`, the second too.
-    seeds: tuple[int, ...] = (1337, 1)
-    seed_backend: str = "flash"
-    dtype: str = "bfloat16"
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    context: int = 1024
-    batch_tokens: int = 65536
-    micro_batch: int = 16
-    steps: int = 3052  # 200 M tokens
-    recipe_steps: int = 400
-    lr: float = 6e-4
-    eval_every: int = 200
-    contexts: tuple[int, ...] = (512, 1024, 2048, 4096)
-    context_seeds: tuple[int, ...] = (1024, 4096)  # the contexts that are trained with the second seed too
-    context_layers: int = 6
-    context_heads: int = 8
-    context_width: int = 512
-    context_steps: int = 8000  # 524 M tokens
-    context_lr: float = 1e-3
-    context_micro_tokens: int = 65536
-    # The run whose last checkpoint is extended.
-    extend_from: str = "flash"
-    extended: tuple[int, ...] = (1024, 2048, 4096)
-    extend_steps: int = 800
-    numerics_tokens: int = 131072
-    numerics_batch: int = 4
-
-
-TINY = Settings(
-    only=(
-        "naive",
-        "naive_half",
-        "sdpa",
-        "naive_seed",
-        "numerics_end",
-        "context_8",
-        "context_32",
-        "extend_16",
-        "extend_32",
-    ),
-    seed_backend="naive",
-    dtype="float32",
-    n_layer=1,
-    n_head=2,
-    n_embd=32,
-    context=16,
-    batch_tokens=128,
-    micro_batch=8,
-    steps=12,
-    recipe_steps=12,
-    eval_every=3,
-    contexts=(8, 32),
-    context_seeds=(),
-    context_layers=1,
-    context_heads=2,
-    context_width=32,
-    context_steps=12,
-    context_micro_tokens=128,
-    extend_from="naive",
-    extended=(16, 32),
-    extend_steps=4,
-    numerics_tokens=256,
-    numerics_batch=2,
-)
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """One run: its part, its name, and what it is trained with."""
-
-    part: str
-    name: str
-    config: Config
-
-    def directory(self, settings: Settings) -> Path:
-        """Named after all its settings, so that a run of others is never continued."""
-        digest = hashlib.sha256(to_yaml(self.config).encode()).hexdigest()[:8]
-        return Path(settings.runs) / f"{self.name}_{digest}"
-
-
 def run(options: Options) -> None:
     settings = _checked(options.settings)
     corpora = _corpora(options)
     settings = _planned(options, settings)
-    runs = _training_runs(settings, options)
+    runs = training_runs(settings, options)
     _check_names(runs, settings)
     for each in runs:
         tokens = each.config.trainer.steps * each.config.trainer.batch_tokens
@@ -214,117 +111,6 @@ def _check_names(runs: list[TrainingRun], settings: Settings) -> None:
         raise ReproduceError(f"only={sorted(unknown)[0]} is no run of parts={','.join(settings.parts)}")
 
 
-def _wanted(part: str, name: str, settings: Settings) -> bool:
-    return part in settings.parts and (not settings.only or name in settings.only)
-
-
-# ---- the runs ----------------------------------------------------------------------------------------
-
-
-def _training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
-    """Every run of every part, longest first: two GPUs then end at nearly the same time."""
-    first, second = settings.seeds
-    base = _config(settings, options)
-    naive, flash, sdpa = map(AttentionConfig, ("naive", "flash", "sdpa"))
-    half = replace(base.trainer, micro_batch=max(1, settings.micro_batch // 2))
-    fp16 = Precision.fp16 if options.device.type == "cuda" else Precision.fp32
-    paper = replace(
-        base,
-        model=replace(base.model, dropout=0.1, scale_attn_by_inverse_layer_idx=True),
-        trainer=replace(base.trainer, steps=settings.recipe_steps, precision=fp16),
-    )
-    reseeded = AttentionConfig(settings.seed_backend)
-    runs = [
-        TrainingRun("gpt2", "naive_half", replace(base, attention=naive, trainer=half)),
-        TrainingRun("gpt2", "flash", replace(base, attention=flash)),
-        TrainingRun("gpt2", "naive", replace(base, attention=naive)),
-        TrainingRun("gpt2", f"{reseeded.name}_seed", replace(base, attention=reseeded, init_seed=second)),
-        TrainingRun("gpt2", "sdpa", replace(base, attention=sdpa)),
-        TrainingRun("gpt2", "flash_triton", replace(base, attention=replace(flash, tier="triton"))),
-        TrainingRun("recipe", "recipe_naive", replace(paper, attention=naive)),
-        TrainingRun("recipe", "recipe_flash", replace(paper, attention=flash)),
-    ]
-    for context in sorted(settings.contexts, reverse=True):
-        for seed in (first, second) if context in settings.context_seeds else (first,):
-            name = f"context_{context}" + "_seed" * (seed != first)
-            runs.append(TrainingRun("context", name, _context_config(settings, options, context, seed)))
-    source = next(each for each in runs if each.name == settings.extend_from)
-    for context in settings.extended:
-        runs.append(TrainingRun("extend", f"extend_{context}", _extended(source, context, settings)))
-    return [each for each in runs if _wanted(each.part, each.name, settings)]
-
-
-def _extended(source: TrainingRun, context: int, settings: Settings) -> Config:
-    """A tenth of the peak rate, as when the source's schedule had a tenth to go; every run sees the same tokens."""
-    config = source.config
-    return replace(
-        config,
-        model=replace(config.model, seq_len=context),
-        data=replace(config.data, block_len=max(settings.extended)),
-        optimizer=replace(config.optimizer, lr=settings.lr / 10),
-        trainer=replace(
-            config.trainer,
-            steps=settings.extend_steps,
-            micro_batch=max(1, settings.micro_batch * settings.context // context),
-            eval_every=max(1, settings.extend_steps // 4),
-            init_from=str(source.directory(settings)),
-        ),
-    )
-
-
-def _config(settings: Settings, options: Options) -> Config:
-    """GPT-2 small as `python train.py model=gpt2_small` trains it, with a shorter schedule."""
-    return Config(
-        model=ModelConfig(None, settings.context, settings.n_layer, settings.n_head, settings.n_embd),
-        data=_data(settings.text, settings.tokenizer, settings, options),
-        optimizer=OptimizerConfig(lr=settings.lr),
-        schedule=ScheduleConfig(Decay.linear, warmup_fraction=0.01),
-        trainer=TrainerConfig(
-            steps=settings.steps,
-            batch_tokens=settings.batch_tokens,
-            micro_batch=settings.micro_batch,
-            precision={"bfloat16": Precision.bf16, "float16": Precision.fp16}.get(
-                settings.dtype, Precision.fp32
-            ),
-            device=options.device.type,
-            log_every=1 if options.tiny else 10,
-            eval_every=settings.eval_every,
-            keep_checkpoints=1,
-            sample_tokens=10 if options.tiny else 200,
-        ),
-        logger=LoggerConfig(wandb=False),
-        seed=settings.seeds[0],
-    )
-
-
-def _context_config(settings: Settings, options: Options, context: int, seed: int) -> Config:
-    base = _config(settings, options)
-    block = max(settings.contexts)
-    return replace(
-        base,
-        model=ModelConfig(
-            None, context, settings.context_layers, settings.context_heads, settings.context_width
-        ),
-        data=replace(_data(settings.code, settings.code_tokenizer, settings, options), block_len=block),
-        optimizer=replace(base.optimizer, lr=settings.context_lr),
-        trainer=replace(
-            base.trainer,
-            steps=settings.context_steps,
-            micro_batch=max(1, settings.context_micro_tokens // context),
-            eval_every=max(1, settings.context_steps // 16),
-        ),
-        init_seed=seed,
-    )
-
-
-def _data(globs: tuple[str, ...], tokenizer: str, settings: Settings, options: Options) -> DataConfig:
-    workers = 1 if options.tiny else None
-    if globs:
-        return DataConfig("text_files", tokenizer, settings.cache_dir, files=list(globs), workers=workers)
-    roots = [str(Path(json.__file__).parent)] if options.tiny else []
-    return DataConfig("python_source", "bytes", settings.cache_dir, roots=roots, workers=workers)
-
-
 def _corpora(options: Options) -> list[Any]:
     """The English text and the code, prepared here once, before several runs would do it at the same time."""
     settings, corpora = options.settings, []
@@ -334,7 +120,7 @@ def _corpora(options: Options) -> list[Any]:
     ):
         if kind == "code" and "context" not in settings.parts:
             continue
-        corpus = prepare_corpus(_data(globs, tokenizer, settings, options), quiet=options.tiny)
+        corpus = prepare_corpus(data_config(globs, tokenizer, settings, options), quiet=options.tiny)
         corpora.append(corpus)
         about = {"name": corpus.name, "tokenizer": Path(corpus.manifest.tokenizer["name"]).name}
         about |= {"tokens": corpus.train.tokens, "validation_tokens": corpus.val.tokens}
@@ -343,7 +129,7 @@ def _corpora(options: Options) -> list[Any]:
 
 
 def _devices(device: torch.device) -> list[torch.device]:
-    """Every GPU, unless one was named."""
+    """Every GPU, unless one was named (auto is cuda:0, so that one cannot be)."""
     if device.type != "cuda" or device.index:
         return [device]
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -358,7 +144,7 @@ def _planned(options: Options, settings: Settings) -> Settings:
         return settings
     speeds = {name: _probed(options, settings, name) for name in ("naive", "flash")}
     devices = len(_devices(options.device))
-    runs = _training_runs(settings, options)
+    runs = training_runs(settings, options)
     fixed = 60.0 * len(runs)  # seconds: compiling, evaluating, saving
     needed = 0.0
     for each in runs:
@@ -384,7 +170,7 @@ def _planned(options: Options, settings: Settings) -> Settings:
 
 def _probed(options: Options, settings: Settings, attention: str) -> float:
     """Tokens/s of a few steps, evaluation and compilation left out."""
-    base = _config(settings, options)
+    base = base_config(settings, options)
     trainer = replace(base.trainer, steps=_PROBE_STEPS, eval_every=0, sample_tokens=0)
     probe = TrainingRun(
         "probe", f"probe_{attention}", replace(base, attention=AttentionConfig(attention), trainer=trainer)
@@ -537,7 +323,7 @@ def _numerics(
     found = []
     for when in ("start", "end"):
         name = f"numerics_{when}"
-        if not _wanted("numerics", name, settings):
+        if not wanted("numerics", name, settings):
             continue
         directory = trained.directory(settings)
         output = directory.with_name(f"{name}_{directory.name}.json")
