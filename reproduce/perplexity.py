@@ -49,7 +49,8 @@ from .perplexity_runs import (
 
 __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
-SELECTION = ("parts", "only", "budget", "runs", "cache_dir")
+# Which code was read is among the coordinates of the runs that read it.
+SELECTION = ("parts", "only", "budget", "runs", "cache_dir", "code", "code_tokenizer")
 # Beyond this a model of GPT-2's size learns its text by heart, and losses say little about attention.
 MAX_EPOCHS = 8
 # A shorter run has hardly left its warm-up.
@@ -243,6 +244,7 @@ def _where(each: TrainingRun) -> dict[str, Any]:
         "context": config.model.seq_len,
         "micro_batch": config.trainer.micro_batch,
         "steps": config.trainer.steps,
+        **({"code": [*config.data.files, config.data.tokenizer]} if each.part == "context" else {}),
     }
 
 
