@@ -100,18 +100,19 @@ class Fleet:
         process = multiprocessing.get_context("spawn").Process(target=_child, args=(device.type, job))
         with _STARTING, _only_gpu(device):
             process.start()
-        cut = False
+        cut_at = None
         while process.is_alive():
             process.join(1.0)
             if job.watch:
                 job.watch()
-            if self._late() and not cut:
-                cut = True
+            if self._late() and cut_at is None:
+                cut_at = time.monotonic()
                 process.terminate()
-                threading.Timer(_GRACE_S, process.kill).start()
+            elif cut_at is not None and time.monotonic() - cut_at > _GRACE_S:
+                process.kill()
         if process.exitcode == 0:
             return DONE
-        return CUT if cut else FAILED
+        return FAILED if cut_at is None else CUT
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from .perplexity_runs import (
     TrainingRun,
     base_config,
     data_config,
+    source_of,
     training_runs,
     wanted,
 )
@@ -64,13 +66,20 @@ def run(options: Options) -> None:
     settings = _checked(options.settings)
     corpora = _corpora(options)
     settings = _planned(options, settings)
-    runs = training_runs(settings, options)
+    every = training_runs(settings, options)
+    runs = [each for each in every if wanted(each.part, each.name, settings)]
     _check_names(runs, settings)
     for each in runs:
         tokens = each.config.trainer.steps * each.config.trainer.batch_tokens
         corpora[each.part == "context"].train.epochs(tokens, at_most=MAX_EPOCHS)
     jobs = [_job(each, options, settings) for each in runs if not _is_known(options, each)]
-    numerics = _numerics(runs, options, settings)
+    source = source_of(every, settings)
+    numerics = _numerics(source, settings)
+    needed = any(not options.find(**where) for _, where in numerics)
+    needed |= any(each.part == "extend" and not _is_known(options, each) for each in runs)
+    trained = (source.directory(settings) / "summary.json").exists()
+    if needed and not trained and source.name not in {job.name for job in jobs}:
+        jobs.insert(0, _job(source, options, settings))
     # Before the runs that the verdict does not need.
     early = next((n for n, job in enumerate(jobs) if job.name in ("sdpa", "flash_triton")), len(jobs))
     jobs[early:early] = [job for job, where in numerics if not options.find(**where)]
@@ -81,12 +90,14 @@ def run(options: Options) -> None:
         for each in runs:
             state = fleet.wait(each.name) if each.name in names else DONE
             log = each.directory(settings).with_suffix(".log")
-            unfinished |= _collect(options, state, log, lambda e=each: _curve(e, settings), **_where(each))
+            measure = partial(_curve, each, settings)
+            unfinished |= _collect(
+                options, state, log, measure, partial(_began, each, settings), **_where(each)
+            )
         for job, where in numerics:
             state = fleet.wait(job.name) if job.name in names else DONE
-            unfinished |= _collect(
-                options, state, job.log, lambda j=job: json.loads(_output(j).read_text()), **where
-            )
+            measure = partial(lambda file: json.loads(file.read_text()), _output(job))
+            unfinished |= _collect(options, state, job.log, measure, _output(job).exists, **where)
     if unfinished:
         raise OutOfTime
 
@@ -145,7 +156,8 @@ def _planned(options: Options, settings: Settings) -> Settings:
         return settings
     speeds = {name: _probed(options, settings, name) for name in ("naive", "flash")}
     devices = len(_devices(options.device))
-    runs = training_runs(settings, options)
+    every = training_runs(settings, options)
+    runs = [each for each in every if wanted(each.part, each.name, settings)]
     fixed = 60.0 * len(runs)  # seconds: compiling, evaluating, saving
     needed = 0.0
     for each in runs:
@@ -252,6 +264,12 @@ def _is_known(options: Options, each: TrainingRun) -> bool:
     return bool(options.find(**_where(each)))
 
 
+def _began(each: TrainingRun, settings: Settings) -> bool:
+    """Whether the run has a row of metrics."""
+    file = each.directory(settings) / "metrics.csv"
+    return file.exists() and bool(_rows(file))
+
+
 def _curve(each: TrainingRun, settings: Settings) -> Sample:
     """What a run's files say: losses and validation by step, seconds, speed, memory, and a text it wrote."""
     directory = each.directory(settings)
@@ -282,8 +300,15 @@ def _curve(each: TrainingRun, settings: Settings) -> Sample:
     return sample
 
 
-def _collect(options: Options, state: str, log: Path, measure: Callable[[], Sample], **where: Any) -> bool:
-    """Store what a job left; whether something of it is still to be done."""
+def _collect(
+    options: Options,
+    state: str,
+    log: Path,
+    measure: Callable[[], Sample],
+    left: Callable[[], bool],
+    **where: Any,
+) -> bool:
+    """Store what a job left, if it left something; whether something of it is still to be done."""
     if state == NOT_STARTED:
         return not options.find(**where)
     if state == FAILED:
@@ -294,7 +319,7 @@ def _collect(options: Options, state: str, log: Path, measure: Callable[[], Samp
         options.sample(failed, **where)
         return False
     if state == CUT:
-        with suppress(FileNotFoundError):
+        if left():
             options.sample(measure, **where)
         return True
     sample = options.sample(measure, **where)
@@ -313,15 +338,10 @@ def _last_line(log: Path) -> str:
 # ---- numerics ----------------------------------------------------------------------------------------
 
 
-def _numerics(
-    runs: list[TrainingRun], options: Options, settings: Settings
-) -> list[tuple[Job, dict[str, Any]]]:
+def _numerics(trained: TrainingRun, settings: Settings) -> list[tuple[Job, dict[str, Any]]]:
     """Evaluations and gradients of the weights before the first step and after the last of one run."""
     from .perplexity_numerics import compare_backends
 
-    trained = next((each for each in runs if each.name in ("flash", "naive")), None)
-    if trained is None:
-        return []
     found = []
     for when in ("start", "end"):
         name = f"numerics_{when}"
@@ -334,7 +354,7 @@ def _numerics(
             settings.numerics_tokens, settings.numerics_batch,
         )  # fmt: skip
         where = {"kind": "numerics", "when": when, "of": trained.name}
-        after = trained.name if when == "end" and not _is_known(options, trained) else None
+        after = trained.name if when == "end" else None
         found.append((Job(name, compare_backends, arguments, output.with_suffix(".log"), after=after), where))
     return found
 

@@ -65,7 +65,7 @@ class Settings:
     context_steps: int = 8000  # 524 M tokens
     context_lr: float = 1e-3
     context_micro_tokens: int = 65536
-    # The run whose last checkpoint is extended.
+    # The run whose last checkpoint `numerics` and `extend` take; trained first where its run directory is not there.
     extend_from: str = "flash"
     extended: tuple[int, ...] = (1024, 2048, 4096)
     extend_steps: int = 800
@@ -152,10 +152,14 @@ def training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
         for seed in (first, second) if context in settings.context_seeds else (first,):
             name = f"context_{context}" + "_seed" * (seed != first)
             runs.append(TrainingRun("context", name, _context_config(settings, options, context, seed)))
-    source = next(each for each in runs if each.name == settings.extend_from)
+    source = source_of(runs, settings)
     for context in settings.extended:
         runs.append(TrainingRun("extend", f"extend_{context}", _extended(source, context, settings)))
-    return [each for each in runs if wanted(each.part, each.name, settings)]
+    return runs
+
+
+def source_of(runs: list[TrainingRun], settings: Settings) -> TrainingRun:
+    return next(each for each in runs if each.name == settings.extend_from)
 
 
 def _extended(source: TrainingRun, context: int, settings: Settings) -> Config:

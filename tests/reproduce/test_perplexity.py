@@ -94,6 +94,18 @@ class CutAfterAnEvaluation(Fleet):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_is_gone_is_trained_again_for_what_extends_it(tiny: Path, tmp_path: Path):
+    """As on another machine, with the results of an earlier one."""
+    shutil.copytree(tiny / "cpu", tmp_path / "cpu")
+    document = json.loads((tmp_path / "cpu" / "perplexity.json").read_text())
+    document["samples"] = [each for each in document["samples"] if each.get("part") != "extend"]
+    (tmp_path / "cpu" / "perplexity.json").write_text(json.dumps(document))
+    assert main(command(tmp_path, "parts=extend", "only=extend_32")) == 0
+    assert samples(tmp_path, "run")["extend_32"]["context"] == 32
+    assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 2  # the source's and its own
+
+
+@pytest.mark.slow
 def test_a_run_that_is_cut_is_kept_and_goes_on(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(CutAfterAnEvaluation, "runs", tmp_path / "runs", raising=False)
     whole = command(tmp_path, "only=naive", "steps=2000", "eval_every=20")
