@@ -75,7 +75,7 @@ def run(options: Options) -> None:
     jobs = [_job(each, options, settings) for each in runs if not _is_known(options, each)]
     source = source_of(every, settings)
     numerics = _numerics(source, settings)
-    needed = any(not options.find(**where) for _, where in numerics)
+    needed = any(not options.find(**where) for job, where in numerics if job.after)
     needed |= any(each.part == "extend" and not _is_known(options, each) for each in runs)
     trained = (source.directory(settings) / "summary.json").exists()
     if needed and not trained and source.name not in {job.name for job in jobs}:
