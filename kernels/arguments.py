@@ -97,8 +97,9 @@ def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> 
         raise AttentionError(f"dropout_seed must fit int64, -2^63 to 2^63 - 1, got {dropout_seed}")
 
 
-def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:
-    """A dropout seed as a 0-d int64 tensor on `device`."""
+def seed_on(device: torch.device, seed: int | torch.Tensor | None) -> torch.Tensor:
+    """A dropout seed, which `check_dropout` has passed, as a 0-d int64 tensor on `device`."""
+    assert seed is not None
     if isinstance(seed, torch.Tensor) and (seed.device.type == device.type or torch.compiler.is_compiling()):
         return seed.to(device)
     # From the host by a fill kernel: a copy would synchronise with everything queued on the device.

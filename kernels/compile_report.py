@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,7 +83,7 @@ OPTIONAL_POINTERS = {
     "Blocks": "*i32",
 }
 # What else makes the compilers' work another: grouped heads, which are no feature.
-FORMS = {"": ({}, ()), "gqa": ({"group": 4}, ())}
+FORMS: dict[str, tuple[Mapping[str, object], tuple[str, ...]]] = {"": ({}, ()), "gqa": ({"group": 4}, ())}
 FORMS |= {name: (feature.options, feature.pointers) for name, feature in FEATURES.items()}
 RAGGED = "ragged"  # Hopper kernels: kv_len = q_len + 1, so blocks of keys and the diagonal do not align
 BUDGETS = tomllib.loads(Path(__file__).with_name("compile_budgets.toml").read_text())
@@ -185,6 +187,7 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
     if on_hopper:
         options = {"num_warps": 4, **compile_options(job.head_dim, values.get("DQ_DELAY", 0))}
     else:
+        assert job.tile
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
     source = GluonASTSource if on_hopper else ASTSource
     target = GPUTarget("cuda", job.architecture, 32)
@@ -203,7 +206,7 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
     return compiled, log.getvalue()
 
 
-def _constants(job: Job) -> dict[str, object]:
+def _constants(job: Job) -> dict[str, Any]:
     """The compile-time arguments: the tile, absent optional tensors, and the token strides of a packed qkv and its
     output."""
     if job.kernel in HISTORY:
@@ -217,7 +220,7 @@ def _constants(job: Job) -> dict[str, object]:
     return {"SPEC": spec, **packed, **plain, **absent}
 
 
-def _hopper_constants(job: Job) -> dict[str, object]:
+def _hopper_constants(job: Job) -> dict[str, Any]:
     ragged, bounded = job.feature.endswith(RAGGED), job.feature in ("cu_seqlens", "window")
     listed = job.feature.startswith("block_mask")
     absent = {} if job.feature == "cu_seqlens" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
@@ -262,11 +265,17 @@ def _type(name: str, job: Job) -> str:
     return "fp32" if name == "scale" else "i32"
 
 
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match, f"no {pattern} in the compiler's output"
+    return match.group(1)
+
+
 def _read(ptx: str, log: str, shared_bytes: int) -> Report:
     instructions = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync"}
     loads = {"TMA": "cp.async.bulk.tensor", "cp.async": "cp.async.c"}
     return Report(
-        registers=int(re.search(r"Used (\d+) registers", log).group(1)),
+        registers=int(_found(r"Used (\d+) registers", log)),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
         shared_bytes=shared_bytes,
         tensor_cores=next((name for name, text in instructions.items() if text in ptx), "none"),
@@ -281,7 +290,7 @@ def idle_barriers(ttgir: str) -> int:
     Triton reuses their memory for a tile, which PTX forbids for an mbarrier; tiles were corrupted by barrier state
     when processes shared the GPU (LOG.md). A barrier used only by the first warpgroup would count too; there is none.
     """
-    given = set(re.search(r"ttg\.warp_specialize\((.*?)\)", ttgir).group(1).split(", "))
+    given = set(_found(r"ttg\.warp_specialize\((.*?)\)", ttgir).split(", "))
     arrays = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", ttgir)
     parts = {name: re.findall(rf"(%\w+) = ttg\.memdesc_index {name}\[", ttgir) for name in arrays}
     return sum(given.isdisjoint([name, *parts[name]]) for name in arrays)
@@ -289,7 +298,7 @@ def idle_barriers(ttgir: str) -> int:
 
 def _read_amd(assembly: str, shared_bytes: int) -> Report:
     def figure(name: str) -> int:
-        return int(re.search(rf"\.{name}:\s+(\d+)", assembly).group(1))
+        return int(_found(rf"\.{name}:\s+(\d+)", assembly))
 
     return Report(
         registers=figure("vgpr_count"),

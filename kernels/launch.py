@@ -9,7 +9,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,8 @@ Tensor = torch.Tensor
 FUSION = {"enable_fp_fusion": True}
 
 # (kernel, 3-d grid, arguments after the pointers, Triton options)
-Launch = tuple[triton.runtime.KernelInterface, tuple[int, int, int], tuple[object, ...], dict[str, int]]
+Launch = tuple[triton.runtime.KernelInterface, tuple[int, int, int], tuple[object, ...], dict[str, Any]]
+Pointers = tuple[Tensor, *tuple[Tensor | None, ...]]
 
 
 class Known(NamedTuple):
@@ -50,11 +51,11 @@ _serials = itertools.count()
 
 
 def launch(
-    pointers: tuple[Tensor | None, ...],
+    pointers: Pointers,
     key: tuple[object, ...] | None,
     prepare: Callable[[], Launch],
     moved: tuple[Tensor, ...] = (),
-    describe: Callable[..., tuple[object, ...]] | None = None,
+    describe: Callable[..., tuple[object, ...]] = lambda: (),
 ) -> None:
     """Launch a kernel on the current stream of the device of the first pointer.
 
@@ -71,39 +72,40 @@ def launch(
             return launch(pointers, key, prepare, moved, describe)
     # Triton specialises on dtypes, and on whether pointers and integers are multiples of 16. Here integers are
     # compared by value, and launches with a pointer that is no multiple of 16 are left to Triton.
-    types, addresses, bits = [], [], 0
+    types: list[torch.dtype | None] = []
+    addresses: list[int | None] = []
+    bits = 0
     for tensor in pointers:
         if tensor is None:
             types.append(None)
             addresses.append(None)
         else:
             types.append(tensor.dtype)
-            addresses.append(tensor.data_ptr())
-            bits |= addresses[-1]
-    reusable = (
-        REUSES and key is not None and bits % 16 == 0 and not _is_watched() and (not moved or can_encode())
-    )
-    if reusable:
-        key = (device, *key, *types, *[x.stride() for x in moved])
-    if reusable and (known := _known.get(key)) is not None:
-        maps = _encode(known, moved, describe) if moved else ()
-        stream = driver.active.get_current_stream(device)
-        hooks = None, None, None  # enter and exit hooks, and their metadata
-        # Addresses, not tensors: for a tensor, Triton asks the driver whether it is on the device.
-        arguments = *maps, *addresses, *known.numbers
-        known.run(*known.grid, stream, known.function, known.metadata, *hooks, *arguments)
-        return None
+            address = tensor.data_ptr()
+            addresses.append(address)
+            bits |= address
+    place = None
+    if REUSES and key is not None and bits % 16 == 0 and not _is_watched() and (not moved or can_encode()):
+        place = (device, *key, *types, *[x.stride() for x in moved])
+        if (known := _known.get(place)) is not None:
+            maps = _encode(known, moved, describe) if moved else ()
+            stream = driver.active.get_current_stream(device)
+            hooks = None, None, None  # enter and exit hooks, and their metadata
+            # Addresses, not tensors: for a tensor, Triton asks the driver whether it is on the device.
+            arguments = *maps, *addresses, *known.numbers
+            known.run(*known.grid, stream, known.function, known.metadata, *hooks, *arguments)
+            return None
     kernel, grid, numbers, options = prepare()
     descriptors = describe(*moved) if moved else ()
     compiled = kernel[grid](*descriptors, *pointers, *numbers, **FUSION, **options)
-    if reusable:
+    if place is not None:
         if len(_known) >= LIMIT:
             _known.clear()
-        _known[key] = _known_of(compiled, grid, numbers, bool(moved))
+        _known[place] = _known_of(compiled, grid, numbers, bool(moved))
     return None
 
 
-def _known_of(compiled: object, grid: tuple[int, ...], numbers: tuple[object, ...], encodes: bool) -> Known:
+def _known_of(compiled: Any, grid: tuple[int, int, int], numbers: tuple[object, ...], encodes: bool) -> Known:
     run, descriptors = compiled.run, ()
     if encodes:
         run = without_encoding(run)  # Triton encodes the descriptors in every launch

@@ -134,5 +134,5 @@ def _visible(
         masks.append(tiles[..., :q_len, :kv_len])
     visible = masks[0] if masks else None
     for mask in masks[1:]:
-        visible = visible & mask
+        visible = visible & mask  # type: ignore[operator]
     return visible

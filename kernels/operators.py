@@ -34,12 +34,16 @@ def operator(
     """
     name = function.__name__
     if rest:
-        function.__signature__ = _with_fields(function, rest)
+        function.__signature__ = _with_fields(function, rest)  # type: ignore[attr-defined]
     schema = torch.library.infer_schema(function, mutates_args=())
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", like, lib=LIBRARY)
     made = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if no_gradient is not None:
+        differentiable = _once(made, no_gradient)
+    if differentiable is None:
+        return made
 
     def to_autograd(*inputs: object) -> Any:
         # Compiled graphs contain the backward already and call the operator with gradients off; skipping the
@@ -47,20 +51,17 @@ def operator(
         wanted = torch.is_grad_enabled() or forward_ad._current_level >= 0
         return differentiable(*inputs) if wanted else below_autograd(made, *inputs)
 
-    if no_gradient is not None:
-        differentiable = _once(made, no_gradient)
-    if differentiable is not None:
-        LIBRARY.impl(name, to_autograd, "Autograd")
+    LIBRARY.impl(name, to_autograd, "Autograd")
     return made
 
 
-def below_autograd(of: torch._ops.OpOverload, *inputs: object) -> Any:
+def below_autograd(of: Callable[..., Any], *inputs: object) -> Any:
     """Call an operator below the Autograd dispatch key, so without recording a gradient."""
     with torch._C._AutoDispatchBelowAutograd():
         return of(*inputs)
 
 
-def in_backward(of: torch._ops.OpOverload, *inputs: object) -> Any:
+def in_backward(of: Callable[..., Any], *inputs: object) -> Any:
     """Call a gradient's operator from an autograd.Function's backward: below Autograd, unless something must see it:
     create_graph, since the operator's own backward raises the error, or torch.compile (compiled autograd)."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -59,7 +59,7 @@ def drop_share(dropout_p: float) -> float:
 
 
 def dropout_mask(
-    seed: int | torch.Tensor,
+    seed: int | torch.Tensor | None,
     dropout_p: float,
     batch: int,
     heads: int,
@@ -67,7 +67,8 @@ def dropout_mask(
     kv_len: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """True where dropout keeps a probability: bool (batch, heads, q_len, kv_len). seed: int or 0-d int64."""
+    """True where dropout keeps a probability: bool (batch, heads, q_len, kv_len). seed: int or 0-d int64;
+    None is refused by `check_dropout`."""
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device)
     return philox_mask(seed, drop_threshold(dropout_p), batch, heads, q_len, kv_len)
 
@@ -83,10 +84,8 @@ def philox_mask(
         )
 
     row_patches, column_patches = -(-q_len // 16), -(-kv_len // 16)
-    words = philox(
-        seed, axis(8 * row_patches, 2), axis(heads, 1), axis(4 * column_patches, 3), axis(batch, 0)
-    )
-    words = torch.stack(torch.broadcast_tensors(*words))
+    four = philox(seed, axis(8 * row_patches, 2), axis(heads, 1), axis(4 * column_patches, 3), axis(batch, 0))
+    words = torch.stack(torch.broadcast_tensors(*four))
     halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1)
     # (row bit 3, column bit 3, batch, heads, row_patches, 8, column_patches, 4, column bit 0)
     halves = halves.view(2, 2, batch, heads, row_patches, 8, column_patches, 4, 2)

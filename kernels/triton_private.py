@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import triton
 from triton.runtime import driver
@@ -75,10 +76,10 @@ def encode(descriptor: object, metadata: dict[str, object]) -> list[object]:
     """What Triton's launcher passes to its C part for a TMA descriptor: the encoded map, shape and strides."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    return make_tensordesc_arg(descriptor, metadata, *_ignored())
+    return make_tensordesc_arg(descriptor, metadata, *(_ignored() or ()))
 
 
-def without_encoding(launcher: object) -> object:
+def without_encoding(launcher: Any) -> Any:
     """The launcher of a compiled kernel, to be called with what `encode` returns in place of TMA descriptors."""
     launcher = copy.copy(launcher)
     launcher.launch = driver.active.utils.launch

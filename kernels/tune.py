@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -72,7 +73,7 @@ def microseconds(case: Case) -> float:
         return round(1e3 * do_bench(case.call(), warmup=10, rep=50, return_mode="median"), 1)
 
 
-def measure(found: list[Case]) -> list[dict[str, object]]:
+def measure(found: list[Case]) -> list[dict[str, Any]]:
     """One entry per kernel, head_dim, causality and length, with {"us": {tile: microseconds}}, fastest first."""
     entries: dict[tuple[str, int, bool, int], dict[str, float]] = {}
     for case in found:
@@ -95,7 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit("kernels.tune times kernels on a GPU, but there is no CUDA device here")
     found = list(cases(options.head_dim))
     shortest = [case for case in found if case.length == LENGTHS[0]]  # kernels are not specialised on length
-    with ProcessPoolExecutor(min(8, os.cpu_count()), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        min(8, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         list(pool.map(compile_case, shortest))
     entries = measure(found)
     for entry in entries:

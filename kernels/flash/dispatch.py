@@ -74,7 +74,7 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
     if (
         "block_mask" in features
         and request.causal
-        and kv_len is not None
+        and not (length is None or kv_len is None)
         and (kv_len - length) % BLOCK_MASK_SIZE
     ):
         return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's

@@ -64,7 +64,8 @@ def list_strides(lists: Tensor | None) -> tuple[int, int, int]:
     """Strides of block lists by batch, head and list; 0 for a shared batch or head, and all 0 for None."""
     if lists is None:
         return 0, 0, 0
-    return *(0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1)), lists.shape[3]
+    batch, head = (0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in (0, 1))
+    return batch, head, lists.shape[3]
 
 
 def _document_bounds_like(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,7 @@ def flash_forward(
     """
     tensors, options = unflatten(asked)
     out, lse, out_low = results = _empty_results(q, k, options.precise_delta)
-    if k is None:
-        q, k, v = parts(q)
+    q, k, v = _unpacked(q, k, v)
     fits = lambda: hopper().fits_forward(q, k, v)  # noqa: E731
     kernels, options = chosen("forward", q, k, tensors, options, are_forced(), fits)
     if kernels == "hopper":
@@ -54,8 +53,8 @@ def flash_backward(
     tensors, options = unflatten(asked)
     dq, dk, dv, delta = results = _empty_gradients(lse, q, k, v)
     if k is None:
-        q, k, v = parts(q)
         dq, dk, dv = parts(dq)
+    q, k, v = _unpacked(q, k, v)
     strides = d_out.stride()
     if strides[3] != 1 or 0 in strides:  # 0: an expanded gradient
         d_out = d_out.contiguous()
@@ -97,6 +96,7 @@ class FlashAttention(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             _, lse, _, _, _, _, *tensors = saved
             sinks = Tensors(*tensors).sinks
+            assert sinks is not None
             # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta). lse is -inf only where the
             # sink is too, and P = 0.
             p = torch.exp(sinks.float()[:, None] - lse.clamp_min(torch.finfo(lse.dtype).min))
@@ -112,7 +112,12 @@ class FlashAttention(torch.autograd.Function):
 
 def parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v (batch, heads, length, head_dim) of a packed (batch, length, 3, heads, head_dim), as views."""
-    return qkv.permute(2, 0, 3, 1, 4).unbind()
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+    return q, k, v
+
+
+def _unpacked(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return parts(q) if k is None or v is None else (q, k, v)
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -136,7 +141,7 @@ def _empty_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised dq, dk, dv and delta."""
     delta = torch.empty_like(lse)
-    if k is None:
+    if k is None or v is None:
         return q.new_empty(q.shape), q.new_empty(0), q.new_empty(0), delta
     return empty_like(q), empty_like(k), empty_like(v), delta
 

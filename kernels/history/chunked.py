@@ -33,8 +33,8 @@ def chunked_attention(
     for number, rows in enumerate(q.split(QUERIES, 2)):
         position = number * QUERIES + offset if causal else None
         out = checkpoint(_query_chunk, rows, k, v, position, use_reentrant=False)
-        if causal and position < 0:  # fully masked queries averaged all keys instead
-            blind = torch.arange(position, position + rows.shape[2], device=q.device) < 0
+        if causal and position < 0:  # type: ignore[operator]  # fully masked queries averaged all keys instead
+            blind = torch.arange(position, position + rows.shape[2], device=q.device) < 0  # type: ignore[arg-type]
             out = out.masked_fill(blind[:, None], 0.0)
         outs.append(out)
     return torch.cat(outs, 2)

@@ -90,14 +90,22 @@ def flash1_backward(
 
 @flash1_forward.register_fake
 def _forward_like(q: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    row_max, row_sum = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    return empty_like(q), row_max, row_sum
 
 
 @flash1_backward.register_fake
 def _backward_like(
-    d_out: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor, *qkv_and_rules: object
+    d_out: Tensor,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rules: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in qkv_and_rules[:3])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:

@@ -82,8 +82,10 @@ def _forward_like(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 @two_pass_backward.register_fake
-def _backward_like(d_out: Tensor, lse: Tensor, *qkv_and_rules: object) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in qkv_and_rules[:3])
+def _backward_like(
+    d_out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rules: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:

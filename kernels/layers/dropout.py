@@ -72,7 +72,8 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        return dropped(d_out, *ctx.saved_tensors, ctx.dropout_p), None, None
+        (seed,) = ctx.saved_tensors
+        return dropped(d_out, seed, ctx.dropout_p), None, None
 
 
 dropped = operator(dropped, lambda x, seed, dropout_p: x.new_empty(x.shape), _Dropped.apply)

@@ -82,7 +82,8 @@ class _TokenRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        return None, embedding_gradient(d_out, *ctx.saved_tensors, ctx.rows)
+        (tokens,) = ctx.saved_tensors
+        return None, embedding_gradient(d_out, tokens, ctx.rows)
 
 
 token_rows = operator(

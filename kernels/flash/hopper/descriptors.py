@@ -18,7 +18,8 @@ class Descriptor(TensorDescriptor):
     def __init__(self, x: torch.Tensor, block: tuple[int, ...]) -> None:
         shape, strides = x.shape, x.stride()
         if 1 in shape:  # a size-1 dimension may have any stride, but TMA wants a valid one
-            strides = [stride if size > 1 else shape[-1] for size, stride in zip(shape, strides, strict=True)]
+            valid = [stride if size > 1 else shape[-1] for size, stride in zip(shape, strides, strict=True)]
+            strides = tuple(valid)
         self.base = x
         self.shape = shape
         self.strides = strides

@@ -194,11 +194,11 @@ def backward(
 
     lists = list_strides(key_blocks), list_strides(query_blocks)
     key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)
-    pointers = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
-    launch(pointers, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
+    of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
+    launch(of_delta, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     of_heads = (dk, dv)
     if heads != kv_heads:
-        of_heads = tuple(q.new_empty(batch, heads, kv_len, head_dim) for _ in range(2))
+        of_heads = (q.new_empty(batch, heads, kv_len, head_dim), q.new_empty(batch, heads, kv_len, head_dim))
     moved = (q, k, v, d_out, *of_heads, dq_sum)
     pointers = (lse, delta, turns, starts, tensors.document_ends, query_blocks, tensors.seed)
     launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)

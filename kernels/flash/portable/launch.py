@@ -63,13 +63,13 @@ def backward(
         pointers = (q, k, v, out, low, d_out, lse, d_lse, delta, dq, *masks, tensors.key_blocks)
         _launch("dq", pointers, (q, k, v, out, d_out, dq), tensors.key_blocks, tensors, options)
     if dk.numel():
-        pointers = (q, k, v, d_out, lse, delta, dk, dv, *masks, tensors.query_blocks)
-        _launch("dkdv", pointers, (q, k, v, d_out, dk, dv), tensors.query_blocks, tensors, options)
+        others = (q, k, v, d_out, lse, delta, dk, dv, *masks, tensors.query_blocks)
+        _launch("dkdv", others, (q, k, v, d_out, dk, dv), tensors.query_blocks, tensors, options)
 
 
 def _launch(
     kernel: str,
-    pointers: tuple[Tensor | None, ...],
+    pointers: tuple[Tensor, Tensor, *tuple[Tensor | None, ...]],
     strided: tuple[Tensor, ...],
     blocks: Tensor | None,
     tensors: Tensors,

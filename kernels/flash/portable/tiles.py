@@ -40,8 +40,9 @@ LENGTHS = (512, 1024, 4096, 16384)
 # The interpreter's time goes by tiles, not elements; yet 200 queries should span several tiles in both directions.
 INTERPRETER = {"forward": Tile(128, 64, 4, 1), "dq": Tile(64, 128, 4, 1), "dkdv": Tile(64, 128, 4, 1)}
 
-# (architecture, kernel) -> largest head_dim served -> candidates; 16-bit dtypes, causal or full.
-HALF = {
+Table = dict[int, tuple[Tile, ...]]  # largest head_dim served -> candidates
+# By (architecture, kernel); 16-bit dtypes, causal or full.
+HALF: dict[tuple[int, str], Table] = {
     (80, "forward"): {64: (Tile(64, 64, 4, 2),), 128: (Tile(64, 64, 4, 2),), 256: (Tile(64, 32, 8, 2),)},
     (80, "dq"): {64: (Tile(64, 64, 4, 2),), 128: (Tile(64, 64, 8, 2),), 256: (Tile(64, 32, 8, 2),)},
     (80, "dkdv"): {64: (Tile(32, 64, 4, 2),), 128: (Tile(32, 64, 8, 2),), 256: (Tile(32, 32, 8, 2),)},
@@ -69,9 +70,11 @@ HALF = {
     (AMD, "dkdv"): {64: (Tile(32, 64, 4, 2),), 128: (Tile(32, 32, 4, 2),), 256: (Tile(16, 32, 4, 2),)},
 }
 # More candidates without causal mask: with the causal mask's second loop, ptxas serialises or spills them.
-FULL = {(90, "dkdv"): {64: (Tile(32, 64, 4, 3),), 128: (Tile(32, 64, 4, 2),), 256: ()}}
+FULL: dict[tuple[int, str], Table] = {
+    (90, "dkdv"): {64: (Tile(32, 64, 4, 3),), 128: (Tile(32, 64, 4, 2),), 256: ()}
+}
 # float32 uses FMA in full precision, not tensor cores: small tiles, for tests and for those who need the accuracy.
-SINGLE = {64: (Tile(32, 32, 8, 1),), 256: (Tile(16, 16, 8, 1),)}
+SINGLE: Table = {64: (Tile(32, 32, 8, 1),), 256: (Tile(16, 16, 8, 1),)}
 
 _forced: dict[str, Tile] = {}
 
