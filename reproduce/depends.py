@@ -31,6 +31,7 @@ NO_CODE = ("annotation", "returns", "decorator_list", *NO_KERNEL_CODE)
 UNTOUCHED: dict[str, str] = {
     "7bab7a7b8f": "forward_kernel, 5aacc8a: a branch that is compiled only with sinks, which no experiment has",
     "bbbc838a94": "perplexity.run, 36841c7: the part `extend` is new; the runs of the other parts are as before",
+    "270f23a847": "perplexity.run: a run's contexts are evaluated in its own process, and budget= scales every part",
 }
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 

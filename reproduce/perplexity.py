@@ -60,6 +60,7 @@ LEAST_STEPS = 100
 # Left for the runs to save themselves in, before a budget is over.
 _SAVING_S = 45.0
 _PROBE_STEPS = 30
+_BY_CONTEXT = "by_context.json"
 
 
 def run(options: Options) -> None:
@@ -178,7 +179,10 @@ def _planned(options: Options, settings: Settings) -> Settings:
             f"budget={settings.budget:g} is too short for {len(runs)} runs of {LEAST_STEPS} steps: give at least "
             f"{math.ceil(least)} minutes, or fewer runs with only="
         )
-    return replace(settings, steps=steps, context_steps=max(1, int(settings.context_steps * share)))
+    others = ("context_steps", "recipe_steps", "extend_steps")
+    return replace(
+        settings, steps=steps, **{name: max(1, int(getattr(settings, name) * share)) for name in others}
+    )
 
 
 def _probed(options: Options, settings: Settings, attention: str) -> float:
@@ -207,22 +211,29 @@ def _probed(options: Options, settings: Settings, attention: str) -> float:
 # ---- one run -----------------------------------------------------------------------------------------
 
 
-def train_in(device: torch.device, config: Config, directory: Path) -> None:
-    """Train `config` in `directory` to its end, from its newest checkpoint if it was cut."""
+def train_in(device: torch.device, config: Config, directory: Path, contexts: tuple[int, ...] = ()) -> None:
+    """Train `config` in `directory` to its end, from its newest checkpoint if it was cut.
+
+    contexts: evaluate the last checkpoint with windows of these too, into `by_context.json`.
+    """
     from training.trainer import train
 
-    if (directory / "summary.json").exists():
-        return
-    if not checkpoint.saved(directory):
-        shutil.rmtree(directory, ignore_errors=True)  # killed before its first checkpoint
-    train(replace(config, trainer=replace(config.trainer, resume="auto")), directory)
+    if not (directory / "summary.json").exists():
+        if not checkpoint.saved(directory):
+            shutil.rmtree(directory, ignore_errors=True)  # killed before its first checkpoint
+        train(replace(config, trainer=replace(config.trainer, resume="auto")), directory)
+    if contexts:
+        from .perplexity_numerics import by_context
+
+        (directory / _BY_CONTEXT).write_text(json.dumps(by_context(device, directory, contexts)))
 
 
 def _job(each: TrainingRun, options: Options, settings: Settings) -> Job:
     directory = each.directory(settings)
     watch = _Watch(each.name, directory, options.say)
     log, after = directory.with_suffix(".log"), settings.extend_from if each.part == "extend" else None
-    return Job(each.name, train_in, (each.config, directory), log, after, watch)
+    contexts = settings.contexts if each.part == "context" else ()
+    return Job(each.name, train_in, (each.config, directory, contexts), log, after, watch)
 
 
 class _Watch:
@@ -275,7 +286,7 @@ def _curve(each: TrainingRun, settings: Settings) -> Sample:
     directory = each.directory(settings)
     rows = _rows(directory / "metrics.csv")
     facts = json.loads((directory / "facts.json").read_text())
-    done = (directory / "summary.json").exists()
+    done = (directory / (_BY_CONTEXT if each.part == "context" else "summary.json")).exists()
     summary = json.loads((directory / "summary.json").read_text()) if done else {}
     speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
     sample: Sample = {
@@ -294,9 +305,7 @@ def _curve(each: TrainingRun, settings: Settings) -> Sample:
         return sample | {"partial": int(rows[-1]["step"])}
     sample |= {"bits_per_byte": summary["val/bits_per_byte"], "text": (directory / "sample.txt").read_text()}
     if each.part == "context":
-        from .perplexity_numerics import by_context
-
-        sample |= by_context(directory, settings.contexts, each.config.model.seq_len)
+        sample |= json.loads((directory / _BY_CONTEXT).read_text())
     return sample
 
 

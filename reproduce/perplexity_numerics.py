@@ -178,7 +178,7 @@ def _error(ours: Tensor, exact: Tensor) -> float:
     return float((ours - exact).norm() / exact.norm())
 
 
-def by_context(run: Path, contexts: tuple[int, ...], trained: int) -> dict[str, Any]:
+def by_context(device: torch.device, run: Path, contexts: tuple[int, ...]) -> dict[str, Any]:
     """Evaluate a run's last checkpoint with windows of every context up to its own, and by token position.
 
     Returns:
@@ -188,7 +188,7 @@ def by_context(run: Path, contexts: tuple[int, ...], trained: int) -> dict[str, 
     found = checkpoint.find(run)
     config, _ = read_run(found)
     corpus = prepare_corpus(config.data, quiet=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trained = config.model.seq_len
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     _, attention = resolve_attention("auto", device=device, dtype=dtype, head_dim=config.model.head_dim)
     state = checkpoint.load_weights(found, device)

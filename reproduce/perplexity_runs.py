@@ -38,8 +38,8 @@ class Settings:
     code_tokenizer: str = "gpt2"
     cache_dir: str = "data/cache"
     runs: str = "runs/perplexity"
-    # Minutes to plan for, on all GPUs together: the time of a step is measured first, and `steps` and `context_steps`
-    # are lowered so that all runs of the chosen parts fit. 0: as they are.
+    # Minutes to plan for, on all GPUs together: the time of a step is measured first, and the steps of
+    # every part are lowered so that all runs of the chosen parts fit. 0: as they are.
     budget: float = 0.0
     # Names of the runs to make, such as flash,naive; if empty, all of the chosen parts.
     only: tuple[str, ...] = ()
