@@ -8,7 +8,7 @@ from . import plots
 from .attention_figures import tflops
 from .contenders import FUSED, NANOGPT, NANOGPT_BIASES
 from .experiment import Results, pick
-from .perplexity_figures import draw_tokens, runs
+from .perplexity_figures import draw_clock, draw_gaps, draw_tokens, runs
 from .training_figures import find, rate
 
 # In drawing order: ours is last, so that it lies on top.
@@ -30,22 +30,21 @@ OTHERS = "#9aa3ad"
 
 
 def draw(attention: Results, training: Results, path: Path, perplexity: Results | None = None) -> None:
-    """Draw a panel each of speed, memory and training, and one of loss curves where they were measured.
+    """Draw a panel each of speed, memory and training, and a row of loss curves where they were measured.
 
     `attention` and `training` are results of one GPU; `perplexity` may be another's, since curves against tokens do
     not depend on it.
     """
-    panels = 3 if perplexity is None else 4
-    with plots.picture(path, panels, columns=2 + panels % 2, title=f"On one {attention['device']}") as axes:
+    title = f"On one {attention['device']}"
+    if perplexity:
+        title += f"; the loss of GPT-2 small on one {perplexity['device']}"
+    with plots.picture(path, 3 if perplexity is None else 6, title=title) as axes:
         _draw_rates(axes[0], attention)
         _draw_memory(axes[1], attention)
         _draw_steps(axes[2], training)
         if perplexity:
-            draw_tokens(axes[3], runs(perplexity, "gpt2"))
-            elsewhere = perplexity["device"] != attention["device"]
-            axes[3].set_title("The loss curve is the same")
-            if elsewhere:
-                axes[3].set_xlabel(f"M tokens, on an {perplexity['device']}")
+            for axis, panel in zip(axes[3:], (draw_tokens, draw_clock, draw_gaps), strict=True):
+                panel(axis, runs(perplexity, "gpt2"))
 
 
 def _draw_rates(axis: plots.Axes, results: Results) -> None:

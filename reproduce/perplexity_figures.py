@@ -172,9 +172,9 @@ def draw(results: Results, path: Path) -> None:
     compared, trained = runs(results, "gpt2"), runs(results, "context")
     panels = []
     if compared:
-        panels += [draw_tokens, _draw_clock]
+        panels += [draw_tokens, draw_clock]
     if BASELINE in compared and len(compared) > 1:
-        panels += [_draw_gaps]
+        panels += [draw_gaps]
     if trained:
         panels += [_draw_contexts]
     if any(run.get("cut") for run in trained.values()):
@@ -198,7 +198,7 @@ def _style(name: str) -> dict:
 
 
 def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
-    """Validation loss against tokens: the panel that README's picture has too."""
+    """Validation loss against tokens: this panel and the next two are in README's picture too."""
     for name, run in compared.items():
         tokens = [step * run["batch_tokens"] / 1e6 for step, _ in run["validation"]]
         axis.plot(tokens, [loss for _, loss in run["validation"]], **_style(name))
@@ -207,7 +207,7 @@ def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     plots.legend(axis)
 
 
-def _draw_clock(axis: plots.Axes, compared: dict[str, Sample]) -> None:
+def draw_clock(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     for name, run in compared.items():
         if speed := run["tokens_per_second"]:
             minutes = [step * run["batch_tokens"] / speed / 60 for step, _ in run["validation"]]
@@ -215,22 +215,21 @@ def _draw_clock(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     axis.set(title="... on another clock", xlabel="minutes of training", ylabel="validation loss (nats)")
 
 
-def _draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
-    base = dict(map(tuple, compared[BASELINE]["validation"]))
+def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
+    """How far a run is above naive; one of other weights, above the run that differs in nothing else."""
     for name, run in compared.items():
-        if name == BASELINE:
+        other = compared.get(dict(SEEDS).get(name, BASELINE))
+        if other is None or name == BASELINE:
             continue
-        # A run of other weights is compared with the one that differs in nothing else.
-        pair = dict(SEEDS).get(name, BASELINE)
-        theirs = dict(map(tuple, compared.get(pair, compared[BASELINE])["validation"])) if pair else base
+        theirs = dict(map(tuple, other["validation"]))
         points = [
-            (step * run["batch_tokens"] / 1e6, abs(loss - theirs[step]))
+            (step * run["batch_tokens"] / 1e6, loss - theirs[step])
             for step, loss in run["validation"]
             if step in theirs
         ]
         axis.plot(*zip(*points, strict=True), **_style(name))
-    axis.set_yscale("log")
-    axis.set(title="How far apart", xlabel="M tokens", ylabel="|difference from naive| (nats)")
+    axis.axhline(0, **{**_style(BASELINE), "label": None})
+    axis.set(title="How far apart", xlabel="M tokens", ylabel="validation loss above naive's (nats)")
     plots.legend(axis)
 
 
