@@ -5,8 +5,9 @@ longer context lowers it. Every run is one of the trainer's own, in its own proc
 with several GPUs, one on each. A run that is cut saves itself, and the same command continues it.
 
 Five parts:
-    gpt2      GPT-2 small on English text; attention alone differs. Two controls say how close is the same: naive with
-              another micro-batch (the same mathematics, rounded in another order), and flash with other weights.
+    gpt2      GPT-2 small on English text; attention alone differs. Controls say how close is the same: naive with
+              another micro-batch (the same mathematics, rounded in another order), flash and naive with other
+              weights; and whose rounding it is: standard attention with scores in float32.
     recipe    the paper's settings: dropout 0.1, attention scaled by the layer, float16; both draw one dropout mask.
     numerics  one checkpoint evaluated with every backend, and every backend's gradients against float64's, tensor by
               tensor: what attention changes, without the noise of training (perplexity_numerics.py).

@@ -43,7 +43,8 @@ class Settings:
     budget: float = 0.0
     # Names of the runs to make, such as flash,naive; if empty, all of the chosen parts.
     only: tuple[str, ...] = ()
-    # Of the initial weights: every run has the first; one of `seed_backend`, and `context_seeds`, the second too.
+    # Of the initial weights: every run has the first; one of `seed_backend` and of naive, and `context_seeds`, the
+    # second too.
     seeds: tuple[int, ...] = (1337, 1)
     seed_backend: str = "flash"
     dtype: str = "bfloat16"
@@ -137,14 +138,18 @@ def training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
         model=replace(base.model, dropout=0.1, scale_attn_by_inverse_layer_idx=True),
         trainer=replace(base.trainer, steps=settings.recipe_steps, precision=fp16),
     )
-    reseeded = AttentionConfig(settings.seed_backend)
+    reseeded = [AttentionConfig(name) for name in dict.fromkeys((settings.seed_backend, "naive"))]
     runs = [
         TrainingRun("gpt2", "naive_half", replace(base, attention=naive, trainer=half)),
         TrainingRun("gpt2", "flash", replace(base, attention=flash)),
         TrainingRun("gpt2", "naive", replace(base, attention=naive)),
-        TrainingRun("gpt2", f"{reseeded.name}_seed", replace(base, attention=reseeded, init_seed=second)),
+        *(
+            TrainingRun("gpt2", f"{each.name}_seed", replace(base, attention=each, init_seed=second))
+            for each in reseeded
+        ),
         TrainingRun("gpt2", "sdpa", replace(base, attention=sdpa)),
         TrainingRun("gpt2", "flash_triton", replace(base, attention=replace(flash, tier="triton"))),
+        TrainingRun("gpt2", "sdpa_math", replace(base, attention=AttentionConfig("sdpa_math"))),
         TrainingRun("recipe", "recipe_naive", replace(paper, attention=naive)),
         TrainingRun("recipe", "recipe_flash", replace(paper, attention=flash)),
     ]
