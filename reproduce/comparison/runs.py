@@ -379,13 +379,16 @@ def same_tokens(first: Run, other: Run) -> bool:
 
 
 def name_runs(runs: list[Run]) -> None:
-    """Give each run a label of its own: its attention, where needed its settings, then the end of its path."""
+    """Give each run a label of its own: its attention, where needed what is set otherwise, then the end of its path."""
     labels = [run.attention for run in runs]
     differing = {key: values for key, values in differing_settings(runs).items() if key != "corpus"}
     if len(set(labels)) < len(runs) and len(differing) <= 3:
         for key, values in differing.items():
             name = key.rpartition(".")[2]
-            labels = [f"{label} {name}={value}" for label, value in zip(labels, values, strict=True)]
+            labels = [
+                label if value is None else f"{label} {name}={value}"
+                for label, value in zip(labels, values, strict=True)
+            ]
     for label in dict.fromkeys(labels):
         alike = [run for run, its in zip(runs, labels, strict=True) if its == label]
         for run, end in zip(alike, _path_ends(alike), strict=True):

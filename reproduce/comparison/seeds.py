@@ -137,7 +137,7 @@ def answer(differences: list[float], gap: float | None) -> str:
         return "not known: one seed, so no gap between seeds to hold it against"
     if mean == 0:
         return "no: equal"
-    against = f"{mean / gap:.2g} times the gap between seeds, {gap:.1e}" if gap else "seeds do not differ"
+    against = f"{mean / gap:.2g} times the gap between seeds, {gap:.2g}" if gap else "seeds do not differ"
     half = None if pairs == 1 else _half_width(differences)
     if mean <= gap:
         alike = half is not None and mean > half
@@ -145,7 +145,7 @@ def answer(differences: list[float], gap: float | None) -> str:
     if half is None:
         return f"not known: {against}, but one pair"
     if mean <= half:
-        return f"not known: {against}, but {pairs} pairs leave it open by {half:.1e} (95 %)"
+        return f"not known: {against}, but {pairs} pairs leave it open by {half:.2g} (95 %)"
     return f"yes: {against}"
 
 
@@ -193,7 +193,7 @@ def _row(group: Group) -> list[str]:
     losses, differences, speeds = group.losses, group.differences, group.speeds
     peaks = [run.peak_memory[1] for run in group.runs if run.peak_memory]
     speed = f"{statistics.fmean(speeds):,.0f}" if speeds else "-"
-    minus = _with_spread(differences, "+.1e") if differences else "-"
+    minus = _with_spread(differences, "+.2g") if differences else "-"
     return [
         group.name or "-",
         group.attention,
@@ -209,4 +209,4 @@ def _row(group: Group) -> list[str]:
 def _with_spread(values: list[float], form: str) -> str:
     """The mean and, of several values, their standard deviation."""
     mean = format(statistics.fmean(values), form)
-    return mean if len(values) == 1 else f"{mean} \N{PLUS-MINUS SIGN} {statistics.stdev(values):.1e}"
+    return mean if len(values) == 1 else f"{mean} \N{PLUS-MINUS SIGN} {statistics.stdev(values):.2g}"

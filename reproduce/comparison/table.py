@@ -100,7 +100,7 @@ def _step_split(run: Run) -> str:
 
 
 def _signed(difference: float) -> str:
-    return f"{difference:+.1e}" if difference else "equal"
+    return f"{difference:+.2g}" if difference else "equal"
 
 
 def _speed_ratio(first: Run, run: Run) -> str:

@@ -271,13 +271,13 @@ def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copie
         difference = losses[attention, seed, rate] - losses["naive", seed, rate]
         if attention == "sdpa":
             assert run.label == f"sdpa lr={rate} seed={seed}"
-            assert row[1].endswith(f"({difference:+.1e})")
+            assert row[1].endswith(f"({difference:+.2g})")
     slow, fast = (row for row in seeds.table(runs) if row[1] == "sdpa")
     assert slow[0] == "lr 0.001"
-    assert slow[3] == "3.1100 ± 1.3e-02"
-    assert slow[4].endswith(" ± 1.4e-03")
+    assert slow[3] == "3.1100 ± 0.013"
+    assert slow[4].endswith(" ± 0.0014")
     assert slow[5].startswith("no: ")
-    assert fast[5].startswith("yes: 4.9 times the gap between seeds, 2.1e-02")
+    assert fast[5].startswith("yes: 4.9 times the gap between seeds, 0.021")
     content = page(runs)
     assert "By attention, over seeds" in content
     assert len(set(re.findall(r'"colour":"(#\w+)"', content))) == 2  # one a backend
@@ -310,11 +310,11 @@ def test_a_run_missing_from_a_sweep_costs_only_its_own_pair(copies):
         (
             [0.001, 0.0011, 0.001],
             0.02,
-            "no: 0.052 times the gap between seeds, 2.0e-02; yet the same in every pair",
+            "no: 0.052 times the gap between seeds, 0.02; yet the same in every pair",
         ),
         ([0.1, 0.101, 0.099], 0.02, "yes: 5 times"),
-        ([0.1, -0.02], 0.02, "not known: 2 times the gap between seeds, 2.0e-02, but 2 pairs leave it open"),
-        ([0.1], 0.02, "not known: 5 times the gap between seeds, 2.0e-02, but one pair"),
+        ([0.1, -0.02], 0.02, "not known: 2 times the gap between seeds, 0.02, but 2 pairs leave it open"),
+        ([0.1], 0.02, "not known: 5 times the gap between seeds, 0.02, but one pair"),
         ([0.1], None, "not known: one seed"),
         ([0.0, 0.0], 0.02, "no: equal"),
         ([0.0, float("nan")], 0.02, "not known: a loss is not finite"),
