@@ -379,7 +379,7 @@ def same_tokens(first: Run, other: Run) -> bool:
 
 
 def name_runs(runs: list[Run]) -> None:
-    """Give each run a label of its own: its attention, where needed what is set otherwise, then the end of its path."""
+    """Give each run a label of its own: its attention, where needed what it sets otherwise, then its path's end."""
     labels = [run.attention for run in runs]
     differing = {key: values for key, values in differing_settings(runs).items() if key != "corpus"}
     if len(set(labels)) < len(runs) and len(differing) <= 3:
