@@ -331,6 +331,7 @@ def _judge_runs(results: Results) -> list[Verdict]:
         )
         if not passed:
             why += _whose_rounding(results, name)
+        side = "lower" if final_loss(compared[name]) < final_loss(base) else "higher"
         tokens = base["steps"] * base["batch_tokens"] / 1e6
         found.append(
             judged(
@@ -338,8 +339,8 @@ def _judge_runs(results: Results) -> list[Verdict]:
                 f"validation curve of {NAMES[name]} against naive, {base['parameters'] / 1e6:.0f} M parameters, "
                 f"{tokens:.0f} M tokens",
                 "the curves coincide",
-                f"{math.exp(final_loss(compared[name])):.2f} and {math.exp(final_loss(base)):.2f} perplexity; "
-                f"{end:.4f} nats apart at the end, {later:.4f} over the second half",
+                f"{math.exp(final_loss(compared[name])):.2f} and {math.exp(final_loss(base)):.2f} perplexity: "
+                f"{end:.4f} nats {side} at the end, {later:.4f} apart over the second half",
                 None,
                 passed,
                 why,
