@@ -49,6 +49,11 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
     @property
+    def qkv_rows(self) -> list[int]:
+        """Rows of c_attn that compute q, k and v, in this order."""
+        return [self.n_embd] * 3
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding matrix: vocab_size rounded up to 64, the width GPU matrix products want."""
         return -(-self.vocab_size // 64) * 64

@@ -263,6 +263,18 @@ def test_the_task_returns_the_validation_loss(started, tiny, tmp_path):
     assert returned == [json.loads((tmp_path / "run/summary.json").read_text())["val/loss"]]
 
 
+def test_muon_and_wsd_train_from_the_command_line_and_differ_from_adamw(started, tiny, tmp_path):
+    settings = [*tiny, "trainer.steps=40", "optimizer.lr=1e-2"]
+    assert started(train.main, *settings, "hydra.run.dir=adamw") == 0
+    assert started(train.main, *settings, "hydra.run.dir=muon", "optimizer=muon", "schedule=wsd") == 0
+    adamw, muon = (losses(tmp_path / name) for name in ("adamw", "muon"))
+    assert adamw[0] == muon[0]  # before any step
+    assert adamw[1] != muon[1]
+    assert muon[-1] < muon[0] - 1.0
+    rates = measured(tmp_path / "muon", "train/learning_rate")
+    assert float(rates[32]) == 1e-2 > float(rates[33]) > float(rates[40]) == 0.0
+
+
 def test_resuming_takes_optimizer_settings_from_the_command_line(started, tiny, tmp_path):
     assert started(train.main, *tiny, "hydra.run.dir=a") == 0
     changed = [*tiny, "trainer.steps=20", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.6]"]

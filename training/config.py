@@ -275,6 +275,7 @@ class Config:
     def __post_init__(self) -> None:
         # Not in ScheduleConfig: Hydra takes the defaults from an instance, which does not have the user's decay yet.
         self.schedule.final_fraction = self.schedule.resolved_final_fraction
+        self.schedule.decay_fraction = self.schedule.resolved_decay_fraction
         if self.trainer.batch_tokens % self.model.seq_len:
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is not a multiple of "

@@ -1,23 +1,33 @@
-"""AdamW, and which parameters weight decay touches."""
+"""AdamW, or Muon beside it, and which parameters weight decay touches."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 
+class OptimizerName(Enum):
+    adamw = "adamw"  # Loshchilov & Hutter 2019, arXiv 1711.05101
+    muon = "muon"  # Jordan 2024, for the matrices of the blocks; AdamW for all else
+
+
 @dataclass
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+    """AdamW, or Muon beside it (training/muon.py); both take the same learning rate and weight decay."""
 
+    # Which; `optimizer=muon` says the same.
+    name: OptimizerName = OptimizerName.adamw
     # Peak learning rate; the schedule scales it.
     lr: float = 6e-4
-    # Decay of the moments: of the mean, and of the mean square.
+    # Decay of AdamW's moments: of the mean, and of the mean square.
     betas: tuple[float, float] = (0.9, 0.95)
+    # Decay of Muon's mean of the gradients; AdamW has none.
+    momentum: float = 0.95
     # Added to the root of the mean square.
     eps: float = 1e-8
     # Decoupled from the gradient: a weight shrinks by lr * weight_decay a step. Biases and norms do not.
@@ -35,6 +45,8 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.weight_decay is {self.weight_decay}; it must be a finite number, 0 or more."
             )
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optimizer.momentum is {self.momentum}; it must be in [0, 1).")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas is {list(self.betas)}; it must be two numbers in [0, 1).")
 
@@ -42,19 +54,15 @@ class OptimizerConfig:
 def parameter_groups(
     model: torch.nn.Module, weight_decay: float, decay_embeddings: bool = False
 ) -> list[dict]:
-    """Split the parameters into decayed (matrices) and not decayed (biases, norms, by default embeddings).
+    """Split the parameters into decayed (matrices) and not decayed (biases, norms, sinks, by default embeddings).
 
     A tied output head is the embedding's own parameter, so it follows the embedding.
     """
     from torch import nn
 
-    kept = (nn.LayerNorm,) if decay_embeddings else (nn.LayerNorm, nn.Embedding)
-    undecayed = {
-        id(parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(module, kept) or name.endswith("bias")
-    }
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    undecayed = set() if decay_embeddings else embeddings
+    undecayed |= {id(parameter) for parameter in model.parameters() if parameter.dim() < 2}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in trained if id(p) not in undecayed], "weight_decay": weight_decay},
@@ -62,22 +70,28 @@ def parameter_groups(
     ]
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW in torch's fused form, which CPU and CUDA both have, with its moments.
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that `config` names, with its moments.
 
     The moments are allocated here, not in the first step: a run that has no room for them ends before it compiles,
     and the peak memory seen while CUDA graphs are recorded includes them. The allocator sees nothing of what a replay
     uses: for GPT-2 small it reported 7.9 GiB, where it reports 8.8 without graphs.
     """
+    groups = parameter_groups(model, config.weight_decay, config.decay_embeddings)
+    if config.name is OptimizerName.adamw:
+        return adamw(groups, config)
+    from .muon import MuonAdamW, matrices
+
+    rows = matrices(model)
+    others = [{**group, "params": [p for p in group["params"] if p not in rows]} for group in groups]
+    return MuonAdamW(rows, adamw(others, config), config.lr, config.weight_decay, config.momentum)
+
+
+def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW in torch's fused form, which CPU and CUDA both have."""
     import torch
 
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay, config.decay_embeddings),
-        lr=config.lr,
-        betas=tuple(config.betas),
-        eps=config.eps,
-        fused=True,
-    )
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {

@@ -33,6 +33,8 @@ _RESOLVED = {
     "compiled": "trainer.compile",
     "world_size": "",
 }
+# What a checkpoint stands for that says nothing of them, being older than these settings.
+_NEW_SETTINGS = {"optimizer.name": "adamw"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Start:
     def checked(self, config: Config, corpus: Corpus, facts: dict[str, Any]) -> Start:
         """With what has changed. Raises ConfigError where this run would not continue that one."""
         run_dir = self.checkpoint.parent.parent
-        was, now = flatten(self.identity), flatten(identity(config, corpus))
+        was, now = _NEW_SETTINGS | flatten(self.identity), flatten(identity(config, corpus))
         if was["corpus"] == corpus.directory.name:  # as checkpoints had it before they had the tokens' hash
             was["corpus"] = now["corpus"]
         if differing := [name for name in now if was.get(name) != now[name]]:
@@ -132,6 +134,7 @@ def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
         "seed": config.seed,
         "data.block_len": config.data.block_len,
         "trainer.batch_tokens": config.trainer.batch_tokens,
+        "optimizer.name": config.optimizer.name.value,
         "optimizer.decay_embeddings": config.optimizer.decay_embeddings,
     }
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, contents, having, killed, steps_saved
@@ -17,6 +18,7 @@ from training.config import (
     ConfigError,
     OptimizerConfig,
 )
+from training.optimizer import OptimizerName
 from training.schedule import ScheduleConfig
 from training.trainer import Trainer, train
 
@@ -251,3 +253,29 @@ def test_a_damaged_record_does_not_prevent_resuming(config, tmp_path, text):
         file.write("9," + "\0" * 40)
     train(having(config, keep_best=True, steps=9, resume=str(tmp_path)), tmp_path)
     assert sorted(measured(tmp_path, "train/loss")) == list(range(1, 10))
+
+
+def test_a_resumed_run_with_muon_ends_with_the_same_weights_and_moments(config, tmp_path):
+    config = replace(config, optimizer=OptimizerConfig(name=OptimizerName.muon))
+    train(config, tmp_path / "whole")
+    train(having(config, steps=8, save_every=3), tmp_path / "cut")
+    start = tmp_path / "cut/checkpoints/step-00000006"
+    train(having(config, resume=str(start)), tmp_path / "resumed")
+    whole, resumed = (checkpoint.find(tmp_path / name) for name in ("whole", "resumed"))
+    assert (whole / checkpoint.WEIGHTS).read_bytes() == (resumed / checkpoint.WEIGHTS).read_bytes()
+    states = [checkpoint.load_training(each, "cpu")["optimizer"]["state"] for each in (whole, resumed)]
+    for ours, theirs in zip(*(state.values() for state in states), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
+    assert any("momentum_buffer" in state for state in states[0].values())
+
+
+def test_a_run_cannot_change_its_optimizer_and_an_older_checkpoint_is_adamws(config, tmp_path):
+    train(config, tmp_path / "a")
+    goes_on = having(config, steps=9, resume=str(tmp_path / "a"))
+    with pytest.raises(ConfigError, match=r"trained with optimizer\.name=adamw, but .* optimizer\.name=muon"):
+        train(replace(goes_on, optimizer=OptimizerConfig(name=OptimizerName.muon)), tmp_path / "b")
+    file = checkpoint.find(tmp_path / "a") / "training.pt"
+    state = torch.load(file)
+    del state["identity"]["optimizer.name"]
+    torch.save(state, file)
+    assert train(goes_on, tmp_path / "c")["steps"] == 9
