@@ -13,15 +13,29 @@ if TYPE_CHECKING:  # a checker reads neither __getattr__ nor a computed __all__
     from .fused import FusedGPT, FusedLayers
     from .gpt import GPT
     from .huggingface import from_huggingface, to_huggingface
+    from .modern import FusedModernGPT, ModernGPT, build_gpt
 
 _HOME = {
     "GPT": "gpt",
     "FusedGPT": "fused",
     "FusedLayers": "fused",
+    "ModernGPT": "modern",
+    "FusedModernGPT": "modern",
+    "build_gpt": "modern",
     "from_huggingface": "huggingface",
     "to_huggingface": "huggingface",
 }
-__all__ = ["GPT", "FusedGPT", "FusedLayers", "GPTConfig", "from_huggingface", "to_huggingface"]
+__all__ = [
+    "GPT",
+    "FusedGPT",
+    "FusedLayers",
+    "FusedModernGPT",
+    "GPTConfig",
+    "ModernGPT",
+    "build_gpt",
+    "from_huggingface",
+    "to_huggingface",
+]
 
 
 def __getattr__(name: str):

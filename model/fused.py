@@ -78,11 +78,11 @@ class FusedGPT(GPT):
         self.layers = layers
         super().__init__(config, attention, **options)
 
-    def make_block(self, layer: int, attention: AttentionFn, packed: AttentionFn | None) -> FusedBlock:
+    def make_block(self, layer: int, attention: AttentionFn, packed: AttentionFn | None) -> Block:
         return FusedBlock(self.config, layer, attention, packed, self.layers)
 
     def embed(self, tokens: Tensor, start: int, seeds: Seeds) -> Stream:  # type: ignore[override]
-        x = self.layers.embedding(tokens, self.wte.weight) + self.wpe.weight[start : start + tokens.size(1)]
+        x = self.with_positions(self.layers.embedding(tokens, self.wte.weight), start)
         return Stream(x if seeds[0] is None else self.layers.dropout(x, self.config.dropout, seeds[0]))
 
     def final_norm(self, stream: Stream) -> Tensor:  # type: ignore[override]

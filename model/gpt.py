@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .cache import KVCache
 from .config import GPTConfig
+from .maps import attention_maps
 
 AttentionFn = Callable[..., Tensor]  # GPT's docstring says what it must do
 LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as cross_entropy below
@@ -55,11 +56,7 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         """(B, T, C) -> (B, T, C), all but the projection."""
         B, T, C = x.shape
-        options: dict[str, Any] = {"causal": True, "scale": self.scale}
-        if self.training and self.dropout > 0.0:
-            options |= {"dropout_p": self.dropout, "dropout_seed": dropout_seed}
-        if cu_seqlens is not None:
-            options["cu_seqlens"] = cu_seqlens
+        options = self.options(dropout_seed, cu_seqlens)
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
         if self.packed is not None and cache is None:
             out = self.packed(qkv, **options)  # (B, H, T, D)
@@ -70,6 +67,15 @@ class CausalSelfAttention(nn.Module):
                 k, v = cache.append(self.layer, k, v)
             out = self.attention(q, k, v, **options)  # (B, H, T, D)
         return out.transpose(1, 2).reshape(B, T, C)
+
+    def options(self, dropout_seed: Tensor | None, cu_seqlens: Tensor | None) -> dict[str, Any]:
+        """What the attention is called with."""
+        options: dict[str, Any] = {"causal": True, "scale": self.scale}
+        if self.training and self.dropout > 0.0:
+            options |= {"dropout_p": self.dropout, "dropout_seed": dropout_seed}
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = cu_seqlens
+        return options
 
 
 class MLP(nn.Module):
@@ -161,12 +167,18 @@ class GPT(nn.Module):
             )
         self.config = config
         self.loss = loss
+        self.build(attention, packed)
+        if not self.wte.weight.is_meta:
+            self.init_weights(generator or torch.Generator().manual_seed(0))
+
+    def build(self, attention: AttentionFn, packed: AttentionFn | None) -> None:
+        config = self.config
+        if config.switches:
+            raise ValueError(f"{', '.join(config.switches)}: GPT-2 has no such part; model.build_gpt does")
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)  # also the output projection
         self.wpe = Embedding(config.seq_len, config.n_embd)
         self.h = nn.ModuleList(self.make_block(layer, attention, packed) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        if not self.wte.weight.is_meta:
-            self.init_weights(generator or torch.Generator().manual_seed(0))
 
     def make_block(self, layer: int, attention: AttentionFn, packed: AttentionFn | None) -> Block:
         return Block(self.config, layer, attention, packed)
@@ -184,7 +196,7 @@ class GPT(nn.Module):
                 draw = torch.empty(parameter.shape, device=generator.device)
                 parameter.copy_(draw.normal_(0.0, std, generator=generator))
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
         self.wte.weight[self.config.vocab_size :] = 0.0
 
     def forward(
@@ -241,8 +253,11 @@ class GPT(nn.Module):
 
     def embed(self, tokens: Tensor, start: int, seeds: Seeds) -> Tensor:
         """(B, T) at positions from `start` on -> (B, T, C)."""
-        x = self.wte(tokens) + self.wpe.weight[start : start + tokens.size(1)]
+        x = self.with_positions(self.wte(tokens), start)
         return F.dropout(x, self.config.dropout, self.training)
+
+    def with_positions(self, x: Tensor, start: int) -> Tensor:
+        return x + self.wpe.weight[start : start + x.size(1)]
 
     def final_norm(self, x: Tensor) -> Tensor:
         return self.ln_f(x)
@@ -250,6 +265,10 @@ class GPT(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., vocab_size): the padding of the vocabulary is cut off."""
         return F.linear(hidden, self.wte.weight)[..., : self.config.vocab_size]
+
+    def attention_maps(self, tokens: Tensor) -> Tensor:
+        """What each query of tokens (B, T) looks at: (n_layer, B, n_head, T, T), see model/maps.py."""
+        return attention_maps(self, tokens)
 
     def num_parameters(self, *, position_embeddings: bool = True) -> int:
         """Parameters as published: tied weights once, without the padding of the vocabulary."""

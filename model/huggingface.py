@@ -2,6 +2,8 @@
 
 Two layouts differ. transformers keeps its projections as Conv1D, weights (in, out) where Linear has (out, in), and
 it does not pad the vocabulary. Names are the same but for the prefix `transformer.` and the tied `lm_head.weight`.
+
+A model with rope, rmsnorm and mlp=swiglu, grouped heads or not, is a Llama with biases, and is written as one.
 """
 
 import os
@@ -14,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .config import GPTConfig
+from .config import GPTConfig, MLPKind
 from .gpt import GPT, AttentionFn
 
 if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+# Switches that a Llama has, and of those the one that it need not have.
+_LLAMA = {"rope": True, "rmsnorm": True, "mlp": MLPKind.swiglu}
+_LLAMA_TOO = "n_kv_head"
 # what GPT computes and a transformers config may ask otherwise
 _REQUIRED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -74,14 +79,18 @@ def from_huggingface(
     return model
 
 
-def to_huggingface(model: GPT) -> "GPT2LMHeadModel":
+def to_huggingface(model: GPT) -> "GPT2LMHeadModel | LlamaForCausalLM":
     """A GPT2LMHeadModel, float32 on the CPU, that computes what model does, dropout included if it is in training
     mode; its save_pretrained writes it out. Only config.document_end has no equivalent there: it sees across
     documents.
+
+    With switches a LlamaForCausalLM, which drops nothing; ValueError names a switch that neither format has.
     """
     for wrapped in ("module", "_orig_mod"):  # by DistributedDataParallel, by torch.compile
         model = getattr(model, wrapped, model)
     config = model.config
+    if config.switches:
+        return _to_llama(model)
     with _transformers_imports():
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -103,6 +112,67 @@ def to_huggingface(model: GPT) -> "GPT2LMHeadModel":
         )
     theirs.load_state_dict(_to_their_names(model.state_dict(), config))
     return theirs.train(model.training)
+
+
+def _to_llama(model: GPT) -> "LlamaForCausalLM":
+    config = model.config
+    if missing := [name for name, value in _LLAMA.items() if config.switches.get(name) != value]:
+        raise ValueError(
+            f"{', '.join(config.switches)}: GPT-2's format has no such part, and Llama's only together with "
+            f"{', '.join('mlp=swiglu' if name == 'mlp' else name for name in missing)}"
+        )
+    unknown = sorted(config.switches.keys() - _LLAMA.keys() - {_LLAMA_TOO})
+    unknown += ["scale_attn_by_inverse_layer_idx"] * config.scale_attn_by_inverse_layer_idx
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: neither GPT-2's format nor Llama's has such a part")
+    with _transformers_imports():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        theirs = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.n_embd,
+                intermediate_size=config.mlp_width,
+                num_hidden_layers=config.n_layer,
+                num_attention_heads=config.n_head,
+                num_key_value_heads=config.kv_heads,
+                max_position_embeddings=config.seq_len,
+                rms_norm_eps=model.ln_f.eps,
+                rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+                attention_bias=True,
+                mlp_bias=True,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+    theirs.load_state_dict(_to_llamas_names(model.state_dict(), config))
+    return theirs.train(model.training)
+
+
+def _to_llamas_names(ours: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    embedding = ours["wte.weight"][: config.vocab_size]
+    state = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+    state["model.norm.weight"] = ours["ln_f.weight"]
+    names = {
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+        "attn.c_proj": "self_attn.o_proj",
+        "mlp.c_gate": "mlp.gate_proj",
+        "mlp.c_fc": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    }
+    for name, tensor in ours.items():
+        if not name.startswith("h."):
+            continue
+        _, layer, part = name.split(".", 2)
+        part, _, kind = part.rpartition(".")
+        if part == "attn.c_attn":
+            for which, rows in zip("qkv", tensor.split(config.qkv_rows), strict=True):
+                state[f"model.layers.{layer}.self_attn.{which}_proj.{kind}"] = rows
+        else:
+            state[f"model.layers.{layer}.{names[part]}.{kind}"] = tensor
+    return state
 
 
 def _load(directory: Path) -> "GPT2LMHeadModel":

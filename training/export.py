@@ -1,7 +1,8 @@
 """A run as a Hugging Face folder: `python -m training.export RUN FOLDER`.
 
-The folder holds the weights as GPT-2's in safetensors, the tokenizer, and generation settings that are those of
-sample.py, so `transformers.pipeline("text-generation", FOLDER)` continues text at once.
+The folder holds the weights as GPT-2's in safetensors (with model.rope, rmsnorm and mlp=swiglu as Llama's), the
+tokenizer, and generation settings that are those of sample.py, so `transformers.pipeline("text-generation", FOLDER)`
+continues text at once.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def export(run: Path, folder: Path, tokenizer_name: str | None = None) -> None:
         tokenizer = tokenizer_of(encoding, model.config.seq_len)
     except ImportError:
         raise ConfigError("training.export needs transformers: pip install transformers.") from None
+    except ValueError as error:  # a switch of the model that no format has
+        raise ConfigError(f"{run} cannot be exported: {error}.") from None
     end = encoding.eot_token
     theirs.config.bos_token_id = theirs.config.eos_token_id = theirs.config.pad_token_id = end
     theirs.generation_config = generation_of(encoding, model.config.seq_len)

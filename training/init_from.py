@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from kernels import get_attention
-from model.config import GPTConfig
+from model.config import SWITCHES, GPTConfig
 from model.huggingface import from_huggingface
 
 from . import checkpoint
@@ -23,8 +24,9 @@ from .resume import AUTO
 from .seeds import stream_seed
 
 _SIZES = ("n_layer", "n_head", "n_embd")
-# The settings that weights depend on. Dropout and the document mask are each run's own; seq_len, see with_positions.
-_SHAPE = (*_SIZES, "scale_attn_by_inverse_layer_idx")
+# The settings that weights depend on. Dropout, the document mask, and for a longer context window and rope_theta are
+# each run's own; seq_len, see with_positions.
+_SHAPE = (*_SIZES, "scale_attn_by_inverse_layer_idx", *sorted({*SWITCHES} - {"window"}))
 _GPT2_VOCABULARY = 50257
 _PRESETS = Path(__file__).parents[1] / "configs" / "model"
 
@@ -56,6 +58,8 @@ def initial_weights(config: Config) -> InitialWeights:
         needs.append(found.tokenizer)
     if needs:
         raise ConfigError(f"trainer.init_from={path} needs {' '.join(needs)}; this run has {' '.join(has)}.")
+    if config.model.rope:  # no table
+        return found
     seed = stream_seed(config.seed if config.init_seed is None else config.init_seed, "init_positions")
     ours, how = config.model.seq_len, config.trainer.init_positions
     table = with_positions(found.state["wpe.weight"], ours, how, torch.Generator().manual_seed(seed))
@@ -145,8 +149,10 @@ def _differing(theirs: GPTConfig, ours: ModelConfig) -> tuple[list[str], list[st
     return has, needs
 
 
-def _shape(config: GPTConfig) -> dict[str, int | bool]:
-    return {name: getattr(config, name) for name in _SHAPE}
+def _shape(config: GPTConfig) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in _SHAPE}
+    values["n_kv_head"] = config.switches.get("n_kv_head", "null")  # not where it is n_head
+    return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
 
 
 def _presets() -> dict[str, GPTConfig]:

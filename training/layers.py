@@ -8,17 +8,23 @@ from kernels import AttentionFn, packed_form
 from kernels.layers import check_fused
 from kernels.versions import kernels_lack
 from model.config import GPTConfig
-from model.fused import FusedGPT, FusedLayers
+from model.fused import FusedLayers
 from model.gpt import GPT, cross_entropy
+from model.modern import build_gpt
 
-from .config import Layers
+from .config import ConfigError, Layers
 
 
-def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
-    """torch or fused. Raises kernels.AttentionError when `option` asks for what the device cannot run."""
+def resolve_layers(asked: Layers, option: str, device: torch.device, lacking: str | None = None) -> Layers:
+    """torch or fused. lacking: a setting of the model that has no fused form.
+
+    Raises ConfigError or kernels.AttentionError when `option` asks for what cannot run.
+    """
     if asked is Layers.auto:
-        able = device.type == "cuda" and kernels_lack() is None
+        able = device.type == "cuda" and kernels_lack() is None and lacking is None
         return Layers.fused if able else Layers.torch
+    if asked is Layers.fused and lacking:
+        raise ConfigError(f"{option}=fused has no form for model.{lacking}: use {option}=torch or auto.")
     if asked is Layers.fused:
         check_fused(device, option)
     return asked
@@ -27,7 +33,7 @@ def resolve_layers(asked: Layers, option: str, device: torch.device) -> Layers:
 def make_gpt(
     config: GPTConfig, attention: AttentionFn, *, loss: Layers, block: Layers, generator: torch.Generator
 ) -> GPT:
-    """GPT-2 with its loss and its blocks in the layers given, which are resolved.
+    """The model with its loss and its blocks in the layers given, which are resolved.
 
     The fused layers are imported here: they import triton, which may be absent, and takes half a second.
     """
@@ -37,11 +43,11 @@ def make_gpt(
 
         options["loss"] = linear_cross_entropy
     if block is Layers.torch:
-        return GPT(config, attention, **options)
+        return build_gpt(config, attention, **options)
     from kernels.layers.dropout import dropout
     from kernels.layers.embedding import embedding
     from kernels.layers.linear_add_norm import dropout_add_norm
     from kernels.layers.linear_gelu import linear_gelu
 
     layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout)
-    return FusedGPT(config, attention, layers, **options)
+    return build_gpt(config, attention, layers=layers, **options)

@@ -15,6 +15,7 @@ from data.loader import Corpus
 from data.tokenizer import findable, load_tokenizer
 from kernels import attention_tier, bind, resolve_attention
 from model.gpt import GPT, AttentionFn
+from model.modern import build_gpt
 
 from .config import Config, ConfigError, Layers, ModelConfig
 from .corpus import prepare_corpus
@@ -69,7 +70,7 @@ class Plan:
     def shape(self) -> GPT:
         """The model without memory."""
         with torch.device("meta"):
-            return GPT(self.config.model, self.how.attention_fn)
+            return build_gpt(self.config.model, self.how.attention_fn)
 
     def facts(self) -> dict[str, Any]:
         """What was resolved, as facts.json has it."""
@@ -136,6 +137,7 @@ def _computation(config: Config, ranks: World) -> Computation:
         "head_dim": config.model.head_dim,
         "tier": config.attention.tier,
         "dropout_p": config.model.dropout,
+        **config.model.attention_features,
         "cu_seqlens": config.data.document_mask or None,
         "precise_delta": config.attention.precise_delta,
     }
@@ -144,7 +146,7 @@ def _computation(config: Config, ranks: World) -> Computation:
     if config.attention.precise_delta:
         attention = bind(attention, precise_delta=True)
     loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
-    block = resolve_layers(config.model.block, "model.block", ranks.device)
+    block = resolve_layers(config.model.block, "model.block", ranks.device, config.model.fused_lacks)
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
     graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from . import checkpoint
+from .config import Layers, ModelConfig
 from .console import SPREAD, changes, count, plural, speed_range
 from .environment import device_name
 from .plan import Plan
@@ -38,11 +40,12 @@ def banner(plan: Plan) -> Rows:
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {runs}"),
         ("attention", how.attention + tier + asked),
-        ("layers", f"{how.block.value} blocks, {how.loss.value} loss"),
+        ("layers", f"{how.block.value} blocks{_why(model)}, {how.loss.value} loss"),
         (
             "model",
             f"{count(plan.shape.num_parameters())} parameters: {plural(model.n_layer, 'layer')}, "
-            f"{plural(model.n_head, 'head')}, {model.n_embd} wide, vocabulary {model.vocab_size:,}",
+            f"{plural(model.n_head, 'head')}, {model.n_embd} wide, vocabulary {model.vocab_size:,}"
+            + _switches(model),
         ),
         (
             "data",
@@ -104,6 +107,20 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_bes
 def in_sweep(run_dir: Path) -> bool:
     """Whether -m made the directory: Hydra leaves multirun.yaml in the sweep's folder."""
     return (run_dir.parent / "multirun.yaml").is_file()
+
+
+def _why(model: ModelConfig) -> str:
+    """Why `auto` does not take the fused blocks, where that is the model's doing."""
+    lacking = model.fused_lacks if model.block is Layers.auto else None
+    return f" (the fused ones have no {lacking})" if lacking else ""
+
+
+def _switches(model: ModelConfig) -> str:
+    """The parts that GPT-2 does not have: ", rope, mlp swiglu"."""
+    values = (
+        (name, value.value if isinstance(value, Enum) else value) for name, value in model.switches.items()
+    )
+    return "".join(f", {name}" if value is True else f", {name} {value}" for name, value in values)
 
 
 def _epochs(number: float) -> str:

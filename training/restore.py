@@ -11,6 +11,7 @@ import torch
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from kernels import resolve_attention
 from model.gpt import GPT
+from model.modern import build_gpt
 
 from . import checkpoint
 from .config import Config, ConfigError, load_config
@@ -53,9 +54,13 @@ def load_run(
         )
     device = resolve_device(device_name, "--device ")
     _, attention = resolve_attention(
-        attention_name, device=device, dtype=torch.float32, head_dim=config.model.head_dim
+        attention_name,
+        device=device,
+        dtype=torch.float32,
+        head_dim=config.model.head_dim,
+        **config.model.attention_features,
     )
     with torch.device("meta"):
-        model = GPT(config.model, attention)
+        model = build_gpt(config.model, attention)
     model.load_state_dict(checkpoint.load_weights(found, device), assign=True)
     return model.eval(), tokenizer

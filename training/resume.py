@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ _RESOLVED = {
     "compiled": "trainer.compile",
     "world_size": "",
 }
-# What a checkpoint stands for that says nothing of them, being older than these settings.
-_NEW_SETTINGS = {"optimizer.name": "adamw"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,9 @@ class Start:
     def checked(self, config: Config, corpus: Corpus, facts: dict[str, Any]) -> Start:
         """With what has changed. Raises ConfigError where this run would not continue that one."""
         run_dir = self.checkpoint.parent.parent
-        was, now = _NEW_SETTINGS | flatten(self.identity), flatten(identity(config, corpus))
+        # Where a checkpoint is older than a setting, it was trained with the default.
+        older = {"optimizer.name": "adamw", "model": _model(GPTConfig())}
+        was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
         if was["corpus"] == corpus.directory.name:  # as checkpoints had it before they had the tokens' hash
             was["corpus"] = now["corpus"]
         if differing := [name for name in now if was.get(name) != now[name]]:
@@ -129,7 +130,7 @@ def load_state(
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
     """What must not differ on resume, so that the run continues with the batches it would have seen."""
     return {
-        "model": {f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)},
+        "model": _model(config.model),
         "corpus": corpus.fingerprint,
         "seed": config.seed,
         "data.block_len": config.data.block_len,
@@ -137,6 +138,12 @@ def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
         "optimizer.name": config.optimizer.name.value,
         "optimizer.decay_embeddings": config.optimizer.decay_embeddings,
     }
+
+
+def _model(config: GPTConfig) -> dict[str, Any]:
+    """Its settings, as a checkpoint can hold them."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
 
 
 def _record(file: Path) -> dict[str, Any]:

@@ -65,11 +65,19 @@ def draw_weights(run: Path) -> None:
     save_file(weights, file)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "ranks"])
-def test_a_pipeline_continues_a_prompt_as_sample_py_does(config, exported, tmp_path, tokenizer):
+LLAMA = {"rope": True, "rope_theta": 500.0, "rmsnorm": True, "mlp": "swiglu", "n_kv_head": 1}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "switches"),
+    [("bytes", {}), ("ranks", {}), ("bytes", LLAMA)],
+    ids=["bytes", "ranks", "llama"],
+)
+def test_a_pipeline_continues_a_prompt_as_sample_py_does(config, exported, tmp_path, tokenizer, switches):
     if tokenizer == "ranks":
         tokenizer = write_ranks(tmp_path / "own.tiktoken")
     run, folder = tmp_path / "run", tmp_path / "exported"
+    config = replace(config, model=replace(config.model, **switches))
     train(having(replace(config, data=replace(config.data, tokenizer=tokenizer)), steps=1), run)
     draw_weights(run)
     assert exported(run, folder) is None
@@ -132,6 +140,16 @@ def test_what_cannot_be_exported_is_refused_in_one_line(config, exported, tmp_pa
     train(having(masked, steps=1), tmp_path / "masked")
     refusal = exported(tmp_path / "masked", tmp_path / "to")
     assert re.fullmatch(r"error: \S+/masked was trained with data\.document_mask=true, .*", refusal)
+    for switches, said in (
+        (
+            {"qk_norm": True},
+            "qk_norm: GPT-2's format has no such part, and Llama's only together with rope, ",
+        ),
+        (LLAMA | {"sinks": True, "window": 8}, "sinks, window: neither GPT-2's format nor Llama's has such"),
+    ):
+        modern, run = replace(config, model=replace(config.model, **switches)), tmp_path / said[:5]
+        train(having(modern, steps=1), run)
+        assert exported(run, tmp_path / "to").startswith(f"error: {run} cannot be exported: {said}")
     train(having(config, steps=1), tmp_path / "run")
     assert re.fullmatch(r"error: \S+/file/to cannot be written .*", exported(tmp_path / "run", file / "to"))
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import AttentionError, resolve_attention
+from model.config import MLPKind
 from tests.conftest import measured, text_data
 from training.checkpoint import find, load_weights
 from training.config import (
@@ -19,6 +20,7 @@ from training.config import (
     Precision,
     TrainerConfig,
 )
+from training.optimizer import OptimizerConfig, OptimizerName
 from training.seeds import stream_seed
 from training.trainer import train
 
@@ -48,6 +50,33 @@ def test_backends_train_alike_in_bf16_under_compile(text_file, tmp_path, attenti
     assert summary["val/loss"] == pytest.approx(reference["val/loss"], rel=0.02)
     assert summary["perf/peak_allocated_gib"] <= summary["perf/peak_reserved_gib"]
     assert json.loads((tmp_path / attention / "environment.json").read_text())["driver"]
+
+
+SWITCHES = {
+    **{
+        "n_kv_head": 4,
+        "window": 200,
+        "window_pattern": "SSSL",
+        "softcap": 30.0,
+        "sinks": True,
+        "qk_norm": True,
+    },
+    **{"rope": True, "rmsnorm": True, "mlp": MLPKind.relu2},
+}
+
+
+@pytest.mark.parametrize("on", [*({name: value} for name, value in SWITCHES.items()), SWITCHES], ids=list)
+def test_flash_trains_the_switches_of_later_models_as_naive_does(text_file, tmp_path, on):
+    """Compiled, in CUDA graphs, with muon; the fused layers serve all but rmsnorm and mlp."""
+    runs = []
+    for attention, precision in (("naive", Precision.fp32), ("flash", Precision.bf16)):
+        switched = config(text_file, attention, precision)
+        model = replace(switched.model, **on)
+        muon = OptimizerConfig(OptimizerName.muon)
+        runs.append(train(replace(switched, model=model, optimizer=muon), tmp_path / attention))
+    assert runs[1]["attention"] == "flash"
+    assert runs[1]["block"] == ("torch" if on.keys() & {"rmsnorm", "mlp"} else "fused")
+    assert runs[1]["val/loss"] == pytest.approx(runs[0]["val/loss"], rel=0.02)
 
 
 def test_compiled_code_is_not_reused_for_another_precision(text_file, tmp_path, monkeypatch):
