@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..common import writing
 from .page import page
+from .reaching import to_loss
 from .runs import Run, find_runs
 from .table import text
 
@@ -22,9 +23,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--html", type=Path, help="where to write the page; default: compare.html beside the runs"
     )
+    parser.add_argument(
+        "--loss", type=float, help="tell the tokens and the time that each took to this validation loss"
+    )
     arguments = parser.parse_args(argv)
     runs = find_runs(arguments.runs)
     print(text(runs))
+    if arguments.loss is not None:
+        print(f"\n{to_loss(runs, arguments.loss)}\n")
     page_path = arguments.html or _common_folder(runs) / "compare.html"
     with writing(page_path, "--html FILE"):
         page_path.write_text(page(runs), encoding="utf-8")

@@ -220,9 +220,9 @@ def _relative_to(runs: list[Run]) -> str:
 
 def text(runs: list[Run]) -> str:
     """The tables and the warnings for a terminal."""
-    lines = _columns(HEADER, table(runs))
+    lines = columns(HEADER, table(runs))
     if seeds.is_sweep(runs):
-        lines += ["", *_columns(seeds.HEADER, seeds.table(runs))]
+        lines += ["", *columns(seeds.HEADER, seeds.table(runs))]
     lines += ["", *(f"! {each}" for each in warnings(runs)), *(f"  {each}" for each in notes(runs))]
     for title, differing in (
         ("settings that differ", {} if seeds.is_sweep(runs) else differing_settings(runs)),
@@ -233,7 +233,8 @@ def text(runs: list[Run]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _columns(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+def columns(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    """Lines of a table."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)) for row in [header, *rows]]
     return [line.rstrip() for line in lines]

@@ -90,6 +90,26 @@ def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
     assert "<link" not in page
 
 
+def test_the_tokens_and_the_time_to_a_loss_are_read_between_two_evaluations(copies, capsys):
+    """256 tokens a step. The second run needs half the steps, and never goes as low as 3.0."""
+    for run, losses in (("0_naive", [6.0, 4.0, 3.0]), ("1_sdpa", [4.0, 3.5, 3.1])):
+        file = copies / run / "metrics.csv"
+        lines = rows(copies / run)
+        evaluated = [row for row in lines if row["val/loss"]]
+        for number, (row, loss) in enumerate(zip(evaluated, losses, strict=True), 1):
+            row["val/loss"], row["seconds"] = loss, 100 * number
+        with file.open("w", newline="") as opened:
+            writer = csv.DictWriter(opened, lines[0])
+            writer.writeheader(), writer.writerows(lines)
+    assert main(["compare", str(copies), "--loss", "3.5"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"to validation loss 3.5 +tokens +time\n", said)
+    assert re.search(r"\nnaive +2.56 k +250 s\n", said)  # 10 steps
+    assert re.search(r"\nsdpa +2.05 k \(0.80x\) +200 s \(0.80x\)\n", said)
+    main(["compare", str(copies), "--loss", "3.0"])
+    assert re.search(r"\nsdpa +not reached\n", capsys.readouterr().out)
+
+
 def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
     runs = find_runs([str(sweep)])
     column = HEADER.index("data / fwd+bwd / opt")
