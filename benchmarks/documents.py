@@ -11,9 +11,9 @@ visible. Results are checked against float64 first, for each document size and w
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +23,9 @@ from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
 from kernels.library import compiled_flex_attention
 from reproduce import plots, timing
 from reproduce.attention import gradients, race, relative_error
-from reproduce.attention_figures import OURS, PORTABLE, milliseconds
-from reproduce.common import text_table
-from reproduce.experiment import Options, Results, Sample, pick
+from reproduce.attention_figures import OURS, PORTABLE
+from reproduce.experiment import Options, Results, Sample, Timing
+from reproduce.timing import timed, took, waited
 
 from .aims import Aim
 
@@ -35,7 +35,7 @@ DOCUMENTS, WINDOW = "documents", "window"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Timing):
     dtype: str = "bfloat16"
     tokens: int = 16384
     hidden: int = 2048
@@ -54,7 +54,7 @@ class Settings:
 
 TINY = Settings(
     dtype="float16", tokens=64, hidden=64, lengths=(64,), head_dims=(32,), documents=(20,), windows=(20,),
-    check_length=64, seconds=0.0,
+    check_length=64, processes=1, rounds=1, seconds=0.0,
 )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def run(options: Options) -> None:
             )
             if found.get("passed"):
                 right[name] = attend
-        options.sample(lambda w=workload, r=right: time_all(r, w, options), kind="time", **asdict(workload))
+        options.timed(partial(time_all, right, workload, options), kind="time", **asdict(workload))
 
 
 def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sample:
@@ -243,52 +243,9 @@ def time_all(attends: dict[str, Attend], workload: Workload, options: Options) -
     return {**race(attends, sets, options), "share": sets[0].share()}
 
 
-def waited(sample: Sample, name: str) -> bool:
-    """Whether the device waited for the host in more than a quarter of the contender's rounds.
-
-    Files from before late rounds were counted are judged by the rounds' upper quartile instead. On an H200
-    FlexAttention's was 1.11 to 2.63 times its fastest round, that of all others at most 1.02 times.
-    """
-    rounds = [math.fsum(phases) for phases in zip(*sample["ms"][name].values(), strict=True)]
-    if "late" in sample:
-        return 4 * sample["late"].get(name, 0) > len(rounds)
-    return statistics.quantiles(rounds, n=4)[2] > 1.1 * min(rounds)
-
-
 def _name(sample: Sample) -> str:
     bound = f"{sample['bound']} of {sample['size']}"
     return f"{sample['batch']} x {sample['heads']} x {sample['length']} x {sample['head_dim']}, {bound}"
-
-
-def table(results: Results) -> str:
-    """Forward / backward ms of every contender, the share of visible pairs, and which were left out and why."""
-    timed = pick(results, kind="time")
-    names = list(dict.fromkeys(name for sample in timed for name in sample["ms"]))
-    rows = []
-    for sample in timed:
-        cells = [
-            f"{milliseconds(sample, name, 'forward'):.3g} / {milliseconds(sample, name, 'backward'):.3g}"
-            if name in sample["ms"]
-            else "-"
-            for name in names
-        ]
-        rows.append([_name(sample), f"{sample['share']:.0%}", *cells])
-    lines = [text_table(["ms, forward / backward", "seen", *names], rows)]
-    waiting = [
-        f"{name}, {_name(sample)}" for sample in timed for name in sample["ms"] if waited(sample, name)
-    ]
-    lines += [f"waited for the host, so not compared: {each}" for each in waiting]
-    checked = [sample for sample in results["samples"] if sample["kind"] == "check"]
-    for bound in dict.fromkeys(sample["bound"] for sample in checked):
-        without = dict.fromkeys(s["contender"] for s in checked if s["bound"] == bound and "refused" in s)
-        lines += [f"without {bound}: {', '.join(without)}"] if without else []
-    for sample in checked:
-        why = sample.get("failed")
-        if sample.get("passed") is False:
-            why = f"wrong, so not timed: errors {sample['errors']}, limits {sample['limits']}"
-        if why:
-            lines.append(f"left out: {sample['contender']}, {sample['bound']} of {sample['size']}: {why}")
-    return "\n".join(lines)
 
 
 def draw(results: Results, path: Path) -> None:
@@ -296,16 +253,16 @@ def draw(results: Results, path: Path) -> None:
 
     Contenders for which the device waited are not drawn.
     """
-    timed = [sample for sample in pick(results, kind="time") if WHOLE in sample["ms"]]
-    shapes = list(dict.fromkeys((sample["length"], sample["head_dim"]) for sample in timed))
-    pairs = [(sample, name) for sample in timed for name in sample["ms"] if name != WHOLE]
+    whole = [sample for sample in timed(results, kind="time") if WHOLE in sample["ms"]]
+    shapes = list(dict.fromkeys((sample["length"], sample["head_dim"]) for sample in whole))
+    pairs = [(sample, name) for sample in whole for name in sample["ms"] if name != WHOLE]
     names = list(dict.fromkeys(name for sample, name in pairs if not waited(sample, name)))
     hidden = ", ".join(dict.fromkeys(name for sample, name in pairs if waited(sample, name)))
     title = f"Forward + backward with documents or windows over without, {results['device']}"
     title += f"\nnot shown where it waited for the host: {hidden}" if hidden else ""
     with plots.picture(path, max(1, len(shapes)), columns=2, title=title) as axes:
         for axis, (length, head_dim) in zip(axes, shapes, strict=False):
-            samples = [s for s in timed if (s["length"], s["head_dim"]) == (length, head_dim)]
+            samples = [s for s in whole if (s["length"], s["head_dim"]) == (length, head_dim)]
             for place, name in enumerate(names):
                 ratios = [_over_whole(sample, name) for sample in samples]
                 at = [row + 0.8 * (place + 0.5) / len(names) - 0.4 for row in range(len(samples))]
@@ -327,13 +284,13 @@ def _over_whole(sample: Sample, name: str) -> float:
     """Time of forward and backward over that of causal flash alone; NaN if not timed or if it waited for the host."""
     if name not in sample["ms"] or waited(sample, name):
         return math.nan
-    return milliseconds(sample, name, "both") / milliseconds(sample, WHOLE, "both")
+    return (took(sample, name) / took(sample, WHOLE)).median
 
 
 def aims(results: Results) -> list[Aim]:
     """Pairs that are masked out should cost nothing, and no other implementation should take less."""
     found = []
-    for sample in pick(results, kind="time"):
+    for sample in timed(results, kind="time"):
         if OURS not in sample["ms"] or waited(sample, OURS) or results["device"].startswith("CPU"):
             continue
         where = f"{_name(sample)} (causal)"
@@ -341,16 +298,16 @@ def aims(results: Results) -> list[Aim]:
             ratio, why = _over_whole(sample, OURS), f"{sample['share']:.0%} of the pairs are seen"
             found.append(Aim(f"{where}: time over no bound", f"{ratio:.2f}x", "less than 1x", ratio < 1, why))
         peers = {
-            name: milliseconds(sample, name, "both")
+            name: took(sample, name)
             for name in sample["ms"]
             if name not in (OURS, PORTABLE, WHOLE) and not waited(sample, name)
         }
         if peers:
-            best = min(peers, key=peers.get)
-            ratio = milliseconds(sample, OURS, "both") / peers[best]
+            best = min(peers, key=lambda name: peers[name].median)
+            gain = took(sample, OURS) / peers[best]
             hidden = ", ".join(name for name in sample["ms"] if waited(sample, name))
             why = f"the fastest other is {best}"
             why += f", without {hidden}, which waited for the host" if hidden else ""
             what = f"{where}: time over the fastest other's"
-            found.append(Aim(what, f"{ratio:.2f}x", "1x at most", ratio <= 1, why))
+            found.append(Aim(what, gain.shown(), "1x at most", gain.high <= 1, why))
     return found

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +30,8 @@ from kernels import AttentionError
 from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from model.gpt import LossFn, cross_entropy
 from reproduce import plots, timing
-from reproduce.attention_figures import milliseconds
-from reproduce.common import text_table
-from reproduce.experiment import Options, Results, Sample, pick
+from reproduce.experiment import Options, Results, Sample, Timing, pick
+from reproduce.timing import timed, took
 from training.precision import compiled
 
 from .aims import Aim
@@ -46,7 +44,7 @@ MOST_MEMORY = 3
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Timing):
     # Tokens per forward: 64 and 16 sequences of 1024.
     rows: tuple[int, ...] = (65536, 16384)
     # Tokens in the check against float64: more than one chunk for every contender.
@@ -64,7 +62,7 @@ class Settings:
 
 TINY = Settings(
     rows=(48, 16), check_rows=32, width=32, vocab_size=120, padded_vocab=128, dtype="float16",
-    compiler="aot_eager", seconds=0.0,
+    compiler="aot_eager", processes=1, rounds=1, seconds=0.0,
 )  # fmt: skip
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -137,7 +135,7 @@ def run(options: Options) -> None:
             if "peak_bytes" in found:
                 fit[name] = loss
         if fit:
-            options.sample(partial(time_all, fit, rows, options), kind="time", rows=rows)
+            options.timed(partial(time_all, fit, rows, options), kind="time", rows=rows)
 
 
 def check(name: str, loss: LossFn, options: Options) -> Sample:
@@ -181,7 +179,7 @@ def memory(loss: LossFn, rows: int, options: Options) -> Sample:
 
 
 def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
-    """Milliseconds of forward and backward in every round: {"ms": {contender: {phase: [...]}}, "late", "clocks"}."""
+    """`timing.race` of the contenders' forward and backward."""
     settings, device = options.settings, options.device
     count = timing.input_sets(rows * settings.width * 2, device)
     sets = [make_inputs(rows, options) for _ in range(count)]
@@ -196,19 +194,7 @@ def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
 
         return call
 
-    before = timing.clocks(device)
-    timed = timing.time_alternating(
-        {name: call_of(loss) for name, loss in losses.items()},
-        device,
-        seconds=settings.seconds,
-        warmup=0 if options.tiny else 3,
-        rounds=(1, 1) if options.tiny else (5, 100),
-    )
-    milliseconds = {
-        name: dict(zip(PHASES, ([float(f"{ms:.5g}") for ms in each] for each in phases), strict=True))
-        for name, phases in timed.ms.items()
-    }
-    return {"ms": milliseconds, "late": timed.late, "clocks": [before, timing.clocks(device)]}
+    return timing.race({name: call_of(loss) for name, loss in losses.items()}, options, PHASES)
 
 
 def memory_of(results: Results, rows: int, name: str) -> Sample:
@@ -216,48 +202,15 @@ def memory_of(results: Results, rows: int, name: str) -> Sample:
     return pick(results, kind="memory", rows=rows, contender=name)[0]
 
 
-def table(results: Results) -> str:
-    """Every contender's time, TFLOP/s, peak memory and errors, and which were left out and why."""
-    settings, lines = results["settings"], []
-    for sample in pick(results, kind="time"):
-        flops = 3 * 2 * sample["rows"] * settings["width"] * settings["padded_vocab"]
-        rows = []
-        for name, phases in sample["ms"].items():
-            ms = milliseconds(sample, name, "both")
-            split = [f"{statistics.median(each):.2f}" for each in phases.values()]
-            peak = memory_of(results, sample["rows"], name)["peak_bytes"] / 2**30
-            rows.append([name, f"{ms:.2f}", *split, f"{flops / ms / 1e9:.0f}", f"{peak:.2f}"])
-        header = [f"{sample['rows']} rows", "ms", *PHASES, "TFLOP/s", "peak GiB"]
-        lines += [text_table(header, rows), ""]
-    for sample in results["samples"]:
-        who = " ".join([sample.get("contender", "all"), sample.get("version", "")]).strip()
-        where = f"{who}, {sample.get('rows', settings['check_rows'])} rows"
-        if why := why_missing(sample):
-            lines.append(f"left out: {where}: {why}")
-        elif "errors" in sample:
-            errors = ", ".join(f"{part} {error:.1e}" for part, error in sample["errors"].items())
-            lines.append(f"{where}: relative errors {errors}")
-    return "\n".join(lines)
-
-
-def why_missing(sample: Sample) -> str | None:
-    """Why the contender drops out at this sample; None if it does not."""
-    if sample.get("out_of_memory"):
-        return "out of memory"
-    if sample.get("passed") is False:
-        return f"wrong, so not timed: errors {sample['errors']}, limits {sample['limits']}"
-    return sample.get("refused") or sample.get("failed")
-
-
 def draw(results: Results, path: Path) -> None:
     """Time by phase and peak memory of every contender, a pair of panels for each number of rows."""
-    timed = pick(results, kind="time")
-    panels = max(1, 2 * len(timed))
+    samples = timed(results, kind="time")
+    panels = max(1, 2 * len(samples))
     with plots.picture(path, panels, columns=2, title=f"Head and loss on {results['device']}") as axes:
-        for sample, times, peaks in zip(timed, axes[::2], axes[1::2], strict=False):
+        for sample, times, peaks in zip(samples, axes[::2], axes[1::2], strict=False):
             names, left = list(sample["ms"]), [0.0] * len(sample["ms"])
             for phase in PHASES:
-                widths = [statistics.median(sample["ms"][name][phase]) for name in names]
+                widths = [took(sample, name, phase).median for name in names]
                 times.barh(names, widths, left=left, height=0.6, label=phase)
                 left = [a + b for a, b in zip(left, widths, strict=True)]
             memory = [memory_of(results, sample["rows"], name) for name in names]
@@ -281,18 +234,17 @@ def draw(results: Results, path: Path) -> None:
 def aims(results: Results) -> list[Aim]:
     """As fast as torch.compile, and never the full logits in memory."""
     found = []
-    for sample in pick(results, kind="time"):
+    for sample in timed(results, kind="time"):
         if OURS not in sample["ms"]:
             continue
         where = f"{sample['rows']} rows"
-        both = {name: milliseconds(sample, name, "both") for name in sample["ms"]}
-        ratios = {name: ms / both[OURS] for name, ms in both.items()}
+        ratios = {name: took(sample, name) / took(sample, OURS) for name in sample["ms"]}
         if ratio := ratios.get(COMPILED):
             what = f"{where}: torch.compile's time over ours"
-            found.append(Aim(what, f"{ratio:.2f}x", "1x at least", ratio >= 1))
+            found.append(Aim(what, ratio.shown(), "1x at least", ratio.low >= 1))
         if ratio := ratios.get(LIGER):
             why = "it predicts the vocabulary's padding too, so it is no like for like"
-            found.append(Aim(f"{where}: Liger-Kernel's time over ours", f"{ratio:.2f}x", why=why))
+            found.append(Aim(f"{where}: Liger-Kernel's time over ours", ratio.shown(), why=why))
         memory = memory_of(results, sample["rows"], OURS)
         ratio, logits = (
             memory[key] / memory["inputs_and_gradients_bytes"] for key in ("peak_bytes", "logits_bytes")

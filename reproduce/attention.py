@@ -1,7 +1,8 @@
 """Time and peak memory of attention against length: FlashAttention Figure 3 and Tables 9-21, FlashAttention-2
 Figures 4-7, FlashAttention-3 Figures 5-6, and the shape of GPT-2 small.
 
-Every backend in `kernels.ATTENTION` that supports a workload takes part, and the papers' baseline (`standard.py`).
+Every backend in `kernels.ATTENTION` that supports a workload takes part, the papers' baseline (`standard.py`), and
+what is in `peers.py`.
 First each one's results are checked against float64: out and all gradients at up to 1024 tokens, and rows of out and
 dq at the full length, where its peak memory is measured too. Then those that passed take turns in one process to be
 timed. The forward is the one used in training: it saves what the backward needs.
@@ -10,43 +11,45 @@ timed. The forward is the one used in training: it saves what the backward needs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from kernels import ATTENTION, get_attention, history, resolve_attention
+from kernels import ATTENTION, get_attention, history
 
-from . import timing
-from .attention_figures import MASK_NAMES, draw, judge, table
-from .experiment import Options, ReproduceError, Sample
+from . import peers, timing
+from .attention_figures import MASK_NAMES, draw, judge
+from .experiment import Options, ReproduceError, Sample, Timing
+from .peers import Attend
 from .standard import NAME as STANDARD
-from .standard import hidden_scores, standard_attention
+from .standard import score_bias
 
-__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+__all__ = ["TINY", "Settings", "draw", "judge", "run"]
 
 DROPOUT = 0.1
 PADDED, DROPPED = "padding", "padding+dropout"
-HOLD_SCORES = ("sdpa_math", "naive", STANDARD)  # store the length x length scores; the most memory first
+# They store the length x length scores; the most memory first.
+HOLD_SCORES = ("sdpa_math", "naive", peers.COMPILED, STANDARD)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Timing):
     dtype: str = "bfloat16"
-    # Names in kernels.ATTENTION and "standard"; if empty, all of them.
+    # Names in kernels.ATTENTION and in peers.MAKE; if empty, all of them.
     backends: tuple[str, ...] = ()
     # fa1: batch 16, 8 heads, d 64 (Tables 9-21). fa2: 16k tokens, hidden 2048. gpt2: 12 heads, 1024, causal.
     figures: tuple[str, ...] = ("fa1", "gpt2", "fa2")
     # The most useful first.
     lengths: tuple[int, ...] = (1024, 2048, 4096, 512, 8192, 256, 128, 16384, 32768, 65536)
-    # Compiled again for every shape, which takes longer than timing all the others: timed only at GPT-2's shapes.
-    compiled: tuple[str, ...] = ("flex",)
+    # Compiled again for every shape, which takes longer than timing all the others: timed only at GPT-2's shapes and
+    # where a claim is judged, fa1's and head_dim 64 and 128 of fa2's from 1024 to 4096 tokens.
+    compiled: tuple[str, ...] = ("flex", peers.COMPILED, peers.FLEX_MASK)
     # Those of kernels.history are up to 157 times as slow as flash on an H200; chunked takes 31 s a call at 65536
     # tokens. So they are timed only at fa1's shape and up to 4096 tokens, unless `backends` names them.
     old: tuple[str, ...] = history.NAMES
-    # Measuring time per backend and workload, after warm-up; at least 3 rounds and at most 100.
-    seconds: float = 0.15
     # Size of the square matrix product whose rate is the reference for shares of the matrix rate.
     matrix_size: int = 8192
 
@@ -54,8 +57,10 @@ class Settings:
 # In float16, so that flash runs on a CPU too: Triton's interpreter gets bfloat16 products wrong.
 TINY = Settings(
     dtype="float16",
-    backends=(STANDARD, "flash", "sdpa"),
+    backends=(STANDARD, "flash", "sdpa", *peers.APPROXIMATE),
     lengths=(64,),
+    processes=1,
+    rounds=1,
     seconds=0.0,
     matrix_size=128,
 )
@@ -126,25 +131,28 @@ class Inputs:
             )
             self.kv_lengths = lengths.to(device, torch.int32)
         self.dropout_p = DROPOUT if workload.mask == DROPPED else 0.0
-        self.hidden: torch.Tensor | None = None  # only the baseline takes its mask as a tensor
+        self._bias: torch.Tensor | None = None
+
+    def bias(self) -> torch.Tensor | None:
+        """The mask as a tensor (`score_bias`), made once: some take it in that form."""
+        if self._bias is None:
+            self._bias = score_bias(self.qkv[0].detach(), self.workload.causal, self.kv_lengths)
+        return self._bias
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype, as new autograd leaves."""
         other = Inputs.__new__(Inputs)
         other.__dict__.update(self.__dict__)
         other.qkv = [x.detach().to(dtype).requires_grad_() for x in self.qkv]
-        other.d_out = self.d_out.to(dtype)
+        other.d_out, other._bias = self.d_out.to(dtype), None
         return other
 
 
-Attend = Callable[[Inputs, int], torch.Tensor]
-
-
-def attend_with(backend: str) -> Attend:
-    """`backend` as a function (inputs, dropout seed) -> out."""
-    if backend == STANDARD:
-        return _standard
-    function = get_attention(backend)
+def attend_with(name: str) -> Attend:
+    """The contender as a function (inputs, dropout seed) -> out."""
+    if name in peers.MAKE:
+        return peers.MAKE[name]()
+    function = get_attention(name)
 
     def attend(inputs: Inputs, seed: int) -> torch.Tensor:
         features: dict[str, object] = {}
@@ -155,13 +163,6 @@ def attend_with(backend: str) -> Attend:
         return function(*inputs.qkv, causal=inputs.workload.causal, **features)
 
     return attend
-
-
-def _standard(inputs: Inputs, seed: int) -> torch.Tensor:
-    workload, (q, k, v) = inputs.workload, inputs.qkv
-    if inputs.hidden is None and (workload.causal or inputs.kv_lengths is not None):
-        inputs.hidden = hidden_scores(workload.length, workload.causal, inputs.kv_lengths, q.device)
-    return standard_attention(q, k, v, hidden=inputs.hidden, dropout_p=inputs.dropout_p)
 
 
 def gradients(attend: Attend, inputs: Inputs, seed: int = 0) -> list[torch.Tensor]:
@@ -227,7 +228,7 @@ def memory(backend: str, workload: Workload, dtype: torch.dtype, device: torch.d
     return {
         "peak_bytes": peak,
         "basis": "torch.cuda.max_memory_allocated" if device.type == "cuda" else "torch's CPU allocations",
-        "row_errors": _row_errors(inputs, out, grads[0]),
+        "row_errors": {} if backend in peers.APPROXIMATE else _row_errors(inputs, out, grads[0]),
         "finite": all(bool(torch.isfinite(x).all()) for x in (out, *grads)),
     }
 
@@ -258,7 +259,7 @@ def _row_errors(inputs: Inputs, out: torch.Tensor, dq: torch.Tensor) -> dict[str
 
 
 def time_all(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
-    """`race` of the backends: milliseconds of forward and backward in every round.
+    """`timing.race` of the backends' forward and backward.
 
     If memory runs out, the backends that store the scores are dropped one after another, in HOLD_SCORES' order.
     """
@@ -275,21 +276,21 @@ def time_all(backends: list[str], workload: Workload, options: Options, dtype: t
 
 
 def _time(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
-    device = options.device
-    sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(workload.bytes, device))]
+    sets = input_sets(workload, dtype, options.device)
     return race({backend: attend_with(backend) for backend in backends}, sets, options)
+
+
+def input_sets(workload: Workload, dtype: torch.dtype, device: torch.device) -> list[Inputs]:
+    """Inputs to be used in rotation, so many that none is in the cache when its turn comes."""
+    return [Inputs(workload, dtype, device) for _ in range(timing.input_sets(workload.bytes, device))]
 
 
 def race(
     attends: Mapping[str, Callable[[Any, int], torch.Tensor]], sets: list[Any], options: Options
 ) -> Sample:
-    """Time attention functions in turns: {"ms": {name: {"forward": [...], "backward": [...]}}, "late", "clocks"}.
+    """`timing.race` of attention functions (inputs, number of the turn) -> out, forward and backward.
 
-    "late" is as in `timing.Timed`; "clocks" are nvidia-smi's before and after.
-
-    Args:
-        attends: functions (inputs, number of the turn) -> out.
-        sets: inputs for them, used in rotation; `qkv` holds the autograd leaves, `d_out` the output's gradient.
+    sets: inputs for them, used in rotation; `qkv` holds the autograd leaves, `d_out` the output's gradient.
     """
 
     def call_of(attend: Callable[[Any, int], torch.Tensor]) -> timing.Call:
@@ -302,23 +303,8 @@ def race(
 
         return call
 
-    before = timing.clocks(options.device)
-    timed = timing.time_alternating(
-        {name: call_of(attend) for name, attend in attends.items()},
-        options.device,
-        seconds=options.settings.seconds,
-        warmup=0 if options.tiny else 3,
-        rounds=(1, 1) if options.tiny else (3, 100),
-    )
-    milliseconds = {
-        name: {"forward": _digits(forward), "backward": _digits(backward)}
-        for name, (forward, backward) in timed.ms.items()
-    }
-    return {"ms": milliseconds, "late": timed.late, "clocks": [before, timing.clocks(options.device)]}
-
-
-def _digits(samples: list[float]) -> list[float]:
-    return [float(f"{each:.5g}") for each in samples]
+    calls = {name: call_of(attend) for name, attend in attends.items()}
+    return timing.race(calls, options, ("forward", "backward"))
 
 
 def run(options: Options) -> None:
@@ -332,11 +318,7 @@ def run(options: Options) -> None:
     for workload in workloads(settings, options.tiny):
         able = [each for each in _names(settings, workload) if _ready(each, workload, options, dtype)]
         if able:
-            options.sample(
-                lambda w=workload, names=able: time_all(names, w, options, dtype),
-                kind="time",
-                **asdict(workload),
-            )
+            options.timed(partial(time_all, able, workload, options, dtype), kind="time", **asdict(workload))
 
 
 def _count_memory(options: Options, dtype: torch.dtype) -> None:
@@ -348,9 +330,9 @@ def _count_memory(options: Options, dtype: torch.dtype) -> None:
                 options.say(f"  counted {backend} at {length}")
 
 
-def backend_names(chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """`chosen` with its names checked; if it is empty, the papers' baseline and all registered backends."""
-    known = (STANDARD, *ATTENTION)
+def backend_names(chosen: tuple[str, ...], more: Iterable[str] = (STANDARD,)) -> tuple[str, ...]:
+    """`chosen` with its names checked; if it is empty, `more` and all registered backends."""
+    known = (*more, *ATTENTION)
     for name in chosen:
         if name not in known:
             raise ReproduceError(f"there is no attention {name}; choose from {', '.join(known)}")
@@ -359,11 +341,13 @@ def backend_names(chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 def _names(settings: Settings, workload: Workload) -> list[str]:
     left_out: set[str] = set()
-    if workload.figure != "gpt2":
+    judged = 1024 <= workload.length <= 4096 and workload.head_dim <= 128
+    if workload.figure != "gpt2" and not judged:
         left_out |= set(settings.compiled)
     if workload.figure != "fa1" or workload.length > 4096:
         left_out |= set(settings.old) - set(settings.backends)
-    return [each for each in backend_names(settings.backends) if each not in left_out]
+    names = backend_names(settings.backends, peers.MAKE)
+    return [each for each in names if each not in left_out and peers.suits(each, workload)]
 
 
 def _ready(backend: str, workload: Workload, options: Options, dtype: torch.dtype) -> bool:
@@ -371,10 +355,9 @@ def _ready(backend: str, workload: Workload, options: Options, dtype: torch.dtyp
     device = options.device
 
     def checked() -> Sample:
-        if backend != STANDARD:
-            resolve_attention(
-                backend, device=device, dtype=dtype, head_dim=workload.head_dim, **workload.features
-            )
+        peers.refuse(backend, workload, dtype, device)
+        if backend in peers.APPROXIMATE:
+            return {"errors": {}, "limits": {}, "passed": True}
         return check(backend, workload, dtype, device)
 
     kind = {"head_dim": workload.head_dim, "causal": workload.causal, "mask": workload.mask}
@@ -382,7 +365,7 @@ def _ready(backend: str, workload: Workload, options: Options, dtype: torch.dtyp
     if "passed" not in verdict:
         return False
     used = options.sample(
-        lambda: memory(backend, workload, dtype, device), kind="memory", backend=backend, **asdict(workload)
+        partial(memory, backend, workload, dtype, device), kind="memory", backend=backend, **asdict(workload)
     )
     if "peak_bytes" not in used:
         return False

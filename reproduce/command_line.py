@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from training.config import is_users_mistake
 
+from . import tables
 from .experiment import (
     Experiment,
     Options,
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 RESULTS, TINY_RESULTS = "results", "runs/tiny"
 OUT_OF_TIME = 75  # exit status when the budget ran out first: EX_TEMPFAIL, a temporary failure, in sysexits.h
+SOME_FAILED = (
+    65  # exit status of one of several processes whose samples are whole but for failures: EX_DATAERR
+)
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,9 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     )
     parser.add_argument("--again", action="store_true", help="measure again, even if results/ has it already")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS}; with --tiny {TINY_RESULTS}")
+    parser.add_argument(
+        "--process", type=int, help=argparse.SUPPRESS
+    )  # this one of the settings' `processes`
     return parser
 
 
@@ -153,29 +161,62 @@ def _run_one(program: Program, arguments: argparse.Namespace, command: list[str]
     defaults = module.TINY if arguments.tiny else module.Settings()
     settings = parse_settings(defaults, arguments.overrides)
     directory = arguments.results or Path(TINY_RESULTS if arguments.tiny else RESULTS)
+    # Counts are the same in every process.
+    processes = getattr(settings, "processes", 1) if device.type == "cuda" or arguments.tiny else 1
+    process = arguments.process or 0
     store = Store(
         directory,
         experiment,
         device=device,
         settings=settings,
         tiny=arguments.tiny,
-        command=command,
+        command=[word for word in command if not word.startswith("--process=")],
         deadline=deadline,
         again=arguments.again,
+        retry=process == 0,
     )
     if store.finished:
         print(f"{experiment.name}: already done with the same code: {store.complete} (--again repeats it)")
         return 0
-    status = 0
+    if processes > 1 and arguments.process is None:
+        return _run_processes(experiment, arguments, processes, deadline)
+    return _measure(store, settings, device, deadline, process, last=process == processes - 1)
+
+
+def _run_processes(
+    experiment: Experiment, arguments: argparse.Namespace, processes: int, deadline: float | None
+) -> int:
+    """Run the experiment in several processes, one after another; each adds its times to the same document."""
+    failed = 0
+    for process in range(processes):
+        seconds = max(1.0, deadline - time.monotonic()) if deadline else None
+        again = arguments.again and process == 0
+        status = _start(experiment, arguments, seconds, again, [*arguments.overrides, f"--process={process}"])
+        if status not in (0, SOME_FAILED):
+            return status
+        failed = failed or status
+    return int(failed != 0)
+
+
+def _measure(
+    store: Store, settings: Any, device: torch.device, deadline: float | None, process: int, last: bool
+) -> int:
+    """Run the experiment in this process; the last one prints and draws what they found."""
+    experiment, module, status = store.experiment, store.experiment.module, 0
     try:
-        module.run(Options(device, arguments.tiny, settings, store.sample, store.find, deadline))
+        module.run(
+            Options(device, store.document["tiny"], settings, store.sample, process, store.find, deadline)
+        )
+        if not last:
+            return SOME_FAILED if store.failures else 0
         store.finish()
     except OutOfTime:
         status = OUT_OF_TIME
         print(
             f"{experiment.name}: out of time; what is done is in {store.partial}, and the same command continues"
         )
-    print(module.table(store.document))
+    print(getattr(module, "table", tables.table)(store.document))
+    print(tables.verdicts(getattr(module, "judge", lambda results: [])(store.document)))
     if can_draw():
         module.draw(store.document, store.picture)
     else:
@@ -215,18 +256,25 @@ def _run_all(program: Program, arguments: argparse.Namespace) -> int:
             if left is not None and left < 5:
                 continue
             seconds = min(left, 60 * each.minutes) if left and shares else left
-            statuses[each.name] = _start(each, arguments, seconds, again=arguments.again and shares)
+            statuses[each.name] = _start(each, arguments, seconds, arguments.again and shares)
     if unfinished := ", ".join(name for name, status in statuses.items() if status == OUT_OF_TIME):
         print(f"the budget is spent; the same command continues with {unfinished}")
     return int(any(status not in (0, OUT_OF_TIME) for status in statuses.values()))
 
 
-def _start(experiment: Experiment, arguments: argparse.Namespace, seconds: float | None, again: bool) -> int:
-    command = [sys.executable, "-m", experiment.package, experiment.name, "--device", arguments.device]
+def _start(
+    experiment: Experiment,
+    arguments: argparse.Namespace,
+    seconds: float | None,
+    again: bool,
+    more: Sequence[str] = (),
+) -> int:
+    command = [sys.executable, "-m", experiment.package, experiment.name, *more, "--device", arguments.device]
     command += ["--tiny"] * arguments.tiny + ["--again"] * again
     command += ["--budget", f"{seconds:.0f}s"] if seconds else []
     command += ["--results", str(arguments.results)] if arguments.results else []
-    print(f"\n== {experiment.name}", flush=True)
+    if not more:
+        print(f"\n== {experiment.name}", flush=True)
     return subprocess.run(command, check=False).returncode
 
 

@@ -24,8 +24,13 @@ from training.optimizer import OptimizerConfig, build_optimizer, update
 from training.precision import compiled
 
 from . import nanogpt
+from .standard import NAME as STANDARD
+from .standard import score_bias, standard_attention
 
 HF_EAGER, HF_SDPA, FUSED = "hf_eager", "hf_sdpa", "+fused"
+PADDED = (
+    "+padded"  # Hugging Face's, its vocabulary rounded up to a multiple of 64: 50,304 rows for GPT-2's 50,257
+)
 NANOGPT, NANOGPT_BIASES = "nanogpt", "nanogpt_biases"
 # (tokens, targets, dropout seed) -> mean NLL
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,18 +38,18 @@ Compile = Callable[[nn.Module], Callable[..., Any]]
 
 
 def backends() -> list[str]:
-    """Every registered attention but the historical ones, with naive, sdpa and flash first."""
+    """Standard attention, and every registered one but the historical; naive, sdpa and flash first."""
     first = [name for name in ("naive", "sdpa", "flash") if name in ATTENTION]
-    return first + sorted(set(ATTENTION) - {*first, *history.NAMES})
+    return [*first, STANDARD, *sorted(set(ATTENTION) - {*first, *history.NAMES})]
 
 
 class Contender:
     """A model with its optimizer and data, ready to take steps on random tokens.
 
     Args:
-        name: a backend in `kernels.ATTENTION` (plus "+fused": our kernels for the other layers and the loss as
-            well), hf_eager or hf_sdpa (transformers' GPT2LMHeadModel), nanogpt (without biases, as its train.py
-            builds it) or nanogpt_biases (with biases, as in GPT-2 and our model).
+        name: "standard" or a backend in `kernels.ATTENTION` (plus "+fused": our kernels for the other layers and
+            the loss as well), hf_eager or hf_sdpa (transformers' GPT2LMHeadModel; plus "+padded"), nanogpt (without
+            biases, as its train.py builds it) or nanogpt_biases (with biases, as in GPT-2 and our model).
         config: shape, context and dropout.
         micro_batch, accumulation: sequences per forward, and forwards per step.
         compiler: torch.compile's backend for the whole model; None: eager.
@@ -67,7 +72,7 @@ class Contender:
         graphs: bool = False,
         nanogpt_path: str = "",
     ) -> None:
-        self.name, self.device, self.dtype = name, device, dtype
+        self.name, self.device, self.dtype, self.vocab_size = name, device, dtype, config.vocab_size
         self.accumulation, self.graphs = accumulation, graphs
         compile_model = _compiler(dtype, compiler, graphs)
         self.model, self._loss = _make(name, config, device, dtype, compile_model, nanogpt_path)
@@ -100,7 +105,7 @@ class Contender:
         with self._autocast():
             out = self.model(tokens)
         self.model.train()
-        return getattr(out, "logits", out).float()
+        return getattr(out, "logits", out)[..., : self.vocab_size].float()
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
@@ -128,16 +133,30 @@ def _make(
         theirs = nanogpt.build(nanogpt_path, config, biases=name == NANOGPT_BIASES).to(device)
         forward = compile_model(theirs)
         return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
-    if name in (HF_EAGER, HF_SDPA):
+    if name.startswith((HF_EAGER, HF_SDPA)):
         return _huggingface(name, config, device, compile_model)
     backend, _, fused = name.partition("+")
-    features = {"dropout_p": config.dropout} if config.dropout else {}
-    _, attention = resolve_attention(
-        backend, device=device, dtype=dtype, head_dim=config.head_dim, **features
-    )
+    if backend == STANDARD:
+        attention = causal_standard(config, device, dtype)
+    else:
+        features = {"dropout_p": config.dropout} if config.dropout else {}
+        _, attention = resolve_attention(
+            backend, device=device, dtype=dtype, head_dim=config.head_dim, **features
+        )
     ours = initial_model(config, attention, device, Layers.fused if fused else Layers.torch)
     forward = compile_model(ours)
     return ours, lambda tokens, targets, seed: forward(tokens, targets, dropout_seed=seed)
+
+
+def causal_standard(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> AttentionFn:
+    """`standard_attention` as our model takes it, with its mask made once."""
+    like = torch.empty(1, 1, config.seq_len, 1, dtype=dtype, device=device)
+    bias = score_bias(like, causal=True, kv_lengths=None)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, **options: object) -> Tensor:
+        return standard_attention(q.to(dtype), k.to(dtype), v.to(dtype), bias, dropout_p)
+
+    return attention
 
 
 def _compiler(dtype: torch.dtype, compiler: str | None, graphs: bool) -> Compile:
@@ -163,8 +182,11 @@ def _huggingface(
     """transformers' GPT-2 with our initial weights, and its loss, on the same targets as ours."""
     from model.huggingface import to_huggingface
 
+    implementation, _, padded = name.removeprefix("hf_").partition("+")
     theirs = to_huggingface(initial_model(config, get_attention("naive"), device))
-    theirs.set_attn_implementation(name.removeprefix("hf_"))
+    if padded:
+        theirs.resize_token_embeddings(pad_to_multiple_of=64, mean_resizing=False)
+    theirs.set_attn_implementation(implementation)
     theirs.config.use_cache = False
     theirs = theirs.to(device)
     forward = compile_model(theirs)

@@ -116,8 +116,8 @@ class _OperatorCounter(TorchDispatchMode):
         overwritten = operator.overloadpacket in _WRITES_ONLY
         self.traffic.read += 0 if overwritten else sum(_bytes(x) for x in inputs)
         self.traffic.written += sum(_bytes(x) for x in outputs)
-        if operator.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.mm):
-            a, b = inputs
+        if operator.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.mm, torch.ops.aten.baddbmm):
+            *_, a, b = inputs
             self.traffic.flops += 2 * a.numel() * b.shape[-1]
         return result
 

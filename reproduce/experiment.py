@@ -5,8 +5,9 @@ An experiment is an entry in `EXPERIMENTS` and a module `reproduce/<name>.py` th
     Settings    a frozen dataclass: what `key=value` on the command line may change, with the defaults
     TINY        the Settings for `--tiny`: takes seconds on a CPU and executes every line of the experiment
     SELECTION   optional: names of Settings that select samples and do not change them; a run with others adds to them
-    run(options)                 measures; every figure goes through `options.sample`, so a killed run can resume
-    table(results) -> str        what is printed at the end
+    run(options)                 measures; every figure goes through `options.sample` or, if it is a time,
+                                 `options.timed`, so a killed run can resume
+    table(results) -> str        optional: what is printed at the end instead of all samples (`tables.py`)
     draw(results, path)          one picture of the results; path ends in .svg or .png
     judge(results) -> list[Verdict]
 
@@ -29,6 +30,8 @@ from .common import text_table as text_table
 if TYPE_CHECKING:
     import torch
 
+    from .timing import Times
+
 Results = dict[str, Any]
 Sample = dict[str, Any]
 
@@ -40,6 +43,18 @@ NOT_STATED = "not stated"
 
 class OutOfTime(Exception):
     """The experiment's time budget is spent; the samples measured so far are kept."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How an experiment times; the Settings of one that does inherit these."""
+
+    # Processes that time everything, one after another, on a GPU. What is stated is their range and its middle.
+    processes: int = 3
+    # The least number of rounds of each contender in a process.
+    rounds: int = 20
+    # Measuring time per contender and workload in a process, after warm-up, if the rounds take less.
+    seconds: float = 0.15
 
 
 @dataclass(frozen=True)
@@ -208,6 +223,7 @@ class Options:
             {**where, "failed": reason, "broke_device": bool}. The run then continues, unless the error broke the
             device. Raises OutOfTime when the time budget is spent; `run` must not catch it. A sample with an entry
             "partial" is measured again by the next run.
+        process: which of the settings' `processes` this is, from 0 on.
         find: the complete sample at the coordinates **where, if an earlier run left one.
         deadline: when the time budget is spent, on the clock of `time.monotonic`; None: never.
         say: prints a line of progress.
@@ -217,9 +233,14 @@ class Options:
     tiny: bool
     settings: Any
     sample: Callable[..., Sample]
+    process: int = 0
     find: Callable[..., Sample | None] = lambda **where: None
     deadline: float | None = None
     say: Callable[[str], None] = print
+
+    def timed(self, measure: Callable[[], Sample], **where: Any) -> Sample:
+        """`sample` of what each process measures anew."""
+        return self.sample(measure, **where, process=self.process)
 
 
 def parse_settings(defaults: Any, overrides: list[str]) -> Any:
@@ -275,6 +296,14 @@ class Verdicts(list[Verdict]):
         """A figure that a paper states too: reproduced if it `passed`; None: it cannot be compared."""
         status = {True: REPRODUCED, False: NOT_REPRODUCED, None: NOT_COMPARABLE}[passed]
         self.append(Verdict(claim, what, paper, ours, ratio, status, why, basis or self.basis))
+
+    def times(
+        self, claim: str, what: str, expected: float, ours: Times, passed: bool | None, why: str = "",
+        *, form: str = "{:.2f}x", theirs: str = "",
+    ) -> None:  # fmt: skip
+        """`add` for times or ratios of several processes; `theirs` shows the paper's figure, if not in that form."""
+        ratio = ours.median / expected
+        self.add(claim, what, theirs or form.format(expected), ours.shown(form), passed, why, ratio=ratio)
 
     def compare(
         self, claim: str, what: str, form: str, theirs: float, ours: float, passed: bool | None, why: str = "",

@@ -9,6 +9,7 @@ from .attention_figures import tflops
 from .contenders import FUSED, NANOGPT, NANOGPT_BIASES
 from .experiment import Results, pick
 from .perplexity_figures import draw_clock, draw_gaps, draw_tokens, runs
+from .timing import timed
 from .training_figures import find, rate
 
 # In drawing order: ours is last, so that it lies on top.
@@ -48,13 +49,12 @@ def draw(attention: Results, training: Results, path: Path, perplexity: Results 
 
 
 def _draw_rates(axis: plots.Axes, results: Results) -> None:
-    timed = pick(results, kind="time", figure="fa2", head_dim=64, causal=True)
-    timed.sort(key=lambda sample: sample["length"])
+    samples = timed(results, kind="time", figure="fa2", head_dim=64, causal=True)
     for name, label in ATTENTIONS.items():
-        points = [(s["length"], tflops(s, name, "both")) for s in timed if name in s["ms"]]
+        points = [(s["length"], tflops(s, name, "both").median) for s in samples if name in s["ms"]]
         if points:
             axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name), label=label)
-    plots.length_axis(axis, [sample["length"] for sample in timed])
+    plots.length_axis(axis, [sample["length"] for sample in samples])
     axis.set_ylim(0, axis.get_ylim()[1] * 1.15)
     axis.set_ylabel("TFLOP/s, forward and backward")
     axis.set_title("Attention, causal, head_dim 64, bf16")
@@ -79,7 +79,7 @@ def _draw_steps(axis: plots.Axes, results: Results) -> None:
     sample = find(results, "compiled")
     shown = [name for name in STEPS if rate(sample, name)]
     for place, name in enumerate(shown):
-        thousands = rate(sample, name) / 1e3
+        thousands = rate(sample, name).median / 1e3
         axis.barh(
             place, thousands, color=plots.colour("flash") if name.startswith("flash") else OTHERS, height=0.62
         )

@@ -12,9 +12,9 @@ shapes are timed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -23,18 +23,18 @@ from kernels.flash.portable.tiles import Tile
 from kernels.launch import sm_count
 
 from . import counting, timing
-from .attention import Inputs, Workload, attend_with, check, race
+from .attention import Inputs, Workload, attend_with, check, input_sets, race
 from .attention_figures import OURS, PORTABLE
-from .experiment import Options, Sample
-from .history_figures import draw, judge, table
+from .experiment import Options, Sample, Timing
+from .history_figures import draw, judge
 
-__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+__all__ = ["TINY", "Settings", "draw", "judge", "run"]
 
 ATTENTIONS = ("two_pass", "flash1", "flash")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Timing):
     # Length for the counts (one head of head_dim 64) and for the timed tiles.
     length: int = 1024
     # Keys per tile of FlashAttention, the paper's B_c. With 256 or more, only 32 queries per tile fit into registers.
@@ -50,13 +50,11 @@ class Settings:
     head_dims: tuple[int, ...] = (64, 128)
     # Numbers of heads for one sequence of 16384 tokens.
     heads: tuple[int, ...] = (1, 2, 4, 8, 32, 128)
-    # Measuring time per contender on a GPU.
-    seconds: float = 0.15
 
 
 TINY = Settings(
     length=128, tile_keys=(64,), counted_row=100, rows=(2,), row_lengths=(100,), top=(3,), lengths=(64,),
-    head_dims=(32,), heads=(1,), seconds=0.0,
+    head_dims=(32,), heads=(1,), processes=1, rounds=1, seconds=0.0,
 )  # fmt: skip
 
 
@@ -176,30 +174,18 @@ def _time(options: Options) -> None:
             for causal in (False, True):
                 shape = (tokens // length, hidden // head_dim, length, head_dim)
                 workload = Workload("fa2", *shape, causal)
-                options.sample(lambda w=workload: time_order(w, options), kind="order", **asdict(workload))
+                options.timed(partial(time_order, workload, options), kind="order", **asdict(workload))
     for length in (settings.length,) if options.tiny else (settings.length, 8 * settings.length):
         workload = Workload("figure2", max(1, batch * settings.length // length), heads, length, 64, False)
-        options.sample(lambda w=workload: time_tiles(w, options), kind="tiles", **asdict(workload))
+        options.timed(partial(time_tiles, workload, options), kind="tiles", **asdict(workload))
     for heads in settings.heads:
         workload = Workload("programs", 1, heads, tokens, 64, False)
-        options.sample(lambda w=workload: time_programs(w, options), kind="programs", **asdict(workload))
+        options.timed(partial(time_programs, workload, options), kind="programs", **asdict(workload))
     for rows in settings.rows:
         for length in settings.row_lengths:
             for k in settings.top:
-                options.sample(
-                    lambda r=rows, n=length, k=k: time_softmax(r, n, k, options),
-                    kind="softmax", rows=rows, length=length, k=k,
-                )  # fmt: skip
-
-
-def _timed(calls: dict[str, timing.Call], options: Options) -> Sample:
-    """{"ms": {name: [...]}, "late"} of calls with a single phase."""
-    rounds = (1, 1) if options.tiny else (3, 100)
-    warmup = 0 if options.tiny else 3
-    timed = timing.time_alternating(
-        calls, options.device, seconds=options.settings.seconds, warmup=warmup, rounds=rounds
-    )
-    return {"ms": {name: phases[0] for name, phases in timed.ms.items()}, "late": timed.late}
+                where = {"rows": rows, "length": length, "k": k}
+                options.timed(partial(time_softmax, options=options, **where), kind="softmax", **where)
 
 
 def time_order(workload: Workload, options: Options) -> Sample:
@@ -210,60 +196,46 @@ def time_order(workload: Workload, options: Options) -> Sample:
         resolve_attention(name, **request)
         if not check(name, workload, dtype, device)["passed"]:
             raise AttentionError(f"{name} is wrong here, so nothing is timed")
-    portable = functools.partial(get_attention(OURS), tier="triton")
+    portable = partial(get_attention(OURS), tier="triton")
     attends = {name: attend_with(name) for name in ATTENTIONS}
     attends[PORTABLE] = lambda inputs, number: portable(*inputs.qkv, causal=workload.causal)
-    sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(workload.bytes, device))]
-    return race(attends, sets, options)
+    return race(attends, input_sets(workload, dtype, device), options)
+
+
+def _race(calls: dict[str, Callable[[object], object]], sets: list[object], options: Options) -> Sample:
+    """`timing.race` of functions of one of the inputs."""
+
+    def call_of(function: Callable[[object], object]) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            function(sets[number % len(sets)])
+            yield
+
+        return call
+
+    return timing.race({name: call_of(each) for name, each in calls.items()}, options)
 
 
 def time_tiles(workload: Workload, options: Options) -> Sample:
-    """{"ms": {keys per tile: [...]}, "late"} of FlashAttention's forward."""
-    sets = [
-        Inputs(workload, torch.float16, options.device)
-        for _ in range(timing.input_sets(workload.bytes, options.device))
-    ]
-
-    def call_of(tile: Tile) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            _flash1_forward(tile, sets[number % len(sets)])
-            yield
-
-        return call
-
-    return _timed({str(keys): call_of(tile_of(keys)) for keys in options.settings.tile_keys}, options)
+    """FlashAttention's forward by the number of keys in its tile."""
+    calls = {str(keys): partial(_flash1_forward, tile_of(keys)) for keys in options.settings.tile_keys}
+    return _race(calls, input_sets(workload, torch.float16, options.device), options)
 
 
 def time_programs(workload: Workload, options: Options) -> Sample:
-    """{"ms": {"one", "many"}, "late", "processors"}: the two-pass forward, one program per head or one per tile."""
+    """The two-pass forward with one program per head and with many, one per tile; and the GPU's processors."""
     from kernels.history.two_pass import forward_in
 
+    def forward(programs: int | None, inputs: Inputs) -> object:
+        q, k, v = (x.detach() for x in inputs.qkv)
+        return forward_in(programs, q, k, v, workload.causal, workload.head_dim**-0.5)
+
     inputs = Inputs(workload, torch.float16, options.device)
-    q, k, v = (x.detach() for x in inputs.qkv)
-
-    def call_of(programs: int | None) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            forward_in(programs, q, k, v, workload.causal, workload.head_dim**-0.5)
-            yield
-
-        return call
-
-    timed = _timed({"one": call_of(1), "many": call_of(None)}, options)
+    timed = _race({"one": partial(forward, 1), "many": partial(forward, None)}, [inputs], options)
     return {**timed, "processors": sm_count(options.device)}
 
 
 def time_softmax(rows: int, length: int, k: int, options: Options) -> Sample:
-    """{"ms": {softmax: [...]}, "late"} of float32 rows."""
-    device = options.device
-    sets = [
-        torch.randn(rows, length, device=device) for _ in range(timing.input_sets(8 * rows * length, device))
-    ]
-
-    def call_of(softmax: Callable[[torch.Tensor], object]) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            softmax(sets[number % len(sets)])
-            yield
-
-        return call
-
-    return _timed({name: call_of(softmax) for name, softmax in softmaxes(k).items()}, options)
+    """The softmaxes of float32 rows."""
+    count = timing.input_sets(8 * rows * length, options.device)
+    sets = [torch.randn(rows, length, device=options.device) for _ in range(count)]
+    return _race(softmaxes(k), sets, options)

@@ -20,7 +20,7 @@ from kernels import AttentionError, get_attention, resolve_attention
 from . import fp8, paper, plots
 from .attention import DROPPED, Attend, Inputs, Workload, attend_with, backend_names, gradients
 from .attention_figures import BASELINE, MASK_NAMES, OURS
-from .experiment import Options, Results, Sample, Verdict, Verdicts, pick, text_table
+from .experiment import Options, Results, Sample, Verdict, Verdicts, pick
 
 TENSORS = ("out", "dq", "dk", "dv")
 
@@ -192,54 +192,20 @@ def _fp8(results: Results) -> dict[str, float]:
     return {form: statistics.median(values) for form, values in found.items()}
 
 
-def table(results: Results) -> str:
-    """The worst errors relative to naive's, and the outlier tests."""
-    rows = [
-        [f"{backend} {dtype}", *(f"{ratios[name]:.2f}" for name in TENSORS)]
-        for (backend, dtype), ratios in _worst(results).items()
-    ]
-    parts = [text_table(["largest error / naive's, same dtype", *TENSORS], rows)] if rows else []
-    rows = [[f"{b} n{n} d{d}", f"{rmse:.3g}"] for (n, d, b), rmse in sorted(_rmse(results).items())]
-    parts += [text_table(["RMSE with outliers, float16", "against float64"], rows)] if rows else []
-    rows = [[form, f"{rmse:.3g}"] for form, rmse in _fp8(results).items()]
-    parts += [text_table(["RMSE with outliers, FP8 emulated", "against float64"], rows)] if rows else []
-    return "\n".join(parts)
-
-
 def draw(results: Results, path: Path) -> None:
-    """Bars: RMSE with outliers; largest errors relative to naive's."""
-    rmse, worst = _rmse(results), _worst(results)
-    with plots.picture(path, 2, title=f"Numerics, {results['device']}") as (left, right):
-        names = list(dict.fromkeys(backend for _, _, backend in rmse))
-        shapes = sorted({key[:2] for key in rmse})
-        for place, name in enumerate(names):
-            xs = [
-                i + 0.8 * (place / len(names) - 0.4)
-                for i, shape in enumerate(shapes)
-                if (*shape, name) in rmse
-            ]
-            ys = [rmse[*shape, name] for shape in shapes if (*shape, name) in rmse]
-            left.bar(xs, ys, 0.75 / len(names), color=plots.colour(name, tuple(names)), label=name)
-        for name, value in paper.FA3_RMSE.items():
-            left.axhline(value, color=plots.colour(name), ls=":", label=f"FA3's {name}")
-        left.set_xticks(range(len(shapes)), [f"{n} tokens, d {d}" for n, d in shapes])
-        left.set_title("RMSE with outliers, float16")
-        left.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-        left.set_ylim(top=1.9 * max([*rmse.values(), *paper.FA3_RMSE.values()]))
-        plots.legend(left, ncols=3, loc="upper right", columnspacing=1, handlelength=1.2)
-        rows = sorted(
-            ((dtype, backend, max(r.values())) for (backend, dtype), r in worst.items()), reverse=True
+    """RMSE with outliers; largest errors relative to naive's."""
+    rmse = {f"{backend}, {n} tokens, d {d}": {"": each} for (n, d, backend), each in _rmse(results).items()}
+    rmse |= {f"FA3's {name}": {"": value} for name, value in paper.FA3_RMSE.items()}
+    worst = sorted(
+        ((dtype, name, max(r.values())) for (name, dtype), r in _worst(results).items()), reverse=True
+    )
+    ratios = {f"{name} {dtype}": {"": ratio} for dtype, name, ratio in worst if name != "naive"}
+    panels = [plots.bars("RMSE with outliers, float16", rmse, across="root mean square error")]
+    if ratios:
+        panels.append(
+            plots.bars("Largest error, worst tensor", ratios, across="over naive's (2 at most: exact)")
         )
-        rows = [row for row in rows if row[1] != "naive"]
-        colours = [plots.colour(backend, tuple(names)) for _, backend, _ in rows]
-        right.barh(range(len(rows)), [ratio for _, _, ratio in rows], 0.7, color=colours)
-        right.set_yticks(
-            range(len(rows)),
-            [f"{backend} {dtype}" for dtype, backend, _ in rows],
-            fontsize=min(8, 190 / max(1, len(rows))),
-        )
-        right.axvline(2, color="black", ls=":")
-        right.set_title("Largest error / naive's, worst tensor")
+    plots.draw(path, f"Numerics, {results['device']}", panels)
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,95 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str) -> Ite
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(fig)
+
+
+Panel = Callable[["Axes"], None]
+
+
+def draw(path: Path, title: str, panels: Iterable[Panel], *, columns: int = 3) -> None:
+    """A picture of panels, such as those of `lines` and `bars`, with one legend below them."""
+    panels = list(panels)
+    with picture(path, max(1, len(panels)), columns=columns, title=title) as axes:
+        for axis, panel in zip(axes, panels, strict=False):  # none measured: one empty panel
+            panel(axis)
+        legend_below(axes)
+
+
+def lines(
+    title: str,
+    series: Mapping[str, Mapping[float, float]],
+    *,
+    across: str = "",
+    up: str = "",
+    log: str = "",
+    ticks: bool = True,
+    paper: Mapping[str, Mapping[float, float]] | None = None,
+) -> Panel:
+    """A panel of a line for each series, {x: y}, in drawing order: the last lies on top.
+
+    across: label of x; without one, x is a sequence length. log: "x", "y" or both. ticks: label just the x that there
+    are. paper: dotted lines of a paper's figures, in the colour of the series that its label begins with.
+    """
+    return partial(_lines, title, series, across, up, log, ticks, paper or {})
+
+
+def _lines(
+    title: str, series: Mapping[str, Mapping[float, float]], across: str, up: str, log: str, ticks: bool,
+    paper: Mapping[str, Mapping[float, float]], axis: Axes,
+) -> None:  # fmt: skip
+    for name, points in series.items():
+        if points:
+            axis.plot(
+                *zip(*sorted(points.items()), strict=True),
+                "o-",
+                color=colour(name, tuple(series)),
+                label=name,
+            )
+    for name, points in paper.items():
+        if points:
+            axis.plot(*zip(*points.items(), strict=True), ":", color=colour(name.split()[0]), label=name)
+    xs = sorted({x for points in series.values() for x in points})
+    if not across:
+        length_axis(axis, xs)
+    else:
+        axis.set_xlabel(across)
+        if "x" in log:
+            axis.set_xscale("log")
+        if ticks:
+            axis.set_xticks(xs, [f"{x:g}" for x in xs])
+            axis.minorticks_off()
+    if "y" in log:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
+    axis.set_ylabel(up)
+    axis.set_title(title)
+
+
+def bars(
+    title: str, rows: Mapping[str, Mapping[str, float]], *, across: str, ends: Mapping[str, str] | None = None
+) -> Panel:
+    """A panel of a horizontal bar for each row, of parts one after another; `ends`: what stands at a bar's end."""
+    return partial(_bars, title, rows, across, ends or {})
+
+
+def _bars(
+    title: str, rows: Mapping[str, Mapping[str, float]], across: str, ends: Mapping[str, str], axis: Axes
+) -> None:
+    left = dict.fromkeys(rows, 0.0)
+    for part in dict.fromkeys(part for parts in rows.values() for part in parts):
+        those = [row for row in rows if part in rows[row]]
+        widths = [rows[row][part] for row in those]
+        axis.barh(those, widths, left=[left[row] for row in those], height=0.65, label=part or None)
+        left |= {row: left[row] + rows[row][part] for row in those}
+    for row, end in left.items():
+        beside(axis, end, list(rows).index(row), ends.get(row, f"{end:.3g}"), fontsize=7)
+    axis.set_xlim(0, max(left.values()) * (1.55 if ends else 1.15))
+    axis.set_ylim(max(len(rows), 4) - 0.5, -0.5)
+    axis.tick_params(axis="y", labelsize=8)
+    axis.grid(axis="y", visible=False)
+    axis.set_xlabel(across)
+    axis.set_title(title, fontsize=9)
 
 
 def length_axis(axis: Axes, lengths: list[int]) -> None:

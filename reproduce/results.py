@@ -61,6 +61,7 @@ class Store:
         command: list[str],
         deadline: float | None = None,
         again: bool = False,
+        retry: bool = True,
     ) -> None:
         """Start a run's document with the samples of an earlier run, if that one still applies (see the module).
 
@@ -68,6 +69,7 @@ class Store:
             command: the arguments after `python -m reproduce` or `python -m benchmarks`.
             deadline: on the clock of `time.monotonic`; no sample is started after it.
             again: ignore earlier runs and measure everything.
+            retry: measure failed samples of the earlier run again.
         """
         from training.environment import device_name, environment
 
@@ -98,8 +100,7 @@ class Store:
         if earlier:
             self.document["samples"] = list(earlier["samples"])
         self.earlier_seconds = earlier["seconds"] if earlier else 0.0
-        self.retried = [s for s in self.failures if not s.get("broke_device")]
-        self.retried += [s for s in self.document["samples"] if "partial" in s]
+        self.retried = [s for s in self.document["samples"] if _is_open(s)] if retry else []
         same = earlier and earlier["settings"] == self.document["settings"]
         self.finished = bool(same) and earlier["state"] == "complete" and not self.retried
 
@@ -108,7 +109,7 @@ class Store:
         if other is None or changed_since(other):
             return None
 
-        selection = getattr(self.experiment.module, "SELECTION", ())
+        selection = ("processes", *getattr(self.experiment.module, "SELECTION", ()))
 
         def applies_to(document: Results) -> list[Any]:
             versions = [document["environment"][name] for name in ("torch", "triton")]
@@ -194,6 +195,11 @@ class Store:
         self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)
         with writing(path, "--results FOLDER"):
             replace_file(path, as_lines(self.document))
+
+
+def _is_open(sample: Sample) -> bool:
+    """Whether a later run should measure it again."""
+    return "partial" in sample or bool(sample.get("failed") and not sample.get("broke_device"))
 
 
 def read(path: Path, say: Callable[[str], None] = print) -> Results | None:

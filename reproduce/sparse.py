@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +20,14 @@ from kernels import get_attention, resolve_attention
 from . import counting, paper, plots, timing
 from .attention import STANDARD, backend_names, gradients, relative_error
 from .attention_figures import OURS
-from .experiment import Options, Results, Sample, Verdict, Verdicts, pick, text_table
+from .experiment import Options, Results, Sample, Timing, Verdict, Verdicts, pick
+from .timing import Times, timed, took
 
 BLOCK = 128  # queries and keys per block of the attention signature's block_mask
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Timing):
     # Names in kernels.ATTENTION; if empty, all that take a block mask. naive is only checked: it skips no tiles.
     backends: tuple[str, ...] = ()
     length: int = 4096
@@ -41,8 +43,9 @@ class Settings:
 
 
 TINY = Settings(
-    length=256, percents=(50,), lengths=(256,), batch=1, heads=1, head_dim=32, small_length=256, seconds=0.0
-)
+    length=256, percents=(50,), lengths=(256,), batch=1, heads=1, head_dim=32, small_length=256, seconds=0.0,
+    processes=1, rounds=1,
+)  # fmt: skip
 
 
 class SparseInputs:
@@ -110,12 +113,10 @@ def run(options: Options) -> None:
                     percent=percent,
                 )
         if device.type == "cuda" or options.tiny:
-            options.sample(lambda b=backend: time_shares(b, options), kind="shares", backend=backend)
+            options.timed(partial(time_shares, backend, options), kind="shares", backend=backend)
             for length in settings.lengths:
-                options.sample(
-                    lambda b=backend, n=length: time_butterfly(b, n, options),
-                    kind="butterfly", backend=backend, length=length,
-                )  # fmt: skip
+                where = {"backend": backend, "length": length}
+                options.timed(partial(time_butterfly, options=options, **where), kind="butterfly", **where)
 
 
 def exactness(backend: str, options: Options) -> Sample:
@@ -151,20 +152,21 @@ def _share(mask: torch.Tensor) -> float:
 
 
 def time_shares(backend: str, options: Options) -> Sample:
-    """{"ms": {share or "dense": [...]}, "late"}: forward plus backward at every share, and without a mask."""
+    """Forward plus backward at every share of blocks, and "dense": without a mask."""
     settings = options.settings
     masks = [random_mask(settings.length, percent) for percent in settings.percents]
-    named = {_share(mask): mask for mask in masks}
-    return _time(backend, settings.length, {"dense": None, **named}, options)
+    return _time(
+        backend, settings.length, {"dense": None, **{str(_share(mask)): mask for mask in masks}}, options
+    )
 
 
 def time_butterfly(backend: str, length: int, options: Options) -> Sample:
-    """{"ms": {"butterfly": [...], "dense": [...]}, "late", "share"}: with the butterfly mask, and without a mask."""
+    """With the butterfly mask, and without a mask; and the share of blocks."""
     mask = butterfly_mask(length)
     return {**_time(backend, length, {"butterfly": mask, "dense": None}, options), "share": _share(mask)}
 
 
-def _time(backend: str, length: int, masks: dict[object, torch.Tensor | None], options: Options) -> Sample:
+def _time(backend: str, length: int, masks: dict[str, torch.Tensor | None], options: Options) -> Sample:
     settings, device = options.settings, options.device
     shape = (settings.batch, settings.heads, length, settings.head_dim)
     sets = timing.input_sets(8 * math.prod(shape), device)
@@ -178,77 +180,34 @@ def _time(backend: str, length: int, masks: dict[object, torch.Tensor | None], o
 
         return call
 
-    calls = {str(name): call_of(mask) for name, mask in masks.items()}
-    rounds = (1, 1) if options.tiny else (5, 100)
-    timed = timing.time_alternating(
-        calls, device, seconds=settings.seconds, warmup=0 if options.tiny else 3, rounds=rounds
-    )
-    milliseconds = {name: [float(f"{ms:.5g}") for ms in phases[0]] for name, phases in timed.ms.items()}
-    return {"ms": milliseconds, "late": timed.late}
+    return timing.race({name: call_of(mask) for name, mask in masks.items()}, options)
 
 
-def table(results: Results) -> str:
-    """Work or time against the share of blocks, and the butterfly."""
-    parts = []
-    for sample in results["samples"]:
-        if sample["kind"] == "exact":
-            fate = (
-                sample.get("refused")
-                or sample.get("failed")
-                or f"relative error {sample.get('worst', 0):.1e}"
-            )
-            parts.append(f"{sample['backend']}: {fate}")
-    rows = [
-        [f"{s['backend']} {s['share']:.0%} of blocks", f"{s['flops'] / 1e9:.3f}", f"{s['bytes'] / 1e6:.2f}"]
-        for s in pick(results, kind="work")
-    ]
-    parts += [text_table(["one head, counted", "GFLOP", "MB"], rows)] if rows else []
-    for sample in pick(results, kind="shares"):
-        times = ", ".join(f"{name} {statistics.median(ms):.3g}" for name, ms in sample["ms"].items())
-        parts.append(f"{sample['backend']}, ms by share: {times}")
-    for sample in pick(results, kind="butterfly"):
-        ms = {name: statistics.median(values) for name, values in sample["ms"].items()}
-        against = f"{ms['butterfly']:.3g} ms, dense {ms['dense']:.3g}"
-        parts.append(f"{sample['backend']} butterfly at {sample['length']} tokens: {against}")
-    return "\n".join(parts)
-
-
-def _relative_times(sample: Sample) -> dict[float, float]:
+def _relative_times(sample: Sample) -> dict[float, Times]:
     """Share of blocks -> time over the dense time."""
-    dense = statistics.median(sample["ms"]["dense"])
-    return {
-        float(name): statistics.median(ms) / dense for name, ms in sample["ms"].items() if name != "dense"
-    }
+    dense = took(sample, "dense")
+    return {float(name): took(sample, name) / dense for name in sample["ms"] if name != "dense"}
 
 
 def draw(results: Results, path: Path) -> None:
     """Time (or counted work) against the share of blocks, and the butterfly against length."""
-    butterflies = pick(results, kind="butterfly", backend=OURS)
-    title = f"Block-sparse attention, {results['device']}"
-    with plots.picture(path, 1 + bool(butterflies), title=title) as (left, *right):
-        theirs = {p: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
-        left.plot(*zip(*theirs.items(), strict=True), "k:", label="FA1's Figure 2")
-        for sample in pick(results, kind="shares", backend=OURS):
-            points = sorted((100 * share, time) for share, time in _relative_times(sample).items())
-            left.plot(*zip(*points, strict=True), "o-", color=plots.colour(OURS), label="time")
-        counted = sorted(pick(results, kind="work", backend=OURS), key=lambda s: s["share"])
-        if counted:
-            whole = counted[-1]["flops"]
-            points = [(100 * s["share"], s["flops"] / whole) for s in counted]
-            left.plot(*zip(*points, strict=True), "s--", color=plots.colour(OURS), label="FLOPs counted")
-        left.set_xlabel("% of blocks not zero")
-        left.set_ylabel("over dense")
-        left.set_title("Cost against sparsity")
-        plots.legend(left)
-        for axis in right:
-            for name in ("dense", "butterfly"):
-                points = [(s["length"], statistics.median(s["ms"][name])) for s in butterflies]
-                axis.plot(*zip(*points, strict=True), "o-", label=name)
-            plots.length_axis(axis, [s["length"] for s in butterflies])
-            axis.set_yscale("log")
-            axis.set_ylabel("ms, forward and backward")
-            axis.set_title("Butterfly mask against length")
-            plots.legend(axis)
+    series = {}
+    for sample in timed(results, kind="shares", backend=OURS):
+        series[OURS] = {100 * share: time.median for share, time in _relative_times(sample).items()}
+    counted = sorted(pick(results, kind="work", backend=OURS), key=lambda s: s["share"])
+    if counted:
+        series["FLOPs counted"] = {100 * s["share"]: s["flops"] / counted[-1]["flops"] for s in counted}
+    theirs = {p: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
+    panels = [
+        plots.lines("Cost against sparsity", series, across="% of blocks not zero", up="over dense", ticks=False,
+                    paper={"paper, Figure 2": theirs})
+    ]  # fmt: skip
+    if butterflies := timed(results, kind="butterfly", backend=OURS):
+        series = {n: {s["length"]: took(s, n).median for s in butterflies} for n in ("dense", "butterfly")}
+        panels.append(
+            plots.lines("Butterfly mask against length", series, up="ms, forward and backward", log="y")
+        )
+    plots.draw(path, f"Block-sparse attention, {results['device']}", panels)
 
 
 def judge(results: Results) -> list[Verdict]:
@@ -273,8 +232,8 @@ def judge(results: Results) -> list[Verdict]:
         what, ours = "FLOPs affine in the share of blocks", f"R^2 = {fit:.4f}"
         found.add("C5", what, "R^2 > 0.99", ours, fit > 0.99, why, basis="counted on one head")
     length = results["settings"]["length"]
-    for sample in pick(results, kind="shares", backend=OURS):
-        times = _relative_times(sample)
+    for sample in timed(results, kind="shares", backend=OURS):
+        times = {share: each.median for share, each in _relative_times(sample).items()}
         if len(times) < 3:
             continue
         _, _, fit = affine(times)
@@ -307,8 +266,8 @@ def affine(points: dict[float, float]) -> tuple[float, float, float]:
 
 
 def _judge_butterfly(results: Results, found: Verdicts) -> None:
-    times = {s["length"]: s for s in pick(results, kind="butterfly", backend=OURS)}
-    sparse = {n: statistics.median(s["ms"]["butterfly"]) for n, s in times.items()}
+    times = {s["length"]: s for s in timed(results, kind="butterfly", backend=OURS)}
+    sparse = {n: took(s, "butterfly").median for n, s in times.items()}
     blocks = {n: s["share"] * n**2 for n, s in times.items()}
     if lengths := [n for n in times if n >= 4096 and 2 * n in times]:
         ours, allowed = (
@@ -320,11 +279,11 @@ def _judge_butterfly(results: Results, found: Verdicts) -> None:
         )
         found.add("C10", what, "2.0x", f"{ours:.2f}x", ours <= 1.1 * allowed, why, ratio=ours / 2)
     if 65536 in times:
-        ours, share = statistics.median(times[65536]["ms"]["dense"]) / sparse[65536], times[65536]["share"]
-        theirs = paper.BLOCK_SPARSE_SPEEDUP_64K["plain"]
+        sample, theirs = times[65536], paper.BLOCK_SPARSE_SPEEDUP_64K["plain"]
+        gain, share = took(sample, "dense") / took(sample, "butterfly"), sample["share"]
         why = (
             f"50x at least; {share:.1%} of the blocks are not zero, so {1 / share:.0f}x at most for equal time a "
             "block; the paper's share is not stated"
         )
         what = "dense over butterfly time at 65536 tokens"
-        found.compare("C10", what, "{:.0f}x", theirs, ours, ours >= 50, why)
+        found.times("C10", what, theirs, gain, gain.low >= 50, why, form="{:.0f}x")

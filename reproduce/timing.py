@@ -1,4 +1,4 @@
-"""How everything here is timed: by the device's own clock, with inputs that are not in cache, contenders in turns.
+"""How everything here is timed, and how two times are compared.
 
 A measured call is a generator: what runs before its first `yield` is the first phase, and so on, so that one loop
 times forward and backward separately. On CUDA, events on the stream separate the phases, and the device is kept
@@ -6,27 +6,40 @@ asleep until the host has queued them all. So the kernels are timed, not the Pyt
 papers' benchmarks, which queue one call after another. If the device wakes before everything is queued, the times
 may include waiting for the host: the round is measured again after a longer sleep, and counted as late if even the
 longest sleep is too short.
+
+Contenders take turns in an order drawn anew for each round, on inputs that are not in cache, while clock and power
+are recorded. A process times each of them at least 20 times, and three processes do so one after another. What is
+stated is the median of the processes' medians with their range, and "faster" only where ranges do not overlap
+(`beside`).
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import random
 import statistics
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+
+from .experiment import Options, Results, Sample, pick
 
 # A generator of phases. Its argument, the number of the turn, selects one of the rotating inputs and seeds dropout.
 Call = Callable[[int], Iterator[None]]
 # Clock cycles that the device sleeps before a call: about 2 ms, enough for Python to queue most calls. Queuing
 # FlexAttention's forward and backward at 4096 tokens took some 4 ms.
 HEAD_START = 4_000_000
-CLOCK_QUERY = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+MOST_ROUNDS = 100
+# nvidia-smi's name of what is recorded while something is timed -> ours.
+RECORDED = {"clocks.sm": "sm_mhz", "power.draw": "watts", "temperature.gpu": "celsius"}
+RECORD_EVERY_MS = 200
+FASTER, SLOWER, LEVEL = "faster", "slower", "level"
 
 
 class Timed(NamedTuple):
@@ -43,19 +56,45 @@ class Timed(NamedTuple):
     late: dict[str, int]
 
 
+def race(
+    calls: Mapping[str, Call], options: Options, phases: tuple[str, ...] = ("all",), **how: Any
+) -> Sample:
+    """Time calls in turns, as the experiment's settings say: {"ms": {name: {phase: [...]}}, "late", "clocks"}.
+
+    Args:
+        phases: the names of the calls' phases; a call of a single phase has the first.
+        how: other arguments of `time_alternating`.
+    """
+    least = options.settings.rounds
+    if options.tiny:
+        how["warmup"] = 0
+    with recorded(options.device) as clocks:
+        raced = time_alternating(
+            calls,
+            options.device,
+            **{"seconds": options.settings.seconds, "rounds": (least, max(least, MOST_ROUNDS)), **how},
+        )
+    milliseconds = {
+        name: dict(zip(phases, ([float(f"{ms:.5g}") for ms in each] for each in found), strict=False))
+        for name, found in raced.ms.items()
+    }
+    return {"ms": milliseconds, "late": raced.late, "clocks": clocks}
+
+
 def time_alternating(
     calls: Mapping[str, Call],
     device: torch.device,
     *,
     seconds: float,
     warmup: int = 3,
-    rounds: tuple[int, int] = (5, 100),
+    rounds: tuple[int, int] = (20, MOST_ROUNDS),
     patience: int = 8,
 ) -> Timed:
     """Time every phase of each call.
 
-    The calls take turns within a round, so that a change of the clock frequency affects all of them alike. No two
-    turns have the same number, so that a call does not find in the cache the inputs that the one before it has read.
+    The calls take turns within a round, so that a change of the clock frequency affects all of them alike, and in
+    another order each round, so that none always follows the same one. No two turns have the same number, so that a
+    call does not find in the cache the inputs that the one before it has read.
 
     Args:
         calls: what to time.
@@ -65,11 +104,12 @@ def time_alternating(
         patience: the longest sleep before a call, in units of HEAD_START; the sleep doubles whenever the host was
             late. At 1 no round is repeated, for whole training steps, where waiting for a slow host counts.
     """
-    samples: dict[str, list[list[float]]] = {}
+    samples: dict[str, list[list[float]]] = {name: [] for name in calls}
     late: Counter[str] = Counter()
     # A call that was late once will be late again, so it keeps the longer sleep in the rounds that follow.
     sleeps = dict.fromkeys(calls, HEAD_START)
     turns = itertools.count()
+    order = random.Random(0)
     began = time.perf_counter()
     for _ in range(warmup):
         for call in calls.values():
@@ -80,14 +120,14 @@ def time_alternating(
     for done in range(rounds[1]):
         if done >= rounds[0] and time.perf_counter() - began > seconds * len(calls):
             break
-        for name, call in calls.items():
-            phases, was_late = _phases(call, next(turns), device, sleeps[name])
+        for name in order.sample(list(calls), len(calls)):
+            phases, was_late = _phases(calls[name], next(turns), device, sleeps[name])
             while was_late and sleeps[name] < patience * HEAD_START:
                 sleeps[name] *= 2
-                phases, was_late = _phases(call, next(turns), device, sleeps[name])
+                phases, was_late = _phases(calls[name], next(turns), device, sleeps[name])
             late[name] += was_late
-            kept = samples.setdefault(name, [[] for _ in phases])
-            for values, milliseconds in zip(kept, phases, strict=True):
+            samples[name] = samples[name] or [[] for _ in phases]
+            for values, milliseconds in zip(samples[name], phases, strict=True):
                 values.append(milliseconds)
     return Timed(samples, {name: times for name, times in late.items() if times})
 
@@ -110,18 +150,155 @@ def _phases(call: Call, number: int, device: torch.device, sleep: int) -> tuple[
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)], late
 
 
+# ---- what was timed ----------------------------------------------------------------------------------
+
+
+class Times(tuple[float, ...]):
+    """The median of the rounds of each process, in milliseconds; or ratios of two such, process by process."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self)
+
+    @property
+    def low(self) -> float:
+        return min(self)
+
+    @property
+    def high(self) -> float:
+        return max(self)
+
+    def __truediv__(self, other: Times) -> Times:
+        return Times(a / b for a, b in zip(self, other, strict=True))
+
+    def inverse(self, scale: float = 1.0) -> Times:
+        """A rate: `scale` over each time."""
+        return Times(scale / each for each in self)
+
+    def shown(self, form: str = "{:.2f}x") -> str:
+        """The median and, of several processes, the range where it shows at these digits."""
+        median, low, high = (form.format(each) for each in (self.median, self.low, self.high))
+        return median if low == high else f"{median} ({low} to {high})"
+
+
+def beside(ours: Times, theirs: Times) -> str:
+    """FASTER or SLOWER where the ranges between processes do not overlap, else LEVEL. Nothing else decides this."""
+    if ours.high < theirs.low:
+        return FASTER
+    return SLOWER if ours.low > theirs.high else LEVEL
+
+
+def timed(results: Results, **where: Any) -> list[Sample]:
+    """The timings at the coordinates `where`, one for each workload, in order of length where they have one.
+
+    Their "ms" are {name: {phase: [a process's rounds, ...]}} of the contenders that every process timed; "late" as in
+    `Timed`, of all processes.
+    """
+    merged: dict[tuple[Any, ...], Sample] = {}
+    for sample in pick(results, **where):
+        coordinates = {key: value for key, value in sample.items() if key not in MEASURED}
+        found = merged.setdefault(
+            tuple(map(str, coordinates.items())), {**coordinates, "late": Counter(), "turns": []}
+        )
+        found["turns"].append(sample["ms"])
+        found["late"].update(sample.get("late", {}))
+    for sample in merged.values():
+        first, *others = sample.pop("turns")
+        sample["ms"] = {
+            name: {phase: [each[name][phase] for each in (first, *others)] for phase in phases}
+            for name, phases in first.items()
+            if all(name in each for each in others)
+        }
+    return sorted(merged.values(), key=lambda sample: sample.get("length", 0))
+
+
+MEASURED = ("ms", "late", "clocks", "process")
+
+
+def took(sample: Sample, name: str, phase: str = "both") -> Times | None:
+    """The medians of a contender in a sample of `timed`; None if it has no such contender.
+
+    phase: one of the call's; "both": all of them together.
+    """
+    phases = sample["ms"].get(name)
+    if phases is None:
+        return None
+    chosen = list(phases.values()) if phase == "both" else [phases[phase]]
+    return Times(
+        statistics.median(map(sum, zip(*process, strict=True))) for process in zip(*chosen, strict=True)
+    )
+
+
+def waited(sample: Sample, name: str) -> bool:
+    """Whether the device waited for the host in more than a quarter of the contender's rounds."""
+    rounds = sum(map(len, next(iter(sample["ms"][name].values()))))
+    return 4 * sample["late"][name] > rounds
+
+
+def fastest(sample: Sample, names: tuple[str, ...], phase: str = "both") -> tuple[str, Times] | None:
+    """The contender of least median among those of `names` that were timed, and its times."""
+    found = {name: times for name in names if (times := took(sample, name, phase))}
+    return min(found.items(), key=lambda item: item[1].median) if found else None
+
+
+# ---- the device --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recorded(device: torch.device) -> Iterator[dict[str, list[float]]]:
+    """Record clock, power and temperature during the block: {quantity: [least, median, most]}, filled at its end.
+
+    nvidia-smi does it, in a process of its own, which does not disturb the host. Empty without it. Changes nothing.
+    """
+    found: dict[str, list[float]] = {}
+    if device.type != "cuda":
+        yield found
+        return
+    # By UUID: nvidia-smi numbers all GPUs, PyTorch only those in CUDA_VISIBLE_DEVICES.
+    uuid = torch.cuda.get_device_properties(device).uuid
+    query = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(RECORDED)}",
+        "--format=csv,noheader,nounits",
+        f"--id=GPU-{uuid}",
+    ]
+    try:
+        process = subprocess.Popen(
+            [*query, f"--loop-ms={RECORD_EVERY_MS}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    except OSError:
+        yield found
+        return
+    try:
+        yield found
+    finally:
+        process.terminate()
+        rows = [row for row in map(_numbers, process.communicate()[0].splitlines()) if row]
+        if not rows:  # the block was over before the first was printed
+            done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+            rows = [row for row in map(_numbers, done.stdout.splitlines()) if row]
+        for name, values in zip(RECORDED.values(), zip(*rows, strict=True), strict=False):
+            found[name] = [min(values), statistics.median(values), max(values)]
+
+
+def _numbers(line: str) -> list[float]:
+    """The numbers of a whole line of nvidia-smi; none if it was cut, or has one that the GPU does not tell."""
+    try:
+        numbers = [float(each) for each in line.split(",")]
+    except ValueError:
+        return []
+    return numbers if len(numbers) == len(RECORDED) else []
+
+
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
     """How many sets of inputs to rotate so that each has left the L2 cache by the time it is used again."""
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(64, -(-2 * cache // bytes_per_set)))
-
-
-def spread(samples: list[float]) -> dict[str, float]:
-    """Median and quartiles, to four significant digits."""
-    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
-    return dict(zip(("low", "median", "high"), (float(f"{value:.4g}") for value in quartiles), strict=True))
 
 
 def matrix_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
@@ -147,21 +324,6 @@ def copy_rate(device: torch.device, size: int) -> float:
 
     milliseconds = time_alternating({"copy": call}, device, seconds=0.5).ms["copy"][0]
     return 2 * size / (1e-3 * statistics.median(milliseconds))
-
-
-def clocks(device: torch.device) -> str | None:
-    """nvidia-smi's current clocks (MHz), power, temperature and throttling; None without it. Changes nothing."""
-    if device.type != "cuda":
-        return None
-    # By UUID: nvidia-smi numbers all GPUs, PyTorch only those in CUDA_VISIBLE_DEVICES.
-    uuid = torch.cuda.get_device_properties(device).uuid
-    query = ["nvidia-smi", f"--query-gpu={CLOCK_QUERY}", "--format=csv", f"--id=GPU-{uuid}"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    names, values = (line.split(", ") for line in done.stdout.strip().splitlines()[:2])
-    return "; ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:

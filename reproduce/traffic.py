@@ -9,27 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
-from kernels import resolve_attention
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 
-from . import counting, hardware_counters, timing
+from . import counting, hardware_counters, peers, timing
 from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, backend_names, check, time_all
 from .attention_figures import BASELINE, OURS
-from .experiment import Options, Sample
+from .experiment import Options, Sample, Timing
 from .standard import standard_passes
-from .traffic_figures import draw, judge, table
+from .traffic_figures import draw, judge
 
-__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+__all__ = ["TINY", "Settings", "draw", "judge", "run"]
 
 PASSES = ("matmul", "mask", "softmax", "dropout", "matmul 2")
 
 
 @dataclass(frozen=True)
-class Settings:
-    # Names in kernels.ATTENTION and "standard"; if empty, all of them.
+class Settings(Timing):
+    # Names in kernels.ATTENTION, "standard" and its compiled form; if empty, all of them.
     backends: tuple[str, ...] = ()
     # Lengths counted, for one head of head_dim 64; 1024 is the paper's.
     lengths: tuple[int, ...] = (1024, 512, 256)
@@ -43,13 +43,13 @@ class Settings:
     heads: int = 16
     # Left out because it is compiled again for every shape; `attention` times it.
     compiled: tuple[str, ...] = ("flex",)
-    # Measuring time per backend on a GPU.
     seconds: float = 0.3
 
 
 TINY = Settings(
-    backends=(BASELINE, "naive", OURS), lengths=(64,), block_m=(32, 64), batch=1, heads=1, seconds=0.0
-)
+    backends=(BASELINE, "naive", OURS), lengths=(64,), block_m=(32, 64), batch=1, heads=1, seconds=0.0,
+    processes=1, rounds=1,
+)  # fmt: skip
 
 
 def run(options: Options) -> None:
@@ -86,7 +86,7 @@ def count(
     backend: str, workload: Workload, architecture: int, forward_tile: tuple[int, int] | None = None
 ) -> Sample:
     """{"forward": {"read", "written", "flops"}, "backward": ..., "tiles"}; "tiles" are those our kernels used."""
-    _refuse(backend, workload, torch.device("cpu"))
+    peers.refuse(backend, workload, torch.float16, torch.device("cpu"))
     tiles = _tiles(architecture, workload) if backend == OURS else {}
     if forward_tile is not None:
         tiles["forward"] = replace(tiles["forward"], block_m=forward_tile[0], block_n=forward_tile[1])
@@ -111,38 +111,27 @@ def _shapes(tiles: dict[str, Tile]) -> dict[str, tuple[int, int]]:
     return {kernel: (tile.block_m, tile.block_n) for kernel, tile in tiles.items()}
 
 
-def _refuse(backend: str, workload: Workload, device: torch.device) -> None:
-    if backend != BASELINE:
-        resolve_attention(
-            backend, device=device, dtype=torch.float16, head_dim=workload.head_dim, **workload.features
-        )
-
-
 # ---- what a GPU times and reads -------------------------------------------------------------------
 
 
 def _time(options: Options) -> None:
     settings, device = options.settings, options.device
     length = settings.lengths[0]
-    names = backend_names(settings.backends)
+    names = backend_names(settings.backends, (BASELINE, peers.COMPILED))
     names = [each for each in names if each not in settings.compiled]
     for mask in (PADDED, "plain"):
         workload = Workload("figure2", settings.batch, settings.heads, length, 64, False, mask)
         able = [each for each in names if _able(each, workload, options)]
-        options.sample(
-            lambda w=workload, a=able: time_all(a, w, options, torch.float16), kind="time", **asdict(workload)
+        options.timed(
+            partial(time_all, able, workload, options, torch.float16), kind="time", **asdict(workload)
         )
     dropped = replace(workload, mask=DROPPED)
-    options.sample(lambda: time_passes(dropped, options), kind="passes", **asdict(dropped))
+    options.timed(partial(time_passes, dropped, options), kind="passes", **asdict(dropped))
     options.sample(
         lambda: {"rate": timing.copy_rate(device, 2**22 if options.tiny else 2**32)}, kind="copy rate"
     )
-    for block_m in settings.block_m:
-        tile = (block_m, settings.block_n)
-        options.sample(
-            lambda t=tile: time_tile(t, workload, options), kind="tile time", block_m=block_m, block_n=tile[1],
-            **asdict(workload),
-        )  # fmt: skip
+    plain = replace(workload, mask="plain")
+    options.timed(partial(time_tiles, plain, options), kind="tiles", **asdict(plain))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the profiled program is a separate process that needs memory on the same device
     found = [
@@ -159,71 +148,53 @@ def _time(options: Options) -> None:
 
 def _able(backend: str, workload: Workload, options: Options) -> bool:
     def checked() -> Sample:
-        _refuse(backend, workload, options.device)
+        peers.refuse(backend, workload, torch.float16, options.device)
         return check(backend, workload, torch.float16, options.device)
 
     return bool(options.sample(checked, kind="check", backend=backend, mask=workload.mask).get("passed"))
 
 
 def time_passes(workload: Workload, options: Options) -> Sample:
-    """Milliseconds of each pass of the standard forward, and of our forward at the same shape.
-
-    "flash_mask" is the mask that ours had: "plain" if flash does not support the workload's.
-    """
-    device = options.device
-    inputs = Inputs(workload, torch.float16, device)
-    hidden = torch.arange(workload.length, device=device) >= inputs.kv_lengths[:, None, None, None]
-    ours = workload if _does(OURS, workload, device) else replace(workload, mask="plain")
-    our_inputs, attend = Inputs(ours, torch.float16, device), attend_with(OURS)
+    """Each pass of the standard forward, and, as a single pass, our forward and that of torch.compile."""
+    inputs = Inputs(workload, torch.float16, options.device)
 
     def standard(number: int) -> Iterator[None]:
         with torch.no_grad():
-            for _ in standard_passes(*inputs.qkv, hidden=hidden, dropout_p=inputs.dropout_p):
+            for _ in standard_passes(*inputs.qkv, inputs.bias(), inputs.dropout_p):
                 yield
 
-    def flash(number: int) -> Iterator[None]:
-        with torch.no_grad():
-            attend(our_inputs, number)
-        yield
+    def forward_of(attend: peers.Attend) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            with torch.no_grad():
+                attend(inputs, number)
+            yield
 
-    rounds = (1, 1) if options.tiny else (10, 100)
-    timed = timing.time_alternating(
-        {BASELINE: standard, OURS: flash}, device, seconds=options.settings.seconds, rounds=rounds
-    )
-    return {
-        "passes": dict(zip(PASSES, timed.ms[BASELINE], strict=True)),
-        OURS: timed.ms[OURS][0],
-        "late": timed.late,
-        "flash_mask": ours.mask,
-    }
+        return call
+
+    calls = {BASELINE: standard, OURS: forward_of(attend_with(OURS))}
+    if options.device.type == "cuda":
+        calls[peers.COMPILED] = forward_of(attend_with(peers.COMPILED))
+    inputs.bias()
+    return timing.race(calls, options, PASSES)
 
 
-def _does(backend: str, workload: Workload, device: torch.device) -> bool:
-    try:
-        _refuse(backend, workload, device)
-    except ValueError:
-        return False
-    return True
-
-
-def time_tile(tile: tuple[int, int], workload: Workload, options: Options) -> Sample:
-    """Milliseconds of our forward with this BLOCK_M and BLOCK_N; the default tile's other parameters stay."""
+def time_tiles(workload: Workload, options: Options) -> Sample:
+    """Our forward with each BLOCK_M; the default tile's other parameters stay."""
     inputs = Inputs(workload, torch.float16, options.device)
     attend = attend_with(OURS)
-
     forward = _tiles(_architecture(options.device), workload)["forward"]
 
-    def call(number: int) -> Iterator[None]:
-        with torch.no_grad():
-            attend(inputs, number)
-        yield
+    def call_of(block_m: int) -> timing.Call:
+        tile = replace(forward, block_m=block_m, block_n=options.settings.block_n)
 
-    rounds = (1, 1) if options.tiny else (10, 100)
-    with forced(forward=replace(forward, block_m=tile[0], block_n=tile[1])):
-        timed = timing.time_alternating(
-            {OURS: call}, options.device, seconds=options.settings.seconds, rounds=rounds
-        )
-    return {"ms": timed.ms[OURS][0], "late": timed.late}
+        def call(number: int) -> Iterator[None]:
+            with torch.no_grad(), forced(forward=tile):
+                attend(inputs, number)
+            yield
+
+        return call
+
+    return timing.race({str(m): call_of(m) for m in options.settings.block_m}, options)
 
 
 def _architecture(device: torch.device) -> int:

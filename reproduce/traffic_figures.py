@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 from . import counting, paper, plots
 from .attention import PADDED
-from .attention_figures import BASELINE, OURS, milliseconds
-from .experiment import Results, Sample, Verdict, Verdicts, pick, text_table
+from .attention_figures import BASELINE, EAGER, OURS, over, speedup
+from .experiment import Results, Sample, Verdict, Verdicts, pick
+from .peers import COMPILED
+from .timing import Times, fastest, timed, took
 
 DRAM_RATIO = "9.2x (NeurIPS: 8.0x)"  # the paper's
 
@@ -36,94 +38,29 @@ def _compulsory(length: int, head_dim: int) -> int:
     return sum(counting.compulsory_bytes(length, head_dim).values())
 
 
-def table(results: Results) -> str:
-    """Counts for one head, followed by what was timed."""
-    rows = []
-    for (backend, length, mask), sample in sorted(_counted(results).items(), key=lambda item: item[0][1:]):
-        size, work = total(sample), total(sample, "flops")
-        formula = f"{_formula(sample) / 1e6:.3f}" if sample["tiles"] and mask == "plain" else "-"
-        floor = size / _compulsory(length, sample["head_dim"])
-        figures = [f"{size / 1e6:.3f}", formula, f"{floor:.2f}", f"{work / 1e9:.3f}", f"{work / size:.0f}"]
-        rows.append([f"{backend} n{length} {mask}", *figures])
-    header = ["one head, forward+backward, counted", "MB", "formula", "x compulsory", "GFLOP", "FLOP/byte"]
-    parts = [text_table(header, rows)] if rows else []
-    rows = [
-        [f"BLOCK_M {s['block_m']}", f"{phase_total(s, 'forward') / 1e6:.3f}"]
-        for s in pick(results, kind="tile count")
-    ]
-    if rows:
-        parts.append(text_table(["forward kernel, counted", "MB"], rows))
-    for sample in pick(results, kind="passes"):
-        medians = {name: statistics.median(values) for name, values in sample["passes"].items()}
-        parts.append("passes, ms: " + ", ".join(f"{name} {ms:.3g}" for name, ms in medians.items()))
-    for sample in pick(results, kind="time"):
-        times = ", ".join(f"{name} {milliseconds(sample, name, 'both'):.3g}" for name in sample["ms"])
-        parts.append(f"forward+backward ms, {sample['mask']}: {times}")
-    for sample in pick(results, kind="ncu"):
-        moved = (sample["dram_read"] + sample["dram_written"]) / 1e9
-        parts.append(f"{sample['backend']}: DRAM {moved:.2f} GB, L2 {sample['l2_bytes'] / 1e9:.2f} GB (ncu)")
-    return "\n".join(parts)
-
-
 def draw(results: Results, path: Path) -> None:
     """Bytes against length, the tile sweep, and the passes of the standard forward."""
-    counted, passes = _counted(results), pick(results, kind="passes")
-    tiles, timed = pick(results, kind="tile count"), pick(results, kind="tile time")
-    panels = sum(map(bool, (counted, tiles, timed, passes)))
-    with plots.picture(path, max(1, panels), title=f"Memory traffic, {results['device']}") as axes:
-        free = iter(axes)
-        if counted:
-            _draw_counts(next(free), counted)
-        if tiles:
-            _draw_sweep(
-                next(free), tiles, [phase_total(s, "forward") / 1e6 for s in tiles], "MB, one head, counted"
-            )
-        if timed:
-            _draw_sweep(next(free), timed, [statistics.median(s["ms"]) for s in timed], "ms")
-        if passes:
-            _draw_passes(next(free), passes[0])
+    plots.draw(path, f"Memory traffic, {results['device']}", _panels(results))
 
 
-def _draw_counts(axis: plots.Axes, counted: dict[tuple[str, int, str], Sample]) -> None:
-    names = [name for name in (BASELINE, "naive", OURS) if any(key[0] == name for key in counted)]
-    lengths = sorted({key[1] for key in counted})
-    for name in names:
-        points = [
-            (n, total(counted[name, n, "plain"]) / 1e6) for n in lengths if (name, n, "plain") in counted
-        ]
-        axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name), label=name)
-    axis.plot(lengths, [_compulsory(n, 64) / 1e6 for n in lengths], "k:", label="compulsory")
-    plots.length_axis(axis, lengths)
-    axis.set_yscale("log")
-    axis.set_ylabel("MB, one head, counted")
-    axis.set_title("Read and written, forward and backward")
-    plots.legend(axis)
-
-
-def _draw_sweep(axis: plots.Axes, samples: list[Sample], values: list[float], unit: str) -> None:
-    axis.plot([s["block_m"] for s in samples], values, "o-", color=plots.colour(OURS))
-    axis.set_xscale("log", base=2)
-    axis.set_xticks([s["block_m"] for s in samples], [str(s["block_m"]) for s in samples])
-    axis.minorticks_off()
-    axis.set_ylim(0, 1.1 * max(values))
-    axis.set_xlabel("BLOCK_M, queries a program owns")
-    axis.set_ylabel(unit)
-    axis.set_title("Tile size of the forward kernel")
-
-
-def _draw_passes(axis: plots.Axes, sample: Sample) -> None:
-    left = 0.0
-    for name, values in sample["passes"].items():
-        width = statistics.median(values)
-        axis.barh([1], [width], left=left, label=name)
-        left += width
-    # Not in flash's own colour, which the first pass has here.
-    axis.barh([0], [statistics.median(sample[OURS])], label="all in one kernel")
-    axis.set_yticks([0, 1], [OURS, BASELINE])
-    axis.set_ylim(-0.6, 2.4)
-    axis.set_xlabel("ms, forward with mask and dropout")
-    plots.legend(axis, ncols=3, loc="upper left")
-    axis.set_title("Where the time of a forward goes")
+def _panels(results: Results) -> Iterator[plots.Panel]:
+    if counted := [s for s in pick(results, kind="count") if s["mask"] == "plain"]:
+        names = [name for name in (BASELINE, "naive", OURS) if any(s["backend"] == name for s in counted)]
+        series = {n: {s["length"]: total(s) / 1e6 for s in counted if s["backend"] == n} for n in names}
+        floor = {s["length"]: _compulsory(s["length"], 64) / 1e6 for s in counted}
+        title, up = "Read and written, forward and backward", "MB, one head, counted"
+        yield plots.lines(title, series, up=up, log="y", paper={"paper: compulsory": floor})
+    title, across = "Tile size of the forward kernel", "BLOCK_M, queries a program owns"
+    if tiles := pick(results, kind="tile count"):
+        series = {OURS: {s["block_m"]: phase_total(s, "forward") / 1e6 for s in tiles}}
+        yield plots.lines(title, series, across=across, up="MB, one head, counted", log="x")
+    for sample in timed(results, kind="tiles"):
+        series = {OURS: {int(m): took(sample, m).median for m in sample["ms"]}}
+        yield plots.lines(title, series, across=across, up="ms", log="x")
+    for sample in timed(results, kind="passes"):
+        rows = {name: {phase: took(sample, name, phase).median for phase in phases}
+                for name, phases in sample["ms"].items()}  # fmt: skip
+        yield plots.bars("Where the time of a forward goes", rows, across="ms, forward with mask and dropout")
 
 
 def judge(results: Results) -> list[Verdict]:
@@ -188,41 +125,45 @@ def _judge_formula(results: Results, found: Verdicts) -> None:
 
 
 def _judge_times(results: Results, found: Verdicts) -> None:
-    for sample in pick(results, kind="time"):
-        if {BASELINE, OURS} <= sample["ms"].keys():
-            ratio = milliseconds(sample, BASELINE, "both") / milliseconds(sample, OURS, "both")
-            why = "the paper's two versions disagree; 3.0 is the bar"
-            what, theirs = f"time standard/flash, {sample['mask']}", "3.0x (arXiv: 5.7x)"
-            found.add("C3", what, theirs, f"{ratio:.1f}x", ratio >= 3.0, why, ratio=ratio / 3.0)
+    for sample in timed(results, kind="time"):
+        if gain := speedup(sample):
+            why = f"the paper's two versions disagree; 3.0 is the bar; {over(sample)}"
+            what = f"time standard/flash, {sample['mask']}"
+            found.times(
+                "C3", what, 3.0, gain, gain.low >= 3.0, why, form="{:.1f}x", theirs="3.0x (arXiv: 5.7x)"
+            )
 
 
 def _judge_tiles(results: Results, found: Verdicts) -> None:
     """C31: a tile of fewer queries stands in for a chip with less on-chip memory."""
-    standard = [milliseconds(s, BASELINE, "forward") for s in pick(results, kind="time", mask="plain")]
-    sweep = sorted(pick(results, kind="tile time"), key=lambda s: s["block_m"])
-    if not standard or len(sweep) < 2:
-        return
-    gains = [standard[0] / statistics.median(s["ms"]) for s in sweep]
-    shrinks = all(small <= 1.05 * large for small, large in pairwise(gains)) and gains[0] < 0.5 * max(gains)
-    tiles, ours = ", ".join(str(s["block_m"]) for s in sweep), ", ".join(f"{gain:.1f}x" for gain in gains)
-    why = (
-        "the smallest tile's under half of the best; portable kernel; below 64 queries, a tile also falls back from "
-        "Hopper's tensor core instruction to Ampere's"
-    )
-    what = f"time standard/flash, forward, tiles of {tiles} queries"
-    found.add("C31", what, "lower on a T4 than on an A100", ours, shrinks, why)
+    standard = [fastest(s, EAGER, "forward") for s in timed(results, kind="time", mask="plain")]
+    for sample in timed(results, kind="tiles"):
+        if not standard or not standard[0] or len(sample["ms"]) < 2:
+            continue
+        gains = {int(m): standard[0][1] / took(sample, m) for m in sample["ms"]}
+        shrinks = all(gains[a].low <= 1.05 * gains[b].high for a, b in pairwise(sorted(gains)))
+        shrinks = shrinks and gains[min(gains)].high < 0.5 * max(each.low for each in gains.values())
+        ours = ", ".join(f"{gains[m].median:.1f}x" for m in sorted(gains))
+        why = (
+            "the smallest tile's under half of the best; portable kernel; below 64 queries, a tile also falls back "
+            "from Hopper's tensor core instruction to Ampere's"
+        )
+        what = f"time standard/flash, forward, tiles of {', '.join(map(str, sorted(gains)))} queries"
+        found.add("C31", what, "lower on a T4 than on an A100", ours, shrinks, why)
 
 
 def _judge_passes(results: Results, found: Verdicts) -> None:
-    for sample in pick(results, kind="passes"):
-        medians = {name: statistics.median(values) for name, values in sample["passes"].items()}
-        whole = sum(medians.values())
-        share = 1 - (medians["matmul"] + medians["matmul 2"]) / whole
-        gain = whole / statistics.median(sample[OURS])
+    for sample in timed(results, kind="passes"):
+        whole, ours = took(sample, BASELINE), took(sample, OURS)
+        products = [took(sample, BASELINE, phase) for phase in ("matmul", "matmul 2")]
+        share = Times(1 - sum(parts) / all_ for *parts, all_ in zip(*products, whole, strict=True))
         what = "mask, softmax and dropout, share of the standard forward"
-        found.add("C6", what, "76 %", f"{share:.0%}", share >= 0.6, "60 % at least", ratio=share / 0.76)
+        found.times("C6", what, 0.76, share, share.low >= 0.6, "60 % at least", form="{:.0%}")
+        gain, why = whole / ours, "5x at least"
+        if compiled := took(sample, COMPILED):
+            why += f"; compiled, the standard forward takes {(compiled / ours).shown()} our time"
         what = "standard/flash time, forward with mask and dropout"
-        found.add("C6", what, "7.6x", f"{gain:.1f}x", gain >= 5, "5x at least", ratio=gain / 7.6)
+        found.times("C6", what, 7.6, gain, gain.low >= 5, why, form="{:.1f}x")
 
 
 def _judge_counters(results: Results, found: Verdicts) -> None:

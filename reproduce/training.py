@@ -9,8 +9,6 @@ weights), and its peak memory is measured. Then the group's contenders take turn
 from __future__ import annotations
 
 import gc
-import math
-import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,11 +21,12 @@ from model.gpt import GPT
 from training.metrics import peak_flops
 
 from . import contenders, nanogpt, timing
-from .contenders import FUSED, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES, Contender, initial_model
-from .experiment import Options, ReproduceError, Sample
-from .training_figures import draw, judge, table
+from .contenders import FUSED, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES, PADDED, Contender, initial_model
+from .experiment import Options, ReproduceError, Sample, Timing
+from .standard import NAME as STANDARD
+from .training_figures import draw, judge
 
-__all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
+__all__ = ["TINY", "Settings", "draw", "judge", "run"]
 
 SHAPES = {
     "gpt2_small": GPTConfig(),
@@ -40,8 +39,8 @@ LOGIT_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
-class Settings:
-    # small, medium: Hugging Face and ours, eager (Table 2). compiled: ours and nanoGPT, under torch.compile. whole:
+class Settings(Timing):
+    # small, medium: Hugging Face and ours, eager (Table 2). compiled: these and nanoGPT, under torch.compile. whole:
     # the same with the whole step in one forward. dropout: with the paper's dropout. context: Table 4. largest: the
     # largest micro-batch that fits. gpt3: FlashAttention-2's Table 1.
     parts: tuple[str, ...] = ("small", "compiled", "dropout", "whole", "context", "medium", "largest", "gpt3")
@@ -52,7 +51,7 @@ class Settings:
     dropout: float = 0.1
     # Names in kernels.ATTENTION for the part `small`; if empty, all but the historical ones. Other parts use `core`.
     backends: tuple[str, ...] = ()
-    core: tuple[str, ...] = ("naive", "sdpa", "flash")
+    core: tuple[str, ...] = ("naive", STANDARD, "sdpa", "flash")
     # torch.compile's backend.
     compiler: str = "inductor"
     # Use CUDA graphs for all contenders that inductor compiles for a GPU, as train.py does: else a slow host decides.
@@ -69,16 +68,14 @@ class Settings:
     micro_tokens: int = 16384
     gpt3_step_tokens: int = 16384
     gpt3_micro_tokens: int = 8192
-    # Measuring time per contender, and the least number of steps.
     seconds: float = 3.0
-    steps: int = 5
 
 
 TINY = Settings(
     dtype="float32",
     compiled_dtype="float32",
     backends=("naive", "sdpa"),
-    core=("naive",),
+    core=(STANDARD, "naive"),
     compiler="aot_eager",
     small="tiny",
     medium="tiny",
@@ -89,8 +86,9 @@ TINY = Settings(
     micro_tokens=16,
     gpt3_step_tokens=32,
     gpt3_micro_tokens=16,
+    processes=1,
+    rounds=2,
     seconds=0.01,
-    steps=2,
 )
 
 
@@ -136,6 +134,7 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
     peers = (NANOGPT, NANOGPT_BIASES) if settings.nanogpt else ()
     # The attention that the paper compares with, and today's default in transformers.
     huggingface = (HF_EAGER, HF_SDPA)
+    padded = tuple(name + PADDED for name in huggingface)
 
     def group(part: str, model: str, context: int, dropout: float = 0.0, mode: str = "eager") -> Group:
         large = part == "gpt3"
@@ -147,17 +146,31 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
 
     found = [
         (group("small", small, base), (*huggingface, *everyone, core[-1] + FUSED)),
-        (group("compiled", small, base, mode="compiled"), (*core, core[-1] + FUSED, *peers)),
+        (
+            group("compiled", small, base, mode="compiled"),
+            (*core, core[-1] + FUSED, *peers, *huggingface, *padded),
+        ),
         (group("dropout", small, base, settings.dropout), (*huggingface, *core, core[-1] + FUSED)),
         *(
             (group("whole", model, base, mode="compiled"), (core[-1], core[-1] + FUSED, *peers))
             for model in (small, settings.medium)
         ),
-        *((group("context", small, context), core) for context in settings.contexts),
+        *(
+            (group("context", small, context, mode=mode), core)
+            for mode in ("eager", "compiled")
+            for context in settings.contexts
+        ),
         (group("medium", settings.medium, base), (*huggingface, *core, core[-1] + FUSED)),
         (group("largest", small, base), (*huggingface, *core)),
-        *((group("gpt3", settings.large, context), core) for context in settings.gpt3_contexts),
-        (group("dropout", small, base, settings.dropout, "compiled"), (*core, core[-1] + FUSED)),
+        *(
+            (group("gpt3", settings.large, context, mode=mode), core)
+            for mode in ("eager", "compiled")
+            for context in settings.gpt3_contexts
+        ),
+        (
+            group("dropout", small, base, settings.dropout, "compiled"),
+            (*core, core[-1] + FUSED, *huggingface),
+        ),
     ]
     return [(group, names) for group, names in found if group.part in settings.parts]
 
@@ -187,9 +200,8 @@ def _run_group(options: Options, group: Group, names: tuple[str, ...]) -> None:
             _forget_compiled()  # after a failure torch.compile would compile the next model only in pieces
         _report(options, group, name, sample)
     if ready:
-        timed = options.sample(partial(_speed, options, group, ready, built), kind="speed", **asdict(group))
-        for name, rate in timed.get("tokens_per_second", {}).items():
-            options.say(f"  {name}: {rate:,.0f} tokens/s")
+        timed = options.timed(partial(_speed, options, group, ready, built), kind="speed", **asdict(group))
+        _say_rates(options, timed)
 
 
 def _report(options: Options, group: Group, name: str, sample: Sample) -> None:
@@ -267,33 +279,28 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
     for name in names:
         if name not in built:
             built[name] = _build(options, group, name)
-    calls, settings = {name: built[name].step for name in names}, options.settings
-    timed = timing.time_alternating(
-        calls,
-        options.device,
-        seconds=settings.seconds,
-        warmup=0 if options.tiny else 2,  # the second step records CUDA graphs
-        rounds=(settings.steps, 30),
-        patience=1,  # waiting for the host is part of a training step
-    )
-    tokens = group.micro_batch * group.accumulation * group.context
-    milliseconds = {name: contenders.split_phases(phases) for name, phases in timed.ms.items()}
-    flops = _flops_per_token(group.config)
-    rates = {name: 1e3 * tokens / step_ms(parts) for name, parts in milliseconds.items()}
-    peak = peak_flops(options.device)
+    settings = options.settings
+    with timing.recorded(options.device) as clocks:
+        timed = timing.time_alternating(
+            {name: built[name].step for name in names},
+            options.device,
+            seconds=settings.seconds,
+            warmup=0 if options.tiny else 2,  # the second step records CUDA graphs
+            rounds=(settings.rounds, max(settings.rounds, 30)),
+            patience=1,  # waiting for the host is part of a training step
+        )
     return {
-        "ms": milliseconds,
-        "step_tokens": tokens,
-        "tokens_per_second": rates,
-        "flops_per_token": flops,
-        "mfu": {name: rate * flops / peak for name, rate in rates.items()} if peak else {},
-        "clocks": timing.clocks(options.device),
+        "ms": {name: contenders.split_phases(phases) for name, phases in timed.ms.items()},
+        "step_tokens": group.micro_batch * group.accumulation * group.context,
+        "flops_per_token": _flops_per_token(group.config),
+        "clocks": clocks,
     }
 
 
-def step_ms(parts: dict[str, list[float]]) -> float:
-    """The median step, in milliseconds."""
-    return statistics.median(map(math.fsum, zip(*parts.values(), strict=True)))
+def _say_rates(options: Options, sample: Sample) -> None:
+    for name, parts in sample.get("ms", {}).items():
+        step = sum(map(sum, parts.values())) / len(parts["optimizer"])
+        options.say(f"  {name}: {1e3 * sample['step_tokens'] / step:,.0f} tokens/s")
 
 
 def _flops_per_token(config: GPTConfig) -> int:
@@ -319,17 +326,9 @@ def _run_largest(options: Options, group: Group, names: tuple[str, ...]) -> None
                 break
             largest, current = current, _doubled(current)
         if largest is not None:
-            timed = options.sample(
-                partial(_speed_alone, options, largest, name),
-                kind="speed_alone",
-                contender=name,
-                **asdict(largest),
-            )
-            rate = timed.get("tokens_per_second", {}).get(name)
-            options.say(
-                f"  {name}: largest micro-batch {largest.micro_batch}"
-                + (f", {rate:,.0f} tokens/s" if rate else "")
-            )
+            alone = partial(_speed_alone, options, largest, name)
+            options.say(f"  {name}: largest micro-batch {largest.micro_batch}")
+            _say_rates(options, options.timed(alone, kind="speed_alone", contender=name, **asdict(largest)))
 
 
 def _doubled(group: Group) -> Group | None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path
         assert sample["logits_bytes"] == 16 * 128 * 2
         assert sample["peak_bytes"] >= sample["inputs_and_gradients_bytes"]
     (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("left out")]
-    assert line.startswith("left out: liger, 16 rows: not installed")
+    assert line.startswith("left out: check, liger: not installed")
     assert line.endswith("pip install liger-kernel, then --again")
 
 
@@ -94,14 +95,16 @@ def test_liger_kernel_is_timed_if_it_is_installed(tmp_path, capsys, monkeypatch)
     results = run(tmp_path)
     assert set(pick(results, kind="time")[0]["ms"]) == {"fused", "eager", "compiled", "liger"}
     assert pick(results, contender="liger", kind="check")[0]["version"] == "0.8"
-    assert "liger 0.8, 16 rows: relative errors loss" in capsys.readouterr().out
+    assert re.search(r"\nliger +\d.*0\.8", capsys.readouterr().out)  # its errors and version
 
 
 @interpreted
 def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch):
     install_peer(tmp_path / "peer", monkeypatch, 1.002)
     assert set(pick(run(tmp_path), kind="time")[0]["ms"]) == {"fused", "eager", "compiled"}
-    assert "left out: liger 0.8, 16 rows: wrong, so not timed: errors {'loss': 0.0" in capsys.readouterr().out
+    assert re.search(
+        "left out: check, liger, 0.8: wrong, so not timed: errors {'loss': 0.0", capsys.readouterr().out
+    )
 
 
 @interpreted
@@ -115,7 +118,7 @@ def test_a_contender_out_of_memory_is_left_out_and_the_rest_timed(tmp_path, caps
     monkeypatch.setattr(loss, "contenders", lambda settings: losses)
     timed = pick(run(tmp_path, "rows=24,16"), kind="time")
     assert [set(sample["ms"]) for sample in timed] == [{"fused"}, {"fused", "eager"}]
-    assert "left out: eager, 24 rows: out of memory" in capsys.readouterr().out
+    assert "left out: memory, eager, 24: out of memory" in capsys.readouterr().out
 
 
 @interpreted
@@ -160,7 +163,6 @@ def test_faster_and_without_full_logits_meets_the_aims():
     assert (peer.status, peer.ours) == (NO_AIM, "1.14x")
     assert (memory.status, memory.ours) == (MET, "2.2x")
     assert "12.9x" in memory.why  # the logits alone
-    assert " 575 " in loss.table(results)  # 15.2 TFLOP in 26.4 ms
 
 
 def test_slower_and_with_full_logits_misses_the_aims():

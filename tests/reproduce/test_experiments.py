@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from reproduce.counting import compulsory_bytes, counting, flash_bytes
 from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
 from reproduce.results import FIELDS, VERSION, Store, slug
+from reproduce.tables import table
 from training.environment import device_name
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +198,9 @@ def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert str(ROOT) not in json.dumps(results)  # a result can be shared
     assert (tmp_path / FOLDER / f"{name}.svg").read_text().startswith("<?xml")
     module = EXPERIMENTS[name].module
-    assert module.table(results)
+    assert all(
+        f"\n{kind}" in table(results) for kind in {sample["kind"] for sample in results["samples"]} - {"ncu"}
+    )
     for verdict in module.judge(results):
         assert verdict.claim in EXPERIMENTS[name].claims
         assert verdict.status in STATUSES
@@ -450,23 +454,72 @@ def test_settings_are_parsed_by_their_types():
         parse_settings(settings, ["lengths=3,x"])
 
 
-def test_timed_calls_alternate_and_phases_are_timed_separately():
-    order = []
+def test_calls_take_turns_in_another_order_each_round_and_phases_are_timed_separately():
+    turns = []
 
     def call_of(name):
         def call(number):
-            order.append((name, number))
+            turns.append((name, number))
             yield
             yield
 
         return call
 
-    calls = {"a": call_of("a"), "b": call_of("b")}
-    timed = timing.time_alternating(calls, torch.device("cpu"), seconds=0, warmup=1, rounds=(3, 9))
+    calls = {name: call_of(name) for name in "abc"}
+    timed = timing.time_alternating(calls, torch.device("cpu"), seconds=0, warmup=1, rounds=(20, 99))
     # No two turns get the same one of the rotating inputs, and the first round does not get those of the warm-up.
-    assert order == [(name, 2 * round_ + place) for round_ in range(4) for place, name in enumerate("ab")]
-    assert [len(phase) for phase in timed.ms["b"]] == [3, 3]
+    assert [number for _, number in turns] == list(range(3 * 21))
+    orders = ["".join(name for name, _ in turns[3 * i : 3 * i + 3]) for i in range(1, 21)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert len(set(orders)) == 6  # all there are
+    assert [len(phase) for phase in timed.ms["b"]] == [20, 20]
     assert timed.late == {}  # no device to wait for
+
+
+def three_processes(*medians: float) -> dict:
+    """A document with a contender for each list of medians of three processes."""
+    samples = [
+        {"kind": "time", "length": 64, "process": process, "late": {},
+         "ms": {name: {"forward": [ms / 4] * 3, "backward": [ms / 2, 3 * ms / 4, ms]} for name, ms in at.items()}}
+        for process, at in enumerate(medians)
+    ]  # fmt: skip
+    return {"samples": samples}
+
+
+def test_what_is_stated_is_the_median_of_the_processes_with_their_range():
+    results = three_processes({"a": 1.0, "b": 2.0}, {"a": 1.2, "b": 2.1}, {"a": 1.1, "b": 1.15})
+    (sample,) = timing.timed(results, kind="time")
+    a, b = (timing.took(sample, name) for name in "ab")
+    assert list(a) == pytest.approx([1.0, 1.2, 1.1])
+    assert a.shown("{:.1f}") == "1.1 (1.0 to 1.2)"
+    assert list(b / a) == pytest.approx([2.0, 1.75, 1.15 / 1.1])  # process by process
+    assert timing.took(sample, "a", "forward").median == pytest.approx(0.275)
+    assert timing.took(sample, "c") is None
+    assert "\na            0.275 (0.25 to 0.3)    0.825" in table(results)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "word"),
+    [((1.25, 1.3, 1.4), "faster"), ((1.15, 1.3, 1.4), "level"), ((0.8, 0.9, 0.95), "slower")],
+)
+def test_faster_is_said_only_where_the_ranges_do_not_overlap(theirs, word):
+    assert timing.beside(timing.Times((1.0, 1.2, 1.1)), timing.Times(theirs)) == word
+
+
+def test_several_processes_time_everything_and_check_it_once(tmp_path):
+    assert run(tmp_path, "attention", "backends=naive,sdpa", "figures=gpt2", "processes=2", "rounds=2") == 0
+    results = document(tmp_path, "attention")
+    assert results["state"] == "complete"
+    assert [sample["process"] for sample in pick(results, kind="time")] == [0, 1]
+    assert len(pick(results, kind="check")) == 2
+    (sample,) = timing.timed(results, kind="time")
+    assert len(timing.took(sample, "sdpa")) == 2
+    assert not [word for word in results["command"] if "process=" in word]
+    # A third is added to what there is.
+    assert run(tmp_path, "attention", "backends=naive,sdpa", "figures=gpt2", "processes=3", "rounds=2") == 0
+    again = pick(document(tmp_path, "attention"), kind="time")
+    assert again[:2] == pick(results, kind="time")
+    assert [sample["process"] for sample in again] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -606,8 +659,10 @@ def test_hardware_counters_are_summed_over_kernels():
 def test_output_of_nvidia_smi_and_ncu_is_read(tmp_path, monkeypatch):
     """With stand-ins for nvidia-smi and ncu that print what the real ones print."""
     for name, body in {
-        "nvidia-smi": """case "$*" in *--id=GPU-1f-2e*) ;; *) exit 1;; esac
-echo 'clocks.current.sm [MHz], power.draw [W]'; echo '1980 MHz, 412.5 W'""",
+        "nvidia-smi": """case "$*" in *clocks.sm,power.draw,temperature.gpu*--id=GPU-1f-2e*) ;; *) exit 1;; esac
+case "$*" in *--loop-ms=*) ;; *) echo '1980, 412.5, 41'; exit;; esac
+echo '1755, 600.5, 50'; echo '1980, [N/A], 50'; echo '1980, 700.5, 60'; echo '1800, 650.5, 55'; printf '19'
+exec sleep 60""",
         "ncu": r'''case "$*" in *flash*) echo '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 1;; esac
 echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
 echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
@@ -617,9 +672,17 @@ echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1f-2e"))
-    assert (
-        timing.clocks(torch.device("cuda", 0)) == "clocks.current.sm [MHz] 1980 MHz; power.draw [W] 412.5 W"
+    with timing.recorded(torch.device("cuda", 0)) as clocks:
+        time.sleep(1)
+    # A value that the GPU does not tell and a line that was cut are left out.
+    assert clocks == {"sm_mhz": [1755, 1800, 1980], "watts": [600.5, 650.5, 700.5], "celsius": [50, 55, 60]}
+    monkeypatch.setattr(timing, "RECORD_EVERY_MS", 0)
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\ncase $* in *loop*) exec sleep 60;; esac\necho 1980, 412.5, 41\n"
     )
+    with timing.recorded(torch.device("cuda", 0)) as clocks:
+        pass
+    assert clocks == {"sm_mhz": [1980] * 3, "watts": [412.5] * 3, "celsius": [41] * 3}
     workload = Workload("test", 1, 1, 64, 32, False)
     assert read_counters("standard", workload)["dram_read"] == 2048
     refused = read_counters("flash", workload)
@@ -660,7 +723,7 @@ def test_block_sparse_time_may_grow_by_a_tenth_more_than_its_blocks(growth, stat
             "kind": "butterfly",
             "backend": "flash",
             "length": 4096 * 2**i,
-            "ms": {"butterfly": [growth**i], "dense": [4.0**i]},
+            "ms": {"butterfly": {"all": [growth**i]}, "dense": {"all": [4.0**i]}},
             "share": float(sparse.butterfly_mask(4096 * 2**i).float().mean()),
         }
         for i in range(4)

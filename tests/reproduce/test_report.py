@@ -72,7 +72,7 @@ def papers_own_history() -> list[dict]:
         {
             "kind": "tiles",
             "length": 1024,
-            "ms": {str(n): [at["ms"]] for n, at in paper.FIGURE_2_TILES.items()},
+            "ms": {str(n): {"all": [at["ms"]]} for n, at in paper.FIGURE_2_TILES.items()},
         }
     ]
     for (head_dim, causal), rates in paper.FA2_H100.items():
@@ -83,7 +83,8 @@ def papers_own_history() -> list[dict]:
             }
             samples.append({"kind": "order", "head_dim": head_dim, "causal": causal, "length": n, "ms": ms})
     for k, speedup in paper.TOPK_SPEEDUP.items():
-        ms = {"safe": [1.3], "online": [1.0], "safe, top-k": [speedup], "online with top-k": [1.0]}
+        ms = {"safe": 1.3, "online": 1.0, "safe, top-k": speedup, "online with top-k": 1.0}
+        ms = {name: {"all": [each]} for name, each in ms.items()}
         samples.append({"kind": "softmax", "rows": 4000, "length": paper.TOPK_LENGTH, "k": k, "ms": ms})
     return samples
 
@@ -94,7 +95,7 @@ def papers_own_traffic() -> list[dict]:
     passes = {"matmul": [2.2], "mask": [4.5], "softmax": [3.7], "dropout": [4.6], "matmul 2": [1.8]}
     return [
         {"kind": "time", **shape("figure2", 1024, "padding"), "ms": ms},
-        {"kind": "passes", "passes": passes, "flash": [2.2]},
+        {"kind": "passes", "ms": {"standard": passes, "flash": {"all": [2.2]}}},
     ]
 
 
@@ -186,13 +187,13 @@ def test_attention_and_training_of_a_gpu_give_the_headline_picture(tmp_path):
     }
     where = {"part": "compiled", "model": "gpt2_small", "context": 1024, "dropout": 0.0, "mode": "compiled"}
     where |= {"dtype": "bfloat16", "micro_batch": 16, "accumulation": 4, "step_tokens": 65536}
-    rates = {"flash+fused": 562_400.0, "naive": 361_700.0}
-    group = {"kind": "speed", **where, "ms": ms, "tokens_per_second": rates, "mfu": dict.fromkeys(ms, 0.5)}
+    ms["naive"]["backward"] = [3.0]
+    group = {"kind": "speed", **where, "ms": ms, "flops_per_token": 10**9}
     settings = asdict(EXPERIMENTS["training"].module.Settings())
     write(tmp_path, "training", [group], settings=settings)
     assert main(["report", "--results", str(tmp_path)]) == 0
     picture = (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
-    assert all(text in picture for text in ("562", "362", "naive attention"))
+    assert all(text in picture for text in ("18725", "14564", "naive attention"))
     assert "nanoGPT" not in picture
     assert (tmp_path / "report.html").read_text().count("<svg") == 3
     assert "validation loss" not in picture
@@ -254,7 +255,7 @@ def test_a_gpu_only_figure_is_listed_as_not_measured_until_it_is(tmp_path):
         (True, True),
         (False, False),
     ]
-    ms = {"safe": [4.0], "online": [3.0]}
+    ms = {"safe": {"all": [4.0]}, "online": {"all": [3.0]}}
     write(tmp_path, "history", [{"kind": "softmax", "rows": 4000, "length": 100000, "k": 30, "ms": ms}])
     assert [f"| [{GPU}](nvidia-test-3000/history.json) |" in row for row in rows()] == [True, False]
 
@@ -278,7 +279,7 @@ def test_a_slowdown_that_chunks_cannot_explain_is_not_comparable():
     ],
 )
 def test_sequence_parallelism_must_gain_with_few_heads_not_lose_with_many(heads, gain, status):
-    ms = {"one": [gain], "many": [1.0]}
+    ms = {"one": {"all": [gain]}, "many": {"all": [1.0]}}
     sample = {"kind": "programs", "heads": heads, "length": 16384, "processors": 132, "ms": ms}
     (verdict,) = history_figures.judge({"device": GPU, "samples": [sample]})
     assert (verdict.claim, verdict.status) == ("C19", status)
