@@ -33,6 +33,9 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run"]
 ATTENTIONS = ("two_pass", "flash1", "flash")
 
 
+ABLATION = Workload("ablation", 4, 16, 8448, 128, False)  # FlashAttention-3's Table 2
+
+
 @dataclass(frozen=True)
 class Settings(Timing):
     # Length for the counts (one head of head_dim 64) and for the timed tiles.
@@ -175,6 +178,8 @@ def _time(options: Options) -> None:
                 shape = (tokens // length, hidden // head_dim, length, head_dim)
                 workload = Workload("fa2", *shape, causal)
                 options.timed(partial(time_order, workload, options), kind="order", **asdict(workload))
+    workload = Workload("ablation", 1, 1, 64, 32, False) if options.tiny else ABLATION
+    options.timed(partial(time_forms, workload, options), kind="ablation", **asdict(workload))
     for length in (settings.length,) if options.tiny else (settings.length, 8 * settings.length):
         workload = Workload("figure2", max(1, batch * settings.length // length), heads, length, 64, False)
         options.timed(partial(time_tiles, workload, options), kind="tiles", **asdict(workload))
@@ -200,6 +205,17 @@ def time_order(workload: Workload, options: Options) -> Sample:
     attends = {name: attend_with(name) for name in ATTENTIONS}
     attends[PORTABLE] = lambda inputs, number: portable(*inputs.qkv, causal=workload.causal)
     return race(attends, input_sets(workload, dtype, device), options)
+
+
+def time_forms(workload: Workload, options: Options) -> Sample:
+    """The forward by the device's kernels, which on Hopper are specialised and pipelined by hand, and portable."""
+    portable = partial(get_attention(OURS), tier="triton")
+
+    def forward_of(function: Callable[..., object]) -> Callable[[Inputs], object]:
+        return lambda inputs: function(*(x.detach() for x in inputs.qkv), causal=False)
+
+    calls = {OURS: forward_of(get_attention(OURS)), PORTABLE: forward_of(portable)}
+    return _race(calls, input_sets(workload, torch.float16, options.device), options)
 
 
 def _race(calls: dict[str, Callable[[object], object]], sets: list[object], options: Options) -> Sample:

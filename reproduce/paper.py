@@ -31,6 +31,9 @@ GPT2_SPEEDUP = {"gpt2_small": 9.5 / 2.7, "gpt2_medium": 21.0 / 6.9}
 CONTEXT_DAYS = {1024: 2.7, 2048: 3.0, 4096: 3.6}
 MEGATRON_DAYS = 4.7
 
+# FA1 Table 3, ListOps: accuracy of standard attention and of the contender.
+LISTOPS_ACCURACY = {"flash": (0.360, 0.376), "flash+butterfly": (0.360, 0.370)}
+
 # FA1 Figure 2 left, both versions of the paper: GPT-2 medium, length 1024, 16 heads, head_dim 64, batch 64, A100.
 FIGURE_2 = {
     "arXiv v2": {"standard_gb": 40.3, "flash_gb": 4.4, "standard_ms": 41.7, "flash_ms": 7.3},

@@ -1,6 +1,7 @@
 """The experiments run to the end in their tiny form, resume, and refuse in one line. About 30 s on 2 cores."""
 
 import json
+import random
 import re
 import resource
 import subprocess
@@ -19,7 +20,7 @@ from triton import language as tl
 from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, get_attention, register_attention
 from kernels.flash.portable.tiles import KERNELS, forced, tile_for
-from reproduce import attention, depends, history, sparse, timing
+from reproduce import attention, depends, encoders, history, peers, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.claims import CLAIMS
@@ -183,7 +184,7 @@ def document(directory: Path, name: str) -> dict:
     return json.loads((directory / FOLDER / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse", "history"])
+@pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse", "history", "encoders"])
 def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert run(tmp_path, name) == 0
     assert capsys.readouterr().out.count("where they can be read:") <= 1
@@ -507,19 +508,18 @@ def test_faster_is_said_only_where_the_ranges_do_not_overlap(theirs, word):
 
 
 def test_several_processes_time_everything_and_check_it_once(tmp_path):
-    assert run(tmp_path, "attention", "backends=naive,sdpa", "figures=gpt2", "processes=2", "rounds=2") == 0
+    chosen = ["backends=naive,sdpa", "figures=gpt2", "rounds=2"]
+    assert run(tmp_path, "attention", *chosen) == 0
+    before = document(tmp_path, "attention")["samples"]
+    assert run(tmp_path, "attention", *chosen, "processes=2") == 0  # the first finds its own
     results = document(tmp_path, "attention")
     assert results["state"] == "complete"
+    assert results["samples"][: len(before)] == before
     assert [sample["process"] for sample in pick(results, kind="time")] == [0, 1]
     assert len(pick(results, kind="check")) == 2
     (sample,) = timing.timed(results, kind="time")
     assert len(timing.took(sample, "sdpa")) == 2
     assert not [word for word in results["command"] if "process=" in word]
-    # A third is added to what there is.
-    assert run(tmp_path, "attention", "backends=naive,sdpa", "figures=gpt2", "processes=3", "rounds=2") == 0
-    again = pick(document(tmp_path, "attention"), kind="time")
-    assert again[:2] == pick(results, kind="time")
-    assert [sample["process"] for sample in again] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -747,3 +747,74 @@ def test_every_claims_figure_is_found_by_its_number_in_the_readme():
         measured, judged = re.findall(r"`(\w+\.py)`", row)
         assert measured == f"{claim.experiment}.py"
         assert f'"{claim.name}"' in (ROOT / "reproduce" / judged).read_text()
+
+
+def answer_of(tokens: list[int]) -> int:
+    """The value of an expression of ListOps, read token by token with a stack."""
+    stack: list[list] = [[]]
+    for token in tokens:
+        if token < 10:
+            stack[-1].append(token)
+        elif token < encoders.CLOSE:
+            stack.append([list(encoders.OPERATIONS)[token - 10]])
+        elif token == encoders.CLOSE:
+            name, *values = stack.pop()
+            values.sort()
+            middle = values[len(values) // 2]
+            stack[-1].append(
+                {"max": values[-1], "min": values[0], "median": middle, "sum": sum(values) % 10}[name]
+            )
+    ((value,),) = stack
+    return value
+
+
+def test_listops_has_the_answers_of_its_rule_at_the_length_asked():
+    rng = random.Random(1)
+    examples = [encoders.listops(rng, 512) for _ in range(50)]
+    assert {len(tokens) for tokens, _ in examples} == {512}
+    assert [answer_of(tokens[1:]) for tokens, _ in examples] == [answer for _, answer in examples]
+    assert len({answer for _, answer in examples}) == 10
+    assert all(512 - tokens.count(encoders.FILL) > 512 // 4 for tokens, _ in examples)
+
+
+@pytest.mark.parametrize(
+    ("answers", "status"),
+    [((800, 790), "reproduced"), ((800, 700), "not reproduced"), ((310, 300), "not comparable")],
+)
+def test_equal_accuracy_needs_something_learned_and_no_more_than_noise_between(answers, status):
+    where = {"kind": "accuracy", "length": 2048, "of": 2000, "most_frequent": 600, "steps": 400}
+    samples = [
+        {**where, "contender": name, "right": n}
+        for name, n in zip(("standard", "flash"), answers, strict=True)
+    ]
+    (verdict,) = encoders.judge({"device": "GPU", "samples": samples})
+    assert (verdict.claim, verdict.status) == ("C16", status)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a CPU")
+def test_every_form_of_standard_attention_agrees_with_naive():
+    for causal, mask in ((True, "plain"), (False, "padding")):
+        workload = Workload("fa1", 2, 2, 32, 16, causal, mask)
+        inputs = Inputs(workload, torch.float32, torch.device("cpu"))
+        expected = attention.gradients(attend_with("naive"), inputs)
+        for name in (peers.STANDARD, peers.COMPILED):
+            found = attention.gradients(attend_with(name), inputs)
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)), name
+
+
+def test_linear_attention_and_linformer_are_what_their_papers_say():
+    workload = Workload("fa1", 1, 2, 48, 16, False)
+    inputs = Inputs(workload, torch.float64, torch.device("cpu"))
+    q, k, v = inputs.qkv
+    similarity = (torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).mT
+    expected = similarity / similarity.sum(-1, keepdim=True) @ v
+    assert torch.allclose(attend_with(peers.LINEAR)(inputs, 0), expected)
+    low_rank = attend_with(peers.LINFORMER)
+    out = low_rank(inputs, 0)
+    assert out.shape == q.shape
+    assert torch.equal(out, low_rank(inputs, 1))  # one set of projections
+    twice = [(2 * v if x is v else x) for x in inputs.qkv]
+    inputs.qkv = twice
+    assert torch.allclose(
+        low_rank(inputs, 2), 2 * out
+    )  # linear in v, as a softmax over the projected keys is

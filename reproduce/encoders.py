@@ -1,0 +1,358 @@
+"""Attention that looks both ways: a step of BERT-large (FlashAttention, Table 1), and long-range tasks (Tables 3, 6).
+
+BERT-large is transformers', at MLPerf's length of 512 with dropout in the attention, random tokens without padding;
+only its attention differs. The long-range task is ListOps, made here by its rule (Nangia and Bowman 2018, in the
+lengths of Long Range Arena), for an encoder of four layers that is trained with each attention; Path-X is a step at
+its length of 16,384 pixels, untrained.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels import resolve_attention
+from model.config import GPTConfig
+from model.gpt import AttentionFn
+from training.optimizer import OptimizerConfig, build_optimizer, update
+
+from . import paper, plots, timing
+from .attention_figures import BASELINE, OURS
+from .contenders import initial_model
+from .experiment import NOT_STATED, Options, Results, Sample, Timing, Verdict, Verdicts, pick
+from .sparse import butterfly_mask
+from .standard import standard_attention
+from .timing import timed, took
+
+IN_TRANSFORMERS = "tilegpt"  # the name of our attention there
+SPARSE = f"{OURS}+butterfly"  # block-sparse, as in FlashAttention's Tables 3 and 6
+# Tokens of ListOps after the ten digits; the first of a sequence is read for the answer, the last fill it up.
+OPERATIONS: dict[str, Callable[[list[int]], int]] = {
+    "max": max,
+    "min": min,
+    "median": lambda values: sorted(values)[len(values) // 2],
+    "sum": lambda values: sum(values) % 10,
+}
+CLOSE, FIRST, FILL, VOCABULARY = 14, 15, 16, 17
+MOST_ARGUMENTS, DEEPEST = 10, 10
+
+
+@dataclass(frozen=True)
+class Settings(Timing):
+    dtype: str = "bfloat16"
+    # "standard", names in kernels.ATTENTION, and flash's block-sparse form; the tasks' contenders.
+    tasks: tuple[str, ...] = (BASELINE, "sdpa", OURS, SPARSE)
+    # transformers' names of its own attentions, and of ours.
+    bert: tuple[str, ...] = ("eager", "sdpa", IN_TRANSFORMERS)
+    # BERT-large; MLPerf's batch of 448 sequences of 512 is 56 on each of eight GPUs.
+    layers: int = 24
+    width: int = 1024
+    bert_heads: int = 16
+    sequences: int = 56
+    bert_length: int = 512
+    bert_vocabulary: int = 30528
+    dropout: float = 0.1
+    # The encoder of the tasks: four layers of 512, head_dim 64.
+    task_layers: int = 4
+    task_width: int = 512
+    task_heads: int = 8
+    lengths: tuple[int, ...] = (2048, 4096)
+    path_length: int = 16384
+    # Tokens of a step of the tasks.
+    tokens: int = 65536
+    # Training on ListOps at the first of `lengths`, in a process: steps, and examples that are then answered.
+    steps: int = 400
+    examples: int = 2048
+    seconds: float = 1.0
+
+
+TINY = Settings(
+    dtype="float32", tasks=(BASELINE, OURS, SPARSE), layers=1, width=32, bert_heads=1, sequences=1, bert_length=16,
+    bert_vocabulary=64, dropout=0.0, task_layers=1, task_width=32, task_heads=1, lengths=(32,), path_length=32,
+    tokens=32, steps=1, examples=2, processes=1, rounds=1, seconds=0.0,
+)  # fmt: skip
+
+
+def run(options: Options) -> None:
+    """Run the experiment; see `experiment.py`."""
+    settings = options.settings
+    options.timed(partial(time_bert, options), kind="bert", length=settings.bert_length)
+    for length in settings.lengths:
+        options.timed(partial(time_task, length, VOCABULARY, options), kind="listops", length=length)
+    options.timed(
+        partial(time_task, settings.path_length, 256, options), kind="path", length=settings.path_length
+    )
+    for name in settings.tasks:
+        where = {"kind": "accuracy", "contender": name, "length": settings.lengths[0]}
+        options.sample(partial(train, name, options), **where)
+
+
+def _race(steps: dict[str, Callable[[int], None]], options: Options) -> Sample:
+    def call_of(step: Callable[[int], None]) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            step(number)
+            yield
+
+        return call
+
+    return timing.race({name: call_of(step) for name, step in steps.items()}, options, ("step",), patience=1)
+
+
+# ---- BERT ----------------------------------------------------------------------------------------------
+
+
+def time_bert(options: Options) -> Sample:
+    """A training step of BERT-large with each attention; and how far each one's logits are from the first's."""
+    settings, device = options.settings, options.device
+    model = _bert(options)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    shape = (settings.sequences, settings.bert_length)
+    tokens, labels = torch.randint(settings.bert_vocabulary, (2, *shape), device=device)
+    labels = labels.masked_fill(torch.rand(shape, device=device) > 0.15, -100)  # a 15 % share is predicted
+
+    def step_with(name: str) -> Callable[[int], None]:
+        def step(number: int) -> None:
+            model.set_attn_implementation(name)
+            with _autocast(options):
+                loss = model(input_ids=tokens, labels=labels).loss
+            loss.backward()
+            update(model, optimizer, scaler)
+
+        return step
+
+    found = {}
+    model.eval()
+    for name in settings.bert:
+        model.set_attn_implementation(name)
+        with torch.no_grad(), _autocast(options):
+            found[name] = model(input_ids=tokens[:1]).logits.float()
+    first = found[settings.bert[0]]
+    errors = {name: float((each - first).norm() / first.norm()) for name, each in found.items()}
+    if max(errors.values()) > 0.02:  # as in `training`
+        raise ValueError(f"logits differ: {errors}")
+    model.train()
+    return {**_race({name: step_with(name) for name in settings.bert}, options), "logit_errors": errors}
+
+
+def _bert(options: Options) -> Any:
+    from transformers import AttentionInterface, BertConfig, BertForMaskedLM
+
+    settings = options.settings
+    head_dim, features = settings.width // settings.bert_heads, {}
+    if settings.dropout:
+        features["dropout_p"] = settings.dropout
+    request = {"device": options.device, "dtype": getattr(torch, settings.dtype), "head_dim": head_dim}
+    _, flash = resolve_attention(OURS, **request, **features)
+
+    def ours(
+        module: object, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float = 0.0, **rest: object
+    ) -> tuple[Tensor, None]:
+        seed = int(torch.randint(2**31, ())) if dropout else None
+        return flash(q, k, v, causal=False, dropout_p=dropout, dropout_seed=seed).transpose(1, 2), None
+
+    AttentionInterface.register(IN_TRANSFORMERS, ours)
+    config = BertConfig(
+        vocab_size=settings.bert_vocabulary, hidden_size=settings.width, num_hidden_layers=settings.layers,
+        num_attention_heads=settings.bert_heads, intermediate_size=4 * settings.width,
+        max_position_embeddings=settings.bert_length, hidden_dropout_prob=settings.dropout,
+        attention_probs_dropout_prob=settings.dropout,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return BertForMaskedLM(config).to(options.device)
+
+
+def _autocast(options: Options) -> torch.autocast:
+    dtype = getattr(torch, options.settings.dtype)
+    return torch.autocast(options.device.type, dtype, enabled=dtype is not torch.float32)
+
+
+# ---- long-range tasks ----------------------------------------------------------------------------------
+
+
+def listops(rng: random.Random, length: int) -> tuple[list[int], int]:
+    """(tokens, answer 0 to 9) of a nested list of operations that fills between a quarter and all of `length`."""
+    while True:
+        tokens, answer = _expression(rng, DEEPEST, length - 1)
+        if length // 4 <= len(tokens) < length:
+            return [FIRST, *tokens, *[FILL] * (length - 1 - len(tokens))], answer
+
+
+def _expression(rng: random.Random, depth: int, room: int) -> tuple[list[int], int]:
+    """A digit or, in a quarter of the cases and at the top, an operation; it may turn out longer than `room`."""
+    if depth < DEEPEST and (depth == 0 or room < 1 or rng.random() < 0.75):
+        digit = rng.randrange(10)
+        return [digit], digit
+    name = rng.choice(list(OPERATIONS))
+    tokens, values = [10 + list(OPERATIONS).index(name)], []
+    for _ in range(rng.randint(2, MOST_ARGUMENTS)):
+        inner, value = _expression(rng, depth - 1, room - len(tokens))
+        tokens += inner
+        values.append(value)
+    return [*tokens, CLOSE], OPERATIONS[name](values)
+
+
+class Encoder:
+    """Our model with attention that looks both ways, its optimizer, and steps on (tokens, answers)."""
+
+    def __init__(self, name: str, length: int, vocabulary: int, options: Options) -> None:
+        settings = options.settings
+        config = GPTConfig(
+            vocab_size=vocabulary, seq_len=length, n_layer=settings.task_layers, n_head=settings.task_heads,
+            n_embd=settings.task_width,
+        )  # fmt: skip
+        self.options = options
+        self.model = initial_model(config, both_ways(name, config, options), options.device)
+        self.optimizer = build_optimizer(self.model, OptimizerConfig())
+        self.scaler = torch.amp.GradScaler(options.device.type, enabled=False)
+
+    def answers(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, 10), read at the first token."""
+        with _autocast(self.options):
+            return self.model.logits(self.model.hidden(tokens)[:, :1])[:, 0, :10].float()
+
+    def step(self, tokens: Tensor, answers: Tensor) -> None:
+        F.cross_entropy(self.answers(tokens), answers).backward()
+        update(self.model, self.optimizer, self.scaler)
+
+
+def both_ways(name: str, config: GPTConfig, options: Options) -> AttentionFn:
+    """The contender as our model takes an attention, but not causal."""
+    if name == BASELINE:
+        return lambda q, k, v, **_: standard_attention(*(x.to(v.dtype) for x in (q, k, v)))
+    mask = {"block_mask": butterfly_mask(config.seq_len).to(options.device)} if name == SPARSE else {}
+    request = {"device": options.device, "dtype": getattr(torch, options.settings.dtype)}
+    _, attend = resolve_attention(name.partition("+")[0], **request, head_dim=config.head_dim, **mask)
+    return lambda q, k, v, **_: attend(q, k, v, causal=False, **mask)
+
+
+def time_task(length: int, vocabulary: int, options: Options) -> Sample:
+    """A training step on random tokens with each attention; who runs out of memory is left out."""
+    batch = max(1, options.settings.tokens // length)
+    tokens = torch.randint(vocabulary, (batch, length), device=options.device)
+    answers = torch.randint(10, (batch,), device=options.device)
+    steps: dict[str, Callable[[int], None]] = {}
+    for name in options.settings.tasks:
+        try:
+            encoder = Encoder(name, length, vocabulary, options)
+            encoder.step(tokens, answers)
+        except torch.OutOfMemoryError:
+            options.say(f"  {name}: out of memory at {length} tokens")
+            continue
+        steps[name] = lambda number, encoder=encoder: encoder.step(tokens, answers)
+    return {**_race(steps, options), "batch": batch}
+
+
+def train(name: str, options: Options) -> Sample:
+    """How many examples of ListOps are answered right after training, and by always giving the most frequent answer.
+
+    The data are the same for every contender.
+    """
+    settings, device, length = options.settings, options.device, options.settings.lengths[0]
+    gc.collect()
+    rng, batch = random.Random(0), max(1, settings.tokens // length)
+    encoder = Encoder(name, length, VOCABULARY, options)
+
+    def examples(number: int) -> tuple[Tensor, Tensor]:
+        tokens, answers = zip(*(listops(rng, length) for _ in range(number)), strict=True)
+        return torch.tensor(tokens, device=device), torch.tensor(answers, device=device)
+
+    for _ in range(settings.steps):
+        encoder.step(*examples(batch))
+    right, every = 0, torch.zeros(10, dtype=torch.int64)
+    with torch.no_grad():
+        for _ in range(0, settings.examples, batch):
+            tokens, answers = examples(batch)
+            right += int((encoder.answers(tokens).argmax(-1) == answers).sum())
+            every += answers.cpu().bincount(minlength=10)
+    of = {"of": int(every.sum()), "most_frequent": int(every.max()), "steps": settings.steps}
+    return {"right": right, **of}
+
+
+# ---- the page ------------------------------------------------------------------------------------------
+
+
+def draw(results: Results, path: Path) -> None:
+    """A panel of step times for BERT and for each length of the tasks."""
+    panels = []
+    for kind, words in (("bert", "BERT-large"), ("listops", "ListOps"), ("path", "Path-X's length")):
+        for sample in timed(results, kind=kind):
+            rows = {name: {"": took(sample, name).median} for name in sample["ms"]}
+            panels.append(plots.bars(f"{words}, {sample['length']} tokens", rows, across="ms a step"))
+    plots.draw(path, f"Attention that looks both ways, {results['device']}", panels)
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C15 and C16."""
+    found = Verdicts(results["device"])
+    for sample in timed(results, kind="bert"):
+        for name, words in (("eager", "eager attention"), ("sdpa", "PyTorch's SDPA")):
+            theirs, ours = took(sample, name), took(sample, IN_TRANSFORMERS)
+            if theirs and ours:
+                what, gain = f"BERT-large, a step at {sample['length']}: {words} over flash", theirs / ours
+                passed = gain.low >= 1.15 if name == "eager" else None
+                why = (
+                    "1.15x at least; the paper's is over Nvidia's MLPerf 1.1 code, whose attention was fused"
+                )
+                if passed is None:
+                    why = "fused as MLPerf's was, by FlashAttention-2 or its like: the paper's gain is inside it"
+                found.times("C15", what, 1.15, gain, passed, why)
+    for name, theirs in ((OURS, 2.4), (SPARSE, 2.8)):
+        for sample in timed(results, kind="listops"):
+            standard, ours = took(sample, BASELINE), took(sample, name)
+            if standard and ours:
+                what, gain = f"ListOps, a step at {sample['length']}: standard over {name}", standard / ours
+                why = "at least the paper's, a mean over five tasks of 1k to 4k with their own encoder"
+                found.times("C16", what, theirs, gain, gain.low >= theirs, why)
+    _judge_accuracy(results, found)
+    for sample in timed(results, kind="path"):
+        standard, ours = took(sample, BASELINE), took(sample, OURS)
+        shown = (standard / ours).shown() if standard and ours else "standard does not fit"
+        why = "the paper states accuracy alone, after training that takes days; this is a step at its length"
+        found.add(
+            "C16",
+            f"Path-X's length, a step at {sample['length']}: standard over flash",
+            NOT_STATED,
+            shown,
+            None,
+            why,
+        )
+    return found
+
+
+def _judge_accuracy(results: Results, found: Verdicts) -> None:
+    right = {s["contender"]: s["right"] / s["of"] for s in pick(results, kind="accuracy")}
+    for name in (OURS, SPARSE):
+        if {BASELINE, name} <= right.keys():
+            (sample,) = pick(results, kind="accuracy", contender=name)
+            mean = (right[name] + right[BASELINE]) / 2
+            guessed = sample["most_frequent"] / sample["of"]
+            noise = 2 * math.sqrt(2 * mean * (1 - mean) / sample["of"])
+            theirs, shown = (
+                f"{100 * a:.1f} and {100 * b:.1f} %"
+                for a, b in (paper.LISTOPS_ACCURACY[name], (right[BASELINE], right[name]))
+            )
+            why = (
+                f"within {100 * noise:.1f} points, two standard errors of {sample['of']} answers, after "
+                f"{sample['steps']} steps; the most frequent answer alone is right in {100 * guessed:.1f} %"
+            )
+            what, passed = (
+                f"ListOps, answers right with standard and with {name}",
+                abs(right[name] - right[BASELINE]) <= noise,
+            )
+            if mean <= guessed + noise:
+                passed, why = (
+                    None,
+                    f"nothing to compare: no more than the most frequent answer was learned; {why}",
+                )
+            found.add("C16", what, theirs, shown, passed, why)
