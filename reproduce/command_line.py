@@ -255,7 +255,8 @@ def _run_all(program: Program, arguments: argparse.Namespace) -> int:
                 continue
             if left is not None and left < 5:
                 continue
-            seconds = min(left, 60 * each.minutes) if left and shares else left
+            share = each.minutes / sum(other.minutes for other in chosen)
+            seconds = min(left, share * arguments.budget) if left and shares else left
             statuses[each.name] = _start(each, arguments, seconds, arguments.again and shares)
     if unfinished := ", ".join(name for name, status in statuses.items() if status == OUT_OF_TIME):
         print(f"the budget is spent; the same command continues with {unfinished}")

@@ -81,12 +81,20 @@ Panel = Callable[["Axes"], None]
 
 
 def draw(path: Path, title: str, panels: Iterable[Panel], *, columns: int = 3) -> None:
-    """A picture of panels, such as those of `lines` and `bars`, with one legend below them."""
+    """A picture of panels, such as those of `lines` and `bars`.
+
+    There is one legend below them if one panel shows all that any does, else each has its own.
+    """
     panels = list(panels)
     with picture(path, max(1, len(panels)), columns=columns, title=title) as axes:
         for axis, panel in zip(axes, panels, strict=False):  # none measured: one empty panel
             panel(axis)
-        legend_below(axes)
+        shown = [set(axis.get_legend_handles_labels()[1]) for axis in axes]
+        if set.union(*shown) in shown:
+            legend_below(axes)
+        else:
+            for axis in axes:
+                legend(axis)
 
 
 def lines(

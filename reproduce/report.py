@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,11 @@ from .perplexity_figures import compares, runs
 from .plots import can_draw
 from .results import changed_since, read_all, slug
 
+HOW_TO_READ = (
+    "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
+    "out-of-memory points of another GPU are not compared. A time is the median of its processes, with their range; "
+    "a bound must hold in each of them, and faster means that the ranges do not overlap."
+)
 IN_PART = "reproduced in part"
 # The states of a claim, in the order in which they are counted.
 STATES = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
@@ -149,7 +154,7 @@ def build(directory: Path) -> Page:
         page.documents.append(document)
         if picture:
             page.pictures.setdefault((experiment.name, ran_on_gpu(document)), []).append(picture)
-    page.notes += [*_older(page.documents), *_late(page.documents)]
+    page.notes += [*_older(page.documents), *_late(page.documents), *_alone(page.documents)]
     page.headlines = list(_headlines(page, directory))
     for name, claim in CLAIMS.items():
         page.figures[name] += [Figure(verdict) for verdict in _missing(claim, page)]
@@ -178,15 +183,25 @@ def texts(page: Page) -> Iterator[tuple[str, str]]:
                     yield f"{name}, {run['steps']:,} steps on {document['device']}", run["text"]
 
 
-def _older(documents: list[Results]) -> Iterator[str]:
-    """One note that lists the results made by code that has changed since."""
+def _listed(documents: Iterable[Results]) -> str:
+    """Experiments by device: "attention, history on NVIDIA H200; ..."."""
     names: dict[str, list[str]] = {}
     for document in documents:
-        if changed_since(document):
-            names.setdefault(document["device"], []).append(document["experiment"])
-    if names:
-        listed = "; ".join(f"{', '.join(experiments)} on {device}" for device, experiments in names.items())
-        yield f"code has changed since these were run (Runs tells what): {listed}"
+        names.setdefault(document["device"], []).append(document["experiment"])
+    return "; ".join(f"{', '.join(experiments)} on {device}" for device, experiments in names.items())
+
+
+def _alone(documents: list[Results]) -> Iterator[str]:
+    """One note that lists the results that were timed in a single process."""
+    timings = [(each, [s for s in each["samples"] if "ms" in s]) for each in documents]
+    if alone := [d for d, timed in timings if timed and not any(s.get("process") for s in timed)]:
+        yield f"timed in one process, so their figures have no range yet: {_listed(alone)}"
+
+
+def _older(documents: list[Results]) -> Iterator[str]:
+    """One note that lists the results made by code that has changed since."""
+    if older := [each for each in documents if changed_since(each)]:
+        yield f"code has changed since these were run (Runs tells what): {_listed(older)}"
 
 
 def _late(documents: list[Results]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .claims import CLAIMS, PAPERS, Claim
 from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
-from .report import IN_PART, STATES, Figure, Page, ratio_of, summary, texts, unrepeated
+from .report import HOW_TO_READ, IN_PART, STATES, Figure, Page, ratio_of, summary, texts, unrepeated
 from .report_markdown import RUN_COLUMNS, runs
 
 # State of a claim or status of a figure -> CSS class.
@@ -19,11 +19,7 @@ MARKS = {
     NOT_COMPARABLE: "grey",
     NOT_MEASURED: "none",
 }
-HOW_TO_READ = (
-    "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
-    "out-of-memory points of another GPU are not compared. Open a claim for its figures, what each had to reach, and "
-    "the file that holds it."
-)
+WHERE = "Open a claim for its figures, what each had to reach, and the file that holds it."
 SCRIPT = """
 const buttons = [...document.querySelectorAll(".filter button")];
 for (const button of buttons) button.onclick = () => {
@@ -48,7 +44,7 @@ def as_html(page: Page) -> str:
         *map(_picture, page.headlines),
         _first(page),
         f"<p class=summary>{escape(summary(page))}</p>",
-        f"<p class=dim>{escape(HOW_TO_READ)}</p>",
+        f"<p class=dim>{escape(HOW_TO_READ)} {escape(WHERE)}</p>",
         _filter(page),
         f"<section id=claims>{claims}</section>",
         f"<p class=dim>{escape(papers)}.</p>",

@@ -8,7 +8,7 @@ from pathlib import Path
 from .claims import CLAIMS, PAPERS
 from .common import markdown_table
 from .experiment import NOT_MEASURED
-from .report import Figure, Page, ratio_of, short_commit, summary, texts, unrepeated
+from .report import HOW_TO_READ, Figure, Page, ratio_of, short_commit, summary, texts, unrepeated
 from .results import changed_since
 
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
@@ -23,11 +23,10 @@ RUN_COLUMNS = (
     "commit",
     "changed since",
 )
-HOW_TO_READ = (
-    "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
-    "out-of-memory points of another GPU are not compared. The column figures says how many of those that could be "
-    "compared are reproduced. Every figure, with what it had to reach and the file that holds it, is in "
-    "[appendix A](#a-every-figure-of-a-gpu); what a CPU counted in [appendix B](#b-counted-on-a-cpu)."
+WHERE = (
+    "The column figures says how many of those that could be compared are reproduced. Every figure, with what it had "
+    "to reach and the file that holds it, is in [appendix A](#a-every-figure-of-a-gpu); what a CPU counted in "
+    "[appendix B](#b-counted-on-a-cpu)."
 )
 
 
@@ -40,7 +39,7 @@ def as_markdown(page: Page, directory: Path) -> str:
             for subject, f in first
         ]
         lines += markdown_table(("", "figure", "the paper", "ours", "verdict"), rows)
-    lines += [f"**{summary(page)}**", "", HOW_TO_READ, ""]
+    lines += [f"**{summary(page)}**", "", f"{HOW_TO_READ} {WHERE}", ""]
     lines += [f"- {note}" for note in page.notes] + [""] * bool(page.notes)
     lines += ["## The claims", ""]
     rows = [
