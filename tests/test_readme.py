@@ -4,11 +4,13 @@ import itertools
 import json
 import re
 import shlex
-import statistics
 from pathlib import Path
 
 import pytest
 
+from reproduce.experiment import pick
+from reproduce.timing import FASTER, Times, beside, timed, took
+from reproduce.training_figures import mfu, rate
 from training.command_line import composed
 from training.config import Config
 
@@ -57,72 +59,66 @@ def numbers(cell: str) -> list[str]:
     return re.findall(r"[\d.]+", cell)
 
 
-def samples(experiment: str, kind: str) -> list[dict]:
+def document(experiment: str) -> dict:
     (path,) = H200.glob(f"{experiment}*.json")  # NAME.json, or NAME.partial.json of an unfinished run
-    document = json.loads(path.read_text())
-    return [sample for sample in document["samples"] if sample["kind"] == kind]
+    return json.loads(path.read_text())
 
 
-def test_attention_table_shows_median_times_with_the_fastest_in_bold() -> None:
+def test_attention_table_shows_median_times_with_those_that_none_beats_in_bold() -> None:
     head, *rows = table("batch x heads x length x head_dim")
     assert len(rows) == 7
-    timed = [
-        sample for sample in samples("attention", "time") if sample["figure"] != "fa1" and sample["causal"]
-    ]
+    samples = [s for s in timed(document("attention"), kind="time", causal=True) if s["figure"] != "fa1"]
     for shape, *cells in rows:
         batch, heads, length, head_dim = map(int, numbers(shape)[:4])
         place = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim}
-        (found,) = (sample["ms"] for sample in timed if place.items() <= sample.items())
-        measured = {name: found.get(backend) for name, backend in ATTENTION.items()}
+        (sample,) = (each for each in samples if place.items() <= each.items())
         for phase, part in (("forward", 0), ("backward", 1)):
+            measured = {name: took(sample, backend, phase) for name, backend in ATTENTION.items()}
             printed = {
                 name: cell.split(" / ")[part]
                 for name, cell in zip(head[1:], cells, strict=True)
                 if cell != "not measured"
             }
-            assert {name for name, ms in measured.items() if ms} == set(printed)
+            assert {name for name, times in measured.items() if times} == set(printed)
             least = min(float(value.strip("*")) for value in printed.values())
             for name, value in printed.items():
                 number = value.strip("*")
                 decimals = len(number.partition(".")[2])
-                ms = statistics.median(measured[name][phase])
-                assert number == f"{ms:.{decimals}f}", (shape, name, phase)
-                assert (value != number) == (float(number) == least), (shape, name, phase)
+                assert number == f"{measured[name].median:.{decimals}f}", (shape, name, phase)
+                beaten = FASTER in (beside(measured[other], measured[name]) for other in printed)
+                assert (value != number) == (float(number) == least or not beaten), (shape, name, phase)
 
 
 def test_training_table_shows_the_measured_tokens_per_second_and_mfu() -> None:
     _, *rows = table("small, eager, fp16, 16 sequences a forward")
     assert [name.strip("*") for name, *_ in rows] == list(CONTENDERS)
-    timed = {
-        (sample["part"], sample["model"], sample["mode"]): sample for sample in samples("training", "speed")
-    }
+    results = document("training")
+    samples = {(s["part"], s["model"], s["mode"]): s for s in timed(results, kind="speed")}
     for name, *cells in rows:
         for group, cell in zip(GROUPS, cells, strict=True):
-            rates = timed[group]["tokens_per_second"]
-            contenders = CONTENDERS[name.strip("*")]
+            sample, contenders = samples[group], CONTENDERS[name.strip("*")]
             if cell == "not measured":
-                assert not set(contenders) & set(rates), (name, group)
+                assert not set(contenders) & set(sample["ms"]), (name, group)
                 continue
-            speeds, mfu = re.fullmatch(r"([^(]*)(?:\(([\d.]+) %\))?", cell).groups()
-            assert numbers(speeds) == [f"{rates[each] / 1e3:.0f}" for each in contenders], (name, group)
-            if mfu:
-                assert mfu == f"{100 * timed[group]['mfu'][contenders[0]]:.1f}", (name, group)
+            speeds, share = re.fullmatch(r"([^(]*)(?:\(([\d.]+) %\))?", cell).groups()
+            rates = [f"{rate(sample, each).median / 1e3:.0f}" for each in contenders]
+            assert numbers(speeds) == rates, (name, group)
+            if share:
+                assert share == f"{100 * mfu(results, sample, contenders[0]).median:.1f}", (name, group)
 
 
 def test_readmes_results_are_those_of_the_training_experiment() -> None:
-    readme = (ROOT / "README.md").read_text()
+    readme, results = (ROOT / "README.md").read_text(), document("training")
     whole = {"part": "whole", "model": "gpt2_small"}
-    (timed,) = (each for each in samples("training", "speed") if whole.items() <= each.items())
-    peaks = {
-        each["contender"]: f"{each['peak_bytes'] / 2**30:.1f}"
-        for each in samples("training", "memory")
-        if whole.items() <= each.items()
-    }
-    thousands = {name: f"{rate / 1e3:.0f}" for name, rate in timed["tokens_per_second"].items()}
-    mfu = f"{100 * timed['mfu']['flash+fused']:.1f}"
+    (sample,) = timed(results, kind="speed", **whole)
+    peaks = {s["contender"]: f"{s['peak_bytes'] / 2**30:.1f}" for s in pick(results, kind="memory", **whole)}
     ours, theirs = "flash+fused", "nanogpt"
+    thousands = {  # the median, with the range once there are several processes
+        name: Times(each / 1e3 for each in rate(sample, name)).shown("{:.0f}") for name in (ours, theirs)
+    }
+    share = f"{100 * mfu(results, sample, ours).median:.1f}"
     assert (
-        f"**{thousands[ours]}** thousand tokens/s, {mfu} % MFU | nanoGPT's model {thousands[theirs]} |"
+        f"**{thousands[ours]}** thousand tokens/s, {share} % MFU | nanoGPT's model {thousands[theirs]} |"
         in readme
     )
     assert f"**{peaks[ours]}** GiB | nanoGPT's model {peaks[theirs]} |" in readme
