@@ -183,12 +183,7 @@ def _run_bare(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     tokens = sum(len(encoding.encode_ordinary(text)) for text in documents)
     measured = clock.read()
     text_bytes = sum(len(text.encode()) for text in documents)
-    return {
-        **measured,
-        "documents": len(documents),
-        "text_bytes": text_bytes,
-        "tokens": tokens,
-    }
+    return {**measured, "documents": len(documents), "text_bytes": text_bytes, "tokens": tokens}
 
 
 def _run_prepare(kind: str, options: argparse.Namespace) -> dict[str, Any]:

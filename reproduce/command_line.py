@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING, Any
 from training.config import is_users_mistake
 
 from . import tables
-from .experiment import (
-    Experiment,
-    Options,
-    OutOfTime,
-    ReproduceError,
-    find_experiment,
-    parse_settings,
-)
+from .experiment import Experiment, Options, OutOfTime, ReproduceError, find_experiment, parse_settings
 from .plots import can_draw
-from .results import Store, read
+from .results import Store
 
 if TYPE_CHECKING:
     import torch
@@ -85,31 +78,17 @@ def listing(program: Program) -> str:
     lines = [f"{'experiment':12}{'claims' if width > 2 else '':{width}}{'needs':7}{'takes':>7}  what"]
     for each in experiments:
         claims = " ".join(each.claims)
-        lines.append(f"{each.name:12}{claims:{width}}{each.needs:7}{_takes(each):>7}  {each.title}")
+        lines.append(f"{each.name:12}{claims:{width}}{each.needs:7}{each.minutes:>4.3g}min  {each.title}")
     lines += [
         "",
         f"{start} NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]",
         f"{start} all --budget 10m      as many as fit, in this order; continues where it stopped",
         *(f"{start} {name:22}{what}" for name, (_, what) in program.tools.items()),
         "",
-        "takes: on one GPU; with ~, an estimate for an H200. needs cpu: without a GPU, a CPU counts what it can.",
+        "takes: on an H200, about. needs cpu: without a GPU, a CPU counts what it can.",
         "--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing.",
     ]
     return "\n".join(lines)
-
-
-def _takes(experiment: Experiment) -> str:
-    """How long a GPU took with the default settings, according to results/; otherwise an estimate."""
-    estimate = experiment.minutes
-    for path in sorted(Path(RESULTS).glob(f"*/{experiment.name}.json")):
-        document = None if path.parent.name == "cpu" else read(path)
-        if not document:
-            continue
-        minutes = document["seconds"] / 60
-        if not any("=" in word and word[0] != "-" for word in document["command"]):
-            return f"{minutes:.1f}min"
-        estimate = max(estimate, minutes)  # other settings may have skipped most of the work
-    return f"~{estimate:.2g}min"
 
 
 def _parser(program: Program) -> argparse.ArgumentParser:

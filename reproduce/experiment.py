@@ -91,9 +91,7 @@ class Experiment:
         title: one line for the list and the report.
         claims: the claims it tests, as numbered in `claims.py`.
         needs: "cpu" if a CPU gives meaningful figures, "cuda" if only its --tiny form runs without a GPU.
-        minutes: what it takes on one GPU in all its processes, and so its share of a budget for `all`. The list shows
-            this, or a longer time already measured, as an estimate until results/ has a complete GPU run with the
-            default settings.
+        minutes: about what it takes on one GPU in all its processes, and so its share of a budget for `all`.
         measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
         package: the package that its module is in.
     """

@@ -41,9 +41,9 @@ LOGIT_TOLERANCE = 0.02
 @dataclass(frozen=True)
 class Settings(Timing):
     # small, medium: Hugging Face and ours, eager (Table 2). compiled: these and nanoGPT, under torch.compile. whole:
-    # the same with the whole step in one forward. dropout: with the paper's dropout. context: Table 4. largest: the
-    # largest micro-batch that fits. gpt3: FlashAttention-2's Table 1.
-    parts: tuple[str, ...] = ("small", "compiled", "dropout", "whole", "context", "medium", "largest", "gpt3")
+    # the same with the whole step in one forward. dropout: with the paper's dropout. context: Table 4. gpt3:
+    # FlashAttention-2's Table 1.
+    parts: tuple[str, ...] = ("small", "compiled", "dropout", "whole", "context", "medium", "gpt3")
     # For the eager parts, as in the paper's training.
     dtype: str = "float16"
     # For the compiled parts, as in nanoGPT's training.
@@ -63,7 +63,7 @@ class Settings(Timing):
     large: str = "gpt3_1.3b"
     contexts: tuple[int, ...] = (1024, 2048, 4096)
     gpt3_contexts: tuple[int, ...] = (2048, 8192)
-    # Tokens per step on one GPU (512 x 1024 shared by eight), and per forward except in `whole` and `largest`.
+    # Tokens per step on one GPU (512 x 1024 shared by eight), and per forward except in `whole`.
     step_tokens: int = 65536
     micro_tokens: int = 16384
     gpt3_step_tokens: int = 16384
@@ -121,10 +121,7 @@ def run(options: Options) -> None:
     if options.device.type == "cuda":
         options.sample(partial(_machine, options), kind="machine")
     for group, names in plan(options.settings):
-        if group.part == "largest":
-            _run_largest(options, group, names)
-        else:
-            _run_group(options, group, names)
+        _run_group(options, group, names)
 
 
 def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
@@ -161,7 +158,6 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
             for context in settings.contexts
         ),
         (group("medium", settings.medium, base), (*huggingface, *core, core[-1] + FUSED)),
-        (group("largest", small, base), (*huggingface, *core)),
         *(
             (group("gpt3", settings.large, context, mode=mode), core)
             for mode in ("eager", "compiled")
@@ -229,7 +225,7 @@ def _build(options: Options, group: Group, name: str) -> Contender:
     )
 
 
-def _memory(options: Options, group: Group, name: str, built: dict[str, Contender] | None) -> Sample:
+def _memory(options: Options, group: Group, name: str, built: dict[str, Contender]) -> Sample:
     """Peak bytes of two steps, including weights and optimizer, and the logits' error against naive float32.
 
     The contender is kept in `built`, to be timed later.
@@ -252,8 +248,7 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
                 pass
 
     peak = held + timing.peak_bytes(two_steps, options.device)
-    if built is not None:
-        built[name] = contender
+    built[name] = contender
     return {
         "peak_bytes": peak,
         "logit_error": error,
@@ -307,39 +302,6 @@ def _flops_per_token(config: GPTConfig) -> int:
     """6 N + 12 L H Q T, as in the trainer; the same for every contender, since all compute the same function."""
     with torch.device("meta"):
         return GPT(config, get_attention("naive")).flops_per_token(config.seq_len)
-
-
-# ---- the largest batch -------------------------------------------------------------------------------
-
-
-def _run_largest(options: Options, group: Group, names: tuple[str, ...]) -> None:
-    """Double each contender's micro-batch until memory or the step's tokens run out, then time it alone there."""
-    for name in names:
-        largest = None
-        current = group
-        while current is not None:
-            _forget_compiled()
-            measure = partial(_memory, options, current, name, None)
-            sample = options.sample(measure, kind="memory", contender=name, **asdict(current))
-            _report(options, current, name, sample)
-            if not sample.get("agrees"):
-                break
-            largest, current = current, _doubled(current)
-        if largest is not None:
-            alone = partial(_speed_alone, options, largest, name)
-            options.say(f"  {name}: largest micro-batch {largest.micro_batch}")
-            _say_rates(options, options.timed(alone, kind="speed_alone", contender=name, **asdict(largest)))
-
-
-def _doubled(group: Group) -> Group | None:
-    if group.accumulation % 2:
-        return None
-    return replace(group, micro_batch=2 * group.micro_batch, accumulation=group.accumulation // 2)
-
-
-def _speed_alone(options: Options, group: Group, name: str) -> Sample:
-    _collect(options.device)
-    return _speed(options, group, [name], {})
 
 
 # ---- hygiene -----------------------------------------------------------------------------------------

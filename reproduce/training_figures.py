@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from . import paper, plots
 from .contenders import FUSED, HF_EAGER, HF_SDPA, PADDED
@@ -46,33 +45,11 @@ def find(results: Results, part: str, **where: object) -> Sample | None:
     return next(iter(timed(results, kind="speed", part=part, **where)), None)
 
 
-class Row(NamedTuple):
-    """A timed contender: the label to show, its sample, and its name in the sample."""
-
-    label: str
-    sample: Sample
-    name: str
-
-
-def _groups(results: Results) -> Iterator[tuple[str, list[Row]]]:
-    """(title, rows) of what is shown together: contenders that took turns, then those that were timed alone."""
-    for sample in timed(results, kind="speed"):
-        yield f"{_title(sample)}, {_sequences(sample)}", [Row(name, sample, name) for name in sample["ms"]]
-    if alone := timed(results, kind="speed_alone"):
-        yield (
-            _title(alone[0]),
-            [Row(f"{s['contender']}, {_sequences(s)}", s, s["contender"]) for s in alone],
-        )
-
-
 def _title(sample: Sample) -> str:
     dropout = f", dropout {sample['dropout']:g}" if sample["dropout"] else ""
     how = f"{sample['mode']}, {sample['dtype']}{dropout}"
-    return f"{sample['part']}: {sample['model']}, context {sample['context']}, {how}"
-
-
-def _sequences(sample: Sample) -> str:
-    return f"{sample['micro_batch']} x {sample['accumulation']} sequences"
+    size = f"{sample['micro_batch']}\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}{sample['accumulation']} sequences"
+    return f"{sample['part']}: {sample['model']}, context {sample['context']}, {how}, {size}"
 
 
 def _peak_gib(results: Results, sample: Sample, contender: str) -> float | None:
@@ -98,18 +75,16 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _panels(results: Results) -> Iterator[plots.Panel]:
-    for title, group in _groups(results):
-        rows, ends = {}, {}
-        for label, sample, name in group:
-            rows[label] = {part: took(sample, name, part).median for part in PHASES}
+    for sample in timed(results, kind="speed"):
+        rows = {name: {part: took(sample, name, part).median for part in PHASES} for name in sample["ms"]}
+        ends = {}
+        for name in rows:
             peak = _peak_gib(results, sample, name)
             memory = f", {peak:.1f} GiB" if peak is not None else ""
             steady = ", not steady" if _unsteady(sample, name) else ""
-            ends[label] = f"{rate(sample, name).median:,.0f}/s{memory}{steady}"
-        title = title.replace(
-            " x ", "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}"
-        )  # "4 x 2 sequences" stays on one line
-        yield plots.bars(textwrap.fill(title, 48), rows, across="ms a step; tokens/s, peak memory", ends=ends)
+            ends[name] = f"{rate(sample, name).median:,.0f}/s{memory}{steady}"
+        title = textwrap.fill(_title(sample), 48)
+        yield plots.bars(title, rows, across="ms a step; tokens/s, peak memory", ends=ends)
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------
