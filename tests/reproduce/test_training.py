@@ -77,7 +77,9 @@ def test_hugging_face_and_every_backend_take_part(tiny):
         assert {HF_EAGER, HF_SDPA} <= {s["contender"] for s in tried if s["mode"] == "eager"}, part
     (compiled,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == "compiled")
     assert {"naive", "standard", "naive" + FUSED} <= set(compiled["ms"])
-    assert {HF_EAGER, HF_SDPA, HF_EAGER + PADDED, HF_SDPA + PADDED} <= set(compiled["ms"])
+    for part, suffix in (("today", ""), ("padded", PADDED)):
+        (timed,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == part)
+        assert set(timed["ms"]) == {"naive" + FUSED, HF_EAGER + suffix, HF_SDPA + suffix}
 
 
 @pytest.mark.slow
@@ -209,9 +211,13 @@ def test_nanogpts_speed_and_mfu_are_held_to_our_own_aims():
 
 
 def test_todays_hugging_face_and_pytorchs_attention_have_rows_of_their_own():
-    rates = {HF_EAGER: 200e3, HF_SDPA: 300e3, HF_EAGER + PADDED: 210e3, HF_SDPA + PADDED: 450e3}
-    rates |= {"naive": 250e3, "standard": 240e3, "sdpa": 380e3, "flash": 400e3, "flash" + FUSED: 440e3}
-    found = judged(speed("compiled", rates, mode="compiled"))
+    ours = {"flash" + FUSED: 440e3}
+    rates = {"naive": 250e3, "standard": 240e3, "sdpa": 380e3, "flash": 400e3}
+    found = judged(
+        speed("compiled", rates, mode="compiled"),
+        speed("today", {HF_EAGER: 200e3, HF_SDPA: 300e3, **ours}, mode="compiled"),
+        speed("padded", {HF_EAGER + PADDED: 210e3, HF_SDPA + PADDED: 450e3, **ours}, mode="compiled"),
+    )
     over = (
         "gpt2_small, whole stack: ours over Hugging Face, both compiled, {} attention, {} rows of vocabulary"
     )
@@ -221,6 +227,25 @@ def test_todays_hugging_face_and_pytorchs_attention_have_rows_of_their_own():
     alone = "gpt2_small, attention alone: flash over {}, compiled, tokens/s"
     assert found[alone.format("PyTorch's SDPA")] == (NOT_COMPARABLE, "1.05x")
     assert found[alone.format("the fastest standard attention")] == (NOT_COMPARABLE, "1.60x")
+
+
+def test_who_does_not_fit_beside_the_others_is_left_out(monkeypatch):
+    raced = []
+
+    def hungry(options, group, names, built):
+        raced.append(list(names))
+        if "naive" in names:
+            raise torch.OutOfMemoryError
+        return {"ms": {}}
+
+    monkeypatch.setattr(training, "_speed", hungry)
+    options = training.Options(torch.device("cpu"), True, training.TINY, sample=None)
+    built = {"naive": None, "flash": None}
+    assert training._speed_of_all(options, None, ["naive", "standard", "flash"], built) == {"ms": {}}
+    assert raced == [["naive", "standard", "flash"], ["standard", "flash"]]
+    assert not built  # what was compiled together is built anew
+    with pytest.raises(torch.OutOfMemoryError):
+        training._speed_of_all(options, None, ["naive"], {})
 
 
 @pytest.mark.parametrize("padded", ["", PADDED])
