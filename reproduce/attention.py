@@ -40,8 +40,9 @@ class Settings(Timing):
     dtype: str = "bfloat16"
     # Names in kernels.ATTENTION and in peers.MAKE; if empty, all of them.
     backends: tuple[str, ...] = ()
-    # fa1: batch 16, 8 heads, d 64 (Tables 9-21). fa2: 16k tokens, hidden 2048. gpt2: 12 heads, 1024, causal.
-    figures: tuple[str, ...] = ("fa1", "gpt2", "fa2")
+    # fa1: batch 16, 8 heads, d 64 (Tables 9-21). fa2: 16k tokens, hidden 2048. gpt2: 12 heads, 1024, causal. stored:
+    # batch 64, 16 heads, mask and dropout, to 512 tokens (Table 7).
+    figures: tuple[str, ...] = ("fa1", "gpt2", "fa2", "stored")
     # The most useful first.
     lengths: tuple[int, ...] = (1024, 2048, 4096, 512, 8192, 256, 128, 16384, 32768, 65536)
     # Compiled again for every shape, which takes longer than timing all the others: timed only at GPT-2's shapes and
@@ -109,6 +110,8 @@ def workloads(settings: Settings, tiny: bool) -> list[Workload]:
                 if tokens // length and length >= (64 if tiny else 512):
                     shape = (tokens // length, hidden // head_dim, length, head_dim)
                     found.append(Workload("fa2", *shape, causal))
+        if length <= 512:
+            found.append(Workload("stored", 4 * batch, 2 * heads, length, head_dims[0], False, DROPPED))
         if place == min(3, len(settings.lengths) - 1):
             found += [Workload("gpt2", *shape, True) for shape in gpt2]
     return [each for each in found if each.figure in settings.figures]
@@ -342,7 +345,7 @@ def backend_names(chosen: tuple[str, ...], more: Iterable[str] = (STANDARD,)) ->
 def _names(settings: Settings, workload: Workload) -> list[str]:
     left_out: set[str] = set()
     judged = 1024 <= workload.length <= 4096 and workload.head_dim <= 128
-    if workload.figure != "gpt2" and not judged:
+    if workload.figure not in ("gpt2", "stored") and not judged:
         left_out |= set(settings.compiled)
     if workload.figure != "fa1" or workload.length > 4096:
         left_out |= set(settings.old) - set(settings.backends)

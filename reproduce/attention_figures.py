@@ -100,7 +100,7 @@ def _on_cpu(results: Results) -> bool:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """C7, C8, C9, C17, C20, C24 and C32."""
+    """C7, C8, C9, C17, C20, C24, C30 and C32."""
     found = Verdicts(results["device"])
     _judge_speed(results, found)
     _judge_first_paper(results, found)
@@ -111,6 +111,7 @@ def judge(results: Results) -> list[Verdict]:
     _judge_causal(results, found)
     _judge_rates(results, found)
     _judge_chunks(results, found)
+    _judge_stored(results, found)
     return found
 
 
@@ -301,3 +302,23 @@ def _judge_chunks(results: Results, found: Verdicts) -> None:
             what = f"time of chunked attention over flash, {sample['length']} tokens"
             ratio = gain.median / min(max(gain.median, 2), 4)
             found.add("C32", what, "2x to 4x", gain.shown("{:.1f}x"), passed, why, ratio=ratio)
+
+
+def _judge_stored(results: Results, found: Verdicts) -> None:
+    """C30: torch.compile's standard attention stores the probabilities for the backward, ours computes them again."""
+    for sample in timed(results, kind="time", figure="stored"):
+        if not {COMPILED, OURS} <= {*sample["ms"]} or sample["length"] not in paper.STORED_OVER_FLASH:
+            continue
+        forward, backward, both = (
+            took(sample, COMPILED, phase) / took(sample, OURS, phase)
+            for phase in ("forward", "backward", "both")
+        )
+        faster = beside(took(sample, OURS, "forward"), took(sample, COMPILED, "forward")) == FASTER
+        shown = f"{forward.shown()} forward, {backward.shown()} backward, {both.shown()} both"
+        theirs = "{:.2f}x forward, {:.2f}x both".format(*paper.STORED_OVER_FLASH[sample["length"]])
+        what = f"time with stored probabilities over ours, {sample['length']} tokens"
+        why = (
+            "faster forward, and both together 0.9x at least; stored by torch.compile in two matrix products and a "
+            "fused softmax, where the paper's was one kernel, which would take a kernel of its own here"
+        )
+        found.add("C30", what, theirs, shown, faster and both.low >= 0.9, why)

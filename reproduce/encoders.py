@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels import resolve_attention
@@ -114,46 +113,46 @@ def _race(steps: dict[str, Callable[[int], None]], options: Options) -> Sample:
 def time_bert(options: Options) -> Sample:
     """A training step of BERT-large with each attention; and how far each one's logits are from the first's."""
     settings, device = options.settings, options.device
-    model = _bert(options)
-    optimizer = build_optimizer(model, OptimizerConfig())
-    scaler = torch.amp.GradScaler(device.type, enabled=False)
     shape = (settings.sequences, settings.bert_length)
     tokens, labels = torch.randint(settings.bert_vocabulary, (2, *shape), device=device)
     labels = labels.masked_fill(torch.rand(shape, device=device) > 0.15, -100)  # a 15 % share is predicted
-
-    def step_with(name: str) -> Callable[[int], None]:
-        def step(number: int) -> None:
-            model.set_attn_implementation(name)
-            with _autocast(options):
-                loss = model(input_ids=tokens, labels=labels).loss
-            loss.backward()
-            update(model, optimizer, scaler)
-
-        return step
-
-    found = {}
-    model.eval()
+    steps, logits = {}, {}
     for name in settings.bert:
-        model.set_attn_implementation(name)
+        model = _bert(name, options)
         with torch.no_grad(), _autocast(options):
-            found[name] = model(input_ids=tokens[:1]).logits.float()
-    first = found[settings.bert[0]]
-    errors = {name: float((each - first).norm() / first.norm()) for name, each in found.items()}
+            logits[name] = model.eval()(input_ids=tokens[:1]).logits.float()
+        steps[name] = partial(
+            _bert_step, model.train(), build_optimizer(model, OptimizerConfig()), tokens, labels, options
+        )
+    first = logits[settings.bert[0]]
+    errors = {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
     if max(errors.values()) > 0.02:  # as in `training`
         raise ValueError(f"logits differ: {errors}")
-    model.train()
-    return {**_race({name: step_with(name) for name in settings.bert}, options), "logit_errors": errors}
+    return {**_race(steps, options), "logit_errors": errors}
 
 
-def _bert(options: Options) -> Any:
+def _bert_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    labels: Tensor,
+    options: Options,
+    number: int,
+) -> None:
+    with _autocast(options):
+        loss = model(input_ids=tokens, labels=labels).loss
+    loss.backward()
+    update(model, optimizer, torch.amp.GradScaler(options.device.type, enabled=False))
+
+
+def _bert(name: str, options: Options) -> nn.Module:
+    """transformers' BertForMaskedLM with the attention `name`; its initial weights are the same for each."""
     from transformers import AttentionInterface, BertConfig, BertForMaskedLM
 
     settings = options.settings
-    head_dim, features = settings.width // settings.bert_heads, {}
-    if settings.dropout:
-        features["dropout_p"] = settings.dropout
-    request = {"device": options.device, "dtype": getattr(torch, settings.dtype), "head_dim": head_dim}
-    _, flash = resolve_attention(OURS, **request, **features)
+    request = {"device": options.device, "dtype": getattr(torch, settings.dtype)}
+    request |= {"dropout_p": settings.dropout} if settings.dropout else {}
+    _, flash = resolve_attention(OURS, head_dim=settings.width // settings.bert_heads, **request)
 
     def ours(
         module: object, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float = 0.0, **rest: object
@@ -166,7 +165,7 @@ def _bert(options: Options) -> Any:
         vocab_size=settings.bert_vocabulary, hidden_size=settings.width, num_hidden_layers=settings.layers,
         num_attention_heads=settings.bert_heads, intermediate_size=4 * settings.width,
         max_position_embeddings=settings.bert_length, hidden_dropout_prob=settings.dropout,
-        attention_probs_dropout_prob=settings.dropout,
+        attention_probs_dropout_prob=settings.dropout, attn_implementation=name,
     )  # fmt: skip
     torch.manual_seed(0)
     return BertForMaskedLM(config).to(options.device)

@@ -130,7 +130,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="attention",
             title="time and peak memory of attention against length, every backend",
-            claims=("C7", "C8", "C9", "C17", "C20", "C24", "C32"),
+            claims=("C7", "C8", "C9", "C17", "C20", "C24", "C30", "C32"),
             needs="cpu",
             minutes=35.0,
             measures=ATTENTIONS,

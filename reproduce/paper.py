@@ -34,6 +34,13 @@ MEGATRON_DAYS = 4.7
 # FA1 Table 3, ListOps: accuracy of standard attention and of the contender.
 LISTOPS_ACCURACY = {"flash": (0.360, 0.376), "flash+butterfly": (0.360, 0.370)}
 
+# FA1 Table 7, time of Apex's FMHA, which stores the probabilities, over FlashAttention's: length -> forward, both.
+STORED_OVER_FLASH = {
+    128: (0.10 / 0.08, 0.27 / 0.28),
+    256: (0.29 / 0.22, 0.81 / 0.75),
+    512: (1.14 / 0.81, 2.95 / 2.81),
+}
+
 # FA1 Figure 2 left, both versions of the paper: GPT-2 medium, length 1024, 16 heads, head_dim 64, batch 64, A100.
 FIGURE_2 = {
     "arXiv v2": {"standard_gb": 40.3, "flash_gb": 4.4, "standard_ms": 41.7, "flash_ms": 7.3},

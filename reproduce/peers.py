@@ -52,7 +52,7 @@ def sdpa_with_mask(backend: SDPBackend) -> Attend:
 
     def attend(inputs: Inputs, number: int) -> torch.Tensor:
         q, k, v = inputs.qkv
-        mask = inputs.bias().expand(-1, -1, q.shape[2], -1)
+        mask = inputs.bias().expand(*q.shape[:3], -1)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=inputs.dropout_p)
 
@@ -125,6 +125,8 @@ MAKE: dict[str, Callable[[], Attend]] = {
 
 def suits(name: str, workload: Workload) -> bool:
     """Whether the contender is meant for the workload."""
+    if workload.figure == "stored":
+        return name in (STANDARD, COMPILED, "flash")
     if name in (EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
         return workload.mask != "plain" and not (name == FLEX_MASK and "dropout_p" in workload.features)
     return name not in APPROXIMATE or (workload.figure == "fa1" and workload.mask == "plain")

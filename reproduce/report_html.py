@@ -70,10 +70,11 @@ def _first(page: Page) -> str:
             escape(figure.verdict.paper),
             escape(figure.verdict.ours or NOT_MEASURED),
             _chip(figure.verdict.status),
+            escape(figure.verdict.basis),
         ]
         for subject, figure in page.first()
     ]
-    return _table(("", "figure", "the paper", "ours", "verdict"), rows, "first") if rows else ""
+    return _table(("", "figure", "the paper", "ours", "verdict", "on"), rows, "first") if rows else ""
 
 
 def _filter(page: Page) -> str:

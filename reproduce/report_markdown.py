@@ -35,10 +35,17 @@ def as_markdown(page: Page, directory: Path) -> str:
     lines += [f"![At a glance]({_link(path, directory)})\n" for path in page.headlines]
     if first := page.first():
         rows = [
-            [subject, f.verdict.what, f.verdict.paper, f.verdict.ours or NOT_MEASURED, f.verdict.status]
+            [
+                subject,
+                f.verdict.what,
+                f.verdict.paper,
+                f.verdict.ours or NOT_MEASURED,
+                f.verdict.status,
+                f.verdict.basis,
+            ]
             for subject, f in first
         ]
-        lines += markdown_table(("", "figure", "the paper", "ours", "verdict"), rows)
+        lines += markdown_table(("", "figure", "the paper", "ours", "verdict", "on"), rows)
     lines += [f"**{summary(page)}**", "", f"{HOW_TO_READ} {WHERE}", ""]
     lines += [f"- {note}" for note in page.notes] + [""] * bool(page.notes)
     lines += ["## The claims", ""]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
 import statistics
 import subprocess
@@ -248,12 +249,14 @@ def fastest(sample: Sample, names: tuple[str, ...], phase: str = "both") -> tupl
 def recorded(device: torch.device) -> Iterator[dict[str, list[float]]]:
     """Record clock, power and temperature during the block: {quantity: [least, median, most]}, filled at its end.
 
-    nvidia-smi does it, in a process of its own, which does not disturb the host. Empty without it. Changes nothing.
+    nvidia-smi does it, in a process of its own, which does not disturb the host. Also the host's load average before
+    and after, by which to see whether something else ran beside. Empty without a GPU. Changes nothing.
     """
     found: dict[str, list[float]] = {}
     if device.type != "cuda":
         yield found
         return
+    found["host_load"] = [round(os.getloadavg()[0], 1)]
     # By UUID: nvidia-smi numbers all GPUs, PyTorch only those in CUDA_VISIBLE_DEVICES.
     uuid = torch.cuda.get_device_properties(device).uuid
     query = [
@@ -275,6 +278,7 @@ def recorded(device: torch.device) -> Iterator[dict[str, list[float]]]:
     try:
         yield found
     finally:
+        found["host_load"].append(round(os.getloadavg()[0], 1))
         process.terminate()
         rows = [row for row in map(_numbers, process.communicate()[0].splitlines()) if row]
         if not rows:  # the block was over before the first was printed

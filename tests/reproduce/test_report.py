@@ -260,6 +260,63 @@ def test_a_gpu_only_figure_is_listed_as_not_measured_until_it_is(tmp_path):
     assert [f"| [{GPU}](nvidia-test-3000/history.json) |" in row for row in rows()] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("stored", "status"),
+    [((1.2, 0.8), "reproduced"), ((1.0, 1.2), "not reproduced"), ((1.2, 0.5), "not reproduced")],
+)
+def test_recomputing_must_gain_in_the_forward_and_lose_little_in_all(stored, status):
+    """Beside our forward and backward of 1 ms each, in three processes of which the last is a tenth slower."""
+    samples = [
+        {"kind": "time", **shape("stored", 256, "padding+dropout"), "process": process,
+         "ms": {name: {"forward": [slower * forward], "backward": [slower * backward]}
+                for name, (forward, backward) in {"flash": (1.0, 1.0), "standard+compiled": stored}.items()}}
+        for process, slower in enumerate((1.0, 1.0, 1.1))
+    ]  # fmt: skip
+    (verdict,) = attention_figures.judge({"device": GPU, "samples": samples})
+    assert (verdict.claim, verdict.status) == ("C30", status)
+
+
+@pytest.mark.parametrize(
+    ("approximate", "where"),
+    [
+        ({512: 2.0, 1024: 2.0, 2048: 2.0}, "from 1024 tokens on"),
+        (
+            {512: 0.5, 1024: 5.0, 2048: 2.0},
+            "from 2048 tokens on",
+        ),  # not the first, but that after which it stays so
+        ({512: 2.0, 1024: 4.0, 2048: 9.0}, "nowhere up to 2048"),
+    ],
+)
+def test_an_approximation_overtakes_where_it_stays_faster(approximate, where):
+    exact = {512: 1.0, 1024: 3.0, 2048: 8.0}
+    samples = [
+        {"kind": "time", **shape("fa1", n),
+         "ms": {"flash": {"all": [exact[n]]}, "linformer": {"all": [approximate[n]]}}}
+        for n in exact
+    ]  # fmt: skip
+    (verdict,) = [v for v in attention_figures.judge({"device": GPU, "samples": samples}) if v.claim == "C9"]
+    assert (verdict.ours, verdict.status) == (where, "not reproduced" if "nowhere" in where else "reproduced")
+
+
+def test_head_dim_256_and_the_first_algorithm_are_held_to_standard_attention():
+    def ms(**at: float) -> dict:
+        return {name: {"forward": [each / 2], "backward": [each / 2]} for name, each in at.items()}
+
+    wide = {"kind": "time", **shape("fa2", 2048, head_dim=256), "ms": ms(naive=5.0, standard=2.0, flash=3.0)}
+    first = {"kind": "time", **shape("fa1", 2048), "ms": ms(naive=5.0, standard=2.0, flash=1.0, flash1=2.5)}
+    first["ms"]["standard+compiled"] = {"forward": [0.5], "backward": [0.5]}
+    found = {v.what: v for v in attention_figures.judge({"device": GPU, "samples": [wide, first]})}
+    # the fastest of eager PyTorch counts, here not naive
+    assert found["standard/flash time, head_dim 256, full, 2048 tokens"].ours == "0.67x"
+    assert found["standard/flash time, head_dim 256, full, 2048 tokens"].status == "not reproduced"
+    assert found["standard/flash1 time, plain, 2048 tokens"].status == "not reproduced"
+    assert found["standard/flash time, plain, 2048 tokens"].ours == "2.00x"
+    assert (
+        "compiled, standard attention takes 1.00x our time"
+        in found["standard/flash time, plain, 2048 tokens"].why
+    )
+
+
 def test_a_slowdown_that_chunks_cannot_explain_is_not_comparable():
     ms = {name: {"forward": [t], "backward": [t]} for name, t in (("flash", 1.0), ("chunked", 3.0))}
     for slower, status in ((1, "reproduced"), (5, "not comparable")):
