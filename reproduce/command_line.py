@@ -108,9 +108,8 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     )
     parser.add_argument("--again", action="store_true", help="measure again, even if results/ has it already")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS}; with --tiny {TINY_RESULTS}")
-    parser.add_argument(
-        "--process", type=int, help=argparse.SUPPRESS
-    )  # this one of the settings' `processes`
+    # Which one of the settings' `processes` this is.
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     return parser
 
 

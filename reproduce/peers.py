@@ -134,10 +134,10 @@ def suits(name: str, workload: Workload) -> bool:
 
 def refuse(name: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> None:
     """Raise AttentionError if the contender cannot take the workload."""
-    if name in (EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
+    if name in (COMPILED, EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
         if device.type != "cuda":
             raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
-    elif name not in (STANDARD, COMPILED, *APPROXIMATE):
+    elif name not in (STANDARD, *APPROXIMATE):
         resolve_attention(
             name.partition("+")[0],
             device=device,

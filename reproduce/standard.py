@@ -42,18 +42,18 @@ def standard_passes(
     """
     heads = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    # Three dimensions throughout: in place on a view, the mask's backward would copy its gradient twice.
     x = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=1 / math.sqrt(q.shape[-1]))
-    x = x.unflatten(0, heads)
     yield x
     if bias is not None:
-        x = x.add_(bias)
+        x = x.add_(bias if bias.dim() == 2 else bias.expand(*heads, -1, -1).flatten(0, 1))
     yield x
     x = torch.softmax(x, dim=-1)
     yield x
     if dropout_p:
         x = torch.dropout(x, dropout_p, True)
     yield x
-    yield torch.bmm(x.flatten(0, 1), v).unflatten(0, heads)
+    yield torch.bmm(x, v).unflatten(0, heads)
 
 
 def score_bias(like: torch.Tensor, causal: bool, kv_lengths: torch.Tensor | None) -> torch.Tensor | None:

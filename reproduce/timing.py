@@ -66,15 +66,12 @@ def race(
         phases: the names of the calls' phases; a call of a single phase has the first.
         how: other arguments of `time_alternating`.
     """
-    least = options.settings.rounds
+    settings = options.settings
+    how = {"rounds": (settings.rounds, max(settings.rounds, MOST_ROUNDS)), **how}
     if options.tiny:
         how["warmup"] = 0
     with recorded(options.device) as clocks:
-        raced = time_alternating(
-            calls,
-            options.device,
-            **{"seconds": options.settings.seconds, "rounds": (least, max(least, MOST_ROUNDS)), **how},
-        )
+        raced = time_alternating(calls, options.device, seconds=settings.seconds, seed=options.process, **how)
     milliseconds = {
         name: dict(zip(phases, ([float(f"{ms:.5g}") for ms in each] for each in found), strict=False))
         for name, found in raced.ms.items()
@@ -90,6 +87,7 @@ def time_alternating(
     warmup: int = 3,
     rounds: tuple[int, int] = (20, MOST_ROUNDS),
     patience: int = 8,
+    seed: int = 0,
 ) -> Timed:
     """Time every phase of each call.
 
@@ -104,13 +102,14 @@ def time_alternating(
         warmup: unmeasured rounds at the start; fewer, but at least one, once they have taken the same budget.
         patience: the longest sleep before a call, in units of HEAD_START; the sleep doubles whenever the host was
             late. At 1 no round is repeated, for whole training steps, where waiting for a slow host counts.
+        seed: of the order within the rounds; another for each process.
     """
     samples: dict[str, list[list[float]]] = {name: [] for name in calls}
     late: Counter[str] = Counter()
     # A call that was late once will be late again, so it keeps the longer sleep in the rounds that follow.
     sleeps = dict.fromkeys(calls, HEAD_START)
     turns = itertools.count()
-    order = random.Random(0)
+    order = random.Random(seed)
     began = time.perf_counter()
     for _ in range(warmup):
         for call in calls.values():

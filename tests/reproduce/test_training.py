@@ -248,6 +248,20 @@ def test_who_does_not_fit_beside_the_others_is_left_out(monkeypatch):
         training._speed_of_all(options, None, ["naive"], {})
 
 
+def test_memory_is_measured_alone_where_it_does_not_fit_beside_the_others(monkeypatch):
+    def memory(options, group, name, built):
+        if built:
+            raise torch.OutOfMemoryError
+        built[name] = "contender"
+        return {"peak_bytes": 1}
+
+    monkeypatch.setattr(training, "_memory", memory)
+    options = training.Options(torch.device("cpu"), True, training.TINY, sample=None)
+    built = {"naive": "large"}
+    assert training._memory_beside(options, None, "flash", built) == {"peak_bytes": 1}
+    assert built == {"flash": "contender"}
+
+
 @pytest.mark.parametrize("padded", ["", PADDED])
 def test_hugging_faces_vocabulary_may_be_padded_and_computes_the_same(padded):
     config = replace(training.SHAPES["tiny"], vocab_size=50, seq_len=8)
