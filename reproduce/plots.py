@@ -78,19 +78,20 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str) -> Ite
 
 
 Panel = Callable[["Axes"], None]
+MOST_IN_A_PANEL = 6  # entries of a legend that still leave room for the lines
 
 
 def draw(path: Path, title: str, panels: Iterable[Panel], *, columns: int = 3) -> None:
     """A picture of panels, such as those of `lines` and `bars`.
 
-    There is one legend below them if one panel shows all that any does, else each has its own.
+    There is one legend below them if one panel shows all that any does, or much, else each has its own.
     """
     panels = list(panels)
     with picture(path, max(1, len(panels)), columns=columns, title=title) as axes:
         for axis, panel in zip(axes, panels, strict=False):  # none measured: one empty panel
             panel(axis)
         shown = [set(axis.get_legend_handles_labels()[1]) for axis in axes]
-        if set.union(*shown) in shown:
+        if set.union(*shown) in shown or max(map(len, shown)) > MOST_IN_A_PANEL:
             legend_below(axes)
         else:
             for axis in axes:
@@ -119,17 +120,17 @@ def _lines(
     title: str, series: Mapping[str, Mapping[float, float]], across: str, up: str, log: str, ticks: bool,
     paper: Mapping[str, Mapping[float, float]], axis: Axes,
 ) -> None:  # fmt: skip
+    named = {name: name.split(",")[0].partition("+")[0] for name in (*series, *paper)}
+    of_backends = any(each in FIXED for each in named.values())  # other series take the colours in order
     for name, points in series.items():
-        if points:
-            axis.plot(
-                *zip(*sorted(points.items()), strict=True),
-                "o-",
-                color=colour(name, tuple(series)),
-                label=name,
-            )
+        if points:  # a variant, such as standard+compiled, is dashed in the colour of what it varies
+            line = "o--" if "+" in name else "o-"
+            shade = colour(named[name], tuple(named.values())) if of_backends else None
+            axis.plot(*zip(*sorted(points.items()), strict=True), line, color=shade, label=name)
     for name, points in paper.items():
         if points:
-            axis.plot(*zip(*points.items(), strict=True), ":", color=colour(name.split()[0]), label=name)
+            shade = colour(named[name].split()[0].rstrip(":"))
+            axis.plot(*zip(*points.items(), strict=True), ":", color=shade, label=name)
     xs = sorted({x for points in series.values() for x in points})
     if not across:
         length_axis(axis, xs)
@@ -168,7 +169,7 @@ def _bars(
         beside(axis, end, list(rows).index(row), ends.get(row, f"{end:.3g}"), fontsize=7)
     axis.set_xlim(0, max(left.values()) * (1.55 if ends else 1.15))
     axis.set_ylim(max(len(rows), 4) - 0.5, -0.5)
-    axis.tick_params(axis="y", labelsize=8)
+    axis.tick_params(axis="y", labelsize=min(8, 180 / max(1, len(rows))))
     axis.grid(axis="y", visible=False)
     axis.set_xlabel(across)
     axis.set_title(title, fontsize=9)
