@@ -168,7 +168,7 @@ def _judge_growth(results: Results, found: Verdicts) -> None:
         ours, flash = statistics.geometric_mean(growth), paper.FA1_MS["plain", "flash"]
         theirs = (flash[65536] / flash[4096]) ** (1 / 4)  # four doublings
         what, why = "growth of time when the length doubles, from 4096", "quadratic is 4; within 10 % of it"
-        found.compare("C7", what, "{:.2f}x", theirs, ours, 3.6 <= ours <= 4.4, why)
+        found.times("C7", what, theirs, ours, 3.6 <= ours <= 4.4, why)
 
 
 def _judge_memory(results: Results, found: Verdicts) -> None:
@@ -182,7 +182,7 @@ def _judge_memory(results: Results, found: Verdicts) -> None:
                 mib = peaks[OURS, n] / 2**20
                 why += f"; above it because {OURS} takes {mib:.0f} MiB, the paper's {paper.FA1_MIB[OURS][n]}"
             what, passed = f"{BASELINE}/{OURS} peak memory at {n} tokens", abs(ours / theirs - 1) <= 1 / 3
-            found.compare("C8", what, "{:.1f}x", theirs, ours, passed, why, basis=basis)
+            found.times("C8", what, theirs, ours, passed, why, basis=basis, form="{:.1f}x")
     for name in (OURS, BASELINE):
         measured = {n: peak for (backend, n), peak in peaks.items() if backend == name and n >= 1024}
         theirs = log_slope({n: mib for n, mib in paper.FA1_MIB[name].items() if n in measured})
@@ -190,11 +190,11 @@ def _judge_memory(results: Results, found: Verdicts) -> None:
         if ours is not None and theirs is not None:
             what, passed = f"slope of log memory against log length, {name}", abs(ours - theirs) <= 0.05
             why = "within 0.05 of Table 21's at the same lengths, from 1024 tokens on"
-            found.compare("C8", what, "{:.2f}", theirs, ours, passed, why, basis=basis)
+            found.times("C8", what, theirs, ours, passed, why, basis=basis, form="{:.2f}")
     if (OURS, 65536) in peaks:
         gib, limit = peaks[OURS, 65536] / 2**30, paper.FA1_MIB[OURS][65536] / 1024
         what, why = "peak memory at 65536 tokens", "at most the paper's and 5 %"
-        found.compare("C8", what, "{:.1f} GiB", limit, gib, gib <= 1.05 * limit, why, basis=basis)
+        found.times("C8", what, limit, gib, gib <= 1.05 * limit, why, basis=basis, form="{:.1f} GiB")
 
 
 def _memory_basis(results: Results) -> str:

@@ -305,20 +305,18 @@ class Verdicts(list[Verdict]):
         self.append(Verdict(claim, what, paper, ours, ratio, status, why, basis or self.basis))
 
     def times(
-        self, claim: str, what: str, expected: float, ours: Times, passed: bool | None, why: str = "",
-        *, form: str = "{:.2f}x", theirs: str = "",
+        self, claim: str, what: str, expected: float, ours: float | Times, passed: bool | None, why: str = "",
+        *, form: str = "{:.2f}x", theirs: str = "", basis: str = "",
     ) -> None:  # fmt: skip
-        """`add` for times or ratios of several processes; `theirs` shows the paper's figure, if not in that form."""
-        ratio = ours.median / expected
-        self.add(claim, what, theirs or form.format(expected), ours.shown(form), passed, why, ratio=ratio)
+        """`add` for two numbers in the format `form`; ours may be of several processes.
 
-    def compare(
-        self, claim: str, what: str, form: str, theirs: float, ours: float, passed: bool | None, why: str = "",
-        *, basis: str = "",
-    ) -> None:  # fmt: skip
-        """`add` for two numbers, each shown in the format `form`, such as "{:.2f}x"."""
-        shown = (form.format(theirs), form.format(ours))
-        self.add(claim, what, *shown, passed, why, ratio=ours / theirs, basis=basis)
+        theirs: shows the paper's figure, if not in that form.
+        """
+        median, shown = (
+            (ours.median, ours.shown(form)) if isinstance(ours, tuple) else (ours, form.format(ours))
+        )
+        paper, ratio = theirs or form.format(expected), median / expected
+        self.add(claim, what, paper, shown, passed, why, ratio=ratio, basis=basis)
 
 
 def pick(results: Results, **where: Any) -> list[Sample]:

@@ -92,7 +92,7 @@ def _judge_tiles(results: Results, found: Verdicts) -> None:
         what = f"bytes of FlashAttention's forward, {keys} keys a tile"
         why = "(3 T_c + 1) N d elements to the byte, and the softmax's statistics, which the paper leaves out"
         basis = f"{COUNTED}, times {paper.FIGURE_2_HEADS}"
-        found.compare("C4", what, "{:.2f} GB", theirs[keys]["gb"], gb, passed, why, basis=basis)
+        found.times("C4", what, theirs[keys]["gb"], gb, passed, why, basis=basis, form="{:.2f} GB")
     for sample in timed(results, kind="tiles", length=1024):
         ms = {keys: took(sample, keys) for keys in sample["ms"]}
         if not {"64", "256", "512"} <= ms.keys():

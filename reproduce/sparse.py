@@ -6,9 +6,7 @@ that does not support `block_mask` is left out, and the output says so.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +15,11 @@ import torch
 
 from kernels import get_attention, resolve_attention
 
-from . import counting, paper, plots, timing
-from .attention import STANDARD, backend_names, gradients, relative_error
+from . import counting, paper, plots
+from .attention import STANDARD, Inputs, Workload, backend_names, gradients, input_sets, race, relative_error
 from .attention_figures import OURS
 from .experiment import Options, Results, Sample, Timing, Verdict, Verdicts, pick
+from .peers import Attend
 from .timing import Times, timed, took
 
 BLOCK = 128  # queries and keys per block of the attention signature's block_mask
@@ -48,30 +47,10 @@ TINY = Settings(
 )  # fmt: skip
 
 
-class SparseInputs:
-    """New random q, k, v, d_out and a block mask; `attend` runs a backend on them."""
-
-    def __init__(
-        self,
-        batch: int,
-        heads: int,
-        length: int,
-        head_dim: int,
-        mask: torch.Tensor | None,
-        device: torch.device,
-    ) -> None:
-        shape = (batch, heads, length, head_dim)
-        self.qkv = [torch.randn(shape, device=device, dtype=torch.float16).requires_grad_() for _ in range(3)]
-        self.d_out = torch.randn(shape, device=device, dtype=torch.float16)
-        self.mask = None if mask is None else mask.to(device)
-
-    def attend(self, backend: str) -> torch.Tensor:
-        features = {} if self.mask is None else {"block_mask": self.mask}
-        return get_attention(backend)(*self.qkv, causal=False, **features)
-
-    def gradients(self, backend: str) -> list[torch.Tensor]:
-        """out, dq, dk, dv."""
-        return gradients(lambda inputs, seed: inputs.attend(backend), self)
+def masked(backend: str, mask: torch.Tensor | None, device: torch.device) -> Attend:
+    """`backend` with a block mask, or without."""
+    features = {} if mask is None else {"block_mask": mask.to(device)}
+    return lambda inputs, number: get_attention(backend)(*inputs.qkv, causal=False, **features)
 
 
 def random_mask(length: int, percent: float) -> torch.Tensor:
@@ -104,14 +83,9 @@ def run(options: Options) -> None:
         found = options.sample(lambda b=backend: exactness(b, options), kind="exact", backend=backend)
         if "worst" not in found or backend == "naive":
             continue
-        if device.type == "cpu":
-            for percent in (*settings.percents, 100):
-                options.sample(
-                    lambda b=backend, p=percent: work(b, p, options),
-                    kind="work",
-                    backend=backend,
-                    percent=percent,
-                )
+        for percent in (*settings.percents, 100) if device.type == "cpu" else ():
+            where = {"backend": backend, "percent": percent}
+            options.sample(partial(work, options=options, **where), kind="work", **where)
         if device.type == "cuda" or options.tiny:
             options.timed(partial(time_shares, backend, options), kind="shares", backend=backend)
             for length in settings.lengths:
@@ -126,24 +100,23 @@ def exactness(backend: str, options: Options) -> Sample:
     resolve_attention(
         backend, device=device, dtype=torch.float16, head_dim=settings.head_dim, block_mask=mask.to(device)
     )
-    inputs = SparseInputs(1, 2, settings.small_length, settings.head_dim, mask, device)
-    found = inputs.gradients(backend)
-    inputs.qkv = [x.detach().double().requires_grad_() for x in inputs.qkv]
-    inputs.d_out = inputs.d_out.double()
-    exact = inputs.gradients("naive")
-    return {
-        "worst": max(relative_error(a, b) for a, b in zip(found, exact, strict=True)),
-        "share": _share(mask),
-    }
+    inputs = Inputs(
+        Workload("sparse", 1, 2, settings.small_length, settings.head_dim, False), torch.float16, device
+    )
+    found = gradients(masked(backend, mask, device), inputs)
+    exact = gradients(masked("naive", mask, device), inputs.to(torch.float64))
+    worst = max(relative_error(a, b) for a, b in zip(found, exact, strict=True))
+    return {"worst": worst, "share": _share(mask)}
 
 
 def work(backend: str, percent: int, options: Options) -> Sample:
     """Counted FLOPs and bytes of one head, forward and backward: {"flops", "bytes", "share"}."""
-    settings = options.settings
-    mask = random_mask(settings.small_length, percent)
-    inputs = SparseInputs(1, 1, settings.small_length, settings.head_dim, mask, options.device)
+    length, device = options.settings.small_length, options.device
+    mask = random_mask(length, percent)
+    workload = Workload("sparse", 1, 1, length, options.settings.head_dim, False)
+    inputs = Inputs(workload, torch.float16, device)
     with counting.counting() as traffic:
-        inputs.gradients(backend)
+        gradients(masked(backend, mask, device), inputs)
     return {"flops": traffic.flops, "bytes": traffic.read + traffic.written, "share": _share(mask)}
 
 
@@ -168,19 +141,9 @@ def time_butterfly(backend: str, length: int, options: Options) -> Sample:
 
 def _time(backend: str, length: int, masks: dict[str, torch.Tensor | None], options: Options) -> Sample:
     settings, device = options.settings, options.device
-    shape = (settings.batch, settings.heads, length, settings.head_dim)
-    sets = timing.input_sets(8 * math.prod(shape), device)
-
-    def call_of(mask: torch.Tensor | None) -> timing.Call:
-        inputs = [SparseInputs(*shape, mask, device) for _ in range(sets)]
-
-        def call(number: int) -> Iterator[None]:
-            inputs[number % sets].gradients(backend)
-            yield
-
-        return call
-
-    return timing.race({name: call_of(mask) for name, mask in masks.items()}, options)
+    workload = Workload("sparse", settings.batch, settings.heads, length, settings.head_dim, False)
+    attends = {name: masked(backend, mask, device) for name, mask in masks.items()}
+    return race(attends, input_sets(workload, torch.float16, device), options)
 
 
 def _relative_times(sample: Sample) -> dict[float, Times]:
