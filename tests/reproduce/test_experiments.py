@@ -18,7 +18,7 @@ import triton
 from triton import language as tl
 
 from benchmarks.__main__ import BENCHMARKS
-from kernels import ATTENTION, get_attention, register_attention
+from kernels import ATTENTION, AttentionError, get_attention, register_attention
 from kernels.flash.portable.tiles import KERNELS, forced, tile_for
 from reproduce import attention, depends, encoders, history, peers, sparse, timing
 from reproduce.__main__ import main
@@ -807,3 +807,16 @@ def test_linear_attention_and_linformer_are_what_their_papers_say():
     assert torch.allclose(
         low_rank(inputs, 2), 2 * out
     )  # linear in v, as a softmax over the projected keys is
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in peers.MAKE if name not in peers.APPROXIMATE])
+def test_every_exact_contender_of_attention_is_right_on_a_gpu(name):
+    mask = "padding" if name.endswith("+mask") else "plain"
+    workload, device = Workload("fa1", 2, 2, 512, 64, False, mask), torch.device("cuda")
+    try:
+        peers.refuse(name, workload, torch.bfloat16, device)
+    except AttentionError as error:
+        pytest.skip(str(error))  # FlashAttention-4 may not be installed
+    found = attention.check(name, workload, torch.bfloat16, device)
+    assert found["passed"], found
