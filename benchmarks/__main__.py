@@ -37,6 +37,19 @@ BENCHMARKS: dict[str, Experiment] = {
             measures=("kernels.flash.api.flash_attention", "kernels.launch.launch"),
             package="benchmarks",
         ),
+        Experiment(
+            name="huggingface",
+            title="transformers' GPT-2 and Llama on our kernels, beside its own attentions",
+            claims=(),
+            needs="cuda",
+            minutes=2.0,
+            measures=(
+                "kernels.flash",
+                "kernels.under_transformers.attention",
+                "kernels.under_transformers.mask_of",
+            ),
+            package="benchmarks",
+        ),
     )
 }
 TOOLS = {

@@ -29,6 +29,13 @@ def register() -> None:
     announce()
 
 
+def register_transformers() -> None:
+    """Register the flash kernels with transformers as attn_implementation="tilegpt" (see `under_transformers`)."""
+    from .under_transformers import register as announce
+
+    announce()
+
+
 __all__ = [
     "ATTENTION",
     "AttentionError",
@@ -45,6 +52,7 @@ __all__ = [
     "packed_form",
     "register",
     "register_attention",
+    "register_transformers",
     "resolve_attention",
     "with_packed",
 ]

@@ -9,9 +9,10 @@ so cuDNN's are switched off for that time, as by `torch.backends.cuda.enable_cud
 
 SDPA offers its flash backend no attn_mask and no float32. transformers' models with attn_implementation="sdpa" pass
 is_causal=True and no mask where no token is padding, so in float16 or bfloat16 they run our kernels; a batch with
-padding, or a model in float32, does not. Under torch.compile transformers' GPT-2 does not reach them yet (torch 2.13
-on an H100, transformers 5.20: SDPA's choice in the compiled graph was another backend; eager it does). Unlike that
-backend, our kernels refuse a head_dim below 16.
+padding, or a model in float32, does not. Nor does one under torch.compile, where transformers always passes a mask: a
+graph cannot ask whether positions begin again (a packed row), and before torch 2.14 none is left out at all. For
+transformers there is `kernels.register_transformers`, which serves all of these. Unlike SDPA's backend, our kernels
+refuse a head_dim below 16.
 """
 
 from collections.abc import Callable
