@@ -268,6 +268,35 @@ def test_more_batches_than_a_grid_axis_has_run_under_sdpa(flash, under_sdpa, ran
         assert torch.equal(mine[-1000:], theirs)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("shared", [False, True], ids=["two offsets", "documents"])
+def test_varlen_attn_runs_on_our_kernels(flash, active, shared: bool, compiled: bool) -> None:
+    """As torchtitan calls it; with one tensor of offsets for both on the Hopper kernels where those serve."""
+    *tensors, d_out = inputs(900, 900, 64, torch.bfloat16, heads=4, kv_heads=2, device="cuda")
+    offsets = torch.tensor([0, 300, 301, 900], dtype=torch.int32, device="cuda")
+    of_keys = offsets if shared else offsets.clone()
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = varlen.varlen_attn(q, k, v, offsets, of_keys, 599, 599, window_size=(-1, 0), enable_gqa=True)
+        return out.transpose(0, 1)[None]
+
+    got = forward_and_backward(torch.compile(attend, fullgraph=True) if compiled else attend, tensors, d_out)
+    want = forward_and_backward(flash, tensors, d_out, cu_seqlens=offsets)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-2, rtol=1e-2)
+
+
+def test_nested_tensors_run_on_our_kernels(flash, under_sdpa) -> None:
+    parts = [torch.randn(length, 4, 64, device="cuda", dtype=torch.bfloat16) for length in (5, 300, 129)]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    out = F.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
+    for mine, part in zip(out.transpose(1, 2).unbind(), parts, strict=True):
+        one = part.transpose(0, 1)[None]
+        torch.testing.assert_close(mine, flash(one, one, one)[0].transpose(0, 1), atol=1e-2, rtol=1e-2)
+
+
 def small_gpt2(attention: str):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=128, n_head=2, n_layer=3, vocab_size=100, attn_pdrop=0.0)
