@@ -13,7 +13,7 @@ BENCHMARKS: dict[str, Experiment] = {
             needs="cuda",
             minutes=1.0,
             measures=(
-                "kernels.layers.linear_cross_entropy",
+                "kernels.layers.softmax_gradient",
                 "model.gpt.cross_entropy",
                 "training.precision.compiled",
             ),
@@ -44,7 +44,8 @@ BENCHMARKS: dict[str, Experiment] = {
             needs="cuda",
             minutes=2.0,
             measures=(
-                "kernels.flash",
+                "kernels.flash.portable",
+                "kernels.flash.hopper",
                 "kernels.under_transformers.attention",
                 "kernels.under_transformers.mask_of",
             ),
