@@ -29,6 +29,13 @@ def register() -> None:
     announce()
 
 
+def register_sharding() -> None:
+    """Let the flash kernels take DTensors sharded by batch or by heads (see `flash.sharding`)."""
+    from .flash.sharding import register as announce
+
+    announce()
+
+
 def register_transformers() -> None:
     """Register the flash kernels with transformers as attn_implementation="tilegpt" (see `under_transformers`)."""
     from .under_transformers import register as announce
@@ -52,6 +59,7 @@ __all__ = [
     "packed_form",
     "register",
     "register_attention",
+    "register_sharding",
     "register_transformers",
     "resolve_attention",
     "with_packed",

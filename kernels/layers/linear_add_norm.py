@@ -236,7 +236,8 @@ def _launch_forward(
     """Write x_new = x + dropout(update + bias), its norm, and each row's mean and 1 / standard deviation.
 
     x, x_new: (rows, width). update, normalised: the same shape, possibly another dtype. bias, gain, shift: (width,).
-    statistics: float32 (2, rows), or (2, ...) of as many, without the means if rms. All contiguous. seed: 0-d int64, for dropout; None: none.
+    statistics: float32 (2, rows), or (2, ...) of as many; (1, ...) if rms. All contiguous. seed: 0-d int64, for
+    dropout; None: none.
     """
     pointers = (x, update, bias, gain, shift, x_new, normalised, statistics, seed)
     rows, width = statistics.numel() // statistics.shape[0], x.shape[-1]
