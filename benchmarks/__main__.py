@@ -51,6 +51,15 @@ BENCHMARKS: dict[str, Experiment] = {
             ),
             package="benchmarks",
         ),
+        Experiment(
+            name="decode",
+            title="a generated token's time, beside transformers' generate with sdpa on the same weights",
+            claims=(),
+            needs="cuda",
+            minutes=1.5,
+            measures=("kernels.flash.decode", "model.decode.Decoder", "model.decode.generate_batch"),
+            package="benchmarks",
+        ),
     )
 }
 TOOLS = {
