@@ -4,7 +4,11 @@
     out = attention(q, k, v, causal=True)
 
 `kernels.arguments` documents the arguments; `kernels.naive` implements all of them in the slow and obvious way.
+`flash_attention` and `decode_attention` are loaded on first use, since they import triton.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from . import fa4, flash, history, library, naive  # each registers its backends
 from .registry import (
@@ -20,6 +24,18 @@ from .registry import (
     resolve_attention,
     with_packed,
 )
+
+if TYPE_CHECKING:
+    from .flash.api import flash_attention
+    from .flash.decode import decode_attention
+
+_HOME = {"flash_attention": ".flash.api", "decode_attention": ".flash.decode"}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __name__), name)
 
 
 def register() -> None:
@@ -50,8 +66,10 @@ __all__ = [
     "AttentionRequest",
     "attention_tier",
     "bind",
+    "decode_attention",
     "fa4",
     "flash",
+    "flash_attention",
     "get_attention",
     "history",
     "library",
