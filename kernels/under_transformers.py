@@ -13,7 +13,7 @@ transformers' own attentions.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -21,15 +21,18 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.utils.import_utils import is_tracing
 
-from .arguments import check_scale
+from .arguments import check_inputs, check_scale, in_autocast_dtype
 from .flash.api import flash_attention
 from .flash.call import Options, Tensors
 from .flash.operators import flash_forward
 from .registry import AttentionError
 
 NAME = "tilegpt"
-MaskFunction = Callable[..., Tensor]  # (batch, head, query position, key position) -> whether it may be seen
-PLAIN = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+MaskFunction = Callable[..., Any]  # (batch, head, query position, key position) -> whether it may be seen
+PLAIN: tuple[MaskFunction, ...] = (
+    masking_utils.causal_mask_function,
+    masking_utils.bidirectional_mask_function,
+)
 
 
 class Mask(NamedTuple):
@@ -84,10 +87,10 @@ def attention(
     else:
         # From torch's generator, so that activations computed again for a checkpoint draw the same.
         seed = torch.randint(2**62, (), device=query.device) if dropout else None
-        out = flash_attention(
-            query, key, value, **attention_mask._asdict(), scale=scaling, dropout_p=dropout, dropout_seed=seed,
-            softcap=softcap, sinks=s_aux,
-        )  # fmt: skip
+        options = {**attention_mask._asdict(), "scale": scaling, "softcap": softcap, "sinks": s_aux}
+        out = cast(
+            Tensor, flash_attention(query, key, value, dropout_p=dropout, dropout_seed=seed, **options)
+        )
     return out[..., :value_dim].transpose(1, 2), None
 
 
@@ -97,7 +100,7 @@ def mask_of(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: MaskFunction = masking_utils.causal_mask_function,
+    mask_function: MaskFunction = PLAIN[0],
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
@@ -132,8 +135,8 @@ def mask_of(
         return Mask(causal, window, cu_seqlens=_offsets(begins, padding, batch_size))
     if causal:
         return _bounds(begins, padding, q_offset - kv_offset, q_length, local_size)
-    if window is not None:
-        _refuse("a sliding window that is not causal, with more keys than queries")
+    if window is not None or padding is None:
+        _refuse("a mask that is not causal, other than of padding, with more keys than queries")
     _check(padding[:, 0].all(), "padding on the left of keys that are not the queries' (pad on the right)")
     return Mask(causal, kv_lengths=padding.sum(1, dtype=torch.int32))
 
@@ -216,6 +219,8 @@ def _within(
     """The attention within the bounds of `mask_of`: for the forward they may differ from those of documents."""
     if dropout or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         _refuse("gradients where a cache meets padding or a static one (torch.no_grad() if none are needed)")
+    q, k, v = in_autocast_dtype(q, k, v)
+    check_inputs(q, k, v)
     starts, ends = (x.expand(q.shape[0], -1).contiguous() for x in bounds[:, 0].unbind(-1))
     tensors = Tensors(sinks=sinks, document_starts=starts, document_ends=ends)
     options = Options(False, check_scale(scaling, q.shape[-1]), softcap=softcap or 0.0, tier="triton")
@@ -248,5 +253,5 @@ def _check(condition: Tensor, otherwise: str) -> None:
         _refuse(otherwise)
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     raise AttentionError(f'attn_implementation="{NAME}" does not support {what}; use "sdpa" or "eager"')

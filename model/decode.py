@@ -25,6 +25,12 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: fl
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
 
 
+def alone(model: GPT) -> str | None:
+    """What of a model keeps its sequences from being decoded as a batch, or None."""
+    document = [] if model.config.document_end is None else ["document_end"]
+    return ", ".join([*document, *model.config.switches]) or None
+
+
 class Decoder:
     """The state of a batch that is being continued.
 
@@ -35,8 +41,8 @@ class Decoder:
     def __init__(
         self, model: GPT, batch: int, room: int, attend: AttendFn = attend_masked, *, cuda_graph: bool = False
     ):
-        if model.config.document_end is not None:
-            raise ValueError("with document_end, generate one sequence at a time")
+        if reason := alone(model):
+            raise ValueError(f"with {reason}, generate one sequence at a time")
         device = model.wte.weight.device
         self.model, self.attend, self.room, self.cuda_graph = model, attend, room, cuda_graph
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)  # tokens that a row holds
@@ -119,6 +125,8 @@ def generate_batch(
     cuda_graph: bool = False,
 ) -> list[Tensor]:
     """Continue prompts, each int64 (length,), by up to n tokens more, up to and with end_token; prompts included.
+
+    ValueError for a model that is `alone`.
 
     A row's window slides as in `generate`, whose arguments the others are; at temperature 0 its tokens are the same.
     attend, cuda_graph: see `Decoder`.

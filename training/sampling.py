@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import tiktoken
 import torch
 
-from model.decode import generate_batch
+from model.decode import alone, generate_batch
 from model.generate import stream
 from model.gpt import GPT
 
@@ -65,7 +65,10 @@ def sample_texts(
     temperature: float = 0.8,
     top_k: int | None = 50,
 ) -> list[str]:
-    """As `sample_text`, of several prompts in one batch."""
+    """As `sample_text`, of several prompts, in one batch if the model can."""
+    if alone(model):
+        options = (tokens, generator, temperature, top_k)
+        return [sample_text(model, tokenizer, prompt, *options) for prompt in prompts]
     end, device = tokenizer.eot_token, next(model.parameters()).device
     rows = generate_batch(
         model,

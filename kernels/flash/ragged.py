@@ -61,7 +61,8 @@ def backward(
         )
         tensors = Tensors(seed, None, None, *_queries_of_keys(k.shape[2], starts, ends))
         portable.backward(*rest, nothing, dk, dv, delta, tensors, options)
-    return tuple(x[0].transpose(0, 1) for x in (dq, dk, dv))
+    dq, dk, dv = (x[0].transpose(0, 1) for x in (dq, dk, dv))
+    return dq, dk, dv
 
 
 def _as_row(x: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def _unmasked(options: Options) -> Options:
 
 def _keys_of_queries(queries: int, keys: int, offsets: Offsets, options: Options) -> tuple[Tensor, Tensor]:
     """The keys [start, end) that each query sees, both int32 (1, queries) and ascending."""
-    of_queries, of_keys, used = (x if x is None else x.long() for x in offsets)
+    of_queries, of_keys, used = offsets[0].long(), offsets[1].long(), offsets[2]
     index = torch.arange(queries, device=of_queries.device)
     sequence = torch.searchsorted(of_queries, index, right=True) - 1
     outside = (sequence < 0) | (sequence >= len(of_queries) - 1)  # of all sequences: sees nothing

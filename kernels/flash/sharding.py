@@ -10,8 +10,9 @@ mask is drawn by row and head of the whole, so with dropout every rank gathers q
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from torch._ops import OpOverload
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
@@ -26,10 +27,9 @@ BATCH, HEADS = "batch", "heads"
 
 def register() -> None:
     """Register the ways with DTensor."""
-    register_sharding(flash_forward)(of_forward)
-    register_sharding(flash_backward)(of_backward)
-    for converter, results in ((document_bounds, 2), (block_lists, 2)):
-        register_sharding(converter)(_replicated(results))
+    register_sharding(cast(OpOverload, flash_forward))(of_forward)
+    register_sharding(cast(OpOverload, flash_backward))(of_backward)
+    register_sharding([cast(OpOverload, each) for each in (document_bounds, block_lists)])(replicated)
 
 
 def of_forward(q: Any, k: Any, v: Any, *asked: Any) -> Sequence[Way]:
@@ -108,10 +108,6 @@ def _inputs(by: str | None, q: Any, k: Any, v: Any, asked: Any) -> list[Any]:
     ]
 
 
-def _replicated(results: int) -> Any:
-    """The way of a function of small tensors, whose first argument is its only one."""
-
-    def ways(tensor: Any, *numbers: Any) -> Sequence[Way]:
-        return [([Replicate()] * results, [Replicate(), *(None for _ in numbers)])]
-
-    return ways
+def replicated(tensor: Any, *numbers: Any) -> Sequence[Way]:
+    """The way of `document_bounds` and `block_lists`, whose two results are small."""
+    return [([Replicate()] * 2, [Replicate(), *(None for _ in numbers)])]

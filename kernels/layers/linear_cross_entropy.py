@@ -204,7 +204,8 @@ def _empty_results(
     loss, divisor = (hidden.new_empty((), dtype=torch.float32) for _ in range(2))
     if with_gradient:
         return loss, *_empty_gradients(hidden, weight, bias), divisor
-    return loss, hidden.new_empty(0), *(weight.new_empty(0, dtype=torch.float32) for _ in range(2)), divisor
+    nothing = hidden.new_empty(0), weight.new_empty(0, dtype=torch.float32), loss.new_empty(0)
+    return loss, *nothing, divisor
 
 
 def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from model.config import GPTConfig
 from model.decode import attend_masked, generate_batch
 from model.generate import generate, stream
 from model.gpt import GPT
+from model.modern import build_gpt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -80,6 +81,9 @@ def test_bad_prompts_are_refused(model):
             generate_batch(model, bad, 1)
     with pytest.raises(ValueError, match="temperature=-1"):
         generate_batch(model, prompts(1), 1, temperature=-1.0)
+    modern = build_gpt(GPTConfig(vocab_size=50, n_layer=1, n_head=2, n_embd=32, rope=True), naive_attention)
+    with pytest.raises(ValueError, match="with rope, generate one sequence at a time"):
+        generate_batch(modern, prompts(1), 1)
 
 
 @pytest.mark.gpu
