@@ -25,6 +25,36 @@ CONFIGS = {
     ),
     # sinks
     "gpt_oss": lambda: transformers.GptOssConfig(**SMALL, **GROUPED, **EXPERTS, sliding_window=5),
+    # chunks of a window
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SMALL, **GROUPED, **EXPERTS, attention_chunk_size=5, intermediate_size_mlp=32
+    ),
+    # values narrower than queries and keys
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=1,
+    ),
+    # windows to both sides
+    "modernbert": lambda: transformers.ModernBertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        local_attention=6,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+    ),
     "bert": lambda: transformers.BertConfig(
         vocab_size=50, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32
     ),
@@ -45,7 +75,7 @@ def registered():
 def pair(name: str):
     """The same model with transformers' eager attention and with ours."""
     config, cls = CONFIGS[name](), transformers.AutoModelForCausalLM
-    if name == "bert":
+    if name in ("bert", "modernbert"):
         cls = transformers.AutoModel
     torch.manual_seed(0)
     theirs = cls.from_config(config, attn_implementation="eager")
@@ -105,7 +135,7 @@ def test_packed_documents_are_kept_apart(name: str) -> None:
         torch.testing.assert_close(again, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("mistral", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_one_graph_compiles_it(name: str, padding: str | None) -> None:
     theirs, ours = pair(name)
