@@ -74,8 +74,10 @@ def attention(
     _refuse_others(attention_mask, kwargs)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        left = -1 if sliding_window is None else sliding_window - 1
-        attention_mask = Mask(causal, (left, 0 if causal else left))
+        attention_mask = Mask(causal)
+        if sliding_window is not None:
+            left = sliding_window - 1
+            attention_mask = Mask(causal, (left, 0 if causal else left))
     if cu_seq_lens_q is not None and isinstance(attention_mask, Mask):
         attention_mask = attention_mask._replace(cu_seqlens=cu_seq_lens_q.to(torch.int32))
     head_dim, value_dim = query.shape[-1], value.shape[-1]

@@ -25,7 +25,7 @@ def forward(
     """out like q (queries, heads, head_dim), lse float32 (heads, queries)."""
     q, k, v = map(_as_row, (q, k, v))
     if _are_documents(offsets):
-        tensors = Tensors(seed, None, None, *document_bounds(offsets[0], 1, q.shape[2]))
+        tensors = Tensors(seed, None, None, *document_bounds(offsets[0].int(), 1, q.shape[2]))
     else:
         tensors = Tensors(seed, None, None, *_keys_of_queries(q.shape[2], k.shape[2], offsets, options))
         options = _unmasked(options)
@@ -48,7 +48,7 @@ def backward(
     d_out, q, k, v, out = map(_as_row, (d_out, q, k, v, out))
     lse = lse.contiguous()[None]
     if _are_documents(offsets):
-        tensors = Tensors(seed, None, None, *document_bounds(offsets[0], 1, q.shape[2]))
+        tensors = Tensors(seed, None, None, *document_bounds(offsets[0].int(), 1, q.shape[2]))
         dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *tensors, *options)
     else:
         dq, dk, dv = map(empty_like, (q, k, v))

@@ -63,7 +63,7 @@ def linear_cross_entropy(
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
     _check(hidden, weight, bias, targets, vocab_size)
     _check_options(reduction, label_smoothing, z_loss, softcap)
-    if has_tangent(hidden, weight):
+    if has_tangent(hidden, weight, *(() if bias is None else (bias,))):
         raise _lacks("forward-mode")
     if ignore_index is not None:
         targets = targets.masked_fill(targets == ignore_index, -1)
