@@ -81,6 +81,12 @@ def _parts(device: torch.device, pairs: int, room: int) -> int:
     return max(1, min(wanted, -(-room // BLOCK_N), MOST_PARTS))
 
 
+def tile_of(rows: int, head_dim: int) -> Tile:
+    """The tile of so many queries of a key head. With 4 warps one of 64 x 128 spills on sm_80."""
+    block_m = max(16, 1 << (rows - 1).bit_length())
+    return Tile(block_m, BLOCK_N, 8 if block_m * head_dim >= 8192 else 4, 2)
+
+
 def decode(
     q: Tensor,
     k: Tensor,
@@ -98,10 +104,7 @@ def decode(
     if not out.numel():
         return out
     group, parts = heads // kv_heads, parts or _parts(q.device, batch * kv_heads, room)
-    block_m = max(16, 1 << (group * q_len - 1).bit_length())
-    tile = Tile(
-        block_m, BLOCK_N, 8 if block_m * head_dim >= 8192 else 4, 2
-    )  # with 4 warps 64x128 spills on sm_80
+    tile = tile_of(group * q_len, head_dim)
     spec = specify(tile, head_dim, True, group, left=left, softcap=softcap)
     partial = q.new_empty((parts, batch, heads, q_len, head_dim), dtype=torch.float32)
     lse = q.new_empty((parts, batch, heads, q_len), dtype=torch.float32)
