@@ -321,7 +321,7 @@ def _read_amd(assembly: str, shared_bytes: int) -> Report:
 
 def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
     """Jobs for every tile of the table, causal and full, with dropout and grouped heads where they matter; for
-    history's kernels; and for every form of the Hopper kernels."""
+    decoding; for history's kernels; and for every form of the Hopper kernels."""
     jobs = []
     for architecture in architectures:
         for kernel in KERNELS:

@@ -53,6 +53,7 @@ class Decoder:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits = torch.empty(0)
 
+    @torch.no_grad()
     def read(self, rows: Tensor, prompts: Sequence[Tensor]) -> Tensor:
         """Start these rows (int64 (R,)) with prompts of 1 to `room` tokens; logits (R, vocab_size) after them."""
         lengths = torch.tensor([len(each) for each in prompts], device=self.rows.device)
@@ -69,6 +70,7 @@ class Decoder:
         self.lengths[rows] = lengths.to(torch.int32)
         return self.model.logits(hidden[torch.arange(len(rows), device=rows.device), lengths - 1])
 
+    @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token (B,) to each row; logits (B, vocab_size) after it. A full row overwrites its last one."""
         self.tokens.copy_(tokens)
