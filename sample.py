@@ -1,4 +1,4 @@
-"""Text from a trained run: `python sample.py RUN "prompt"`."""
+"""Text from a trained run, as it is drawn: `python sample.py RUN "prompt"`. Several prompts are drawn as a batch."""
 
 import argparse
 import math
@@ -28,7 +28,9 @@ def at_least(smallest: float, kind: type) -> Callable[[str], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory, or one of its checkpoints")
-    parser.add_argument("prompt", nargs="?", default="", help="text to continue (empty: a new document)")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="prompt", help="text to continue (none: a new document)"
+    )
     parser.add_argument(
         "-n", "--tokens", type=at_least(0, int), default=200, help="add at most this many tokens (200)"
     )
@@ -54,19 +56,27 @@ def main() -> None:
     from training.config import is_users_mistake
     from training.console import printable
     from training.restore import load_run
-    from training.sampling import sample_text
+    from training.sampling import sample_texts, stream_text
 
     sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
+    show = printable if sys.stdout.isatty() else str
     try:
         model, tokenizer = load_run(Path(args.run), args.device, args.attention, args.tokenizer)
         generator = torch.Generator().manual_seed(args.seed % 2**64)  # torch takes no longer ones
         for number in range(args.samples):
             if number:
                 print("-" * 80)
-            text = sample_text(
-                model, tokenizer, args.prompt, args.tokens, generator, args.temperature, args.top_k
-            )
-            print(printable(text) if sys.stdout.isatty() else text)
+            options = (args.tokens, generator, args.temperature, args.top_k)
+            if len(args.prompts) > 1:
+                texts = sample_texts(model, tokenizer, args.prompts, *options)
+                print(f"\n{'-' * 80}\n".join(map(show, texts)))
+                continue
+            held = ""  # a carriage return, until it is known whether a line ends there
+            for piece in stream_text(model, tokenizer, "".join(args.prompts), *options):
+                piece = held + piece
+                held = piece[len(piece.removesuffix("\r")) :]
+                print(show(piece.removesuffix("\r")), end="", flush=True)
+            print(show(held))
     except ValueError as error:
         if not is_users_mistake(error):
             raise

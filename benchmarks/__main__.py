@@ -13,7 +13,7 @@ BENCHMARKS: dict[str, Experiment] = {
             needs="cuda",
             minutes=1.0,
             measures=(
-                "kernels.layers.linear_cross_entropy",
+                "kernels.layers.softmax_gradient",
                 "model.gpt.cross_entropy",
                 "training.precision.compiled",
             ),
@@ -35,6 +35,29 @@ BENCHMARKS: dict[str, Experiment] = {
             needs="cuda",
             minutes=0.5,
             measures=("kernels.flash.api.flash_attention", "kernels.launch.launch"),
+            package="benchmarks",
+        ),
+        Experiment(
+            name="huggingface",
+            title="transformers' GPT-2 and Llama on our kernels, beside its own attentions",
+            claims=(),
+            needs="cuda",
+            minutes=2.0,
+            measures=(
+                "kernels.flash.portable",
+                "kernels.flash.hopper",
+                "kernels.under_transformers.attention",
+                "kernels.under_transformers.mask_of",
+            ),
+            package="benchmarks",
+        ),
+        Experiment(
+            name="decode",
+            title="a generated token's time, beside transformers' generate with sdpa on the same weights",
+            claims=(),
+            needs="cuda",
+            minutes=1.5,
+            measures=("kernels.flash.decode", "model.decode.Decoder", "model.decode.generate_batch"),
             package="benchmarks",
         ),
     )

@@ -16,7 +16,7 @@ from reproduce.results import changed_since, read_all, slug
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
 # The files in results/ that have aims; `training` is an experiment of reproduce.
-SOURCES = ("loss", "documents", "host", "training")
+SOURCES = ("loss", "documents", "host", "huggingface", "decode", "training")
 HEADER = ("what", "ours", "aim", "status", "why")
 
 

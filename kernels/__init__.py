@@ -4,7 +4,11 @@
     out = attention(q, k, v, causal=True)
 
 `kernels.arguments` documents the arguments; `kernels.naive` implements all of them in the slow and obvious way.
+`flash_attention` and `decode_attention` are loaded on first use, since they import triton.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from . import fa4, flash, history, library, naive  # each registers its backends
 from .registry import (
@@ -21,10 +25,36 @@ from .registry import (
     with_packed,
 )
 
+if TYPE_CHECKING:
+    from .flash.api import flash_attention
+    from .flash.decode import decode_attention
+
+_HOME = {"flash_attention": ".flash.api", "decode_attention": ".flash.decode"}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __name__), name)
+
 
 def register() -> None:
     """Register the flash kernels with PyTorch, to run under scaled_dot_product_attention (see `flash.under_sdpa`)."""
     from .flash.under_sdpa import register as announce
+
+    announce()
+
+
+def register_sharding() -> None:
+    """Let the flash kernels take DTensors sharded by batch or by heads (see `flash.sharding`)."""
+    from .flash.sharding import register as announce
+
+    announce()
+
+
+def register_transformers() -> None:
+    """Register the flash kernels with transformers as attn_implementation="tilegpt" (see `under_transformers`)."""
+    from .under_transformers import register as announce
 
     announce()
 
@@ -36,8 +66,10 @@ __all__ = [
     "AttentionRequest",
     "attention_tier",
     "bind",
+    "decode_attention",
     "fa4",
     "flash",
+    "flash_attention",
     "get_attention",
     "history",
     "library",
@@ -45,6 +77,8 @@ __all__ = [
     "packed_form",
     "register",
     "register_attention",
+    "register_sharding",
+    "register_transformers",
     "resolve_attention",
     "with_packed",
 ]

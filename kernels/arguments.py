@@ -46,7 +46,8 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise AttentionError(f"q, k and v must share a device, got {device} and {name} {tensor.device}")
     (batch, heads, _, head_dim), (kv_batch, kv_heads, _, kv_head_dim) = q.shape, k.shape
     if k.shape != v.shape:
-        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+        pad = " (pad v with zeros and cut the output)" if k.shape[:-1] == v.shape[:-1] else ""
+        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}{pad}")
     if (kv_batch, kv_head_dim) != (batch, head_dim):
         raise AttentionError(
             f"q and k must share batch and head_dim, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
@@ -72,6 +73,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale; None means 1/sqrt(head_dim). It must be positive and finite."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    _check_python("scale", scale)
     if not 0 < scale < math.inf:
         raise AttentionError(f"scale must be positive and finite, got {scale}")
     return scale
@@ -79,6 +81,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> None:
     """Check that dropout_p is in [0, 1) and, unless 0, has an int64 seed (converting others would alter it)."""
+    _check_python("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise AttentionError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if dropout_p > 0.0 and dropout_seed is None:
@@ -121,6 +124,9 @@ def check_features(
     """Check that the optional arguments match q, k and each other."""
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
+    _check_python("softcap", softcap)
+    for side in window if isinstance(window, tuple | list) else ():
+        _check_python("window", side)
     is_pair = isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_integer, window))
     if window is not None and (not is_pair or min(window) < -1):
         raise AttentionError(f"window must be (left, right), each a count of keys or -1, got {window}")
@@ -162,6 +168,13 @@ def refuse_features(name: str, features: dict[str, object]) -> None:
     used = used_features(features)
     if used:
         raise AttentionError(f"attention={name} does not support {sorted(used)[0]}; attention=naive does")
+
+
+def _check_python(name: str, number: object) -> None:
+    """Check that a number is not NumPy's where torch.compile traces: it makes a tensor of that, of unknown value."""
+    python = int | float | torch.SymInt | torch.SymFloat | None
+    if torch.compiler.is_compiling() and not isinstance(number, python):
+        raise AttentionError(f"{name} must be a number of Python's under torch.compile, not of NumPy's")
 
 
 def _is_integer(x: object) -> bool:

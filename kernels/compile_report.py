@@ -43,6 +43,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from .features import FEATURES
 from .flash import dropout
+from .flash.decode import decode_kernel, tile_of
 from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule
 from .flash.hopper.descriptors import layout_of
 from .flash.hopper.dropout import drop_of
@@ -66,7 +67,13 @@ HISTORY = {
     "two_pass_forward": (two_pass.forward_kernel, two_pass.FORWARD, {"Lse"}),
     "two_pass_backward": (two_pass.backward_kernel, two_pass.BACKWARD, {"Lse", "DK", "DV"}),
 }
-FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, **HOPPER}
+FUNCTIONS = {
+    "forward": forward_kernel,
+    "dq": dq_kernel,
+    "dkdv": dkdv_kernel,
+    "decode": decode_kernel,
+    **HOPPER,
+}
 FUNCTIONS |= {name: function for name, (function, _, _) in HISTORY.items()}
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", AMD: "mfma"}
@@ -133,8 +140,10 @@ class Report:
         found = [f"wgmma serialised ({warning})" for warning in self.warnings]
         if self.spill_bytes > _budget(job):
             found.append(f"{self.spill_bytes} bytes spilled")
-        if self.tensor_cores != TENSOR_CORES[job.architecture]:
-            found.append(f"tensor cores: {self.tensor_cores}, not {TENSOR_CORES[job.architecture]}")
+        # 16 queries are too few for wgmma and tcgen05.
+        expected = "mma.sync" if job.kernel == "decode" else TENSOR_CORES[job.architecture]
+        if self.tensor_cores != expected:
+            found.append(f"tensor cores: {self.tensor_cores}, not {expected}")
         if self.idle_barriers:
             found.append(f"{self.idle_barriers} arrays of barriers that no warp uses")
         if self.async_loads == "none" and job.kernel not in HISTORY and job.architecture != AMD:
@@ -256,9 +265,9 @@ def _descriptor(name: str, job: Job) -> str:
 def _type(name: str, job: Job) -> str:
     if name in OPTIONAL_POINTERS:
         return OPTIONAL_POINTERS[name]
-    if name in (HISTORY[job.kernel][2] if job.kernel in HISTORY else {"Lse", "Delta"}):
+    if name in (HISTORY[job.kernel][2] if job.kernel in HISTORY else {"Lse", "Delta", "Partial"}):
         return "*fp32"
-    if name in ("Turns", "Counter", "KeyBlocks", "QueryBlocks"):
+    if name in ("Turns", "Counter", "KeyBlocks", "QueryBlocks", "Lengths"):
         return "*i32"
     if name[0].isupper():
         return f"*{TYPE_NAMES[job.dtype]}"
@@ -312,7 +321,7 @@ def _read_amd(assembly: str, shared_bytes: int) -> Report:
 
 def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
     """Jobs for every tile of the table, causal and full, with dropout and grouped heads where they matter; for
-    history's kernels; and for every form of the Hopper kernels."""
+    decoding; for history's kernels; and for every form of the Hopper kernels."""
     jobs = []
     for architecture in architectures:
         for kernel in KERNELS:
@@ -333,6 +342,8 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
             if architecture == 80 and 64 in head_dims:
                 (tile,) = candidates(kernel, architecture, 64, torch.float32, True)
                 jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
+        if architecture != AMD:
+            jobs += [Job(architecture, "decode", each, True, tile_of(16, each)) for each in head_dims]
         if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:

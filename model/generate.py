@@ -1,4 +1,10 @@
-"""Sampling from a GPT, one token at a time, with a key-value cache."""
+"""Sampling from a GPT, one token at a time, with a key-value cache.
+
+`generate` continues prompts of one length, `stream` hands out their tokens as they are drawn; prompts of unequal
+lengths are `decode.generate_batch`'s.
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -7,7 +13,6 @@ from .cache import KVCache
 from .gpt import GPT
 
 
-@torch.no_grad()
 def generate(
     model: GPT,
     tokens: Tensor,
@@ -31,50 +36,81 @@ def generate(
     With a config.document_end it sees, as in training, only the document that a token belongs to; sequences then come
     one at a time, since their documents end at different tokens.
     """
+    drawn = stream(
+        model,
+        tokens,
+        n,
+        temperature=temperature,
+        top_k=top_k,
+        generator=generator,
+        end_token=end_token,
+        never=never,
+    )
+    return torch.cat([tokens, *(token[:, None] for token in drawn)], dim=1)
+
+
+def stream(
+    model: GPT,
+    tokens: Tensor,
+    n: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    end_token: int | None = None,
+    never: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """The tokens with which `generate` continues, int64 (B,) at a time, each as soon as it is drawn.
+
+    Until it is used up or closed, the model stays in evaluation mode.
+    """
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be (batch, length), got shape {tuple(tokens.shape)}")
     if tokens.size(1) < 1:
         raise ValueError("the prompt is empty: give at least one token, <|endoftext|> to start from nothing")
+    if model.config.document_end is not None and tokens.size(0) > 1:
+        raise ValueError(f"{tokens.size(0)} sequences: with document_end, generate one at a time")
+    check_sampling(n, temperature, top_k)
+    return _stream(model, tokens, n, temperature, top_k, generator, end_token, never)
+
+
+def check_sampling(n: int, temperature: float, top_k: int | None) -> None:
+    """Raise ValueError for what cannot be drawn."""
     if n < 0:
         raise ValueError(f"n={n}: it must be 0 or more tokens")
     if not temperature >= 0.0:  # NaN is neither
         raise ValueError(f"temperature={temperature}: it must be 0 (most likely token) or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: it must be at least 1, or None for all tokens")
-    if model.config.document_end is not None and tokens.size(0) > 1:
-        raise ValueError(f"{tokens.size(0)} sequences: with document_end, generate one at a time")
+
+
+@torch.no_grad()
+def _stream(model, tokens, n, temperature, top_k, generator, end_token, never) -> Iterator[Tensor]:
     generator = generator or torch.Generator().manual_seed(0)
     was_training = model.training
     model.eval()
-    try:
-        return _generate(model, tokens, n, temperature, top_k, generator, end_token, never)
-    finally:
-        model.train(was_training)
-
-
-def _generate(model, tokens, n, temperature, top_k, generator, end_token, never) -> Tensor:
     seq_len = model.config.seq_len
     batch, prompt_len = tokens.shape
     out = torch.cat([tokens, tokens.new_zeros(batch, n)], dim=1)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     cache = KVCache(min(seq_len, prompt_len + n))
     start = max(0, prompt_len - seq_len)  # first token the cache has not read
-    for end in range(prompt_len, prompt_len + n):
-        if cache.length + end - start > seq_len:
-            start, cache.length, cache.first = end - max(1, seq_len // 2), 0, 0
-        hidden = _read(model, out[:, start:end], cache)
-        start = end
-        logits = model.logits(hidden[:, -1])  # (B, vocab_size)
-        if never is not None:
-            logits = logits.index_fill(-1, never, float("-inf"))
-        token = _sample(logits, temperature, top_k, generator)  # (B,)
-        if end_token is not None:
-            token = token.masked_fill(ended, end_token)
-            ended |= token == end_token
-        out[:, end] = token
-        if end_token is not None and ended.all():
-            return out[:, : end + 1]
-    return out
+    try:
+        for end in range(prompt_len, prompt_len + n):
+            if cache.length + end - start > seq_len:
+                start, cache.length, cache.first = end - max(1, seq_len // 2), 0, 0
+            hidden = _read(model, out[:, start:end], cache)
+            start = end
+            token = draw(model.logits(hidden[:, -1]), temperature, top_k, generator, never)  # (B,)
+            if end_token is not None:
+                token = token.masked_fill(ended, end_token)
+                ended |= token == end_token
+            out[:, end] = token
+            yield token
+            if end_token is not None and ended.all():
+                return
+    finally:
+        model.train(was_training)
 
 
 def _read(model: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -90,8 +126,12 @@ def _read(model: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
     return hidden
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+def draw(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator, never: Tensor | None
+) -> Tensor:
     """logits (B, vocab_size) -> token ids (B,)."""
+    if never is not None:
+        logits = logits.index_fill(-1, never, float("-inf"))
     if temperature < 1e-6:  # nothing but the most likely would be drawn, and the division may overflow
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature

@@ -138,6 +138,8 @@ def test_sample_repeats_with_its_seed_and_masks_terminal_control_codes(
     assert sampled("--seed", str(2**64)) == first.stdout  # a seed of any length, as train.py takes
     arguments = ["sample.py", str(only_run(tmp_path)), "--tokens", "20"]
     assert sampled("the quick") == first.stdout  # the prompt after the options
+    rows = sampled("the quick", "a", "-t", "0").split(f"\n{'-' * 80}\n")  # as a batch
+    assert [*map(str.rstrip, rows)] == [sampled(prompt, "-t", "0").rstrip() for prompt in ("the quick", "a")]
     assert sampled("\x1b[2J").startswith("\x1b[2J")  # a file gets the text as it is
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert sampled("\x1b[2J\r\x9b\ta").startswith("\ufffd[2J\ufffd\ufffd\ta")  # a terminal would obey

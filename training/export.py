@@ -32,10 +32,13 @@ def main() -> None:
     parser.add_argument(
         "--push", metavar="OWNER/NAME", help="upload it too; a repository made here is private"
     )
+    parser.add_argument(
+        "--gguf", action="store_true", help="also model.gguf, for llama.cpp; needs the package gguf"
+    )
     args = parser.parse_args()
     folder = Path(args.folder)
     try:
-        export(Path(args.run), folder, args.tokenizer)
+        export(Path(args.run), folder, args.tokenizer, args.gguf)
         print(f"{folder}: for transformers.pipeline('text-generation', {str(folder)!r})")
         if args.push:
             print(f"pushed: {push(folder, args.push)}")
@@ -45,15 +48,16 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
-def export(run: Path, folder: Path, tokenizer_name: str | None = None) -> None:
+def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: bool = False) -> None:
     """Write the model of a run directory or checkpoint. Raises ConfigError where that cannot be done.
 
-    tokenizer_name: what data.tokenizer would be by now, if the run's rank file has moved.
+    tokenizer_name: what data.tokenizer would be by now, if the run's rank file has moved. gguf: also as model.gguf.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: name a new one.")
     from model.huggingface import to_huggingface
 
+    from .gguf_file import check_gguf, write_gguf
     from .restore import load_run
 
     model, encoding = load_run(run, "cpu", "naive", tokenizer_name)
@@ -69,12 +73,16 @@ def export(run: Path, folder: Path, tokenizer_name: str | None = None) -> None:
         raise ConfigError("training.export needs transformers: pip install transformers.") from None
     except ValueError as error:  # a switch of the model that no format has
         raise ConfigError(f"{run} cannot be exported: {error}.") from None
+    if gguf:
+        check_gguf(theirs, encoding)
     end = encoding.eot_token
     theirs.config.bos_token_id = theirs.config.eos_token_id = theirs.config.pad_token_id = end
     theirs.generation_config = generation_of(encoding, model.config.seq_len)
     try:
         theirs.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if gguf:
+            write_gguf(theirs, encoding, folder / "model.gguf")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written ({error.strerror or error}).") from None
 
@@ -93,13 +101,12 @@ def tokenizer_of(encoding: tiktoken.Encoding, seq_len: int) -> PreTrainedTokeniz
     )
 
 
-def byte_level_bpe(encoding: tiktoken.Encoding) -> Tokenizer:
-    """An encoding of tiktoken as one of tokenizers.
+def merges_of(encoding: tiktoken.Encoding) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """An encoding's vocabulary and merges, each byte a character as in GPT-2's files.
 
     tiktoken merges the neighbours whose union has the lowest rank, so every split of a token into two others is a
     merge of its rank.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     character = bytes_to_unicode()
@@ -112,6 +119,14 @@ def byte_level_bpe(encoding: tiktoken.Encoding) -> Tokenizer:
         for cut in range(1, len(token))
         if token[:cut] in ranks and token[cut:] in ranks
     ]
+    return vocabulary, merges
+
+
+def byte_level_bpe(encoding: tiktoken.Encoding) -> Tokenizer:
+    """An encoding of tiktoken as one of tokenizers."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary, merges = merges_of(encoding)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     # A + behind {1,3} means possessive to tiktoken's engine and "again" to this one; at an alternative's end, as
     # cl100k_base and o200k_base have it, the greedy form matches the same.

@@ -1,4 +1,4 @@
-"""A linear layer, the residual addition and the LayerNorm that follows it, in one function.
+"""A linear layer, the residual addition and the LayerNorm or RMSNorm that follows it, in one function.
 
 The matrix product is torch's, without bias. One kernel then adds bias and residual and normalises. Backward, one
 kernel computes the gradients of residual stream and product, and the reductions over rows for bias, gain and shift.
@@ -55,12 +55,13 @@ def linear_add_norm(
     weight: Tensor,
     bias: Tensor | None,
     gain: Tensor,
-    shift: Tensor,
+    shift: Tensor | None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     eps: float = 1e-5,
+    rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x + dropout(y @ weight.T + bias), and the LayerNorm of that.
+    """x + dropout(y @ weight.T + bias), and the LayerNorm or RMSNorm of that.
 
     Statistics and sums are computed in float32, and so are bias and dropout (mask: kernels.philox.row_mask).
     Gradients are bitwise repeatable. The backward may run repeatedly, but there is no second derivative.
@@ -68,10 +69,11 @@ def linear_add_norm(
     Args:
         x: (..., width), the residual stream. All inputs are float32, bfloat16 or float16.
         y: (..., inner), with the leading dimensions of x. weight: (width, inner).
-        bias, gain, shift: (width,); gain and shift are the LayerNorm's weight and bias. bias may be None.
+        bias, gain, shift: (width,); gain and shift are the LayerNorm's weight and bias. bias and shift may be None.
         dropout_p: probability of zeroing an element of the linear layer's output; others are divided by 1 - p.
         dropout_seed: int or 0-d int64, needed with dropout_p > 0.
-        eps: added to the variance in the LayerNorm.
+        eps: added to the variance in the LayerNorm, to the mean square in the RMSNorm.
+        rms: RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), without mean and shift, in place of the LayerNorm.
 
     Returns:
         Two contiguous tensors shaped as x: the first in x's dtype, the second in the product's (under autocast the
@@ -80,7 +82,7 @@ def linear_add_norm(
     Raises:
         ValueError: mismatched shapes, dtypes or devices, or invalid dropout. FusedError: our kernels cannot run here.
     """
-    return dropout_add_norm(x, F.linear(y, weight), bias, gain, shift, dropout_p, dropout_seed, eps)
+    return dropout_add_norm(x, F.linear(y, weight), bias, gain, shift, dropout_p, dropout_seed, eps, rms)
 
 
 def dropout_add_norm(
@@ -88,21 +90,25 @@ def dropout_add_norm(
     update: Tensor,
     bias: Tensor | None,
     gain: Tensor,
-    shift: Tensor,
+    shift: Tensor | None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     eps: float = 1e-5,
+    rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x + dropout(update + bias), and the LayerNorm of that: `linear_add_norm` after its product.
+    """x + dropout(update + bias), and the norm of that: `linear_add_norm` after its product.
 
     update: the product y @ weight.T, shaped as x. All else as there.
     """
     check_dropout(dropout_p, dropout_seed)
     seed = seed_on(x.device, dropout_seed) if dropout_p else None
-    check_operands(update, x, gain=gain, shift=shift, **({} if bias is None else {"bias": bias}))
+    if rms and shift is not None:
+        raise ValueError("RMSNorm has no shift: rms=True needs shift=None")
+    vectors = {"gain": gain} | {name: x for name, x in (("shift", shift), ("bias", bias)) if x is not None}
+    check_operands(update, x, **vectors)
     # In eager mode, what the operator would call, without the dispatcher; torch.compile sees the operator.
     add = add_norm if torch.compiler.is_compiling() else _AddNorm.apply
-    x_new, normalised, _ = add(x, update, bias, gain, shift, seed, dropout_p, eps)
+    x_new, normalised, _ = add(x, update, bias, gain, shift, seed, dropout_p, eps, rms)
     return x_new, normalised
 
 
@@ -111,19 +117,19 @@ def add_norm(
     update: Tensor,
     bias: Tensor | None,
     gain: Tensor,
-    shift: Tensor,
+    shift: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
     eps: float,
+    rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator: x + dropout(update + bias), like x; its LayerNorm, like update; mean and 1 / standard deviation,
-    float32 (2, ...) for x (..., width)."""
+    """The operator: x + dropout(update + bias), like x; its norm, like update; mean and 1 / standard deviation,
+    float32 (2, ...) for x (..., width), of an RMSNorm 1 / root mean square alone, (1, ...)."""
     check_device("linear_add_norm", x.device.type)
-    results = _forward_like(x, update)
-    if bias is not None:
-        bias = bias.contiguous()
-    inputs = (x.contiguous(), update.contiguous(), bias, gain.contiguous(), shift.contiguous())
-    _launch_forward(*inputs, *results, seed, dropout_p, eps)
+    results = _forward_like(x, update, rms)
+    bias, shift = (x if x is None else x.contiguous() for x in (bias, shift))
+    inputs = (x.contiguous(), update.contiguous(), bias, gain.contiguous(), shift)
+    _launch_forward(*inputs, *results, seed, dropout_p, eps, rms)
     return results
 
 
@@ -135,51 +141,60 @@ def add_norm_backward(
     gain: Tensor,
     seed: Tensor | None,
     dropout_p: float,
+    with_shift: bool,
     with_bias: bool,
+    rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_x; d_update, empty if it would equal d_x; (d_gain, d_shift, d_bias if with_bias), float32 (2 or 3, width)."""
+    """d_x; d_update, empty if it would equal d_x; d_gain, d_shift if with_shift and d_bias if with_bias, float32
+    (1 to 3, width)."""
     if d_x_new is not None:
         d_x_new = d_x_new.contiguous()
     d_x, d_update = _gradients_like(d_normalised, x_new, seed)
     inputs = (d_x_new, d_normalised.contiguous(), x_new, statistics, gain.contiguous())
     apart = d_update if _is_apart(d_normalised, x_new, seed) else None
-    return d_x, d_update, _launch_backward(*inputs, d_x, apart, seed, dropout_p, with_bias)
+    return d_x, d_update, _launch_backward(*inputs, d_x, apart, seed, dropout_p, with_shift, with_bias, rms)
 
 
 class _AddNorm(torch.autograd.Function):
     """`add_norm` with its gradient."""
 
     @staticmethod
-    def forward(ctx, x, update, bias, gain, shift, seed, dropout_p, eps):
-        inputs = (x, update, bias, gain, shift, seed, dropout_p, eps)
+    def forward(ctx, x, update, bias, gain, shift, seed, dropout_p, eps, rms):
+        inputs = (x, update, bias, gain, shift, seed, dropout_p, eps, rms)
         x_new, normalised, statistics = below_autograd(add_norm, *inputs)
         ctx.save_for_backward(x_new, statistics, gain, seed)
-        ctx.dropout_p = dropout_p
+        ctx.dropout_p, ctx.rms = dropout_p, rms
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.dtypes = update.dtype, None if bias is None else bias.dtype, gain.dtype, shift.dtype
+        ctx.dtypes = update.dtype, gain.dtype, *(None if x is None else x.dtype for x in (shift, bias))
         return x_new, normalised, statistics
 
     @staticmethod
     def backward(ctx, d_x_new, d_normalised, _):
         if d_x_new is None and d_normalised is None:
-            return (None,) * 8
+            return (None,) * 9
         x_new, statistics, gain, seed = ctx.saved_tensors
-        update_dtype, bias_dtype, gain_dtype, shift_dtype = ctx.dtypes
+        update_dtype, *vectors = ctx.dtypes
+        with_shift, with_bias = (dtype is not None for dtype in vectors[1:])
         if d_normalised is None:
             d_normalised = torch.zeros_like(x_new, dtype=update_dtype)
-        inputs = (d_x_new, d_normalised, x_new, statistics, gain, seed, ctx.dropout_p, bias_dtype is not None)
-        d_x, d_update, sums = in_backward(add_norm_backward, *inputs)
+        inputs = (d_x_new, d_normalised, x_new, statistics, gain, seed, ctx.dropout_p)
+        d_x, d_update, sums = in_backward(add_norm_backward, *inputs, with_shift, with_bias, ctx.rms)
         if not _is_apart(d_normalised, x_new, seed):
             d_update = d_x
-        d_bias = None if bias_dtype is None else sums[2].to(bias_dtype)
-        return d_x, d_update, d_bias, sums[0].to(gain_dtype), sums[1].to(shift_dtype), None, None, None
+        rows = iter(sums)
+        d_gain, d_shift, d_bias = (None if dtype is None else next(rows).to(dtype) for dtype in vectors)
+        return d_x, d_update, d_bias, d_gain, d_shift, None, None, None, None
 
 
-def _forward_like(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_like(x: Tensor, update: Tensor, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised results of `add_norm`."""
     shape = x.shape  # its rows are not counted with numel(), which makes a number of a symbolic length
-    return x.new_empty(shape), update.new_empty(shape), x.new_empty((2, *shape[:-1]), dtype=torch.float32)
+    return (
+        x.new_empty(shape),
+        update.new_empty(shape),
+        x.new_empty((2 - rms, *shape[:-1]), dtype=torch.float32),
+    )
 
 
 def _is_apart(d_normalised: Tensor, x_new: Tensor, seed: Tensor | None) -> bool:
@@ -193,12 +208,14 @@ def _gradients_like(d_normalised: Tensor, x_new: Tensor, seed: Tensor | None) ->
     return x_new.new_empty(x_new.shape), d_normalised.new_empty(shape)
 
 
-def _backward_like(d_x_new, d_normalised, x_new, statistics, gain, seed, dropout_p, with_bias):
-    sums = x_new.new_empty((2 + with_bias, x_new.shape[-1]), dtype=torch.float32)
+def _backward_like(
+    d_x_new, d_normalised, x_new, statistics, gain, seed, dropout_p, with_shift, with_bias, rms
+):
+    sums = x_new.new_empty((1 + with_shift + with_bias, x_new.shape[-1]), dtype=torch.float32)
     return *_gradients_like(d_normalised, x_new, seed), sums
 
 
-add_norm = operator(add_norm, lambda x, update, *rest: _forward_like(x, update), _AddNorm.apply)
+add_norm = operator(add_norm, lambda x, update, *rest: _forward_like(x, update, rest[-1]), _AddNorm.apply)
 add_norm_backward = operator(add_norm_backward, _backward_like, no_gradient=no_second_derivative)
 
 
@@ -207,30 +224,32 @@ def _launch_forward(
     update: Tensor,
     bias: Tensor | None,
     gain: Tensor,
-    shift: Tensor,
+    shift: Tensor | None,
     x_new: Tensor,
     normalised: Tensor,
     statistics: Tensor,
     seed: Tensor | None,
     dropout_p: float,
     eps: float,
+    rms: bool,
 ) -> None:
-    """Write x_new = x + dropout(update + bias), its LayerNorm, and the mean and 1 / standard deviation of each row.
+    """Write x_new = x + dropout(update + bias), its norm, and each row's mean and 1 / standard deviation.
 
     x, x_new: (rows, width). update, normalised: the same shape, possibly another dtype. bias, gain, shift: (width,).
-    statistics: float32 (2, rows), or (2, ...) of as many. All contiguous. seed: 0-d int64, for dropout; None: none.
+    statistics: float32 (2, rows), or (2, ...) of as many; (1, ...) if rms. All contiguous. seed: 0-d int64, for
+    dropout; None: none.
     """
     pointers = (x, update, bias, gain, shift, x_new, normalised, statistics, seed)
-    rows, width = statistics.numel() // 2, x.shape[-1]
+    rows, width = statistics.numel() // statistics.shape[0], x.shape[-1]
 
     def prepare():
         tile, block, warps, programs = _grid(FORWARD, rows, width, x.device)
         vector, threshold = _vector(x, update), row_threshold(dropout_p)
-        numbers = (rows, eps, width, block, vector, tile.rows, tile.stages, threshold)
+        numbers = (rows, eps, width, block, vector, tile.rows, tile.stages, threshold, rms)
         return add_norm_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
 
     if x.numel():
-        launch(pointers, ("add_norm", rows, width, dropout_p, eps), prepare)
+        launch(pointers, ("add_norm", rows, width, dropout_p, eps, rms), prepare)
 
 
 def _launch_backward(
@@ -243,28 +262,31 @@ def _launch_backward(
     d_update: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
+    with_shift: bool,
     with_bias: bool,
+    rms: bool,
 ) -> Tensor:
     """Write d_x and, unless it is None, d_update: d_x in another dtype, or with dropout's mask and scale applied.
 
-    Returns the gradients of gain, shift and, with_bias, bias: float32 (2 or 3, width). The gradient of bias sums
-    d_update before it is rounded.
+    Returns the gradients of gain, shift if with_shift and bias if with_bias: float32 (1 to 3, width). The gradient of
+    bias sums d_update before it is rounded.
     """
-    rows, width = statistics.numel() // 2, x_new.shape[-1]
+    rows, width = statistics.numel() // statistics.shape[0], x_new.shape[-1]
     tile, block, warps, programs = _grid(BACKWARD, rows, width, x_new.device)
-    partials = gain.new_empty((programs, 2 + with_bias, width), dtype=torch.float32)
+    partials = gain.new_empty((programs, 1 + with_shift + with_bias, width), dtype=torch.float32)
     # d_x_new may be None, so it is not first: `launch` takes the device from the first pointer.
     pointers = (d_normalised, x_new, statistics, gain, d_x, d_update, partials, d_x_new, seed)
 
     def prepare():
         numbers = (
             *(rows, width, block, _vector(x_new, d_normalised)),
-            *(tile.rows, tile.stages, with_bias, row_threshold(dropout_p)),
+            *(tile.rows, tile.stages, with_shift, with_bias, row_threshold(dropout_p), rms),
         )
         return add_norm_backward_kernel, (programs, 1, 1), numbers, {"num_warps": warps}
 
     if x_new.numel():
-        launch(pointers, ("add_norm_backward", rows, width, dropout_p, with_bias), prepare)
+        key = ("add_norm_backward", rows, width, dropout_p, with_shift, with_bias, rms)
+        launch(pointers, key, prepare)
     return partials.sum(0)
 
 
@@ -309,12 +331,14 @@ def add_norm_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     DROP_BELOW: tl.constexpr,
+    RMS: tl.constexpr,
 ):
     """A grid-stride loop over blocks of ROWS rows. Grid (programs,)."""
     columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
     inside = columns < WIDTH
     gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(Shift + columns, mask=inside, other=0.0).to(tl.float32)
+    if Shift is not None:
+        shift = tl.load(Shift + columns, mask=inside, other=0.0).to(tl.float32)
     if Bias is not None:
         bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
     if Seed is not None:
@@ -335,13 +359,20 @@ def add_norm_kernel(
         x_new = x.to(XNew.dtype.element_ty)
         tl.store(XNew + begin + offsets, x_new, mask=here)
         x = x_new.to(tl.float32)  # normalise the rounded values, which the next layer reads
-        mean = tl.sum(x, 1) / WIDTH
-        centred = tl.where(inside[None, :], x - mean[:, None], 0.0)
+        centred = x
+        if not RMS:
+            mean = tl.sum(x, 1) / WIDTH
+            centred = tl.where(inside[None, :], x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + eps)
-        normalised = centred * rstd[:, None] * gain[None, :] + shift[None, :]
+        normalised = centred * rstd[:, None] * gain[None, :]
+        if Shift is not None:
+            normalised += shift[None, :]
         tl.store(Normalised + begin + offsets, normalised.to(Normalised.dtype.element_ty), mask=here)
-        tl.store(Statistics + row, mean, mask=row < rows)
-        tl.store(Statistics + rows + row, rstd, mask=row < rows)
+        if RMS:
+            tl.store(Statistics + row, rstd, mask=row < rows)
+        else:
+            tl.store(Statistics + row, mean, mask=row < rows)
+            tl.store(Statistics + rows + row, rstd, mask=row < rows)
 
 
 @triton.jit
@@ -361,11 +392,14 @@ def add_norm_backward_kernel(
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    WITH_SHIFT: tl.constexpr,
     WITH_BIAS: tl.constexpr,
     DROP_BELOW: tl.constexpr,
+    RMS: tl.constexpr,
 ):
     """Loop and grid as in the forward. With n = (x_new - mean) * rstd and g = gain * d_normalised,
-    d_x = d_x_new + rstd * (g - mean(g) - n * mean(g * n)), and d_update is d_x with dropout applied."""
+    d_x = d_x_new + rstd * (g - mean(g) - n * mean(g * n)), where RMSNorm has no means of x_new and of g, and d_update
+    is d_x with dropout applied."""
     columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
     inside = columns < WIDTH
     gain = tl.load(Gain + columns, mask=inside, other=0.0).to(tl.float32)
@@ -382,13 +416,18 @@ def add_norm_backward_kernel(
         begin = tl.cast(block, tl.int64) * (ROWS * WIDTH)
         x = tl.load(XNew + begin + offsets, mask=here, other=0.0).to(tl.float32)
         d = tl.load(DNormalised + begin + offsets, mask=here, other=0.0).to(tl.float32)
-        mean = tl.load(Statistics + row, mask=row < rows, other=0.0)
-        rstd = tl.load(Statistics + rows + row, mask=row < rows, other=0.0)
-        n = (x - mean[:, None]) * rstd[:, None]
-        g = d * gain[None, :]  # 0 outside, where n is not
-        mean_g = tl.sum(g, 1) / WIDTH
+        if RMS:
+            rstd = tl.load(Statistics + row, mask=row < rows, other=0.0)
+        else:
+            mean = tl.load(Statistics + row, mask=row < rows, other=0.0)
+            rstd = tl.load(Statistics + rows + row, mask=row < rows, other=0.0)
+        n = x * rstd[:, None] if RMS else (x - mean[:, None]) * rstd[:, None]
+        g = d * gain[None, :]  # 0 outside, where n of a LayerNorm is not
+        if not RMS:
+            mean_g = tl.sum(g, 1) / WIDTH
         mean_gn = tl.sum(g * n, 1) / WIDTH
-        d_x = (g - mean_g[:, None] - n * mean_gn[:, None]) * rstd[:, None]
+        centred = g if RMS else g - mean_g[:, None]
+        d_x = (centred - n * mean_gn[:, None]) * rstd[:, None]
         if DXNew is not None:
             d_x += tl.load(DXNew + begin + offsets, mask=here, other=0.0).to(tl.float32)
         tl.store(DX + begin + offsets, d_x.to(DX.dtype.element_ty), mask=here)
@@ -398,11 +437,13 @@ def add_norm_backward_kernel(
         if DUpdate is not None:
             tl.store(DUpdate + begin + offsets, d_update.to(DUpdate.dtype.element_ty), mask=here)
         d_gain += tl.sum(d * n, 0)
-        d_shift += tl.sum(d, 0)
+        if WITH_SHIFT:
+            d_shift += tl.sum(d, 0)
         if WITH_BIAS:
             d_bias += tl.sum(d_update, 0)
-    Partials += tl.program_id(0) * ((2 + WITH_BIAS) * WIDTH)
+    Partials += tl.program_id(0) * ((1 + WITH_SHIFT + WITH_BIAS) * WIDTH)
     tl.store(Partials + columns, d_gain, mask=inside)
-    tl.store(Partials + WIDTH + columns, d_shift, mask=inside)
+    if WITH_SHIFT:
+        tl.store(Partials + WIDTH + columns, d_shift, mask=inside)
     if WITH_BIAS:
-        tl.store(Partials + 2 * WIDTH + columns, d_bias, mask=inside)
+        tl.store(Partials + (1 + WITH_SHIFT) * WIDTH + columns, d_bias, mask=inside)

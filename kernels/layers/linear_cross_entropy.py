@@ -3,65 +3,83 @@
 The logits of GPT-2 at 64 x 1024 tokens are 13 GB in float32, and so is their gradient. Here rows are processed in
 chunks: one matrix product computes a chunk's logits, one kernel overwrites them with their gradient, and two matrix
 products add that to the gradients of hidden and weight. The gradients are thus complete when the forward ends, and
-the backward only scales them. (The idea is Liger-Kernel's, Hsu et al. 2024, arXiv 2410.10989.)
+the backward only scales them. (The idea is Liger-Kernel's, Hsu et al. 2024, arXiv 2410.10989.) With a gradient for
+each row's loss, reduction="none", the backward computes the logits again.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..arguments import in_autocast_dtype
-from ..launch import launch
 from ..operators import NAMESPACE, has_tangent
 from . import FusedError
 from .checks import check_device, check_dtype, make_known_to_inductor
+from .softmax_gradient import Terms, softmax_gradient
 
 # Logits held at a time. Larger chunks make larger matrix products and fewer additions to the weight's gradient, with
 # little left to gain: 65,536 x 768 by 50,304 in bf16 takes an H200 29.8 ms with 256 MiB, 28.1 with 512 MiB, 28.0 with
 # 2 GiB.
 CHUNK_BYTES = 512 << 20
 TILE = 128  # rows in a GEMM tile; a chunk is a multiple of it, so no tile is partly empty
-
-# A row of 50,304 16-bit logits is 98 KiB and is read twice. With this many warps per row, few enough rows are in
-# flight for the second read to hit the L2 cache: 5,120 rows took 321 us on an H200, and 385 with 4 warps per row.
-WARPS = 16
-LANES = 4096  # columns with a running maximum and sum of their own: 16 bytes per thread
-DEPTH = 2  # times LANES columns per step: one rescaling exponential for DEPTH others
-LOWEST = tl.constexpr(-3.0e38)  # below every logit, but finite: -inf - -inf is NaN
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+REDUCTIONS = ("mean", "sum", "none")
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean NLL in nats of `targets` under softmax(hidden @ weight[:vocab_size].T), over targets >= 0.
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int | None = None,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = 0.0,
+) -> Tensor:
+    """NLL in nats of `targets` under softmax(hidden @ weight[:vocab_size].T + bias[:vocab_size]).
 
     Args:
         hidden: (rows, width); float32, bfloat16 or float16. The products are in autocast's dtype if enabled,
             otherwise in hidden's.
         weight: (padded vocabulary, width), in any of these dtypes; rows from vocab_size on have probability 0 and get
-            no gradient.
-        targets: int64 (rows,), below vocab_size; negative for rows to ignore.
-        vocab_size: number of ids that can be predicted.
+            no gradient. bias: (padded vocabulary,), likewise.
+        targets: int64 (rows,), below vocab_size; negative for rows to ignore, or ignore_index.
+        vocab_size: number of ids that can be predicted; None: all of weight's rows.
+        reduction: "mean" over the rows that count, their "sum", or "none": (rows,), 0 where ignored.
+        label_smoothing: the share of every target that is spread evenly over all ids, as in torch's cross_entropy.
+        z_loss: adds z_loss * logsumexp(logits)^2 to each row's loss (PaLM, Chowdhery et al. 2022, section 5).
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); 0 or None for none.
 
     Returns:
-        0-d float32; 0 if all rows are ignored, NaN if a target is vocab_size or more (not checked on the host). The
-        backward may run repeatedly, but a second derivative (create_graph=True) is refused, and so is forward-mode
-        differentiation.
+        float32, 0-d or (rows,); 0 if all rows are ignored, NaN if a target is vocab_size or more (not checked on the
+        host). The backward may run repeatedly, but a second derivative (create_graph=True) is refused, and so is
+        forward-mode differentiation.
 
     Raises:
-        ValueError: mismatched shapes, dtypes or devices. FusedError: our kernels cannot run here.
+        ValueError: mismatched shapes, dtypes or devices, or an option out of its range. FusedError: our kernels
+        cannot run here.
     """
-    _check(hidden, weight, targets, vocab_size)
-    if has_tangent(hidden, weight):
+    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+    _check(hidden, weight, bias, targets, vocab_size)
+    _check_options(reduction, label_smoothing, z_loss, softcap)
+    if has_tangent(hidden, weight, *(() if bias is None else (bias,))):
         raise _lacks("forward-mode")
+    if ignore_index is not None:
+        targets = targets.masked_fill(targets == ignore_index, -1)
     (hidden,) = in_autocast_dtype(hidden)
-    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss, *_ = _forward(hidden.contiguous(), weight, targets.contiguous(), vocab_size, with_gradient)
+    operands = (hidden.contiguous(), weight, bias, targets.contiguous(), vocab_size)
+    terms = (label_smoothing, z_loss, softcap or 0.0)
+    if reduction == "none":
+        return _rows_forward(*operands, *terms)
+    with_gradient = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (hidden, weight, bias)
+    )
+    loss, *_ = _forward(*operands, with_gradient, reduction == "mean", *terms)
     return loss
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> None:
+def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int) -> None:
     """Check shapes, dtypes and devices: the kernel reads `rows` targets without bounds checks."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
@@ -69,13 +87,26 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> 
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         got = f"{targets.dtype} {tuple(targets.shape)}"
         raise ValueError(f"targets must be int64 ({hidden.shape[0]},), one per row of hidden, got {got}")
-    for name, tensor in (("weight", weight), ("targets", targets)):
-        if tensor.device != hidden.device:
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be ({weight.shape[0]},), one per row of weight, got {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias), ("targets", targets)):
+        if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, but hidden on {hidden.device}")
-    check_dtype("hidden", hidden)
-    check_dtype("weight", weight)
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_dtype(name, tensor)
     if not 0 < vocab_size <= weight.shape[0]:
         raise ValueError(f"vocab_size must be 1 to {weight.shape[0]}, the rows of weight, got {vocab_size}")
+
+
+def _check_options(reduction: str, label_smoothing: float, z_loss: float, softcap: float | None) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing}")
+    for name, value in (("z_loss", z_loss), ("softcap", softcap or 0.0)):
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(f"{name} must be positive and finite, or 0 for none, got {value}")
 
 
 def _lacks(derivative: str) -> FusedError:
@@ -84,32 +115,72 @@ def _lacks(derivative: str) -> FusedError:
 
 @torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy", mutates_args=())
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(mean NLL, gradients of the summed NLL in hidden and in weight, number of rows that count).
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vocab_size: int,
+    with_gradient: bool,
+    mean: bool = True,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(mean or summed loss; gradients of the sum in hidden, weight and bias; what the sum is divided by).
 
     Gradients of the sum, not the mean, because softmax - 1 is in float16's range and a small fraction of it may
-    underflow. That in weight is float32, since a sum over rows may overflow float16. Without `with_gradient` they are
-    empty.
+    underflow. Those in weight and bias are float32, since a sum over rows may overflow float16. Without
+    `with_gradient` they are empty.
     """
     check_device("linear_cross_entropy", hidden.device.type)
-    loss, d_hidden, d_weight, counted = _empty_results(hidden, weight, with_gradient)
-    counted.copy_((targets >= 0).sum().clamp(min=1))
+    loss, *gradients, divisor = results = _empty_results(hidden, weight, bias, with_gradient)
+    divisor.copy_((targets >= 0).sum().clamp(min=1) if mean else torch.ones_like(divisor))
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    d_weight.zero_()
+    terms = Terms(label_smoothing, z_loss, softcap)
+    _by_chunks(hidden, weight, bias, targets, vocab_size, terms, losses, gradients if with_gradient else None)
+    loss.copy_(losses.sum() / divisor)
+    return results
+
+
+def _by_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vocab_size: int,
+    terms: Terms,
+    losses: Tensor,
+    gradients: list[Tensor] | None = None,
+    shares: Tensor | None = None,
+) -> None:
+    """Write each row's loss to losses, and to `gradients`, those of hidden, weight and bias, that of their sum.
+
+    shares: (rows, 1), each row's factor in the gradients of weight and bias.
+    """
     chunk = _chunk(hidden.shape[0], weight.shape[0] * hidden.element_size())
+    if gradients is not None:
+        d_hidden, d_weight, d_bias = gradients
+        d_weight.zero_()
+        d_bias.zero_()
     with torch.autocast(hidden.device.type, enabled=False):
         head = weight.to(hidden.dtype)
         for begin in range(0, hidden.shape[0], chunk):
             rows = slice(begin, begin + chunk)
             logits = hidden[rows] @ head.T  # (chunk, padded vocabulary)
-            softmax_gradient(logits, targets[rows], losses[rows], vocab_size, with_gradient)
-            if with_gradient:
+            if bias is not None:
+                logits += bias
+            softmax_gradient(logits, targets[rows], losses[rows], vocab_size, gradients is not None, terms)
+            if gradients is not None:
                 torch.mm(logits, head, out=d_hidden[rows])
-                _add_product(d_weight, logits.T, hidden[rows])
+                of_rows = hidden[rows]
+                if shares is not None:
+                    of_rows = of_rows * shares[rows]
+                _add_product(d_weight, logits.T, of_rows)
+                if bias is not None:
+                    if shares is not None:
+                        logits *= shares[rows]
+                    d_bias += logits.sum(0, dtype=torch.float32)
             del logits  # before the next chunk's are allocated, so that only one chunk is live
-    loss.copy_(losses.sum() / counted)
-    return loss, d_hidden, d_weight, counted
 
 
 def _chunk(rows: int, row_bytes: int) -> int:
@@ -128,129 +199,116 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _empty_results(
-    hidden: Tensor, weight: Tensor, with_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, counted = (hidden.new_empty((), dtype=torch.float32) for _ in range(2))
-    if not with_gradient:
-        return loss, hidden.new_empty(0), weight.new_empty(0, dtype=torch.float32), counted
-    return loss, torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32), counted
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, divisor = (hidden.new_empty((), dtype=torch.float32) for _ in range(2))
+    if with_gradient:
+        return loss, *_empty_gradients(hidden, weight, bias), divisor
+    nothing = hidden.new_empty(0), weight.new_empty(0, dtype=torch.float32), loss.new_empty(0)
+    return loss, *nothing, divisor
+
+
+def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    d_bias = weight.new_empty(0 if bias is None else bias.shape[0], dtype=torch.float32)
+    return torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32), d_bias
 
 
 @_forward.register_fake
-def _(hidden, weight, targets, vocab_size, with_gradient):
+def _(hidden, weight, bias, targets, vocab_size, with_gradient, *options):
     make_known_to_inductor(_forward._opoverload)
-    return _empty_results(hidden, weight, with_gradient)
+    return _empty_results(hidden, weight, bias, with_gradient)
 
 
 def _save(ctx, inputs, output):
-    _, d_hidden, d_weight, counted = output
-    ctx.mark_non_differentiable(d_hidden, d_weight, counted)
-    ctx.save_for_backward(d_hidden, d_weight, counted)
-    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    _, *gradients, divisor = output
+    ctx.mark_non_differentiable(*gradients, divisor)
+    ctx.save_for_backward(*gradients, divisor)
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
 
 
 def _backward(ctx, d_loss, *_):
     if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
         raise _lacks("second")
-    d_hidden, d_weight, counted = ctx.saved_tensors
-    share = d_loss / counted  # float32, as the products are: rounding it would rescale every gradient
-    summed = zip((d_hidden, d_weight), ctx.dtypes, strict=True)
-    d_hidden, d_weight = ((x.float() * share).to(dtype) for x, dtype in summed)
-    return d_hidden, d_weight, None, None, None
+    *summed, divisor = ctx.saved_tensors
+    share = d_loss / divisor  # float32, as the products are: rounding it would rescale every gradient
+    of_operands = [
+        None if dtype is None else (x.float() * share).to(dtype)
+        for x, dtype in zip(summed, ctx.dtypes, strict=True)
+    ]
+    return *of_operands, *(None,) * 7
 
 
 _forward.register_autograd(_backward, setup_context=_save)
 
 
-def softmax_gradient(
-    logits: Tensor,
+@torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy_rows", mutates_args=())
+def _rows_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
-    losses: Tensor,
     vocab_size: int,
-    with_gradient: bool,
-) -> None:
-    """Write each row's NLL to losses (float32 (rows,)), and if with_gradient overwrite logits with their gradients.
-
-    logits: (rows, padded vocabulary), contiguous. targets: int64 (rows,), contiguous; negative for rows to ignore. A
-    target of vocab_size or more gives a loss of NaN.
-    """
-    grid = (logits.shape[0], 1, 1)
-    numbers = (logits.stride(0), vocab_size, logits.shape[1], with_gradient, DEPTH, LANES)
-
-    def prepare():
-        return softmax_gradient_kernel, grid, numbers, {"num_warps": WARPS}
-
-    launch((logits, targets, losses), ("softmax_gradient", grid, numbers), prepare)
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> Tensor:
+    """Each row's loss, float32 (rows,)."""
+    check_device("linear_cross_entropy", hidden.device.type)
+    losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    terms = Terms(label_smoothing, z_loss, softcap)
+    _by_chunks(hidden, weight, bias, targets, vocab_size, terms, losses)
+    return losses
 
 
-@triton.jit
-def softmax_gradient_kernel(
-    Logits,
-    Targets,
-    Losses,
-    stride_row,
-    vocab_size,
-    width,
-    WITH_GRADIENT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """One program per row. Grid (rows,)."""
-    row = tl.program_id(0).to(tl.int64)
-    Logits += row * stride_row
-    target = tl.load(Targets + row)
-    columns = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    whole = vocab_size // (DEPTH * LANES) * (DEPTH * LANES)
-
-    # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), separately for
-    # each lane: one reduction over lanes at the end instead of two per step. The maximum is subtracted before log2(e)
-    # is multiplied, and is not merged with the sum: near 1e5 either would be rounded by a hundredth.
-    lane_max = tl.full([LANES], LOWEST, tl.float32)
-    lane_sum = tl.zeros([LANES], tl.float32)
-    for begin in range(0, whole, DEPTH * LANES):
-        x = tl.load(Logits + begin + columns).to(tl.float32)
-        lane_max, lane_sum = add_exponentials(lane_max, lane_sum, x)
-    for begin in range(whole, width, DEPTH * LANES):
-        x = load_tail(Logits, begin + columns, vocab_size, width)
-        lane_max, lane_sum = add_exponentials(lane_max, lane_sum, x)
-    row_max = tl.max(lane_max)
-    log_sum = tl.log2(tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2_E)))
-    counts = target >= 0
-    known = counts & (target < vocab_size)
-    at_target = tl.load(Logits + target, mask=known, other=float("nan")).to(tl.float32)
-    tl.store(Losses + row, tl.where(counts, (row_max - at_target) + log_sum * LN_2, 0.0))
-
-    # Pass 2: d NLL / d logit = softmax, minus 1 at the target; 0 in the padding and in ignored rows.
-    if WITH_GRADIENT:
-        tl.debug_barrier()  # every thread has read its logit at the target
-        shift = tl.where(counts, log_sum, float("inf"))
-        for begin in range(0, whole, DEPTH * LANES):
-            x = tl.load(Logits + begin + columns).to(tl.float32)
-            gradient = tl.exp2((x - row_max) * LOG2_E - shift)
-            tl.store(Logits + begin + columns, gradient.to(Logits.dtype.element_ty))
-        for begin in range(whole, width, DEPTH * LANES):
-            x = load_tail(Logits, begin + columns, vocab_size, width)
-            gradient = tl.exp2((x - row_max) * LOG2_E - shift)
-            tl.store(
-                Logits + begin + columns, gradient.to(Logits.dtype.element_ty), mask=begin + columns < width
-            )
-        tl.debug_barrier()  # every thread has written its softmax
-        gradient = tl.exp2((at_target - row_max) * LOG2_E - shift) - 1.0
-        tl.store(Logits + target, gradient.to(Logits.dtype.element_ty), mask=known)
+@torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy_rows_backward", mutates_args=())
+def _rows_gradients(
+    d_losses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vocab_size: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in hidden, in weight and in bias, the last two float32."""
+    gradients = _empty_gradients(hidden, weight, bias)
+    # Factors of at most 1: those of a mean, about 1 / rows, would underflow float16.
+    largest = d_losses.abs().amax() if d_losses.numel() else d_losses.new_ones(())
+    shares = torch.where(largest > 0, d_losses / largest, 0.0)[:, None]
+    losses = torch.empty_like(d_losses)
+    terms = Terms(label_smoothing, z_loss, softcap)
+    operands = (hidden, weight, bias, targets, vocab_size, terms, losses)
+    _by_chunks(*operands, list(gradients), shares.to(hidden.dtype))
+    d_hidden, d_weight, d_bias = gradients
+    return (d_hidden.float() * d_losses[:, None]).to(hidden.dtype), d_weight * largest, d_bias * largest
 
 
-@triton.jit
-def load_tail(Logits, columns, vocab_size, width):
-    """Load logits of the last, partial steps: -inf from vocab_size on."""
-    # The load is masked by width, a multiple of 64, not by vocab_size, so that it stays a 16-byte vector load.
-    x = tl.load(Logits + columns, mask=columns < width, other=0.0).to(tl.float32)
-    return tl.where(columns < vocab_size, x, float("-inf"))
+@_rows_forward.register_fake
+def _(hidden, *rest):
+    return hidden.new_empty(hidden.shape[0], dtype=torch.float32)
 
 
-@triton.jit
-def add_exponentials(lane_max, lane_sum, x):
-    """Update each lane's running maximum and sum of e^(x - maximum) with x (DEPTH, LANES)."""
-    new_max = tl.maximum(lane_max, tl.max(x, 0))
-    exponentials = tl.exp2((x - new_max[None, :]) * LOG2_E)
-    lane_sum = lane_sum * tl.exp2((lane_max - new_max) * LOG2_E) + tl.sum(exponentials, 0)
-    return new_max, lane_sum
+@_rows_gradients.register_fake
+def _(d_losses, hidden, weight, bias, *rest):
+    return _empty_gradients(hidden, weight, bias)
+
+
+def _save_rows(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _rows_backward(ctx, d_losses):
+    if torch.is_grad_enabled():
+        raise _lacks("second")
+    hidden, weight, bias, targets = ctx.saved_tensors
+    d_hidden, d_weight, d_bias = _rows_gradients(
+        d_losses.float(), hidden, weight, bias, targets, *ctx.options
+    )
+    d_bias = None if bias is None else d_bias.to(bias.dtype)
+    return d_hidden, d_weight.to(weight.dtype), d_bias, *(None,) * 5
+
+
+_rows_forward.register_autograd(_rows_backward, setup_context=_save_rows)

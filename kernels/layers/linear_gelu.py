@@ -42,7 +42,7 @@ LARGE = tl.constexpr(1e4)
 FINITE = tl.constexpr(3e38)  # just below the largest float32
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """GELU(x @ weight.T + bias), tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2).
 
     Bias and GELU are computed in float32. Gradients are bitwise repeatable. The backward may run repeatedly, but
@@ -50,7 +50,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         x: (..., inner). All inputs are float32, bfloat16 or float16.
-        weight: (width, inner). bias: (width,).
+        weight: (width, inner). bias: (width,), or None.
 
     Returns:
         (..., width), contiguous, in the product's dtype (under autocast the autocast dtype).
@@ -59,23 +59,25 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ValueError: mismatched shape, dtype or device of bias. FusedError: our kernels cannot run here.
     """
     pre = F.linear(x, weight)
-    check_operands(pre, bias=bias)
+    check_operands(pre, **({} if bias is None else {"bias": bias}))
     # In eager mode, what the operator would call, without the dispatcher; torch.compile sees the operator.
     return bias_gelu(pre, bias) if torch.compiler.is_compiling() else _BiasGelu.apply(pre, bias)
 
 
-def bias_gelu(pre: Tensor, bias: Tensor) -> Tensor:
+def bias_gelu(pre: Tensor, bias: Tensor | None) -> Tensor:
     """The operator: GELU(pre + bias), like pre."""
     check_device("linear_gelu", pre.device.type)
     out = pre.new_empty(pre.shape)
-    _launch_forward(pre.contiguous(), bias.contiguous(), out)
+    _launch_forward(pre.contiguous(), bias if bias is None else bias.contiguous(), out)
     return out
 
 
-def bias_gelu_backward(d_out: Tensor, pre: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """d_pre, like pre, and d_bias, float32 (width,)."""
+def bias_gelu_backward(d_out: Tensor, pre: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """d_pre, like pre, and d_bias, float32 (width,), empty without bias."""
     d_pre = pre.new_empty(pre.shape)
-    return d_pre, _launch_backward(d_out.contiguous(), pre.contiguous(), bias.contiguous(), d_pre)
+    if bias is not None:
+        bias = bias.contiguous()
+    return d_pre, _launch_backward(d_out.contiguous(), pre.contiguous(), bias, d_pre)
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -90,19 +92,23 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx, d_out):
         pre, bias = ctx.saved_tensors
         d_pre, d_bias = in_backward(bias_gelu_backward, d_out, pre, bias)
-        return d_pre, d_bias.to(bias.dtype)
+        return d_pre, None if bias is None else d_bias.to(bias.dtype)
 
 
 bias_gelu = operator(bias_gelu, lambda pre, bias: pre.new_empty(pre.shape), _BiasGelu.apply)
 bias_gelu_backward = operator(
     bias_gelu_backward,
-    lambda d_out, pre, bias: (pre.new_empty(pre.shape), bias.new_empty(bias.shape, dtype=torch.float32)),
+    lambda d_out, pre, bias: (pre.new_empty(pre.shape), _empty_d_bias(pre, bias)),
     no_gradient=no_second_derivative,
 )
 
 
-def _launch_forward(pre: Tensor, bias: Tensor, out: Tensor) -> None:
-    """Write out = GELU(pre + bias). pre, out: (..., width), contiguous; bias: (width,)."""
+def _empty_d_bias(pre: Tensor, bias: Tensor | None) -> Tensor:
+    return pre.new_empty(0 if bias is None else bias.shape, dtype=torch.float32)
+
+
+def _launch_forward(pre: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write out = GELU(pre + bias). pre, out: (..., width), contiguous; bias: (width,), or None."""
     width = pre.shape[-1]
     rows = pre.shape[:-1].numel()
 
@@ -115,12 +121,12 @@ def _launch_forward(pre: Tensor, bias: Tensor, out: Tensor) -> None:
         launch((pre, bias, out), ("bias_gelu", rows, width), prepare)
 
 
-def _launch_backward(d_out: Tensor, pre: Tensor, bias: Tensor, d_pre: Tensor) -> Tensor:
+def _launch_backward(d_out: Tensor, pre: Tensor, bias: Tensor | None, d_pre: Tensor) -> Tensor:
     """Write d_pre. Returns its sum over rows, the gradient of bias, before d_pre is rounded: float32 (width,)."""
     width = pre.shape[-1]
     rows = pre.shape[:-1].numel()
     across, down = _grid(BACKWARD, rows, width, pre.device)
-    partials = bias.new_empty((down, width), dtype=torch.float32)
+    partials = None if bias is None else bias.new_empty((down, width), dtype=torch.float32)
 
     def prepare():
         numbers = (rows, width, BACKWARD.rows, BACKWARD.columns, BACKWARD.stages)
@@ -128,7 +134,7 @@ def _launch_backward(d_out: Tensor, pre: Tensor, bias: Tensor, d_pre: Tensor) ->
 
     if pre.numel():
         launch((d_out, pre, bias, d_pre, partials), ("bias_gelu_backward", rows, width), prepare)
-    return partials.sum(0)
+    return _empty_d_bias(pre, bias) if partials is None else partials.sum(0)
 
 
 @functools.lru_cache(1024)  # Triton's cdiv and next_power_of_2 cost 5 us a call
@@ -153,13 +159,16 @@ def bias_gelu_kernel(
     """A grid-stride loop over blocks of ROWS rows. Grid: see `_grid`."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (columns < WIDTH) | (WIDTH % COLUMNS == 0)
-    bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if Bias is not None:
+        bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
     of_block = tl.arange(0, ROWS)
     offsets = of_block[:, None] * WIDTH + columns[None, :]
     for block in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
         here = (block * ROWS + of_block < rows)[:, None] & inside[None, :]
         begin = tl.cast(block, tl.int64) * (ROWS * WIDTH)
-        x = tl.load(Pre + begin + offsets, mask=here, other=0.0).to(tl.float32) + bias[None, :]
+        x = tl.load(Pre + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        if Bias is not None:
+            x += bias[None, :]
         square = tl.minimum(x * x, LARGE)
         s, _ = sigmoid(x, square)
         out = x * s
@@ -182,14 +191,17 @@ def bias_gelu_backward_kernel(
     """Loop and grid as in the forward. With s = sigmoid(2 u), GELU' = s + x s (1 - s) 2 u'."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (columns < WIDTH) | (WIDTH % COLUMNS == 0)
-    bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if Bias is not None:
+        bias = tl.load(Bias + columns, mask=inside, other=0.0).to(tl.float32)
     d_bias = tl.zeros([COLUMNS], tl.float32)
     of_block = tl.arange(0, ROWS)
     offsets = of_block[:, None] * WIDTH + columns[None, :]
     for block in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
         here = (block * ROWS + of_block < rows)[:, None] & inside[None, :]
         begin = tl.cast(block, tl.int64) * (ROWS * WIDTH)
-        x = tl.load(Pre + begin + offsets, mask=here, other=0.0).to(tl.float32) + bias[None, :]
+        x = tl.load(Pre + begin + offsets, mask=here, other=0.0).to(tl.float32)
+        if Bias is not None:
+            x += bias[None, :]
         d = tl.load(DOut + begin + offsets, mask=here, other=0.0).to(tl.float32)
         square = tl.minimum(x * x, LARGE)
         s, e = sigmoid(x, square)
@@ -197,8 +209,10 @@ def bias_gelu_backward_kernel(
         # 0 and stays 0 when multiplied by x.
         d *= s + s * (tl.minimum(e, FINITE) * s) * x * (LINEAR + 3 * CUBIC * square)
         tl.store(DPre + begin + offsets, d.to(DPre.dtype.element_ty), mask=here)
-        d_bias += tl.sum(d, 0)
-    tl.store(Partials + tl.program_id(1) * WIDTH + columns, d_bias, mask=inside)
+        if Bias is not None:
+            d_bias += tl.sum(d, 0)
+    if Bias is not None:
+        tl.store(Partials + tl.program_id(1) * WIDTH + columns, d_bias, mask=inside)
 
 
 @triton.jit

@@ -107,6 +107,15 @@ def test_numpy_integers_and_values_that_mean_none(attention) -> None:
             attention(q, k, v, window=window)
 
 
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p", "window"])
+def test_a_number_of_numpys_is_refused_by_name_where_torch_compile_makes_a_tensor_of_it(name: str) -> None:
+    q, k, v, _ = (x.detach() for x in inputs(40, 40, 16, torch.float32))
+    value = (np.int64(5), np.int64(0)) if name == "window" else np.float32(0.5)
+    options = {name: value} | ({"dropout_seed": 1} if name == "dropout_p" else {})
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{name} must be a number of Python's"):
+        torch.compile(lambda: flash(q, k, v, **options), fullgraph=True, backend="eager")()
+
+
 @pytest.mark.parametrize(("q_len", "kv_len"), [(130, 200), (200, 130)])
 def test_window_at_unequal_lengths(q_len: int, kv_len: int) -> None:
     check({"causal": False, "window": (20, 5)}, q_len, kv_len)

@@ -268,25 +268,66 @@ def test_more_batches_than_a_grid_axis_has_run_under_sdpa(flash, under_sdpa, ran
         assert torch.equal(mine[-1000:], theirs)
 
 
-@pytest.mark.parametrize(
-    "compiled",
-    [
-        pytest.param(False, id="eager"),
-        # Found on an H100 with torch 2.13; why SDPA chooses another backend in the graph is not known yet.
-        pytest.param(True, id="compiled", marks=pytest.mark.xfail(raises=AssertionError)),
-    ],
-)
-def test_transformers_gpt2_runs_on_our_kernels(active, ran, compiled: bool) -> None:
-    """In 16 bits and without padding, and without forcing a backend: it passes is_causal and no mask."""
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("shared", [False, True], ids=["two offsets", "documents"])
+def test_varlen_attn_runs_on_our_kernels(flash, active, shared: bool, compiled: bool) -> None:
+    """As torchtitan calls it; with one tensor of offsets for both on the Hopper kernels where those serve."""
+    *tensors, d_out = inputs(900, 900, 64, torch.bfloat16, heads=4, kv_heads=2, device="cuda")
+    offsets = torch.tensor([0, 300, 301, 900], dtype=torch.int32, device="cuda")
+    of_keys = offsets if shared else offsets.clone()
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = varlen.varlen_attn(q, k, v, offsets, of_keys, 599, 599, window_size=(-1, 0), enable_gqa=True)
+        return out.transpose(0, 1)[None]
+
+    got = forward_and_backward(torch.compile(attend, fullgraph=True) if compiled else attend, tensors, d_out)
+    want = forward_and_backward(flash, tensors, d_out, cu_seqlens=offsets)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-2, rtol=1e-2)
+
+
+def test_nested_tensors_run_on_our_kernels(flash, under_sdpa) -> None:
+    parts = [torch.randn(length, 4, 64, device="cuda", dtype=torch.bfloat16) for length in (5, 300, 129)]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    out = F.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
+    for mine, part in zip(out.transpose(1, 2).unbind(), parts, strict=True):
+        one = part.transpose(0, 1)[None]
+        torch.testing.assert_close(mine, flash(one, one, one)[0].transpose(0, 1), atol=1e-2, rtol=1e-2)
+
+
+def small_gpt2(attention: str):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=128, n_head=2, n_layer=3, vocab_size=100, attn_pdrop=0.0)
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
-    model = model.to("cuda", torch.bfloat16).eval()
-    tokens = torch.randint(100, (2, 200), device="cuda")
-    step = torch.compile(model) if compiled else model
-    step(tokens, labels=tokens).loss.backward()
+    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation=attention)
+    return model.to("cuda", torch.bfloat16).eval()
+
+
+def test_transformers_gpt2_runs_on_our_kernels_under_sdpa(active, ran) -> None:
+    """In 16 bits and without padding, and without forcing a backend: it passes is_causal and no mask."""
+    model, tokens = small_gpt2("sdpa"), torch.randint(100, (2, 200), device="cuda")
+    model(tokens, labels=tokens).loss.backward()
     assert len(ran) == 3
     got = model(tokens).logits
     with sdpa_kernel(SDPBackend.MATH):
         torch.testing.assert_close(got, model(tokens).logits, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_transformers_gpt2_by_its_attention_interface(compiled: bool, padded: bool) -> None:
+    kernels.register_transformers()
+    tokens = torch.randint(100, (2, 200), device="cuda")
+    real = torch.ones_like(tokens)
+    real[0, : 70 * padded] = 0
+    results = []
+    for attention in ("tilegpt", "sdpa"):
+        model = small_gpt2(attention)
+        step = torch.compile(model, fullgraph=True) if compiled and attention == "tilegpt" else model
+        logits = step(tokens, attention_mask=real, use_cache=False).logits[real.bool()]
+        logits.float().square().mean().backward()
+        results.append((logits, model.transformer.h[0].attn.c_attn.weight.grad))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=3e-2 * theirs.abs().max().item(), rtol=2e-2)

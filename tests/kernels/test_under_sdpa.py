@@ -1,7 +1,10 @@
-"""Our kernels as torch's own flash attention, in the interpreter. About 3 s."""
+"""Our kernels as torch's own flash attention, in the interpreter. About 4 s."""
+
+import importlib
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 import kernels
 from kernels.flash import under_sdpa
@@ -106,3 +109,23 @@ def test_after_removal_torch_has_no_flash_attention_on_a_cpu() -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
     with pytest.raises(NotImplementedError):
         torch.ops.aten._scaled_dot_product_flash_attention(q.detach(), k.detach(), v.detach())
+
+
+def test_nested_tensors_under_sdpa_run_on_our_kernels(activated, monkeypatch) -> None:
+    """With the choice of a backend as a GPU makes it: a CPU has none for them."""
+    sdpa = importlib.import_module("torch.nested._internal.sdpa")
+    monkeypatch.setattr(sdpa, "_select_sdp_backend", lambda *_: SDPBackend.FLASH_ATTENTION)
+    parts = [torch.randn(length, 2, 16, requires_grad=True) for length in (5, 30, 1)]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
+    for mine, part in zip(out.transpose(1, 2).unbind(), parts, strict=True):
+        one = part.transpose(0, 1)[None]
+        want = naive_attention(one, one, one)[0].transpose(0, 1)
+        torch.testing.assert_close(mine, want)
+    out.values().sum().backward()
+    got = [part.grad.clone() for part in parts]
+    for mine, part in zip(got, parts, strict=True):
+        part.grad = None
+        one = part.transpose(0, 1)[None]
+        naive_attention(one, one, one).sum().backward()
+        torch.testing.assert_close(mine, part.grad)

@@ -158,6 +158,42 @@ def test_what_cannot_be_exported_is_refused_in_one_line(config, exported, tmp_pa
     assert not (tmp_path / "to").exists()
 
 
+def test_a_gguf_file_holds_the_same_weights_and_tokens(config, exported, tmp_path):
+    """As gguf's own reader has them; its names and layouts are those that llama.cpp's converter writes."""
+    gguf = pytest.importorskip("gguf")
+    tokenizer = write_ranks(tmp_path / "own.tiktoken")
+    run, folder = tmp_path / "run", tmp_path / "exported"
+    train(having(replace(config, data=replace(config.data, tokenizer=tokenizer)), steps=1), run)
+    assert exported(run, folder, "--gguf") is None
+    read = gguf.GGUFReader(folder / "model.gguf")
+    value = {name: field.contents() for name, field in read.fields.items()}
+    model, encoding = load_run(run, "cpu")
+    assert (value["general.architecture"], value["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    assert value["gpt2.block_count"] == model.config.n_layer
+    theirs = json.loads((folder / "tokenizer.json").read_text())["model"]
+    assert value["tokenizer.ggml.merges"] == [" ".join(pair) for pair in theirs["merges"]]
+    tokens = value["tokenizer.ggml.tokens"]
+    assert {tokens[token]: token for token in theirs["vocab"].values()} == theirs["vocab"]
+    assert len(tokens) == encoding.n_vocab
+    weights = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in read.tensors}
+    ours = model.state_dict()
+    assert torch.equal(weights["token_embd.weight"], ours["wte.weight"][: encoding.n_vocab])
+    assert torch.equal(weights["blk.0.attn_qkv.weight"], ours["h.0.attn.c_attn.weight"])
+    assert torch.equal(weights["blk.0.ffn_down.weight"], ours["h.0.mlp.c_proj.weight"])
+    assert torch.equal(weights["output_norm.bias"], ours["ln_f.bias"])
+    assert len(weights) == len(ours)
+
+
+def test_gguf_without_its_package_is_refused_before_anything_is_written(
+    config, exported, tmp_path, monkeypatch
+):
+    train(having(config, steps=1), tmp_path / "run")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refusal = exported(tmp_path / "run", tmp_path / "to", "--gguf")
+    assert refusal == "error: --gguf needs the package gguf: pip install gguf."
+    assert not (tmp_path / "to").exists()
+
+
 class _Hub(BaseHTTPRequestHandler):
     """Answers an upload as the Hub does; `server.received`: repository -> path -> content."""
 

@@ -200,13 +200,17 @@ def test_operators_pass_opcheck_and_compile_without_graph_breaks():
     update = F.linear(y, weight).detach().bfloat16().requires_grad_()
     seed = torch.tensor(3, device=DEVICE)
     for bias, dropout in ((vectors[0], (None, 0.0)), (None, (None, 0.0)), (vectors[0], (seed, 0.1))):
-        torch.library.opcheck(room.add_norm, (x, update, bias, *vectors[1:], *dropout, 1e-5))
-    x_new, _, statistics = (each.detach() for each in room.add_norm(x, update, *vectors, None, 0.0, 1e-5))
+        torch.library.opcheck(room.add_norm, (x, update, bias, *vectors[1:], *dropout, 1e-5, False))
+    torch.library.opcheck(room.add_norm, (x, update, None, vectors[1], None, None, 0.0, 1e-5, True))
+    x_new, _, statistics = (
+        each.detach() for each in room.add_norm(x, update, *vectors, None, 0.0, 1e-5, False)
+    )
     for d, *rest in (
-        (d_normalised, None, 0.0, True),
-        (d_normalised.bfloat16(), None, 0.0, True),
-        (d_normalised, None, 0.0, False),
-        (d_normalised, seed, 0.1, True),
+        (d_normalised, None, 0.0, True, True, False),
+        (d_normalised.bfloat16(), None, 0.0, True, True, False),
+        (d_normalised, None, 0.0, True, False, False),
+        (d_normalised, None, 0.0, False, True, True),
+        (d_normalised, seed, 0.1, True, True, False),
     ):
         arguments = (d_x_new, d, x_new, statistics, vectors[1].detach(), *rest)
         torch.library.opcheck(room.add_norm_backward, arguments)
@@ -243,9 +247,10 @@ def test_inputs_of_wrong_shape_dtype_or_device_are_refused():
             linear_add_norm(**inputs | {name: inputs[name].double()})
         with pytest.raises(ValueError, match=f"^{name} is on meta, but the linear layer's output on"):
             linear_add_norm(**inputs | {name: inputs[name].to("meta")})
-    for name in ("gain", "shift"):
-        with pytest.raises(ValueError, match=rf"^{name} is None; it must be \(48,\)"):
-            linear_add_norm(**inputs | {name: None})
+    with pytest.raises(ValueError, match=r"^gain is None; it must be \(48,\)"):
+        linear_add_norm(**inputs | {"gain": None})
+    with pytest.raises(ValueError, match="RMSNorm has no shift: rms=True needs shift=None"):
+        linear_add_norm(**inputs, rms=True)
 
 
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):

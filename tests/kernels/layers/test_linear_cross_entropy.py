@@ -89,13 +89,21 @@ def test_a_too_large_target_makes_the_loss_nan_but_no_other_row_wrong(wrong):
         ({"weight": lambda x: x.to(torch.complex64)}, r"^weight is torch\.complex64"),
         ({"vocab_size": lambda x: PADDED + 1}, "vocab_size must be 1 to 9024, the rows of weight, got 9025"),
         ({"vocab_size": lambda x: 0}, "vocab_size must be 1 to 9024"),
+        (
+            {"bias": lambda x: torch.zeros(VOCAB)},
+            r"bias must be \(9024,\), one per row of weight, got \(9000,\)",
+        ),
+        ({"reduction": lambda x: "batchmean"}, "reduction must be mean, sum or none, got 'batchmean'"),
+        ({"label_smoothing": lambda x: 1.0}, "label_smoothing must be at least 0 and below 1, got 1.0"),
+        ({"z_loss": lambda x: -1.0}, "z_loss must be positive and finite, or 0 for none, got -1.0"),
+        ({"softcap": lambda x: float("inf")}, "softcap must be positive and finite"),
     ],
 )
 def test_arguments_of_wrong_shape_dtype_or_device_are_refused(change, told):
     inputs = dict(zip(("hidden", "weight", "targets"), problem(torch.float32), strict=True))
     inputs["vocab_size"] = VOCAB
     for name, alter in change.items():
-        inputs[name] = alter(inputs[name])
+        inputs[name] = alter(inputs.get(name))
     with pytest.raises(ValueError, match=told):
         linear_cross_entropy(**inputs)
 
@@ -229,7 +237,7 @@ def test_huge_logits_stay_finite():
 def test_no_gradients_are_computed_under_no_grad():
     hidden, weight, targets = problem(torch.float32)
     with torch.no_grad():
-        loss, d_hidden, d_weight, _ = room._forward(hidden, weight, targets, VOCAB, False)
+        loss, d_hidden, d_weight, _, _ = room._forward(hidden, weight, None, targets, VOCAB, False)
     torch.testing.assert_close(loss, torchs(hidden, weight, targets, VOCAB))
     assert d_hidden.numel() == d_weight.numel() == 0
 
@@ -245,9 +253,17 @@ def test_the_operator_passes_opcheck_and_compiles_without_graph_breaks():
     hidden, weight, targets = problem(torch.float32, rows=8)
     hidden.requires_grad_()
     weight.requires_grad_()
-    torch.library.opcheck(room._forward, (hidden, weight, targets, VOCAB, True))
+    torch.library.opcheck(room._forward, (hidden, weight, None, targets, VOCAB, True))
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     loss = compiled(hidden, weight, targets, VOCAB)
     torch.testing.assert_close(loss, torchs(hidden, weight, targets, VOCAB))
+    bias = torch.randn(PADDED, device=DEVICE, requires_grad=True)
+    operands, options = (hidden, weight, bias, targets, VOCAB), (0.1, 1e-4, 30.0)
+    torch.library.opcheck(room._forward, (*operands, True, False, *options))
+    torch.library.opcheck(room._rows_forward, (*operands, *options))
+    each_row = {"bias": bias, "reduction": "none", "softcap": 30.0}
+    losses = [loss(hidden, weight, targets, VOCAB, **each_row) for loss in (compiled, linear_cross_entropy)]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), (hidden, weight, bias)) for each in losses))
     (gradient,) = torch.autograd.grad(loss, hidden)
     assert gradient.shape == hidden.shape

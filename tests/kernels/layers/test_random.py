@@ -89,17 +89,18 @@ def test_random_linear_gelu(number: int) -> None:
     inputs = [
         draw.tensor((*leading, inner), dtype, expands=True),
         draw.tensor((width, inner), dtype, size * inner**-0.5),
-        draw.tensor((width,), of_bias),
+        *([] if number % 4 == 3 else [draw.tensor((width,), of_bias)]),
     ]
 
-    def torchs(x, weight, bias):
+    def torchs(x, weight, bias=None):
         pre = F.linear(x, weight)
-        return F.gelu(wide(pre) + wide(bias), approximate="tanh").to(pre.dtype)
+        moved = wide(pre) if bias is None else wide(pre) + wide(bias)
+        return F.gelu(moved, approximate="tanh").to(pre.dtype)
 
     assert_as_exact(linear_gelu, torchs, inputs, [draw.tensor((*leading, width), dtype, expands=True)])
 
 
-@pytest.mark.parametrize("number", random_cases(12))
+@pytest.mark.parametrize("number", random_cases(20))
 def test_random_linear_add_norm(number: int) -> None:
     draw = Draw(number)
     leading, inner, width = draw.leading(), draw.choice((1, 8, 40)), draw.width()
@@ -107,7 +108,9 @@ def test_random_linear_add_norm(number: int) -> None:
     eps, seed = draw.choice((1e-5, 1e-5, 0.1)), draw.randrange(-(2**63), 2**63)
     dropout_p = draw.choice((0.0, 0.0, 0.1, 0.6))
     has_bias = draw.random() < 0.7
-    vectors = [draw.tensor((width,), of_vectors) for _ in range(2 + has_bias)]
+    rms = number % 4 == 3
+    names = ["gain", *["shift"] * (not rms and number % 4 < 2), *["bias"] * has_bias]
+    vectors = [draw.tensor((width,), of_vectors) for _ in names]
     inputs = [
         draw.tensor((*leading, width), stream, draw.choice((1.0, 30.0))),
         draw.tensor((*leading, inner), dtype, expands=True),
@@ -115,17 +118,25 @@ def test_random_linear_add_norm(number: int) -> None:
         *vectors,
     ]
 
-    def ours(x, y, weight, gain, shift, bias=None):
-        return linear_add_norm(x, y, weight, bias, gain, shift, dropout_p, seed, eps)
+    def ours(x, y, weight, *vectors):
+        of = dict.fromkeys(("bias", "shift")) | dict(zip(names, vectors, strict=True))
+        return linear_add_norm(x, y, weight, **of, dropout_p=dropout_p, dropout_seed=seed, eps=eps, rms=rms)
 
-    def torchs(x, y, weight, gain, shift, bias=None):
+    def torchs(x, y, weight, *vectors):
+        of = dict(zip(names, vectors, strict=True))
+        bias, gain, shift = (
+            None if of.get(name) is None else wide(of[name]) for name in ("bias", "gain", "shift")
+        )
         product = F.linear(y, weight)
-        update = wide(product) if bias is None else wide(product) + wide(bias)
+        update = wide(product) if bias is None else wide(product) + bias
         if dropout_p:
             keep = row_mask(seed, dropout_p, x.numel() // width, width, x.device).view(x.shape)
             update = torch.where(keep, update / (1 - dropout_p), 0.0)
         x = (wide(x) + update).to(x.dtype)
-        normalised = F.layer_norm(wide(x), (width,), wide(gain), wide(shift), eps)
+        if rms:
+            normalised = F.rms_norm(wide(x), (width,), gain, eps)
+        else:
+            normalised = F.layer_norm(wide(x), (width,), gain, shift, eps)
         return x, normalised.to(product.dtype)
 
     directions = [draw.tensor((*leading, width), each, expands=True) for each in (stream, dtype)]
@@ -167,7 +178,7 @@ def test_random_dropout(number: int) -> None:
         torch.testing.assert_close(result, torch.where(keep, of.double() / (1 - dropout_p), 0.0).to(dtype))
 
 
-@pytest.mark.parametrize("number", random_cases(8))
+@pytest.mark.parametrize("number", random_cases(16))
 def test_random_linear_cross_entropy(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Draw(number)
     rows, width, vocab_size = (
@@ -183,15 +194,46 @@ def test_random_linear_cross_entropy(number: int, monkeypatch: pytest.MonkeyPatc
     ]
     targets = torch.randint(-(vocab_size // 4), vocab_size, (rows,), generator=draw.generator).to(DEVICE)
     monkeypatch.setattr(head, "CHUNK_BYTES", draw.choice((2**29, padded * 400)))
+    options = {}
+    if number % 2:  # each other option is off half of the time
+        if draw.random() < 0.5:
+            inputs.append(draw.tensor((padded,), draw.choice(DTYPES)))
+        options = {
+            "reduction": draw.choice(("mean", "sum", "none")),
+            "ignore_index": draw.choice((None, -100, 0)),
+            "label_smoothing": draw.choice((0.0, 0.1)),
+            "z_loss": draw.choice((0.0, 1e-2)),
+            "softcap": draw.choice((0.0, 5.0)),
+        }
 
-    def torchs(hidden, weight):
-        logits = F.linear(hidden, weight if hidden.dtype is torch.float64 else weight.to(hidden.dtype))
-        losses = F.cross_entropy(
-            wide(logits)[:, :vocab_size], targets.clamp(min=-1), ignore_index=-1, reduction="sum"
-        )
-        return losses / (targets >= 0).sum().clamp(min=1)
+    def ours(hidden, weight, bias=None):
+        return linear_cross_entropy(hidden, weight, targets, vocab_size, bias=bias, **options)
 
-    def ours(hidden, weight):
-        return linear_cross_entropy(hidden, weight, targets, vocab_size)
+    def torchs(hidden, weight, bias=None):
+        return loss_of_torch(hidden, weight, bias, targets, vocab_size, **options)
 
-    assert_as_exact(ours, torchs, inputs, [torch.ones((), device=DEVICE)])
+    direction = torch.ones(()) if options.get("reduction") != "none" else torch.randn(rows)
+    assert_as_exact(ours, torchs, inputs, [direction.to(DEVICE)])
+
+
+def loss_of_torch(
+    hidden, weight, bias, targets, vocab_size, reduction="mean", ignore_index=None, label_smoothing=0.0,
+    z_loss=0.0, softcap=0.0,
+):  # fmt: skip
+    """The loss with all logits, in float32 or float64."""
+    if hidden.dtype is not torch.float64:
+        weight = weight.to(hidden.dtype)
+    logits = F.linear(hidden, weight)
+    if bias is not None:
+        logits = logits + bias.to(logits.dtype)
+    logits = wide(logits)[:, :vocab_size]
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    targets = targets.masked_fill(targets == (-1 if ignore_index is None else ignore_index), -1).clamp(min=-1)
+    losses = F.cross_entropy(
+        logits, targets, ignore_index=-1, reduction="none", label_smoothing=label_smoothing
+    )
+    losses = losses + z_loss * torch.where(targets >= 0, logits.logsumexp(1).square(), 0.0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / ((targets >= 0).sum().clamp(min=1) if reduction == "mean" else 1)

@@ -1,0 +1,175 @@
+"""The time of a generated token: ours beside transformers' `generate` with sdpa, on the same weights of GPT-2 small.
+
+A batch of prompts of one length is continued greedily to the end of the context. Contenders: `generate_batch` with
+the split-KV kernel or PyTorch's attention, each step launched from the host or as a CUDA graph; transformers with its
+dynamic cache, and with its static one, which it compiles on a GPU. Every contender's first tokens are compared with
+those of transformers' eager attention in float32 before any is timed; they take turns. Reading the prompt counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import get_attention
+from kernels.flash.decode import decode_attention
+from model.config import GPTConfig
+from model.decode import attend_masked, generate_batch
+from model.gpt import GPT
+from model.huggingface import to_huggingface
+from reproduce import plots
+from reproduce.common import text_table
+from reproduce.experiment import Options, Results, Sample, pick
+
+from .aims import Aim
+
+OURS, PEER = "split-KV, CUDA graph", "transformers, sdpa"
+Generate = Callable[[Tensor, int], Tensor]  # prompts (B, T), how many tokens more -> (B, T + as many)
+
+
+@dataclass(frozen=True)
+class Settings:
+    batches: tuple[int, ...] = (1, 8, 64)
+    dtype: str = "bfloat16"
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    vocab_size: int = 50257
+    length: int = 1024
+    # Tokens of a prompt; the others of the length are generated.
+    prompt: int = 32
+    # Generated tokens that must agree in float32.
+    check: int = 8
+    rounds: int = 3
+
+
+TINY = Settings(
+    batches=(2,), dtype="float32", layers=1, heads=2, width=32, vocab_size=50, length=12, prompt=4, check=4, rounds=1
+)  # fmt: skip
+
+
+def contenders(options: Options, dtype: torch.dtype) -> dict[str, Generate]:
+    """Name -> its greedy generation, all with the same weights."""
+    settings = options.settings
+    config = GPTConfig(
+        vocab_size=settings.vocab_size, seq_len=settings.length, n_layer=settings.layers, n_head=settings.heads,
+        n_embd=settings.width,
+    )  # fmt: skip
+    ours = GPT(config, get_attention("sdpa"))
+    theirs: Any = to_huggingface(ours)
+    ours, theirs = (model.to(options.device, dtype).eval() for model in (ours, theirs))
+    theirs.generation_config.pad_token_id = 0
+
+    def batch(tokens: Tensor, n: int, **how: Any) -> Tensor:
+        return torch.stack(generate_batch(ours, list(tokens), n, temperature=0.0, **how))
+
+    def transformers(tokens: Tensor, n: int, attention: str = "sdpa", **how: Any) -> Tensor:
+        theirs.set_attn_implementation(attention)
+        return theirs.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=n, min_new_tokens=n, do_sample=False,
+            eos_token_id=None, **how,
+        )  # fmt: skip
+
+    on_gpu = options.device.type == "cuda"
+    found: dict[str, Generate] = {
+        "split-KV": partial(batch, attend=decode_attention),
+        "PyTorch's attention": partial(batch, attend=attend_masked),
+        PEER: transformers,
+        "transformers, sdpa, static cache": partial(transformers, cache_implementation="static"),
+        "transformers, eager": partial(transformers, attention="eager"),
+    }
+    if on_gpu:
+        found[OURS] = partial(batch, attend=decode_attention, cuda_graph=True)
+        found["PyTorch's attention, CUDA graph"] = partial(batch, attend=attend_masked, cuda_graph=True)
+    return found
+
+
+def prompts(batch: int, options: Options) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    shape = (batch, options.settings.prompt)
+    return torch.randint(options.settings.vocab_size, shape, generator=draw).to(options.device)
+
+
+def run(options: Options) -> None:
+    """Run the experiment; see `experiment.py`."""
+    for batch in options.settings.batches:
+        options.sample(partial(check, batch, options), kind="check", batch=batch)
+        options.sample(partial(time_all, batch, options), kind="time", batch=batch)
+
+
+def check(batch: int, options: Options) -> Sample:
+    """{"agree"}: the contenders whose first tokens are eager's; raises if one's are not."""
+    tokens = prompts(batch, options)
+    found = {
+        name: generate(tokens, options.settings.check)
+        for name, generate in contenders(options, torch.float32).items()
+    }
+    wrong = [name for name, text in found.items() if not torch.equal(text, found["transformers, eager"])]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: other tokens than transformers' eager attention")
+    return {"agree": list(found)}
+
+
+def time_all(batch: int, options: Options) -> Sample:
+    """Milliseconds a generated token, of the whole batch, in every round: {"ms": {contender: [...]}}."""
+    settings, tokens = options.settings, prompts(batch, options)
+    n = settings.length - settings.prompt
+    ms: dict[str, list[float]] = {}
+    timed = contenders(options, getattr(torch, settings.dtype))
+    for number in range(-1, settings.rounds):  # the first is a warm-up
+        for name, generate in timed.items():
+            took = _seconds(partial(generate, tokens, n), options.device)
+            if number >= 0:
+                ms.setdefault(name, []).append(float(f"{1e3 * took / n:.4g}"))
+    return {"ms": ms}
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """By the host's clock, as a user waits; the tokens are on the host when it ends."""
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def table(results: Results) -> str:
+    """Median milliseconds a token."""
+    samples = pick(results, kind="time")
+    names = list(samples[0]["ms"]) if samples else []
+    header = ["ms a token", *(f"batch {sample['batch']}" for sample in samples)]
+    rows = [[name, *(f"{statistics.median(sample['ms'][name]):.2f}" for sample in samples)] for name in names]
+    return text_table(header, rows)
+
+
+def draw(results: Results, path: Path) -> None:
+    """A panel for each batch, with a bar for each contender."""
+    samples = pick(results, kind="time")
+    title = f"A generated token on {results['device']}"
+    with plots.picture(path, len(samples), columns=2, title=title) as axes:
+        for axis, sample in zip(axes, samples, strict=True):
+            names = list(sample["ms"])
+            values = [statistics.median(each) for each in sample["ms"].values()]
+            axis.barh(names, values, height=0.6, color=[plots.colour(name, tuple(names)) for name in names])
+            axis.set_title(f"batch {sample['batch']}")
+            axis.set_xlabel("ms a token")
+
+
+def aims(results: Results) -> list[Aim]:
+    """At least as fast a token as transformers with sdpa."""
+    found = []
+    for sample in pick(results, kind="time"):
+        ms = {name: statistics.median(values) for name, values in sample["ms"].items()}
+        if OURS in ms:
+            ratio = ms[OURS] / ms[PEER]
+            what = f"a token of {sample['batch']} sequences"
+            found.append(Aim(what, f"{ratio:.2f}x the time of {PEER}", "1.00x", ratio <= 1.0))
+    return found

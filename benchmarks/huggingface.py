@@ -1,0 +1,203 @@
+"""transformers' models on our kernels: a forward and a training step beside its other attentions.
+
+GPT-2 small and a Llama of about its size (RoPE, grouped heads, SwiGLU), random weights, each with
+attn_implementation="tilegpt" (`kernels.register_transformers`), "sdpa" and, if it is installed,
+"flash_attention_4"; every row of a batch whole, or of a length of its own and padded on the right. A contender's
+loss and gradient are compared with those of "eager" first; those that pass take turns in one process.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernels
+from reproduce import plots, timing
+from reproduce.common import text_table
+from reproduce.experiment import Options, Results, Sample, pick
+
+from .aims import Aim
+
+OURS, ORACLE = "tilegpt", "eager"
+FORWARD, STEP = "forward", "forward and backward"
+
+
+@dataclass(frozen=True)
+class Settings:
+    # "gpt2" and "llama".
+    models: tuple[str, ...] = ("gpt2", "llama")
+    attentions: tuple[str, ...] = (OURS, "sdpa", "flash_attention_4")
+    dtype: str = "bfloat16"
+    batch: int = 16
+    length: int = 1024
+    width: int = 768
+    layers: int = 12
+    vocab_size: int = 50257
+    # Measuring time per contender and workload.
+    seconds: float = 2.0
+
+
+TINY = Settings(
+    attentions=(OURS, "sdpa"),
+    dtype="float32",
+    batch=2,
+    length=16,
+    width=64,
+    layers=1,
+    vocab_size=50,
+    seconds=0.0,
+)
+
+
+def build(name: str, attention: str, options: Options) -> Any:
+    """One of the two models, its weights always the same, in training mode without dropout. Raises AttentionError
+    for an attention that is not installed."""
+    import transformers
+
+    kernels.register_transformers()
+    settings = options.settings
+    heads = settings.width // 64 or 1
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=settings.width, n_head=heads, n_layer=settings.layers, n_positions=settings.length,
+            vocab_size=settings.vocab_size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=settings.width, num_attention_heads=heads, num_key_value_heads=max(heads // 3, 1),
+            num_hidden_layers=settings.layers, intermediate_size=8 * settings.width // 3,
+            vocab_size=settings.vocab_size, tie_word_embeddings=True,
+        )  # fmt: skip
+    config.use_cache = False
+    torch.manual_seed(0)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except ImportError as error:
+        raise kernels.AttentionError(f"it needs its package ({error})") from None
+    return model.to(options.device, getattr(torch, settings.dtype)).train()
+
+
+def batch_of(padded: bool, options: Options) -> dict[str, Tensor]:
+    """input_ids, attention_mask and labels; a quarter of the tokens is padding on average if it is padded."""
+    settings, draw = options.settings, torch.Generator().manual_seed(0)
+    tokens = torch.randint(settings.vocab_size, (settings.batch, settings.length), generator=draw)
+    real = torch.ones_like(tokens)
+    if padded:
+        lengths = torch.randint(
+            settings.length // 2, settings.length + 1, (settings.batch, 1), generator=draw
+        )
+        real = (torch.arange(settings.length) < lengths).long()
+    batch = {"input_ids": tokens, "attention_mask": real, "labels": tokens.masked_fill(real == 0, -100)}
+    return {name: each.to(options.device) for name, each in batch.items()}
+
+
+def run(options: Options) -> None:
+    """Run the experiment; see `experiment.py`."""
+    for name in options.settings.models:
+        for padded in (False, True):
+            key = {"model": name, "padded": padded}
+            passed = []
+            for attention in options.settings.attentions:
+                sample = options.sample(
+                    partial(check, name, attention, padded, options), kind="check", attention=attention, **key
+                )
+                passed += [attention] * ("loss_error" in sample)
+            options.sample(partial(time_all, name, passed, padded, options), kind="time", **key)
+
+
+def check(name: str, attention: str, padded: bool, options: Options) -> Sample:
+    """Its errors relative to eager in float32: {"loss_error", "gradient_error"}; raises if they are not rounding."""
+    batch = batch_of(padded, options)
+    found = []
+    for each, dtype in ((attention, None), (ORACLE, torch.float32)):
+        model = build(name, each, options).to(dtype)
+        loss = model(**batch).loss
+        loss.backward()
+        gradient = next(model.parameters()).grad.double()
+        found.append((loss.detach().double(), gradient))
+        del model
+    (loss, gradient), (exact, exact_gradient) = found
+    errors = {
+        "loss_error": ((loss - exact).abs() / exact).item(),
+        "gradient_error": ((gradient - exact_gradient).norm() / exact_gradient.norm()).item(),
+    }
+    if errors["loss_error"] > 1e-2 or errors["gradient_error"] > 5e-2:
+        raise ValueError(f"{attention} differs from {ORACLE}: {errors}")
+    return errors
+
+
+def time_all(name: str, attentions: list[str], padded: bool, options: Options) -> Sample:
+    """Milliseconds in every round: {"ms": {attention: [[forward], [forward and backward]]}}."""
+    batch = batch_of(padded, options)
+
+    def calls(attention: str) -> timing.Call:
+        model = build(name, attention, options)
+
+        def call(number: int) -> Iterator[None]:
+            with torch.no_grad():
+                model(**batch)
+            yield
+            model.zero_grad(set_to_none=True)
+            model(**batch).loss.backward()
+            yield
+
+        return call
+
+    contenders = {attention: calls(attention) for attention in attentions}
+    timed = timing.time_alternating(contenders, options.device, seconds=options.settings.seconds, patience=1)
+    return {"ms": timed.ms, "late": timed.late}
+
+
+def table(results: Results) -> str:
+    """Median milliseconds, and what was left out."""
+    lines = [
+        f"left out: {sample['attention']}: {sample['refused']}"
+        for sample in results["samples"]
+        if sample.get("refused")
+    ]
+    header = ["ms", "attention", FORWARD, STEP]
+    rows = [
+        [f"{sample['model']}, {'padded' if sample['padded'] else 'whole'}", attention, *medians(phases)]
+        for sample in pick(results, kind="time")
+        for attention, phases in sample["ms"].items()
+    ]
+    return "\n".join([*lines, text_table(header, rows)])
+
+
+def medians(phases: list[list[float]]) -> list[str]:
+    return [f"{statistics.median(each):.1f}" for each in phases]
+
+
+def draw(results: Results, path: Path) -> None:
+    """A panel for each model and batch, with a bar of the training step for each attention."""
+    samples = pick(results, kind="time")
+    with plots.picture(
+        path, len(samples), columns=2, title=f"transformers' models on {results['device']}"
+    ) as axes:
+        for axis, sample in zip(axes, samples, strict=True):
+            names = list(sample["ms"])
+            values = [statistics.median(sample["ms"][name][1]) for name in names]
+            axis.barh(names, values, height=0.6, color=[plots.colour(name, tuple(names)) for name in names])
+            axis.set_title(f"{sample['model']}, {'padded' if sample['padded'] else 'whole'} rows")
+            axis.set_xlabel("ms of a forward and backward")
+
+
+def aims(results: Results) -> list[Aim]:
+    """No slower than the attention that a model would run otherwise."""
+    found = []
+    for sample in pick(results, kind="time"):
+        ms = {name: statistics.median(phases[1]) for name, phases in sample["ms"].items()}
+        if OURS in ms and "sdpa" in ms:
+            what = (
+                f"transformers' {sample['model']}, {'padded' if sample['padded'] else 'whole'} rows, a step"
+            )
+            ratio = ms[OURS] / ms["sdpa"]
+            found.append(Aim(what, f"{ratio:.2f}x sdpa's time", "1.00x", ratio <= 1.0))
+    return found
