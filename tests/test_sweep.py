@@ -40,7 +40,9 @@ def test_a_search_of_the_learning_rate_goes_on_from_its_storage(started, tiny, t
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     kept = ["hydra.sweeper.storage=sqlite:///search.db", "hydra.sweeper.study_name=mine"]
     for _ in range(2):
-        assert started(train.main, "-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=2", *kept, *tiny) == 0
+        assert (
+            started(train.main, "-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=2", *kept, *tiny) == 0
+        )
     with sqlite3.connect("search.db") as trials:
         rates = [rate for (rate,) in trials.execute("select param_value from trial_params")]
     assert len(set(rates)) == 4

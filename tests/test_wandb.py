@@ -1,5 +1,6 @@
 """wandb online: the real client and the real command line, against a local server (wandb_stub.py)."""
 
+import json
 import os
 import re
 import signal
@@ -219,3 +220,37 @@ def kill_service(folder: Path) -> int:
         except OSError:  # gone by now, or another user's
             continue
     return killed
+
+
+@pytest.mark.slow
+def test_a_sweep_that_the_server_leads(server, user_environment, tiny, tmp_path):
+    """`wandb sweep` takes the example, `wandb agent` starts its command, and each run is the one asked for."""
+    lines = (ROOT / "examples/wandb_sweep.yaml").read_text()
+    command = [str(ROOT / "train.py"), *tiny, "logger=wandb"]
+    ours = re.sub(r'"\$\{program\}".*(?=, "\$\{args)', lambda _: ", ".join(map(json.dumps, command)), lines)
+    assert ours != lines
+    (tmp_path / "sweep.yaml").write_text(ours)
+    server.trials += [{"optimizer.lr": 3e-3, "optimizer.weight_decay": 0.1}, {"optimizer.lr": 1e-4}]
+
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def wandb(*args: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", *args],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env=user_environment | server.variables | path | {"WANDB_SILENT": "false"},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    (agent,) = re.findall(r"wandb (agent someone/\S+)", wandb("sweep", "sweep.yaml", "-p", "tilegpt"))
+    wandb(*agent.split())
+    assert sorted(server.runs) == ["trial0", "trial1"]
+    for name, rate in (("trial1", 3e-3), ("trial0", 1e-4)):
+        run = server.runs[name]
+        assert run.config["optimizer"]["lr"] == rate
+        assert run.summary["val/loss"] > 0
+        assert run.exit_code == 0

@@ -26,7 +26,9 @@ def prepare(overrides: list[str]) -> None:
     if launcher is None:
         return
     if launcher.endswith("slurm") and not shutil.which("srun"):
-        sys.exit(f"error: {launcher}: there is no srun here; use a cluster's login node, or hydra/launcher=local")
+        sys.exit(
+            f"error: {launcher}: there is no srun here; use a cluster's login node, or hydra/launcher=local"
+        )
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 

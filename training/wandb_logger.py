@@ -87,7 +87,7 @@ class WandbLogger:
         """The id of the wandb run, and whether it is the one that the directory has had so far."""
         known = file.read_text() if file.exists() else ""
         if not known.isalnum():  # a power cut leaves NUL bytes
-            return secrets.token_hex(4), False
+            return _id_from_agent() or secrets.token_hex(4), False
         if kept.abandoned and changed:
             self._notes.append(f"a new run: {known} went on to step {kept.abandoned:,} with other settings")
             return secrets.token_hex(4), False
@@ -236,12 +236,19 @@ def wandb_mode(mode: WandbMode) -> str:
     return chosen
 
 
+def _id_from_agent() -> str | None:
+    """The id that `wandb agent` waits for, if it started this run."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+
+
 def _tags_of_environment() -> list[str]:
     return [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
 
 
 def _unused_variables() -> list[str]:
     """A note on the variables of wandb that a run cannot follow: what they decide belongs to its directory."""
+    if _id_from_agent():  # which sets them all
+        return []
     ours = [name for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR") if os.environ.get(name)]
     return (
         [f"{', '.join(ours)}: not used, since a run's id and files belong to its directory"] if ours else []
