@@ -58,13 +58,11 @@ def sdpa(
         from .varlen import by_document, varlen  # imports the compiler
 
         return by_document(varlen, q, k, v, cu_seqlens, causal, scale)
-    options = {
-        "attn_mask": visible(cu_seqlens, q.shape[0], q.shape[2], causal),
-        "scale": scale,
-        "enable_gqa": q.shape[1] != k.shape[1],
-    }
+    mask = visible(cu_seqlens, q.shape[0], q.shape[2], causal)
+    if q.shape[1] != k.shape[1]:  # sdpa_efficient has no grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     with only:
-        return F.scaled_dot_product_attention(q, k, v, **options)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
 
 def flex(
@@ -101,7 +99,7 @@ def visible(cu_seqlens: torch.Tensor, batch: int, length: int, causal: bool) -> 
     return seen.tril() if causal else seen
 
 
-def flex_mask(cu_seqlens: torch.Tensor, batch: int, length: int, causal: bool) -> object:
+def flex_mask(cu_seqlens: torch.Tensor, batch: int, length: int, causal: bool) -> Any:
     """FlexAttention's BlockMask, from the documents at the edges of its blocks.
 
     torch's create_block_mask evaluates every pair of tokens: 512 MiB for 8 rows of length 8192, in every layer.

@@ -42,7 +42,9 @@ def varlen(
     if group > 1:  # torch 2.11's has no argument for it
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     window = (-1, 0 if causal else -1)
-    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=window)
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=window)
+    assert isinstance(out, torch.Tensor)  # a tuple only with return_aux
+    return out
 
 
 def offsets(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
