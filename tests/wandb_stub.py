@@ -44,6 +44,8 @@ class WandbStub:
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
         self.views: list[dict[str, Any]] = []
+        self.alerts: list[dict[str, Any]] = []
+        self.files: dict[str, bytes] = {}  # of artifacts, by name
         self.sweep = ""  # the YAML of `wandb sweep`
         self.trials: list[dict[str, Any]] = []  # what `wandb agent` is told to run, one after the other
         self.stranger = self.leaves = self.silent = False
@@ -91,6 +93,22 @@ class WandbStub:
             return {"createAgent": {"agent": {"id": "a"}}}
         if operation == "Heartbeat":
             return {"agentHeartbeat": {"agent": {"id": "a"}, "commands": json.dumps(self._orders(given))}}
+        if operation == "NotifyScriptableRunAlert":
+            self.alerts.append(given)
+            return {"notifyScriptableRunAlert": {"success": True}}
+        if operation == "ArtifactType":
+            return {"project": {"artifact": None}}
+        if operation == "CreateArtifact":
+            artifact = {"id": "a", "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
+            return {"createArtifact": {"artifact": artifact}}
+        if operation == "CreateArtifactManifest":
+            manifest = {"id": "m", "file": self._place("wandb_manifest.json")}
+            return {"createArtifactManifest": {"artifactManifest": manifest}}
+        if operation == "CreateArtifactFiles":
+            nodes = [self._place(each["name"]) for each in given["input"]["artifactFiles"]]
+            return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+        if operation == "CommitArtifact":
+            return {"commitArtifact": {"artifact": {"id": "a", "digest": ""}}}
         if "upsertView" in query:
             self.views.append(given | {"spec": json.loads(given["spec"])})
             view = {
@@ -112,6 +130,18 @@ class WandbStub:
         return [
             {"type": "run", "run_id": f"trial{len(self.trials)}", "program": "train.py", "args": arguments}
         ]
+
+    def _place(self, name: str) -> dict[str, Any]:
+        """Where a client uploads a file of an artifact, to be found in `files` then."""
+        return {
+            "id": "f",
+            "name": name,
+            "displayName": name,
+            "uploadUrl": f"{self.url}/upload/{name}",
+            "uploadHeaders": [],
+            "storagePath": name,
+            "artifact": {"id": "a"},
+        }
 
     def _known(self, name: str) -> dict[str, Any] | None:
         """An existing run, as a client that resumes it needs it."""
@@ -187,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({})
 
     def do_PUT(self) -> None:
-        self._body()
+        self.stub.files[self.path.removeprefix("/upload/")] = self._body()
         self._send({})
 
     def _body(self) -> bytes:

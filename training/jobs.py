@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 REFUSED = "refused.txt"  # in the sweep's directory, a line for each run that was refused in a job
@@ -68,10 +68,17 @@ def note_refused(sweep: Path, line: str) -> None:
         file.write(f"{line}\n")
 
 
-class Refusals(Callback):
-    """When all jobs of a sweep have ended, exit with what was refused in them."""
+class Sweep(Callback):
+    """What every sweep does, whatever makes its runs."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Leave multirun.yaml, which tells that a folder is a sweep's: Optuna's sweeper does not."""
+        folder = Path(config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, folder / "multirun.yaml")
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """When all its jobs have ended, exit with what was refused in them."""
         said = Path(config.hydra.sweep.dir) / REFUSED
         if said.exists():
             sys.exit(said.read_text().rstrip())

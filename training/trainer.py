@@ -16,7 +16,7 @@ from data.loader import Batches, EvaluationBatches, prefetch
 
 from . import checkpoint
 from .config import Config, ConfigError
-from .console import Progress
+from .console import Progress, printable
 from .cuda_graphs import compiled_to_graphs
 from .distributed import World, world
 from .divergence import fault
@@ -28,7 +28,7 @@ from .plan import resolve
 from .precision import compiled
 from .profiling import profiled
 from .resume import finished, identity, load_state
-from .run_directory import Recorder, claimed, close_run, stopped
+from .run_directory import Recorder, claimed, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
 
@@ -116,7 +116,7 @@ class Trainer:
                 self.recorder.begin()
                 summary = self._summary(self._train())
             if self.world.is_main and summary:
-                close_run(self.plan, self.model, summary, self.throughput.windows)
+                self.recorder.close(self.model, summary, self.throughput.windows)
             elif self.world.is_main:
                 print(stopped(self.plan, self.done), flush=True)
         except BaseException:
@@ -156,6 +156,9 @@ class Trainer:
                     raise StopRequested
                 if config.evaluates_at(done):
                     evaluation = self._evaluation(done)
+                if config.samples_at(done):
+                    self._check_update(done, inputs[:1], targets[:1])
+                    self._sample(done)
         return evaluation
 
     @contextmanager
@@ -164,8 +167,7 @@ class Trainer:
         if done != self.config.trainer.profile_step:
             yield
             return
-        path = self.run_dir / f"trace-step-{done:08}.json.gz"
-        profile = profiled(f"step {done:,}", path, self.world.device, self.progress.say)
+        profile = profiled(done, self.run_dir, self.world.device, self.progress.say)
         with profile if self.world.is_main else nullcontext():
             yield
         self.throughput.resume()  # on every rank: the others have waited for this one
@@ -191,6 +193,13 @@ class Trainer:
             else:
                 self._keep_if_best(done, evaluation.loss)
         return evaluation
+
+    def _sample(self, done: int) -> None:
+        if self.world.is_main:
+            text = printable(self.recorder.sample(done, self.model))
+            self.model.train()
+            self.progress.say(f"step {done:,}: sample\n{text}")
+        self.throughput.resume()
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -274,9 +283,9 @@ class Trainer:
             f"the newest checkpoint from before is {kept[-1]}" if kept else "no checkpoint was saved before"
         )
         wider = "" if self.plan.how.dtype is torch.float32 else ", or try trainer.precision=fp32"
-        raise ConfigError(
-            f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
-        )
+        told = f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
+        self.recorder.alert(told)
+        raise ConfigError(told)
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)

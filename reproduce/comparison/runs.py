@@ -28,7 +28,7 @@ _BOOKKEEPING = (
     "logger.*",
     "data.cache_dir",
     "data.workers",
-    "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_tokens|sample_prompt)",
+    "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_(tokens|prompt|every))",
 )
 # What a run resolved, and the settings it was resolved from; where all runs recorded the former, only it is compared.
 _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")

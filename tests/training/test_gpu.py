@@ -1,6 +1,7 @@
 """Whole runs on a GPU: every backend, compiled, in each precision."""
 
 import json
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,8 @@ def test_a_profiled_step_prints_the_kernels_that_took_most_time(text_file, tmp_p
     """Including the kernels that CUDA graphs launch."""
     profiled = config(text_file, "flash")
     train(replace(profiled, trainer=replace(profiled.trainer, profile_step=15)), tmp_path)
+    snapshot = pickle.loads((tmp_path / "memory-step-00000015.pickle").read_bytes())
+    assert snapshot["segments"]
     said = capsys.readouterr().out
     shares = [int(share) for share in re.findall(r"^ +(\d+)% +[\d.]+ ms +\d+ x  ", said, re.MULTILINE)]
     assert len(shares) == 8
