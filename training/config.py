@@ -181,6 +181,10 @@ class TrainerConfig:
     # Tokens that an evaluation predicts, from the start of the validation split, the same each time. null: all of it.
     # The last evaluation always is of the whole split.
     eval_tokens: int | None = None
+    # At each evaluation also the accuracy on HellaSwag, val/hellaswag: lm-evaluation-harness's acc_norm, zero-shot.
+    hellaswag: bool = False
+    # Its hellaswag_val.jsonl. null: downloaded once into data.cache_dir.
+    hellaswag_file: str | None = None
     # Steps between checkpoints; 0: at the end only.
     save_every: int = 0
     # Checkpoints to keep, newest first.

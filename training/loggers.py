@@ -21,6 +21,7 @@ COLUMNS = [
     "val/loss",
     "val/perplexity",
     "val/bits_per_byte",
+    "val/hellaswag",
     "perf/step_ms",
     # Parts of the above; on CUDA as the device saw it. The rest is logging and the loop itself.
     "perf/data_ms",

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, EvaluationBatches, prefetch
 
-from . import checkpoint
+from . import checkpoint, hellaswag
 from .config import Config, ConfigError
 from .console import Progress, printable
 from .cuda_graphs import compiled_to_graphs
@@ -75,6 +75,12 @@ class Trainer:
         if config.trainer.eval_tokens:
             part = beginning(corpus.val, config.trainer.eval_tokens, corpus.tokenizer(config.data.tokenizer))
             self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * ranks.size)
+        self.questions: list[hellaswag.Question] = []
+        if config.trainer.hellaswag:
+            for turn in (True, False):  # rank 0 first: it may have to download them
+                if ranks.is_main is turn:
+                    self.questions = hellaswag.load(config, corpus.tokenizer(config.data.tokenizer))
+                ranks.share(None)
 
         init_seed = config.seed if config.init_seed is None else config.init_seed
         self.model = self.plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
@@ -185,14 +191,27 @@ class Trainer:
             if config.steps and not checkpoint.at(self.run_dir, done).exists():
                 self._save(done)
             raise
-        self.recorder.log(done, evaluation.metrics())
-        self.progress.say(f"step {done:,}: validation {evaluation}")
+        self.scores = self._scores()
+        self.recorder.log(done, evaluation.metrics() | self.scores)
+        scores = "".join(f", {name.removeprefix('val/')} {score:.4f}" for name, score in self.scores.items())
+        self.progress.say(f"step {done:,}: validation {evaluation}{scores}")
         if config.keep_best and done:
             if self.beginning and done == config.steps:  # to compare losses of the same tokens
                 self._keep_if_best(done, self._evaluate_on(self.beginning, done).loss)
             else:
                 self._keep_if_best(done, evaluation.loss)
         return evaluation
+
+    def _scores(self) -> dict[str, float]:
+        """What is evaluated beside the loss."""
+        if not self.questions:
+            return {}
+        plan = self.plan
+        score = hellaswag.accuracy(
+            self.model, self.questions, plan.how.micro_batch, self.world, plan.autocast
+        )
+        self.throughput.resume()
+        return {"val/hellaswag": score}
 
     def _sample(self, done: int) -> None:
         if self.world.is_main:
@@ -323,6 +342,7 @@ class Trainer:
             "tokens": config.steps * config.batch_tokens,
             "seconds": self.recorder.seconds(),
             **evaluation.metrics(),
+            **self.scores,
             "val/tokens": evaluation.tokens,
             "val/text_bytes": evaluation.text_bytes,
             **self._speed(self.throughput.mean),
