@@ -72,7 +72,7 @@ def test_a_run_logs_the_accuracy_that_each_ending_alone_gives(longer, file, tmp_
     right = cut = 0
     for row in map(json.loads, file.read_text().splitlines()):
         context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-        context = context.replace("[header]", "").replace(" [title]", ". ").replace("  ", " ")
+        context = context.strip().replace("[header]", "").replace(" [title]", ". ").replace("  ", " ")
         scores = []
         for ending in row["endings"]:
             ending = ending.replace("[substeps]", "").replace("  ", " ")
