@@ -86,22 +86,10 @@ def test_jobs_make_a_sweep_and_say_what_they_refuse(command_line, started, tiny,
 
 
 @pytest.mark.slow
-def test_tasks_of_a_job_are_ranks_of_a_run(command_line, tiny, tmp_path):
+def test_a_job_that_is_told_of_its_end_saves_is_queued_again_and_continues(user_environment, tiny, tmp_path):
+    """As submitit tells it under SLURM: by SIGUSR2, 120 s before. The tasks of a job are ranks, and agree."""
     pytest.importorskip("submitit")
-    tasks = ["hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=sweep"]
-    done = command_line("train.py", "-m", "hydra/launcher=local", *tiny, *tasks)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads((tmp_path / "sweep/0_nano_auto/facts.json").read_text())
-    assert facts["world_size"] == 2
-
-
-@pytest.mark.slow
-def test_a_job_that_is_told_of_its_end_saves_is_queued_again_and_continues(
-    started, user_environment, tiny, tmp_path
-):
-    """As submitit tells it under SLURM: by SIGUSR2, 120 s before."""
-    pytest.importorskip("submitit")
-    long = [*tiny, "trainer.steps=600", "trainer.resume=auto"]
+    long = [*tiny, "trainer.steps=600", "trainer.resume=auto", "hydra.launcher.tasks_per_node=2"]
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", "-m", "hydra/launcher=local", *long, "hydra.sweep.dir=sweep"],
         cwd=tmp_path,
@@ -114,10 +102,11 @@ def test_a_job_that_is_told_of_its_end_saves_is_queued_again_and_continues(
     while not (metrics.exists() and metrics.read_text().count("\n") > 5):
         assert process.poll() is None
         time.sleep(0.02)
-    (job,) = (number for number, words in processes() if f"submitit.core._submit {tmp_path}" in words)
+    job, _ = (number for number, words in processes() if f"submitit.core._submit {tmp_path}" in words)
     os.kill(job, signal.SIGUSR2)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
+    assert json.loads((tmp_path / "sweep/0_nano_auto/facts.json").read_text())["world_size"] == 2
     (said,) = (tmp_path / "sweep/.submitit").glob("*/*_0_log.out")
     assert re.search(r"stopped at step (\d+) and saved", said.read_text())
     assert sorted(measured(tmp_path / "sweep/0_nano_auto", "train/loss")) == list(range(1, 601))

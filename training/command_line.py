@@ -210,7 +210,7 @@ def _correction(wrong: str) -> str:
 
 
 def _check_directory(options: Namespace) -> None:
-    """Exit if the run directory is an empty string, or a setting that Hydra ignores with or without -m."""
+    """Exit if the run directory is an empty string, or for a setting that Hydra ignores with or without -m."""
     sweeps = options.multirun or "hydra.mode=MULTIRUN" in options.overrides
     for word in options.overrides:
         key, _, value = word.lstrip("+").partition("=")
@@ -223,6 +223,8 @@ def _check_directory(options: Namespace) -> None:
                 f"error: {word}: with -m every run gets its own directory; "
                 f"name the parent of them all with hydra.sweep.dir={value}"
             )
+        if re.match(r"hydra[/.](launcher|sweeper)", key) and not sweeps:
+            sys.exit(f"error: {word}: this needs -m")
         if key in ("hydra.sweep.dir", "hydra.sweep.subdir") and not sweeps:
             sys.exit(
                 f"error: {word}: this needs -m; without -m, name the run directory with hydra.run.dir=..."
