@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -78,15 +78,18 @@ class _Job:
 
     def __init__(self, task: Callable[[Config, Path], float | None], makes_run: bool) -> None:
         self.task, self.makes_run, self.command = task, makes_run, sys.argv
-        self.begun = False
+        self.begun = self.elsewhere = False
         self.refused: list[str] = []  # printed at the end: a sweep continues with its other runs
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"elsewhere": True}
 
     def run(self, cfg: DictConfig) -> float | None:
         self.begun = True
         hydra_config = HydraConfig.get()
         run_dir = Path(hydra_config.runtime.output_dir)
         sweeps = hydra_config.mode is RunMode.MULTIRUN
-        if jobs.inside():
+        if self.elsewhere:
             sys.argv = self.command  # environment.json has it
             jobs.join_ranks()
         try:
@@ -108,7 +111,7 @@ class _Job:
             self._refuse(f"error: a library of torch's cannot be loaded: {error} ({fix})", run_dir)
             return math.inf
         except SystemExit as stopped:
-            if jobs.inside():
+            if self.elsewhere:
                 jobs.hand_on(stopped)
             raise
         finally:
@@ -117,7 +120,7 @@ class _Job:
 
     def _refuse(self, line: str, run_dir: Path) -> None:
         self.refused.append(line)
-        if jobs.inside() and torchrun.is_main_rank():
+        if self.elsewhere and torchrun.is_main_rank():
             jobs.note_refused(run_dir.parent, line)
 
 

@@ -59,7 +59,9 @@ def load(config: Config, tokenizer: tiktoken.Encoding) -> list[Question]:
         questions = [_question(json.loads(line), tokenizer) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a file of HellaSwag's ({type(error).__name__}: {error}).") from None
-    longest = max((ending.scored for each in questions for ending in each.endings), default=0)
+    if not questions:
+        raise ConfigError(f"{path} has no questions.")
+    longest = max(ending.scored for each in questions for ending in each.endings)
     if longest > config.model.seq_len:
         raise ConfigError(
             f"trainer.hellaswag: its longest ending has {longest} tokens, more than model.seq_len="

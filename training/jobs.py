@@ -39,11 +39,6 @@ def extra_with(config: str) -> str | None:
     return next((extra for start, extra in brings.items() if config.startswith(start)), None)
 
 
-def inside() -> bool:
-    """Whether this process is a job."""
-    return "SUBMITIT_FOLDER" in os.environ
-
-
 def join_ranks() -> None:
     """In a job of several tasks, tell each its rank as torchrun would."""
     from submitit import JobEnvironment

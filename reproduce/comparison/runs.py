@@ -28,7 +28,7 @@ _BOOKKEEPING = (
     "logger.*",
     "data.cache_dir",
     "data.workers",
-    "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_(tokens|prompt|every))",
+    "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_(tokens|prompt|every)|hellaswag(_file)?)",
 )
 # What a run resolved, and the settings it was resolved from; where all runs recorded the former, only it is compared.
 _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")

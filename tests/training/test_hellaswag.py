@@ -186,6 +186,9 @@ def test_files_and_lengths_that_cannot_work_are_refused(config, longer, file, tm
         hellaswag.load(having(config, hellaswag_file=str(file)), bytes_)
     with pytest.raises(ConfigError, match="does not exist"):
         hellaswag.load(having(longer, hellaswag_file=str(tmp_path / "gone.jsonl")), bytes_)
+    file.write_text("")
+    with pytest.raises(ConfigError, match="has no questions"):
+        hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_)
     file.write_text('{"question": 1}\n')
     with pytest.raises(ConfigError, match=r"is not a file of HellaSwag's \(KeyError: 'activity_label'\)"):
         hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_)
