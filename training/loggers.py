@@ -43,7 +43,7 @@ class Logger:
         """Take a text that the model wrote after `step` steps."""
 
     def alert(self, why: str) -> None:
-        """Tell someone that the run gives up."""
+        """Tell someone that the run ends with an error."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Close; `summary` is empty when the run did not end well."""

@@ -142,7 +142,7 @@ class Recorder:
         return text
 
     def alert(self, why: str) -> None:
-        """Say that the run gives up."""
+        """Tell someone that the run ends with an error."""
         for logger in self._loggers:
             logger.alert(why)
 

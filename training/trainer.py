@@ -125,8 +125,10 @@ class Trainer:
                 self.recorder.close(self.model, summary, self.throughput.windows)
             elif self.world.is_main:
                 print(stopped(self.plan, self.done), flush=True)
-        except BaseException:
+        except BaseException as error:
             summary = {}  # tells the loggers that the run failed
+            if isinstance(error, Exception):  # nobody stopped it
+                self.recorder.alert(str(error) if isinstance(error, ConfigError) else repr(error))
             raise
         finally:
             # Last: online, wandb may take long to close, and the run's own files are whole by then.
@@ -302,9 +304,9 @@ class Trainer:
             f"the newest checkpoint from before is {kept[-1]}" if kept else "no checkpoint was saved before"
         )
         wider = "" if self.plan.how.dtype is torch.float32 else ", or try trainer.precision=fp32"
-        told = f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
-        self.recorder.alert(told)
-        raise ConfigError(told)
+        raise ConfigError(
+            f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
+        )
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)

@@ -212,9 +212,8 @@ def _run_paths(path: Path, depth: int) -> list[Path]:
         return [path]
     if not depth:
         return []
-    inside = sorted(
-        (each for each in path.iterdir() if each.is_dir() and not each.is_symlink()), key=_natural
-    )
+    folders = (each for each in path.iterdir() if each.is_dir() and not each.is_symlink())
+    inside = sorted((each for each in folders if not each.name.startswith(".")), key=_natural)
     return [run for each in inside for run in _run_paths(each, depth - 1)]
 
 

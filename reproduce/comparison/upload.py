@@ -24,14 +24,21 @@ def upload(page: Path, runs: list[Run]) -> str:
         check_wandb(LoggerConfig(project=project))
         mode = wandb_mode(LoggerConfig().mode)
     except ConfigError as error:
-        raise ReproduceError(str(error)) from None
+        remedy = (
+            str(error)
+            .replace("logger.mode=offline", "WANDB_MODE=offline")
+            .replace("use logger=none", "no --wandb")
+        )
+        raise ReproduceError(remedy) from None
     import wandb
 
     name = page.resolve().parent.name
+    folder = page.parent / ".compare"  # hidden: it is no run to compare
+    folder.mkdir(exist_ok=True)
     try:
         with wandb.init(
             mode=mode,
-            dir=page.parent,
+            dir=folder,
             project=project,
             job_type="compare",
             name=f"compare {name}",
@@ -43,7 +50,7 @@ def upload(page: Path, runs: list[Run]) -> str:
             artifact.add_file(str(page))
             run.log_artifact(artifact)
             run.log({"compare": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
-            where = run.url if mode == "online" else f"wandb sync {Path(run.dir).parent}"
+            where = run.url if mode == "online" else f"wandb sync {os.path.relpath(Path(run.dir).parent)}"
     except (wandb.errors.Error, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ReproduceError(f"the page was not sent to wandb: {reason}; it is in {page}") from error
