@@ -24,12 +24,8 @@ def upload(page: Path, runs: list[Run]) -> str:
         check_wandb(LoggerConfig(project=project))
         mode = wandb_mode(LoggerConfig().mode)
     except ConfigError as error:
-        remedy = (
-            str(error)
-            .replace("logger.mode=offline", "WANDB_MODE=offline")
-            .replace("use logger=none", "no --wandb")
-        )
-        raise ReproduceError(remedy) from None
+        remedy = str(error).replace("logger.mode=offline", "WANDB_MODE=offline")
+        raise ReproduceError(remedy.replace("use logger=none", "leave out --wandb")) from None
     import wandb
 
     name = page.resolve().parent.name
