@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from . import documents
 from .arguments import check_inputs, check_scale, in_autocast_dtype, refuse_features
 from .library import HALF, needs_cuda, with_blind_rows
 from .registry import AttentionFn, AttentionRequest, register_attention
@@ -25,16 +26,51 @@ def _refuses(request: AttentionRequest) -> str | None:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:
         return f"it needs the package flash-attn-4, pip install flash-attn-4 ({error})"
-    return request.unsupported(set())
+    return request.unsupported({"cu_seqlens"})
 
 
 @register_attention("fa4", refuses=_refuses, lazy=True)
 def load() -> AttentionFn:
     """Lazy: the package takes seconds to import. It compiles each kernel on first use, and causes a graph break in
     torch.compile."""
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    return functools.partial(fa4, flash_attn_func=torch.compiler.disable(flash_attn_func))
+    return functools.partial(
+        fa4_or_documents,
+        flash_attn_func=torch.compiler.disable(flash_attn_func),
+        flash_attn_varlen_func=flash_attn_varlen_func,
+    )
+
+
+def fa4_or_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    flash_attn_func: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    flash_attn_varlen_func: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    **features: object,
+) -> torch.Tensor:
+    """`fa4`, and `flash_attn.cute.flash_attn_varlen_func` for packed documents."""
+    if cu_seqlens is None:
+        return fa4(q, k, v, flash_attn_func=flash_attn_func, causal=causal, scale=scale, **features)
+
+    def attend(q, k, v, ends, longest, causal, scale):
+        lengths = {
+            "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
+        return flash_attn_varlen_func(q, k, v, **lengths, softmax_scale=scale, causal=causal)[0]
+
+    q, k, v, scale = documents.checked("fa4", (q, k, v), cu_seqlens, scale, features)
+    from .varlen import by_document  # imports the compiler
+
+    return by_document(attend, q, k, v, cu_seqlens, causal, scale)
 
 
 def fa4(

@@ -4,17 +4,20 @@
 `sdpa_efficient` and `sdpa_math` force one of its backends; `flex` is torch.nn.attention.flex_attention.
 
 SDPA's `is_causal` is aligned top-left, ours bottom-right. With more keys than queries a mask is passed instead; with
-more queries than keys the first queries, which see nothing, are cut off, and what is left is square.
+more queries than keys the first queries, which see nothing, are cut off, and what is left is square. Packed documents
+go another way: documents.py.
 """
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from . import documents
 from .arguments import check_dropout, check_inputs, check_scale, in_autocast_dtype, refuse_features
 from .registry import AttentionError, AttentionRequest, register_attention
 
@@ -137,8 +140,33 @@ def sdpa(
         ) from error
 
 
+def sdpa_or_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    name: str,
+    cu_seqlens: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """`sdpa`, which keeps to packed documents if there are any, then without dropout."""
+    if cu_seqlens is None:
+        return sdpa(q, k, v, name=name, **options)
+    backend = _SDPA[name]
+    only = nullcontext() if backend is None else sdpa_kernel(backend)
+    return documents.sdpa(q, k, v, cu_seqlens, name=name, only=only, **options)
+
+
+def _unsupported(request: AttentionRequest, supported: set[str]) -> str | None:
+    """A reason to refuse; with packed documents no other feature is supported."""
+    if "cu_seqlens" not in request.features:
+        return request.unsupported(supported)
+    reason = request.unsupported({"cu_seqlens"})
+    return reason and f"{reason} beside cu_seqlens (packed documents)"
+
+
 def _refuses_any(request: AttentionRequest) -> str | None:
-    return request.unsupported({"dropout_p"})
+    return _unsupported(request, {"dropout_p"})
 
 
 def _refuses_flash(request: AttentionRequest) -> str | None:
@@ -149,7 +177,7 @@ def _refuses_flash(request: AttentionRequest) -> str | None:
             return f"it takes head_dim up to 256, not {request.head_dim}"
     elif "dropout_p" in request.features:
         return f"it has no dropout on {request.device.type}"
-    return request.unsupported({"dropout_p"})
+    return _unsupported(request, {"dropout_p"})
 
 
 def _refuses_efficient(request: AttentionRequest) -> str | None:
@@ -162,7 +190,7 @@ def _refuses_efficient(request: AttentionRequest) -> str | None:
         return (
             f"it takes a head_dim that is a multiple of {multiple} in {request.dtype}, not {request.head_dim}"
         )
-    return request.unsupported({"dropout_p"})
+    return _unsupported(request, {"dropout_p"})
 
 
 def _refuses_cudnn(request: AttentionRequest) -> str | None:
@@ -186,7 +214,7 @@ for _name, _refuses in (
     ("sdpa_efficient", _refuses_efficient),
     ("sdpa_math", _refuses_any),
 ):
-    register_attention(_name, refuses=_refuses)(functools.partial(sdpa, name=_name))
+    register_attention(_name, refuses=_refuses)(functools.partial(sdpa_or_documents, name=_name))
 
 
 def _refuses_flex(request: AttentionRequest) -> str | None:
@@ -196,7 +224,7 @@ def _refuses_flex(request: AttentionRequest) -> str | None:
         return f"it takes float16, bfloat16 and float32, not {request.dtype}"
     if request.head_dim < 16:
         return f"it takes a head_dim of at least 16, not {request.head_dim}"
-    return request.unsupported({"window", "softcap", "alibi_slopes", "return_lse"})
+    return _unsupported(request, {"window", "softcap", "alibi_slopes", "return_lse"})
 
 
 @functools.cache
@@ -208,7 +236,6 @@ def compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-@register_attention("flex", refuses=_refuses_flex)
 def flex(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -270,3 +297,19 @@ def _flex_mask(q_len: int, kv_len: int, causal: bool, left: int, right: int, dev
         return seen
 
     return create_block_mask(visible, None, None, q_len, kv_len, device=device)
+
+
+@register_attention("flex", refuses=_refuses_flex)
+def flex_or_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`flex`, which keeps to packed documents if there are any."""
+    if cu_seqlens is None:
+        return flex(q, k, v, **options)
+    attend = None if torch.compiler.is_compiling() else compiled_flex_attention()
+    return documents.flex(q, k, v, cu_seqlens, attend=attend, **options)

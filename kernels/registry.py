@@ -161,7 +161,8 @@ def resolve_attention(
     interpreted = request.device.type != "cuda" and tier == "auto"
     candidates = [each for each in PREFERENCE if each != "flash" or not interpreted]
     able = [each for each in candidates if _reason(each, request) is None]
-    if head_dim > FLASH_HEAD_DIM and "sdpa" in able:
+    # Of packed documents that is not measured.
+    if head_dim > FLASH_HEAD_DIM and "sdpa" in able and "cu_seqlens" not in request.features:
         able.insert(0, "sdpa")
     if name == "auto":
         if not able:

@@ -506,8 +506,19 @@ def test_a_killed_run_leaves_a_checkpoint_that_can_be_sampled_from(
     assert done.returncode == 0, done.stderr
 
 
-def test_two_ranks_give_the_same_losses_as_one_rank(started, user_environment, tiny, tmp_path):
+def test_two_ranks_give_the_same_losses_as_one_rank(
+    started, user_environment, tiny, tmp_path, tmp_path_factory
+):
     """Real gloo ranks: same losses, same evaluation, one run directory."""
+    question = {
+        "activity_label": "Fox",
+        "ctx_a": "It jumps",
+        "ctx_b": "",
+        "endings": ["over", "a", "dog", "box"],
+    }
+    questions = tmp_path_factory.mktemp("hellaswag") / "five.jsonl"
+    questions.write_text("".join(json.dumps(question | {"label": label}) + "\n" for label in (0, 1, 2, 2, 3)))
+    tiny = [*tiny, "trainer.hellaswag=true", f"trainer.hellaswag_file={questions}", "trainer.sample_every=5"]
     assert started(train.main, *tiny, "hydra.run.dir=one") == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     two = subprocess.run(
@@ -523,5 +534,6 @@ def test_two_ranks_give_the_same_losses_as_one_rank(started, user_environment, t
     evaluated = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two")]
     assert evaluated[1]["val/loss"] == pytest.approx(evaluated[0]["val/loss"], rel=1e-5)
     assert evaluated[1]["val/tokens"] == evaluated[0]["val/tokens"]
+    assert evaluated[1]["val/hellaswag"] == evaluated[0]["val/hellaswag"] in (0.2, 0.4)
     assert evaluated[1]["world_size"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]

@@ -1,5 +1,6 @@
 """wandb online: the real client and the real command line, against a local server (wandb_stub.py)."""
 
+import json
 import os
 import re
 import signal
@@ -74,13 +75,15 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 def test_resuming_continues_the_wandb_run_only_in_the_same_directory(start, server, tmp_path):
-    said = ended(start("logger.group=both", "logger.tags=[mine]", "attention=naive"))
+    texts = ["trainer.sample_every=5", "trainer.sample_prompt=quick"]
+    said = ended(start("logger.group=both", "logger.tags=[mine]", "attention=naive", *texts))
     ((name, run),) = server.runs.items()
     assert f"{server.url}/someone/tilegpt/runs/{name}" in said
     assert "wandb:" not in said
     assert run.facts["groupName"] == "both"
     assert run.facts["tags"] == ["naive", "mine"]
-    assert run.config["resolved"]["attention"] == "naive"
+    resolved = run.config["resolved"]
+    assert (resolved["attention"], resolved["attention_tier"], resolved["world_size"]) == ("naive", None, 1)
     assert run.config["trainer"]["steps"] == 12
     losses = {row["step"]: row["train/loss"] for row in run.history if "train/loss" in row}
     assert losses == pytest.approx(
@@ -89,6 +92,10 @@ def test_resuming_continues_the_wandb_run_only_in_the_same_directory(start, serv
     assert [row["tokens"] for row in run.history] == [256 * row["step"] for row in run.history]
     assert run.summary["val/perplexity"] > 1
     assert run.exit_code == 0
+    table = json.loads(server.files["samples.table.json"])
+    assert table["columns"] == ["step", "prompt", "text"]
+    assert [row[:2] for row in table["data"]] == [[5, "quick"], [10, "quick"], [12, "quick"]]
+    assert all(row[2].startswith("quick") for row in table["data"])
 
     ended(start("trainer.steps=15", "trainer.resume=run"))
     assert list(server.runs.values()) == [run]
@@ -219,3 +226,77 @@ def kill_service(folder: Path) -> int:
         except OSError:  # gone by now, or another user's
             continue
     return killed
+
+
+@pytest.mark.slow
+def test_a_run_that_gives_up_sends_an_alert(start, server, tmp_path):
+    process = start("optimizer.lr=1e30", "trainer.sample_every=1")  # a broken model is not to be sampled
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    told = err.splitlines()[-1].removeprefix("error: ")
+    assert " at step " in told
+    (alert,) = server.alerts
+    assert (alert["title"], alert["text"], alert["severity"]) == ("run gave up", told, "ERROR")
+    (run,) = server.runs.values()
+    assert run.exit_code == 1
+
+
+@pytest.mark.slow
+def test_names_of_runs_tell_sweeps_apart(server, user_environment, tiny, tmp_path):
+    for sweep in (["hydra.sweep.dir=mine"], []):
+        command = [
+            sys.executable,
+            ROOT / "train.py",
+            "-m",
+            *tiny,
+            "logger=wandb",
+            "attention=naive,sdpa",
+            *sweep,
+        ]
+        subprocess.run(
+            command,
+            env=user_environment | server.variables,
+            cwd=tmp_path,
+            timeout=120,
+            capture_output=True,
+            check=True,
+        )
+    (unnamed,) = (tmp_path / "runs").iterdir()
+    number = unnamed.name[-4:]
+    assert sorted(run.facts["displayName"] for run in server.runs.values()) == [
+        *(f"0_nano_naive {number}", "0_nano_naive mine", f"1_nano_sdpa {number}", "1_nano_sdpa mine")
+    ]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_the_server_leads(server, user_environment, tiny, tmp_path):
+    """`wandb sweep` takes the example, `wandb agent` starts its command, and each run is the one asked for."""
+    lines = (ROOT / "examples/wandb_sweep.yaml").read_text()
+    command = [str(ROOT / "train.py"), *tiny, "logger=wandb"]
+    ours = re.sub(r'"\$\{program\}".*(?=, "\$\{args)', lambda _: ", ".join(map(json.dumps, command)), lines)
+    assert ours != lines
+    (tmp_path / "sweep.yaml").write_text(ours)
+    server.trials += [{"optimizer.lr": 3e-3, "optimizer.weight_decay": 0.1}, {"optimizer.lr": 1e-4}]
+
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def wandb(*args: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", *args],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env=user_environment | server.variables | path | {"WANDB_SILENT": "false"},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    (agent,) = re.findall(r"wandb (agent someone/\S+)", wandb("sweep", "sweep.yaml", "-p", "tilegpt"))
+    wandb(*agent.split())
+    assert sorted(server.runs) == ["trial0", "trial1"]
+    for name, rate in (("trial1", 3e-3), ("trial0", 1e-4)):
+        run = server.runs[name]
+        assert run.config["optimizer"]["lr"] == rate
+        assert run.summary["val/loss"] > 0
+        assert run.exit_code == 0

@@ -9,6 +9,7 @@ with `silent` it leaves requests unanswered, and counts them in `waiting`.
 """
 
 import json
+import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,6 +44,10 @@ class WandbStub:
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
         self.views: list[dict[str, Any]] = []
+        self.alerts: list[dict[str, Any]] = []
+        self.files: dict[str, bytes] = {}  # of artifacts, by name
+        self.sweep = ""  # the YAML of `wandb sweep`
+        self.trials: list[dict[str, Any]] = []  # what `wandb agent` is told to run, one after the other
         self.stranger = self.leaves = self.silent = False
         self.waiting = 0
         handler = type("Handler", (_Handler,), {"stub": self})
@@ -76,6 +81,34 @@ class WandbStub:
             return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": files}}
         if operation == "ServerFeaturesQuery":
             return {"serverInfo": {"features": []}}
+        if operation == "UpsertSweep":
+            self.sweep = given["config"]
+            project = {"name": given["projectName"], "entity": {"name": "someone"}}
+            return {
+                "upsertSweep": {"sweep": {"name": "s", "project": project}, "configValidationWarnings": []}
+            }
+        if operation == "SweepWithRuns":
+            return {"project": {"sweep": {"config": self.sweep, "runs": {"edges": []}}}}
+        if operation == "CreateAgent":
+            return {"createAgent": {"agent": {"id": "a"}}}
+        if operation == "Heartbeat":
+            return {"agentHeartbeat": {"agent": {"id": "a"}, "commands": json.dumps(self._orders(given))}}
+        if operation == "NotifyScriptableRunAlert":
+            self.alerts.append(given)
+            return {"notifyScriptableRunAlert": {"success": True}}
+        if operation == "ArtifactType":
+            return {"project": {"artifact": None}}
+        if operation == "CreateArtifact":
+            artifact = {"id": "a", "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
+            return {"createArtifact": {"artifact": artifact}}
+        if operation == "CreateArtifactManifest":
+            manifest = {"id": "m", "file": self._place("wandb_manifest.json")}
+            return {"createArtifactManifest": {"artifactManifest": manifest}}
+        if operation == "CreateArtifactFiles":
+            nodes = [self._place(each["name"]) for each in given["input"]["artifactFiles"]]
+            return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+        if operation == "CommitArtifact":
+            return {"commitArtifact": {"artifact": {"id": "a", "digest": ""}}}
         if "upsertView" in query:
             self.views.append(given | {"spec": json.loads(given["spec"])})
             view = {
@@ -85,6 +118,30 @@ class WandbStub:
             }
             return {"upsertView": {"view": view, "inserted": True}}
         return {}
+
+    def _orders(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """For an agent: the next trial if it has none running, and to leave after the last one."""
+        if json.loads(given["runState"]):
+            return []
+        if not self.trials:
+            return [{"type": "exit"}]
+        trial = self.trials.pop(0)
+        arguments = {name: {"value": value} for name, value in trial.items()}
+        return [
+            {"type": "run", "run_id": f"trial{len(self.trials)}", "program": "train.py", "args": arguments}
+        ]
+
+    def _place(self, name: str) -> dict[str, Any]:
+        """Where a client uploads a file of an artifact, to be found in `files` then."""
+        return {
+            "id": "f",
+            "name": name,
+            "displayName": name,
+            "uploadUrl": f"{self.url}/upload/{name}",
+            "uploadHeaders": [],
+            "storagePath": name,
+            "artifact": {"id": "a"},
+        }
 
     def _known(self, name: str) -> dict[str, Any] | None:
         """An existing run, as a client that resumes it needs it."""
@@ -144,7 +201,10 @@ class _Handler(BaseHTTPRequestHandler):
             if self.stub.stranger:
                 return self._send({"errors": [{"message": "user is not logged in"}]}, 401)
             asked = json.loads(body)
-            operation, given = asked.get("operationName") or "", asked.get("variables") or {}
+            named = re.search(
+                r"(?:query|mutation) (\w+)", asked["query"]
+            )  # not every client sends operationName
+            operation, given = asked.get("operationName") or (named or " ")[1], asked.get("variables") or {}
             self._send({"data": self.stub.answer(operation, asked["query"], given)})
             if operation == "UpsertBucket" and self.stub.leaves:
                 self.stub.leaves = False
@@ -157,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({})
 
     def do_PUT(self) -> None:
-        self._body()
+        self.stub.files[self.path.removeprefix("/upload/")] = self._body()
         self._send({})
 
     def _body(self) -> bytes:

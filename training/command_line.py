@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from . import torchrun
+from . import jobs, torchrun
 from .config import Config, ConfigError, from_hydra, is_users_mistake
 from .console import quoted_for_shell
 from .files import REMEDY
@@ -47,17 +47,16 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
         usage: what --help prints; empty: the help of train.py, from configs/train.yaml.
     """
     sys.stdout.reconfigure(errors="replace")  # for a model's text, where the terminal or file is not UTF-8
-    makes_run = makes_run and torchrun.is_main_rank()  # rank 0 names the run directory and tells the others
     arguments = [_expand_home(word) for word in sys.argv[1:]]
     options = _checked(arguments)
-    ours = [] if makes_run else ["hydra.run.dir=."]
+    # Rank 0 names the run directory, and tells the others.
+    ours = [] if makes_run and torchrun.is_main_rank() else ["hydra.run.dir=."]
     if usage:
         ours.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
     # Right after the user's settings, since Hydra takes settings in one block only; without any, before all options.
     theirs = options.overrides
     end = len(arguments) - arguments[::-1].index(theirs[-1]) if theirs else 0
     sys.argv[1:] = [*arguments[:end], *ours, *arguments[end:]]
-    OmegaConf.register_new_resolver("run_name", _run_name, use_cache=True, replace=True)
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
 
@@ -75,18 +74,24 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
 
 
 class _Job:
-    """What Hydra calls with a composed config, in a sweep once a run."""
+    """What Hydra calls with a composed config, in a sweep once a run; pickled, if each has a process of its own."""
 
     def __init__(self, task: Callable[[Config, Path], float | None], makes_run: bool) -> None:
-        self.task, self.makes_run = task, makes_run
-        self.begun = False
+        self.task, self.makes_run, self.command = task, makes_run, sys.argv
+        self.begun = self.elsewhere = False
         self.refused: list[str] = []  # printed at the end: a sweep continues with its other runs
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"elsewhere": True}
 
     def run(self, cfg: DictConfig) -> float | None:
         self.begun = True
         hydra_config = HydraConfig.get()
         run_dir = Path(hydra_config.runtime.output_dir)
         sweeps = hydra_config.mode is RunMode.MULTIRUN
+        if self.elsewhere:
+            sys.argv = self.command  # environment.json has it
+            jobs.join_ranks()
         try:
             config = from_hydra(cfg)
             if sweeps and config.logger.group is None:
@@ -97,17 +102,26 @@ class _Job:
         except ValueError as error:
             if not is_users_mistake(error):
                 raise
-            self.refused.append(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}")
+            self._refuse(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}", run_dir)
             return math.inf  # a search avoids what diverges, or does not fit into memory
         except (ImportError, OSError) as error:
             if ".so" not in str(error):
                 raise
             fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
-            self.refused.append(f"error: a library of torch's cannot be loaded: {error} ({fix})")
+            self._refuse(f"error: a library of torch's cannot be loaded: {error} ({fix})", run_dir)
             return math.inf
+        except SystemExit as stopped:
+            if self.elsewhere:
+                jobs.hand_on(stopped)
+            raise
         finally:
-            if self.makes_run and not any(run_dir.iterdir()):
+            if self.makes_run and torchrun.is_main_rank() and not any(run_dir.iterdir()):
                 run_dir.rmdir()  # the run ended before it wrote anything
+
+    def _refuse(self, line: str, run_dir: Path) -> None:
+        self.refused.append(line)
+        if self.elsewhere and torchrun.is_main_rank():
+            jobs.note_refused(run_dir.parent, line)
 
 
 @contextmanager
@@ -184,6 +198,7 @@ def _checked(arguments: list[str]) -> Namespace:
         )
     _check_groups(options.overrides)
     _check_directory(options)
+    jobs.prepare(options.overrides)
     return options
 
 
@@ -198,7 +213,7 @@ def _correction(wrong: str) -> str:
 
 
 def _check_directory(options: Namespace) -> None:
-    """Exit if the run directory is an empty string, or a setting that Hydra ignores with or without -m."""
+    """Exit if the run directory is an empty string, or for a setting that Hydra ignores with or without -m."""
     sweeps = options.multirun or "hydra.mode=MULTIRUN" in options.overrides
     for word in options.overrides:
         key, _, value = word.lstrip("+").partition("=")
@@ -211,6 +226,8 @@ def _check_directory(options: Namespace) -> None:
                 f"error: {word}: with -m every run gets its own directory; "
                 f"name the parent of them all with hydra.sweep.dir={value}"
             )
+        if re.match(r"hydra[/.](launcher|sweeper)", key) and not sweeps:
+            sys.exit(f"error: {word}: this needs -m")
         if key in ("hydra.sweep.dir", "hydra.sweep.subdir") and not sweeps:
             sys.exit(
                 f"error: {word}: this needs -m; without -m, name the run directory with hydra.run.dir=..."
@@ -237,11 +254,16 @@ def _run_name(*parts: str) -> str:
     return "_".join([time.strftime("%Y-%m-%d_%H-%M-%S"), *parts, secrets.token_hex(2)])
 
 
+OmegaConf.register_new_resolver("run_name", _run_name, use_cache=True, replace=True)  # here, for jobs too
+
+
 def _explain(error: Exception) -> str:
     """One line for a composition error, with the nearest name where a name is wrong."""
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        if extra := jobs.extra_with(error.missing_cfg_file):
+            return f"{error.missing_cfg_file} is not installed: pip install '.[{extra}]' in the checkout"
         group, _, option = error.missing_cfg_file.partition("/")
-        if options := options_of(group):
+        if group != "hydra" and (options := options_of(group)):
             return f"{group}={option} is not an option; {group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         quoted = quoted_for_shell(error.override)

@@ -181,6 +181,10 @@ class TrainerConfig:
     # Tokens that an evaluation predicts, from the start of the validation split, the same each time. null: all of it.
     # The last evaluation always is of the whole split.
     eval_tokens: int | None = None
+    # At each evaluation also the accuracy on HellaSwag, val/hellaswag: lm-evaluation-harness's acc_norm, zero-shot.
+    hellaswag: bool = False
+    # Its hellaswag_val.jsonl. null: downloaded once into data.cache_dir.
+    hellaswag_file: str | None = None
     # Steps between checkpoints; 0: at the end only.
     save_every: int = 0
     # Checkpoints to keep, newest first.
@@ -201,14 +205,16 @@ class TrainerConfig:
     profile_step: int | None = None
     # Tokens of generated text at the end of the run.
     sample_tokens: int = 200
-    # The text that it starts from; empty: a new document.
+    # Steps between texts during the run; 0: at the end only.
+    sample_every: int = 0
+    # What they start from; empty: a new document.
     sample_prompt: str = ""
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "log_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("steps", "grad_clip", "eval_every", "save_every", "sample_tokens"):
+        for name in ("steps", "grad_clip", "eval_every", "save_every", "sample_tokens", "sample_every"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"trainer.{name} is {getattr(self, name)}; it must be finite, and 0 or more."
@@ -237,6 +243,10 @@ class TrainerConfig:
         """Whether a row of metrics is due: also where a checkpoint is, so that no broken model is saved."""
         return self.saves_at(done) or _due(done, self.log_every) or done == 1
 
+    def samples_at(self, done: int) -> bool:
+        """Whether a text is due during the run; the one at its end follows the results."""
+        return bool(self.sample_tokens) and done < self.steps and _due(done, self.sample_every)
+
     def evaluates_at(self, done: int) -> bool:
         """Whether an evaluation is due after `done` steps; one always is after the last."""
         return done == self.steps or (done > 0 and _due(done, self.eval_every))
@@ -244,7 +254,7 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    """metrics.csv is always written; wandb is the option."""
+    """metrics.csv is always written; wandb and TensorBoard are options."""
 
     # Send the metrics to wandb as well.
     wandb: bool = True
@@ -256,6 +266,8 @@ class LoggerConfig:
     group: str | None = None
     # Beside the name of the attention, which always is one.
     tags: list[str] = field(default_factory=list)
+    # Write the metrics for TensorBoard as well, into the run directory.
+    tensorboard: bool = False
 
 
 @dataclass

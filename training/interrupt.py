@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 (SLURM's warning) and a terminal that closes: finish the step in hand, and save."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 (SLURM, submitit), a terminal that closes: finish the step in hand, save."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Interrupt:
 
         heard = [signal.SIGINT, signal.SIGTERM]
         if hasattr(signal, "SIGUSR1"):  # not on Windows
-            heard.append(signal.SIGUSR1)
+            heard += [signal.SIGUSR1, signal.SIGUSR2]
         if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:  # under nohup the run continues
             heard.append(hangup)
         previous = {number: signal.signal(number, note) for number in heard}

@@ -6,7 +6,7 @@ import csv
 import io
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from .files import unwritable, write_whole
 
@@ -21,6 +21,7 @@ COLUMNS = [
     "val/loss",
     "val/perplexity",
     "val/bits_per_byte",
+    "val/hellaswag",
     "perf/step_ms",
     # Parts of the above; on CUDA as the device saw it. The rest is logging and the loop itself.
     "perf/data_ms",
@@ -34,9 +35,15 @@ COLUMNS = [
 ]
 
 
-class Logger(Protocol):
+class Logger:
     def log(self, metrics: dict[str, float]) -> None:
         """Take a row: `step`, `tokens`, `seconds` and any of the other COLUMNS."""
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Take a text that the model wrote after `step` steps."""
+
+    def alert(self, why: str) -> None:
+        """Tell someone that the run ends with an error."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Close; `summary` is empty when the run did not end well."""
@@ -76,7 +83,7 @@ def kept_rows(path: Path, step: int, evaluates: bool) -> Kept:
     return Kept(kept, abandoned)
 
 
-class CsvLogger:
+class CsvLogger(Logger):
     """metrics.csv: one row per log point, empty cells where nothing was measured, flushed at once."""
 
     def __init__(self, path: Path, kept: Kept) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of one optimizer step goes: a trace file, and a printed list of the costliest operations."""
+"""Where time and memory of one optimizer step go: a trace, a memory snapshot, a list of the costliest operations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ ROWS, NAME = 8, 70  # operations that are named, and how much of a kernel's name
 
 
 @contextmanager
-def profiled(what: str, path: Path, device: torch.device, say: Callable[[str], None]) -> Iterator[None]:
-    """Profile the block on `device`: its trace goes to `path` (.json.gz), its costliest operations to `say`."""
+def profiled(step: int, folder: Path, device: torch.device, say: Callable[[str], None]) -> Iterator[None]:
+    """Profile the block on `device`: its files go to `folder`, its costliest operations to `say`.
+
+    On CUDA every allocation is recorded too, with the lines of Python that made it.
+    """
     on_gpu = device.type == "cuda"
+    path = folder / f"trace-step-{step:08}.json.gz"
     # The profiler's backend writes lines of its own to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-    with profile(activities=activities) as profiler:
+    with (
+        profile(activities=activities) as profiler,
+        _memory(folder / f"memory-step-{step:08}.pickle", on_gpu, say),
+    ):
         yield
         if on_gpu:
             torch.cuda.synchronize(device)
@@ -31,7 +38,25 @@ def profiled(what: str, path: Path, device: torch.device, say: Callable[[str], N
     except OSError as error:  # the run is worth more than its trace
         path.unlink(missing_ok=True)
         where = f"no trace: {path} cannot be written ({error.strerror})"
-    say(f"{what}: {where}\n{_costliest(profiler, on_gpu)}")
+    say(f"step {step:,}: {where}\n{_costliest(profiler, on_gpu)}")
+
+
+@contextmanager
+def _memory(path: Path, on_gpu: bool, say: Callable[[str], None]) -> Iterator[None]:
+    """Record what CUDA's allocator does in the block, for PyTorch's viewer."""
+    if not on_gpu:
+        yield
+        return
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(str(path))
+        say(f"memory in {path}; open it at https://pytorch.org/memory_viz")
+    except OSError as error:  # the run is worth more than its snapshot
+        path.unlink(missing_ok=True)
+        say(f"no memory snapshot: {path} cannot be written ({error.strerror})")
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _costliest(profiler: profile, on_gpu: bool) -> str:

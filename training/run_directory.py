@@ -19,12 +19,13 @@ from .console import for_shell, printable, table
 from .distributed import World
 from .environment import environment
 from .files import unwritable, write_json, write_whole
-from .loggers import CsvLogger, kept_rows
+from .loggers import CsvLogger, Logger, kept_rows
 from .plan import Plan
 from .report import banner, in_sweep, result
 from .resume import AUTO
 from .sampling import sample_text
 from .seeds import stream_seed
+from .tensorboard_logger import TensorBoardLogger, check_tensorboard
 from .wandb_logger import WandbLogger, check_wandb
 
 LOCK = ".lock"
@@ -52,6 +53,7 @@ def _refusal(config: Config, run_dir: Path, lock: FileLock) -> str | None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
+        check_tensorboard(config.logger)
         check_wandb(config.logger)
     except Timeout:
         return f"{run_dir} is in use: another process trains there; wait for it, or choose another hydra.run.dir."
@@ -82,7 +84,8 @@ class Recorder:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._loggers = plan, []
+        self._plan = plan
+        self._loggers: list[Logger] = []
         config, step, before = plan.config, plan.start.step, plan.start.seconds
         if plan.world.is_main:
             self._kept = kept_rows(plan.run_dir / "metrics.csv", step, config.trainer.evaluates_at(step))
@@ -118,6 +121,8 @@ class Recorder:
         write_json(run_dir / "tokenizer.json", plan.corpus.manifest.tokenizer)
         write_json(run_dir / "environment.json", self._environment)
         write_json(run_dir / "facts.json", self._facts)
+        if plan.config.logger.tensorboard:
+            self._loggers.insert(0, TensorBoardLogger(plan.config, run_dir, plan.start.step))
         # First of all: a row is on disk before wandb gets it.
         self._loggers.insert(0, CsvLogger(run_dir / "metrics.csv", self._kept))
         print(table("tilegpt", [*self._banner, ("run", str(run_dir))]), flush=True)
@@ -127,6 +132,31 @@ class Recorder:
         tokens = done * self._plan.config.trainer.batch_tokens
         for logger in self._loggers:
             logger.log({"step": done, "tokens": tokens, "seconds": self.seconds(), **metrics})
+
+    def sample(self, done: int, model: GPT) -> str:
+        """Text from the model after `done` steps, which the loggers and sample.txt get as well."""
+        text = _sample(self._plan, model)
+        write_whole(self._plan.run_dir / "sample.txt", text)
+        for logger in self._loggers:
+            logger.sample(done, self._plan.config.trainer.sample_prompt, text)
+        return text
+
+    def alert(self, why: str) -> None:
+        """Tell someone that the run ends with an error."""
+        for logger in self._loggers:
+            logger.alert(why)
+
+    def close(self, model: GPT, summary: dict[str, Any], window_seconds: list[float]) -> None:
+        """Write and print the results of a finished run, and a sample from its model.
+
+        window_seconds: of a step, in each window that was measured.
+        """
+        config, run_dir = self._plan.config.trainer, self._plan.run_dir
+        write_json(run_dir / "summary.json", summary)
+        if config.sample_tokens:
+            print(f"\nsample\n{printable(self.sample(config.steps, model))}")
+        speeds = [config.batch_tokens / seconds for seconds in window_seconds]
+        print("\n" + table("done", result(summary, run_dir, speeds, config.keep_best)), flush=True)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Close the loggers; `summary` is empty when the run did not end well."""
@@ -148,21 +178,6 @@ def stopped(plan: Plan, done: int) -> str:
     if in_sweep(run_dir):  # -m would make another directory, and all its runs would resume this one
         how = f"without -m and with only this run's values, {how}"
     return f"stopped at step {done:,} and saved; to resume in the same directory, run the same command {how}"
-
-
-def close_run(plan: Plan, model: GPT, summary: dict[str, Any], window_seconds: list[float]) -> None:
-    """Write and print the results of a finished run, and a sample from its model.
-
-    window_seconds: of a step, in each window that was measured.
-    """
-    config = plan.config.trainer
-    write_json(plan.run_dir / "summary.json", summary)
-    if config.sample_tokens:
-        text = _sample(plan, model)
-        write_whole(plan.run_dir / "sample.txt", text)
-        print(f"\nsample\n{printable(text)}")
-    speeds = [config.batch_tokens / seconds for seconds in window_seconds]
-    print("\n" + table("done", result(summary, plan.run_dir, speeds, config.keep_best)), flush=True)
 
 
 def _sample(plan: Plan, model: GPT) -> str:

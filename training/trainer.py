@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, EvaluationBatches, prefetch
 
-from . import checkpoint
+from . import checkpoint, hellaswag
 from .config import Config, ConfigError
-from .console import Progress
+from .console import Progress, printable
 from .cuda_graphs import compiled_to_graphs
 from .distributed import World, world
 from .divergence import fault
@@ -28,7 +28,7 @@ from .plan import resolve
 from .precision import compiled
 from .profiling import profiled
 from .resume import finished, identity, load_state
-from .run_directory import Recorder, claimed, close_run, stopped
+from .run_directory import Recorder, claimed, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
 
@@ -75,6 +75,12 @@ class Trainer:
         if config.trainer.eval_tokens:
             part = beginning(corpus.val, config.trainer.eval_tokens, corpus.tokenizer(config.data.tokenizer))
             self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * ranks.size)
+        self.questions: list[hellaswag.Question] = []
+        if config.trainer.hellaswag:
+            for turn in (True, False):  # rank 0 first: it may have to download them
+                if ranks.is_main is turn:
+                    self.questions = hellaswag.load(config, corpus.tokenizer(config.data.tokenizer))
+                ranks.share(None)
 
         init_seed = config.seed if config.init_seed is None else config.init_seed
         self.model = self.plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
@@ -116,11 +122,13 @@ class Trainer:
                 self.recorder.begin()
                 summary = self._summary(self._train())
             if self.world.is_main and summary:
-                close_run(self.plan, self.model, summary, self.throughput.windows)
+                self.recorder.close(self.model, summary, self.throughput.windows)
             elif self.world.is_main:
                 print(stopped(self.plan, self.done), flush=True)
-        except BaseException:
+        except BaseException as error:
             summary = {}  # tells the loggers that the run failed
+            if isinstance(error, Exception):  # nobody stopped it
+                self.recorder.alert(str(error) if isinstance(error, ConfigError) else repr(error))
             raise
         finally:
             # Last: online, wandb may take long to close, and the run's own files are whole by then.
@@ -156,6 +164,9 @@ class Trainer:
                     raise StopRequested
                 if config.evaluates_at(done):
                     evaluation = self._evaluation(done)
+                if config.samples_at(done):
+                    self._check_update(done, inputs[:1], targets[:1])
+                    self._sample(done)
         return evaluation
 
     @contextmanager
@@ -164,8 +175,7 @@ class Trainer:
         if done != self.config.trainer.profile_step:
             yield
             return
-        path = self.run_dir / f"trace-step-{done:08}.json.gz"
-        profile = profiled(f"step {done:,}", path, self.world.device, self.progress.say)
+        profile = profiled(done, self.run_dir, self.world.device, self.progress.say)
         with profile if self.world.is_main else nullcontext():
             yield
         self.throughput.resume()  # on every rank: the others have waited for this one
@@ -183,14 +193,34 @@ class Trainer:
             if config.steps and not checkpoint.at(self.run_dir, done).exists():
                 self._save(done)
             raise
-        self.recorder.log(done, evaluation.metrics())
-        self.progress.say(f"step {done:,}: validation {evaluation}")
+        self.scores = self._scores()
+        self.recorder.log(done, evaluation.metrics() | self.scores)
+        scores = "".join(f", {name.removeprefix('val/')} {score:.4f}" for name, score in self.scores.items())
+        self.progress.say(f"step {done:,}: validation {evaluation}{scores}")
         if config.keep_best and done:
             if self.beginning and done == config.steps:  # to compare losses of the same tokens
                 self._keep_if_best(done, self._evaluate_on(self.beginning, done).loss)
             else:
                 self._keep_if_best(done, evaluation.loss)
         return evaluation
+
+    def _scores(self) -> dict[str, float]:
+        """What is evaluated beside the loss."""
+        if not self.questions:
+            return {}
+        plan = self.plan
+        score = hellaswag.accuracy(
+            self.model, self.questions, plan.how.micro_batch, self.world, plan.autocast
+        )
+        self.throughput.resume()
+        return {"val/hellaswag": score}
+
+    def _sample(self, done: int) -> None:
+        if self.world.is_main:
+            text = printable(self.recorder.sample(done, self.model))
+            self.model.train()
+            self.progress.say(f"step {done:,}: sample\n{text}")
+        self.throughput.resume()
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -314,6 +344,7 @@ class Trainer:
             "tokens": config.steps * config.batch_tokens,
             "seconds": self.recorder.seconds(),
             **evaluation.metrics(),
+            **self.scores,
             "val/tokens": evaluation.tokens,
             "val/text_bytes": evaluation.text_bytes,
             **self._speed(self.throughput.mean),

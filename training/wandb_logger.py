@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from .config import Config, ConfigError, LoggerConfig, WandbMode
 from .files import write_whole
-from .loggers import Kept
+from .loggers import Kept, Logger
+from .report import in_sweep
 
 # How long a run waits for a server of wandb's: when it begins, and for the last of its rows when it ends. torchrun
 # kills a rank 30 s after it was told to stop.
@@ -25,7 +26,7 @@ BEGIN_SECONDS, END_SECONDS = 20, 20
 _WANDB_MODES = ("online", "offline", "dryrun", "disabled")
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """One wandb run per training run; online when a key is configured, otherwise offline, and never a prompt.
 
     A run resumed in its own directory continues its wandb run. Offline, each start leaves a folder of its own with
@@ -59,7 +60,7 @@ class WandbLogger:
             "id": run_id,
             "resume": "allow",
             "project": config.logger.project or os.environ.get("WANDB_PROJECT") or "tilegpt",
-            "name": os.environ.get("WANDB_NAME") or run_dir.name,
+            "name": os.environ.get("WANDB_NAME") or _display_name(run_dir),
             "group": config.logger.group,
             "job_type": os.environ.get("WANDB_JOB_TYPE") or "train",
             "tags": [facts["attention"], *config.logger.tags, *_tags_of_environment()],
@@ -73,6 +74,7 @@ class WandbLogger:
             ),
         }
         self._why, self._gone = "offline", False
+        self._samples: list[tuple[int, str, str]] = []
         with _unchanged_if_refused(run_dir / "wandb"):
             self._run = self._begin(config.logger.mode, options)
         write_whole(run_dir / "wandb_id", run_id)
@@ -87,7 +89,7 @@ class WandbLogger:
         """The id of the wandb run, and whether it is the one that the directory has had so far."""
         known = file.read_text() if file.exists() else ""
         if not known.isalnum():  # a power cut leaves NUL bytes
-            return secrets.token_hex(4), False
+            return _id_from_agent() or secrets.token_hex(4), False
         if kept.abandoned and changed:
             self._notes.append(f"a new run: {known} went on to step {kept.abandoned:,} with other settings")
             return secrets.token_hex(4), False
@@ -136,8 +138,21 @@ class WandbLogger:
     def log(self, metrics: dict[str, float]) -> None:
         self._send(lambda: self._run.log(metrics, step=metrics["step"]))
 
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """For a table, which is sent at the end: wandb asks its server before it takes one, and waits."""
+        self._samples.append((step, prompt, text))
+
+    def alert(self, why: str) -> None:
+        self._send(lambda: self._run.alert(title=f"{self._run.name} gave up", text=why, level="ERROR"))
+
     def finish(self, summary: dict[str, Any]) -> None:
+        import wandb
+
         def end() -> None:
+            if self._samples:
+                table = wandb.Table(columns=["step", "prompt", "text"], data=self._samples)
+                with suppress(Exception):  # the rest is worth more
+                    self._run.log({"samples": table}, commit=False)
             # The open row is written first: written after the summary, its last window would replace the run's means.
             self._run.log({}, commit=True)
             self._run.summary.update(summary)
@@ -236,12 +251,27 @@ def wandb_mode(mode: WandbMode) -> str:
     return chosen
 
 
+def _display_name(run_dir: Path) -> str:
+    """The directory's, in a sweep with the sweep's own name or number behind it: 0_nano_flash cba9."""
+    if not in_sweep(run_dir):
+        return run_dir.name
+    sweep = run_dir.resolve().parent.name
+    return f"{run_dir.name} {re.sub(r'^[0-9-]+_[0-9-]+_sweep_', '', sweep)}"
+
+
+def _id_from_agent() -> str | None:
+    """The id that `wandb agent` waits for, if it started this run."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+
+
 def _tags_of_environment() -> list[str]:
     return [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
 
 
 def _unused_variables() -> list[str]:
     """A note on the variables of wandb that a run cannot follow: what they decide belongs to its directory."""
+    if _id_from_agent():  # which sets them all
+        return []
     ours = [name for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR") if os.environ.get(name)]
     return (
         [f"{', '.join(ours)}: not used, since a run's id and files belong to its directory"] if ours else []

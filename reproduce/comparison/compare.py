@@ -26,6 +26,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--loss", type=float, help="tell the tokens and the time that each took to this validation loss"
     )
+    parser.add_argument(
+        "--wandb", action="store_true", help="send the page to the runs' wandb project as well"
+    )
     arguments = parser.parse_args(argv)
     runs = find_runs(arguments.runs)
     print(text(runs))
@@ -35,6 +38,10 @@ def main(argv: list[str]) -> int:
     with writing(page_path, "--html FILE"):
         page_path.write_text(page(runs), encoding="utf-8")
     print(f"page: {page_path}")
+    if arguments.wandb:
+        from .upload import upload  # it loads torch
+
+        print(f"wandb: {upload(page_path, runs)}")
     return 0
 
 

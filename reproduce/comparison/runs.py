@@ -28,7 +28,7 @@ _BOOKKEEPING = (
     "logger.*",
     "data.cache_dir",
     "data.workers",
-    "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_tokens|sample_prompt)",
+    "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_(tokens|prompt|every)|hellaswag(_file)?)",
 )
 # What a run resolved, and the settings it was resolved from; where all runs recorded the former, only it is compared.
 _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")
@@ -212,9 +212,8 @@ def _run_paths(path: Path, depth: int) -> list[Path]:
         return [path]
     if not depth:
         return []
-    inside = sorted(
-        (each for each in path.iterdir() if each.is_dir() and not each.is_symlink()), key=_natural
-    )
+    folders = (each for each in path.iterdir() if each.is_dir() and not each.is_symlink())
+    inside = sorted((each for each in folders if not each.name.startswith(".")), key=_natural)
     return [run for each in inside for run in _run_paths(each, depth - 1)]
 
 

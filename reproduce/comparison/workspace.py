@@ -56,6 +56,7 @@ def build(entity: str, project: str, group: str | None = None) -> Workspace:
             line("Training loss", "train/loss"),
             line("Validation loss", "val/loss"),
             line("Validation perplexity", "val/perplexity"),
+            line("HellaSwag", "val/hellaswag"),
             line("Training loss against time (s)", "train/loss", x="seconds"),
         ],
         "Speed": [

@@ -40,6 +40,7 @@ def test_auto_on_a_gpu_is_flash_but_for_head_dims_where_sdpa_is_faster() -> None
     assert resolve_attention("auto", **gpu, head_dim=128)[0] == "flash"
     assert resolve_attention("auto", **gpu, head_dim=256)[0] == "sdpa"
     assert resolve_attention("auto", **gpu, head_dim=256, softcap=5.0)[0] == "flash"
+    assert resolve_attention("auto", **gpu, head_dim=256, cu_seqlens=True)[0] == "flash"
 
 
 def test_auto_skips_a_backend_that_lacks_a_requested_feature() -> None:
@@ -64,9 +65,9 @@ def test_a_refusal_names_the_reason_and_the_nearest_backend() -> None:
         resolve_attention("sdpa", **CPU, window=(8, 0))
 
 
-@pytest.mark.parametrize("name", ["sdpa", "auto"])
+@pytest.mark.parametrize("name", ["chunked", "auto"])
 def test_a_refusal_says_what_the_argument_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.registry, "PREFERENCE", ("sdpa",))
+    monkeypatch.setattr(kernels.registry, "PREFERENCE", ("chunked",))
     with pytest.raises(AttentionError, match=r"supports? cu_seqlens \(packed documents\)"):
         resolve_attention(name, **CPU, cu_seqlens=True)
 

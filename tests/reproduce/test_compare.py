@@ -21,6 +21,7 @@ from reproduce.comparison.page import page
 from reproduce.comparison.runs import find_runs
 from reproduce.comparison.table import HEADER, table, text, warnings
 from tests.conftest import ROOT, rows, text_data
+from tests.wandb_stub import WandbStub
 from training.config import AttentionConfig, Config, LoggerConfig, ModelConfig, TrainerConfig, WandbMode
 from training.trainer import train
 
@@ -34,6 +35,46 @@ def sweep(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, name in enumerate(("naive", "sdpa")):
             train(_config(text_file, name), folder / f"{number}_{name}")
     return folder
+
+
+def test_the_page_goes_to_wandb_as_an_artifact_and_into_a_run(sweep, user_environment, tmp_path):
+    """The wandb run of the page itself is none of the runs when they are compared again."""
+    shutil.copytree(sweep, tmp_path, dirs_exist_ok=True)
+    sweep, page = tmp_path, tmp_path / "compare.html"
+    command = [sys.executable, "-m", "reproduce", "compare", str(sweep), "--html", str(page)]
+    with WandbStub() as server:
+        done = subprocess.run(
+            [*command, "--wandb"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=ROOT,
+            env=user_environment | server.variables,
+        )
+    assert done.returncode == 0, done.stderr
+    ((name, run),) = server.runs.items()
+    assert done.stdout.splitlines()[-1] == f"wandb: {server.url}/someone/tilegpt/runs/{name}"
+    assert server.files["compare.html"] == page.read_bytes()
+    assert run.facts["displayName"] == f"compare {tmp_path.name}"
+    assert run.history[-1]["compare"]["_type"] == "html-file"
+    assert [each.path.name for each in find_runs([str(sweep)])] == ["0_naive", "1_sdpa"]
+
+
+@pytest.mark.slow
+def test_a_server_that_denies_the_page_is_an_error_and_leaves_it_in_its_file(
+    sweep, user_environment, tmp_path
+):
+    page = tmp_path / "compare.html"
+    command = [sys.executable, "-m", "reproduce", "compare", str(sweep), "--html", str(page), "--wandb"]
+    with WandbStub() as server:
+        server.stranger = True
+        variables = user_environment | server.variables
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: the page was not sent to wandb: ")
+    assert last.endswith(f"it is in {page}")
+    assert page.is_file()
 
 
 def _config(text_file: Path, attention: str) -> Config:

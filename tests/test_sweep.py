@@ -1,0 +1,161 @@
+"""Sweeps that need more than Hydra: a search with Optuna, and runs as jobs of their own by submitit."""
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+from tests.conftest import ROOT, measured
+
+
+def only_sweep(folder: Path) -> Path:
+    (sweep,) = (folder / "runs").iterdir()
+    return sweep
+
+
+def test_a_search_finds_the_best_run_among_refused_ones(started, tiny, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    grid = ["hydra/sweeper/sampler=grid", "hydra.sweeper.params=null", "trainer.micro_batch=choice(3,8)"]
+    said = started(train.main, "-m", "hydra/sweeper=search", *tiny, *grid)
+    assert re.fullmatch(r"error: \d_nano_auto: trainer\.micro_batch=3 does not divide .*", said)
+    sweep = only_sweep(tmp_path)
+    found = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
+    (summary,) = sweep.glob("*/summary.json")
+    assert found["best_params"] == {"trainer.micro_batch": 8}
+    assert found["best_value"] == json.loads(summary.read_text())["val/loss"]
+
+
+@pytest.mark.slow
+def test_a_search_of_the_learning_rate_goes_on_from_its_storage(started, tiny, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    kept = ["hydra.sweeper.storage=sqlite:///search.db", "hydra.sweeper.study_name=mine"]
+    for _ in range(2):
+        assert (
+            started(train.main, "-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=2", *kept, *tiny) == 0
+        )
+    with sqlite3.connect("search.db") as trials:
+        rates = [rate for (rate,) in trials.execute("select param_value from trial_params")]
+    assert len(set(rates)) == 4
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
+    configs = (tmp_path / "runs").glob("*/*/config.yaml")
+    assert sorted(yaml.safe_load(path.read_text())["optimizer"]["lr"] for path in configs) == sorted(rates)
+
+
+def test_a_plugin_that_is_not_installed_is_named_with_its_extra(command_line, tmp_path):
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins/__init__.py").touch()  # a package of this name hides the plugins
+    for choice, extra in (("hydra/sweeper=search", "search"), ("hydra/launcher=local", "slurm")):
+        done = command_line("train.py", "-m", choice, env={"PYTHONPATH": str(tmp_path)})
+        assert done.returncode == 1
+        assert re.fullmatch(
+            rf"error: hydra/\S+ is not installed: pip install '\.\[{extra}\]' in the checkout\n", done.stderr
+        )
+
+
+def test_slurm_without_slurm_is_refused(started, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    said = started(train.main, "-m", "hydra/launcher=slurm")
+    assert said.startswith("error: hydra/launcher=slurm: there is no srun here; ")
+
+
+@pytest.mark.slow
+def test_jobs_make_a_sweep_and_say_what_they_refuse(command_line, started, tiny, tmp_path):
+    pytest.importorskip("submitit")
+    heads = ["hydra.sweep.dir=sweep", "model.n_head=2,5"]
+    done = command_line("train.py", "-m", "hydra/launcher=local", *tiny, *heads)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: 1_nano_auto: model\.n_embd=32 .*", done.stderr.splitlines()[-1])
+    assert [path.name for path in (tmp_path / "sweep").glob("*_nano_auto")] == ["0_nano_auto"]
+    assert started(train.main, *tiny, "model.n_head=2", "hydra.run.dir=here") == 0
+    run = tmp_path / "sweep/0_nano_auto"
+    assert measured(run, "train/loss") == measured(tmp_path / "here", "train/loss")
+    assert json.loads((run / "environment.json").read_text())["command"][1:4] == [
+        *(str(ROOT / "train.py"), "-m", "hydra/launcher=local")
+    ]
+    assert yaml.safe_load((run / "config.yaml").read_text())["logger"]["group"] == "sweep"
+
+
+@pytest.mark.slow
+def test_a_job_that_is_told_of_its_end_saves_is_queued_again_and_continues(user_environment, tiny, tmp_path):
+    """As submitit tells it under SLURM: by SIGUSR2, 120 s before. The tasks of a job are ranks, and agree."""
+    pytest.importorskip("submitit")
+    long = [*tiny, "trainer.steps=600", "trainer.resume=auto", "hydra.launcher.tasks_per_node=2"]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", "-m", "hydra/launcher=local", *long, "hydra.sweep.dir=sweep"],
+        cwd=tmp_path,
+        env=user_environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "sweep/0_nano_auto/metrics.csv"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 5):
+        assert process.poll() is None
+        time.sleep(0.02)
+    job, _ = (number for number, words in processes() if f"submitit.core._submit {tmp_path}" in words)
+    os.kill(job, signal.SIGUSR2)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads((tmp_path / "sweep/0_nano_auto/facts.json").read_text())["world_size"] == 2
+    (said,) = (tmp_path / "sweep/.submitit").glob("*/*_0_log.out")
+    assert re.search(r"stopped at step (\d+) and saved", said.read_text())
+    assert sorted(measured(tmp_path / "sweep/0_nano_auto", "train/loss")) == list(range(1, 601))
+
+
+def processes() -> list[tuple[int, str]]:
+    """Every process, with its command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append((int(path.parent.name), path.read_bytes().replace(b"\0", b" ").decode()))
+        except OSError:  # ended by now
+            continue
+    return found
+
+
+# Stand-ins for SLURM's programs: sbatch starts the tasks of an array in the background, srun runs its command.
+SLURM = {
+    "sbatch": """#!/bin/bash
+cp "$1" "$SLURM_FOLDER/submitted.sh"
+for task in 0 1; do
+  SLURM_ARRAY_JOB_ID=17 SLURM_ARRAY_TASK_ID=$task SLURM_JOB_ID=$((17 + task)) SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 \\
+    SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 bash "$1" >/dev/null 2>&1 &
+done
+echo "Submitted batch job 17"
+""",
+    "srun": """#!/bin/bash
+while [[ $1 == -* ]]; do
+  case $1 in --output | --error) shift 2 ;; *) shift ;; esac
+done
+exec "$@"
+""",
+    "sacct": "#!/bin/bash\necho 'JobID|State|NodeList'\n",
+}
+
+
+@pytest.mark.slow
+def test_the_slurm_config_submits_an_array_of_jobs(command_line, tiny, tmp_path):
+    """With stand-ins for SLURM: submitit takes every setting of the config, and the jobs train."""
+    pytest.importorskip("submitit")
+    for name, script in SLURM.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    slurm = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_FOLDER": str(tmp_path)}
+    sweep = ["hydra/launcher=slurm", "hydra.launcher.partition=gpu", "hydra.sweep.dir=sweep", "seed=1,2"]
+    done = command_line("train.py", "-m", *tiny, *sweep, env=slurm)
+    assert done.returncode == 0, done.stderr
+    asked = dict(re.findall(r"#SBATCH --([\w-]+)=(.*)", (tmp_path / "submitted.sh").read_text()))
+    assert asked["signal"] == "USR2@120"
+    assert (asked["time"], asked["gpus-per-node"], asked["partition"]) == ("240", "1", "gpu")
+    assert asked["array"].startswith("0-1")
+    assert len(list((tmp_path / "sweep").glob("*/summary.json"))) == 2

@@ -1,0 +1,79 @@
+"""Runs of a sweep that submitit starts as jobs of their own: hydra/launcher=slurm, or local.
+
+A job is another process, often on another machine. What it needs of the process that started it travels in a pickle
+and in environment variables; what it says stands in files below the sweep's directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+REFUSED = "refused.txt"  # in the sweep's directory, a line for each run that was refused in a job
+
+
+def prepare(overrides: list[str]) -> None:
+    """Let the jobs of a sweep import this checkout, wherever they run; exit if there cannot be any."""
+    launcher = next((word for word in overrides if word.startswith("hydra/launcher=")), None)
+    if launcher is None:
+        return
+    if launcher.endswith("slurm") and not shutil.which("srun"):
+        sys.exit(
+            f"error: {launcher}: there is no srun here; use a cluster's login node, or hydra/launcher=local"
+        )
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def extra_with(config: str) -> str | None:
+    """The extra that brings a config of a plugin, such as hydra/sweeper/optuna."""
+    brings = {"hydra/sweeper/optuna": "search", "hydra/launcher/submitit_": "slurm"}
+    return next((extra for start, extra in brings.items() if config.startswith(start)), None)
+
+
+def join_ranks() -> None:
+    """In a job of several tasks, tell each its rank as torchrun would."""
+    from submitit import JobEnvironment
+    from submitit.helpers import TorchDistributedEnvironment
+
+    if JobEnvironment().num_tasks > 1:
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+
+
+def hand_on(stopped: SystemExit) -> None:
+    """A run that was told to stop has saved. Out of time, its job is then queued again, by submitit's handler."""
+    from submitit import JobEnvironment
+
+    job = JobEnvironment()
+    if stopped.code == 128 + job._usr_sig():
+        signal.raise_signal(job._usr_sig())
+        sys.exit(0)  # the handler ends the first task; srun would end that too if another one failed
+
+
+def note_refused(sweep: Path, line: str) -> None:
+    with (sweep / REFUSED).open("a") as file:
+        file.write(f"{line}\n")
+
+
+class Sweep(Callback):
+    """What every sweep does, whatever makes its runs."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Leave multirun.yaml, which tells that a folder is a sweep's: Optuna's sweeper does not."""
+        folder = Path(config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, folder / "multirun.yaml")
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """When all its jobs have ended, exit with what was refused in them."""
+        said = Path(config.hydra.sweep.dir) / REFUSED
+        if said.exists():
+            sys.exit(said.read_text().rstrip())
