@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from model.config import GPTConfig
 
 from .optimizer import OptimizerConfig
+from .parallel.config import ParallelConfig
 from .schedule import ScheduleConfig
 
 if TYPE_CHECKING:
@@ -266,6 +267,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     # Every random stream (initial weights, data order, dropout, sampling) is derived from it by name.
     seed: int = 1337

@@ -26,6 +26,7 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    launched: bool = False  # by torchrun: there is a process group, even of one rank
 
     @property
     def is_main(self) -> bool:
@@ -86,6 +87,6 @@ def world(device_name: str) -> Iterator[World]:
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield World(device, dist.get_rank(), dist.get_world_size())
+        yield World(device, dist.get_rank(), dist.get_world_size(), launched=True)
     finally:
         dist.destroy_process_group()

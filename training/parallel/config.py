@@ -1,0 +1,35 @@
+"""The settings of several ranks. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Shard(Enum):
+    none = "none"  # every rank holds all: data parallel
+    optimizer = "optimizer"  # each keeps its part of gradients and optimizer state; parameters are whole for a step
+    full = "full"  # and of the parameters, gathered one block at a time
+
+
+class Recompute(Enum):
+    none = "none"  # all activations are kept for the backward
+    attention_kept = "attention_kept"  # a block keeps its input and what its attention returned
+    block = "block"  # a block keeps its input alone
+
+
+class GradientDtype(Enum):
+    fp32 = "fp32"  # the sum of the ranks as one rank would compute it, to rounding
+    bf16 = "bf16"  # half the bytes: the gradients' own under precision=bf16, rounded again where ranks are summed
+
+
+@dataclass
+class ParallelConfig:
+    """What each of several ranks holds and exchanges (docs/many-gpus.md)."""
+
+    # What is split over the ranks, so that a model which one GPU cannot hold fits on several.
+    shard: Shard = Shard.none
+    # Activations that the backward computes again instead of keeping them; useful on one GPU, too.
+    recompute: Recompute = Recompute.none
+    # The dtype in which ranks exchange gradients.
+    gradient_dtype: GradientDtype = GradientDtype.fp32
