@@ -38,6 +38,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def gather(self, value: float) -> list[float]:
+        """Every rank's `value`."""
+        values = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+        values[self.rank] = value
+        return self.sum(values).tolist()
+
     def share(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""
         if self.size == 1:

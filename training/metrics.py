@@ -54,6 +54,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 Batch = TypeVar("Batch")
+# The phases in which a rank does not wait for another; but a sharded model's blocks wait for each other's parts.
+_COMPUTING = ("data", "forward_backward")
 
 
 class Throughput:
@@ -63,7 +65,8 @@ class Throughput:
     is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
-    `forward_backward` and `optimizer` (with unscaling and clipping). The remainder is logging and the loop itself.
+    `forward_backward`, `exchange` (of gradients, where nothing hides it) and `optimizer` (with unscaling and
+    clipping). The remainder is logging and the loop itself.
     """
 
     def __init__(self, world: World, warmup_steps: int = 3) -> None:
@@ -84,6 +87,10 @@ class Throughput:
             self._phases.begin("forward_backward")
             yield batch
             self._phases.begin("data")
+
+    def backward_ends(self) -> None:
+        """The device has no more of the backward to compute: it waits for the other ranks' gradients."""
+        self._phases.begin("exchange")
 
     def optimizer_begins(self) -> None:
         """The rest of this step is the optimizer's."""
@@ -166,7 +173,7 @@ class Phases:
 def performance(
     seconds: dict[str, float] | None, tokens_per_step: int, flops_per_token: int, world: World
 ) -> dict[str, float]:
-    """The perf/ metrics of a step's times (see Throughput).
+    """The perf/ metrics of a step's times (see Throughput). All ranks call it.
 
     perf/mfu is model FLOP/s over the devices' dense half-precision peak. Model FLOPs per token are
     6 N + 12 L H Q T (PaLM, arXiv 2204.02311, appendix B): full attention, no discount for causality, no recompute.
@@ -176,6 +183,11 @@ def performance(
     tokens_per_second = tokens_per_step / seconds["step"]
     metrics = {f"perf/{name}_ms": each * 1e3 for name, each in seconds.items()}
     metrics["perf/tokens_per_second"] = tokens_per_second
+    if world.size > 1:
+        metrics["perf/tokens_per_second_per_device"] = tokens_per_second / world.size
+        computing = world.gather(sum(seconds.get(phase, 0.0) for phase in _COMPUTING))
+        metrics["perf/slowest_rank_ms"] = max(computing) * 1e3
+        metrics["perf/slowest_rank"] = computing.index(max(computing))
     if peak := peak_flops(world.device):
         metrics["perf/mfu"] = tokens_per_second * flops_per_token / (peak * world.size)
     return metrics

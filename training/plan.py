@@ -23,6 +23,8 @@ from .cuda_graphs import resolve_graphs
 from .distributed import World
 from .init_from import InitialWeights, initial_weights
 from .layers import make_gpt, resolve_layers
+from .parallel.blocks import check_recompute
+from .parallel.mesh import Layout, check_shard, layout
 from .precision import resolve_precision
 from .resume import AUTO, FROM_THE_START, Start, resume_path, start_at
 
@@ -63,6 +65,7 @@ class Plan:
     world: World
     how: Computation
     corpus: Corpus
+    layout: Layout
     positions: str  # what became of trainer.init_from's position embeddings, for the banner
     start: Start
 
@@ -84,12 +87,10 @@ class Plan:
         }
 
     def model(self, generator: torch.Generator) -> GPT:
-        """The model on its device. Drawn on the CPU: the same weights on any device, with any attention."""
+        """The model on the CPU, where it is drawn: the same weights on any device, with any attention."""
         how = self.how
         layers = {"loss": how.loss, "block": how.block}
-        return make_gpt(self.config.model, how.attention_fn, **layers, generator=generator).to(
-            self.world.device
-        )
+        return make_gpt(self.config.model, how.attention_fn, **layers, generator=generator)
 
     def autocast(self) -> AbstractContextManager:
         dtype = self.how.dtype
@@ -102,7 +103,8 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     What cannot work is refused here: first by the checks that take no time, then by what does, such as a corpus.
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
-    how = _computation(config, ranks)
+    place = layout(config.parallel, ranks)
+    how = _computation(config, ranks, place)
     resume = ranks.share(resume_path(config, run_dir))  # rank 0 decides
     if resume and config.trainer.resume == AUTO:  # the run in run_dir began with those weights
         config = _with_trainer(config, init_from=None)
@@ -118,7 +120,9 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     )
     # The checkpoint itself: the newest of its run may change.
     config = _with_trainer(config, init_from=initial.source if initial else start.init_from)
-    plan = Plan(config, run_dir, ranks, how, corpus, initial.positions if initial else "", FROM_THE_START)
+    plan = Plan(
+        config, run_dir, ranks, how, corpus, place, initial.positions if initial else "", FROM_THE_START
+    )
     if resume:
         plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts()))
     return plan, initial
@@ -128,9 +132,10 @@ def _with_trainer(config: Config, **settings: Any) -> Config:
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **settings))
 
 
-def _computation(config: Config, ranks: World) -> Computation:
-    accumulation, micro_batch = config.accumulation_steps(ranks.size)
+def _computation(config: Config, ranks: World, place: Layout) -> Computation:
+    accumulation, micro_batch = config.accumulation_steps(place.data_size)
     dtype = resolve_precision(config.trainer.precision, ranks.device)
+    check_shard(config.parallel.shard, ranks, dtype)
     request = {
         "device": ranks.device,
         "dtype": dtype,
@@ -142,6 +147,7 @@ def _computation(config: Config, ranks: World) -> Computation:
         "precise_delta": config.attention.precise_delta,
     }
     name, attention = resolve_attention(config.attention.name, **request)
+    check_recompute(config.parallel.recompute, name)
     tier = attention_tier(name, **request, length=config.model.seq_len)
     if config.attention.precise_delta:
         attention = bind(attention, precise_delta=True)
@@ -149,7 +155,7 @@ def _computation(config: Config, ranks: World) -> Computation:
     block = resolve_layers(config.model.block, "model.block", ranks.device, config.model.fused_lacks)
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
-    graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks)
+    graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks, config.parallel)
     return Computation(name, attention, tier, dtype, loss, block, compiled, graphs, accumulation, micro_batch)
 
 

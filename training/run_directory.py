@@ -20,6 +20,7 @@ from .distributed import World
 from .environment import environment
 from .files import unwritable, write_json, write_whole
 from .loggers import CsvLogger, kept_rows
+from .parallel.config import Shard
 from .plan import Plan
 from .report import banner, in_sweep, result
 from .resume import AUTO
@@ -151,14 +152,18 @@ def stopped(plan: Plan, done: int) -> str:
 
 
 def close_run(plan: Plan, model: GPT, summary: dict[str, Any], window_seconds: list[float]) -> None:
-    """Write and print the results of a finished run, and a sample from its model.
+    """Write and print the results of a finished run, and a sample from its model. All ranks call it.
 
     window_seconds: of a step, in each window that was measured.
     """
-    config = plan.config.trainer
-    write_json(plan.run_dir / "summary.json", summary)
+    config, is_main = plan.config.trainer, plan.world.is_main
+    if is_main:
+        write_json(plan.run_dir / "summary.json", summary)
+    in_parts = plan.config.parallel.shard is not Shard.none  # each rank has one, so all of them sample
+    text = _sample(plan, model) if config.sample_tokens and (is_main or in_parts) else ""
+    if not is_main:
+        return
     if config.sample_tokens:
-        text = _sample(plan, model)
         write_whole(plan.run_dir / "sample.txt", text)
         print(f"\nsample\n{printable(text)}")
     speeds = [config.batch_tokens / seconds for seconds in window_seconds]

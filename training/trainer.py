@@ -5,29 +5,31 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, EvaluationBatches, prefetch
 
 from . import checkpoint
+from .building import build
 from .config import Config, ConfigError
 from .console import Progress
-from .cuda_graphs import compiled_to_graphs
 from .distributed import World, world
 from .divergence import fault
 from .evaluation import Evaluation, beginning, evaluate
 from .interrupt import Interrupt, StopRequested
 from .metrics import Throughput, memory, performance, reset_peak_memory
-from .optimizer import build_optimizer, update
+from .optimizer import update
+from .parallel import parts
+from .parallel.config import Shard
+from .parallel.saving import PartsSaver
+from .parallel.shard import begin_micro_step, update_shards
 from .plan import resolve
-from .precision import compiled
 from .profiling import profiled
-from .resume import finished, identity, load_state
+from .resume import finished, identity
 from .run_directory import Recorder, claimed, close_run, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
@@ -70,32 +72,17 @@ class Trainer:
         seq_len, data_seed = config.model.seq_len, stream_seed(config.seed, "data")
         sequences = config.trainer.batch_tokens // seq_len
         self.batches = Batches(corpus.train, seq_len, sequences, data_seed, config.data.block_len)
-        self.validation = EvaluationBatches(corpus.val, seq_len, how.micro_batch * ranks.size)
+        self.validation = EvaluationBatches(corpus.val, seq_len, how.micro_batch * self.plan.layout.data_size)
         self.beginning = None  # what evaluations before the last one take
         if config.trainer.eval_tokens:
             part = beginning(corpus.val, config.trainer.eval_tokens, corpus.tokenizer(config.data.tokenizer))
-            self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * ranks.size)
+            self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * self.plan.layout.data_size)
 
-        init_seed = config.seed if config.init_seed is None else config.init_seed
-        self.model = self.plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
-        if initial:
-            self.model.load_state_dict(initial.state)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=how.dtype is torch.float16)
-        if self.plan.start.checkpoint:
-            load_state(self.plan.start, self.model, self.optimizer, self.scaler, ranks.device)
-
-        # What trains and what evaluates: the same weights. DDP goes inside torch.compile, which then splits the graph
-        # at DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
-        self.train_model: torch.nn.Module = self.model
-        self.eval_model: torch.nn.Module = self.model
-        if ranks.size > 1:
-            self.train_model = DistributedDataParallel(self.model)
-        if how.compiled:
-            torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
-            make = compiled_to_graphs if how.graphs else compiled
-            self.eval_model = compiled(self.eval_model, how.dtype)
-            self.train_model = make(self.train_model, how.dtype)
+        built = build(self.plan, initial, lambda: self.throughput.backward_ends())
+        self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
+        self.train_model, self.eval_model = built.train_model, built.eval_model
+        self.sharded = config.parallel.shard is not Shard.none
+        self.saver = PartsSaver(ranks, run_dir, config.trainer.keep_checkpoints) if self.sharded else None
         self.throughput = Throughput(ranks)
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -108,14 +95,13 @@ class Trainer:
         self.done = self.plan.start.step
         summary: dict[str, Any] = {}
         try:
-            with (
-                suppress(StopRequested),  # the run then ends below, as a finished one does
-                closing(self.progress),
-                self.interrupt.listening(),
-            ):
-                self.recorder.begin()
-                summary = self._summary(self._train())
-            if self.world.is_main and summary:
+            with closing(self.progress), self.interrupt.listening():
+                with suppress(StopRequested):  # the run then ends below, as a finished one does
+                    self.recorder.begin()
+                    summary = self._summary(self._train())
+                if self.saver:
+                    self.saver.finish()
+            if summary:
                 close_run(self.plan, self.model, summary, self.throughput.windows)
             elif self.world.is_main:
                 print(stopped(self.plan, self.done), flush=True)
@@ -180,7 +166,7 @@ class Trainer:
         try:
             evaluation = self._evaluate(done)
         except StopRequested:
-            if config.steps and not checkpoint.at(self.run_dir, done).exists():
+            if config.steps and not self._is_saved(done):
                 self._save(done)
             raise
         self.recorder.log(done, evaluation.metrics())
@@ -208,23 +194,32 @@ class Trainer:
         micro_batches = zip(inputs.split(how.micro_batch), targets.split(how.micro_batch), strict=True)
         total = torch.zeros((), device=self.world.device)
         for micro, (x, y) in enumerate(micro_batches):
-            # Ranks exchange gradients once a step, with the last micro-batch.
-            exchange = self.world.size == 1 or micro == how.accumulation - 1
             if how.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with nullcontext() if exchange else self.train_model.no_sync():
+            with self._micro_step(last=micro == how.accumulation - 1):
                 with self.plan.autocast():
                     loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
                 self.scaler.scale(loss / how.accumulation).backward()
             total += loss.detach() / how.accumulation
         self.throughput.optimizer_begins()
         limit = self.config.trainer.grad_clip or math.inf
+        if self.sharded:
+            return total, update_shards(self.model, self.optimizer, limit)
         return total, update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
+
+    def _micro_step(self, last: bool) -> AbstractContextManager:
+        """Ranks exchange gradients once a step, with the last micro-batch; shard=full, with each."""
+        if self.sharded:
+            begin_micro_step(self.model, self.config.parallel.shard, last)
+        elif self.world.size > 1 and not last:
+            return self.train_model.no_sync()
+        return nullcontext()
 
     def _load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
         """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting."""
         on_gpu = self.world.device.type == "cuda"
-        ranks = {"rank": self.world.rank, "world_size": self.world.size}
+        place = self.plan.layout
+        ranks = {"rank": place.data_rank, "world_size": place.data_size}
         with closing(prefetch(batches, start, stop, pin_memory=on_gpu, **ranks)) as loaded:
             for pair in loaded:
                 yield tuple(tensor.to(self.world.device, non_blocking=True) for tensor in pair)
@@ -321,25 +316,33 @@ class Trainer:
         }
 
     def _save(self, done: int) -> None:
-        if self.world.is_main:
-            state = {
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "seconds": self.recorder.seconds(),
-                "identity": identity(self.config, self.plan.corpus),
-                "init_from": self.config.trainer.init_from,
-            }
+        state = {
+            "scaler": self.scaler.state_dict(),
+            "seconds": self.recorder.seconds(),
+            "identity": identity(self.config, self.plan.corpus),
+            "init_from": self.config.trainer.init_from,
+        }
+        if self.saver:
+            self.saver.save(done, parts.tensors(self.model, self.optimizer), state)
+        elif self.world.is_main:
+            state["optimizer"] = self.optimizer.state_dict()
             checkpoint.save(
                 self.run_dir, done, self.model.state_dict(), state, self.config.trainer.keep_checkpoints
             )
         self.throughput.resume()
 
+    def _is_saved(self, done: int) -> bool:
+        if self.saver:
+            self.saver.finish()
+        return self.world.share(checkpoint.at(self.run_dir, done).exists())
+
     def _keep_if_best(self, done: int, loss: float) -> None:
-        if self.world.is_main:
-            best = checkpoint.best(self.run_dir)
-            if best is None or loss < best[1]:
-                if not checkpoint.at(self.run_dir, done).exists():
-                    self._save(done)
+        best = checkpoint.best(self.run_dir)
+        if self.world.share(best is None or loss < best[1]):
+            if not self._is_saved(done):
+                self._save(done)
+                self._is_saved(done)
+            if self.world.is_main:
                 checkpoint.keep_best(self.run_dir, done, loss, self.config.trainer.keep_checkpoints)
         self.throughput.resume()
 

@@ -8,7 +8,9 @@ from enum import Enum
 
 class Shard(Enum):
     none = "none"  # every rank holds all: data parallel
-    optimizer = "optimizer"  # each keeps its part of gradients and optimizer state; parameters are whole for a step
+    optimizer = (
+        "optimizer"  # each keeps its part of gradients and optimizer state; parameters are whole for a step
+    )
     full = "full"  # and of the parameters, gathered one block at a time
 
 

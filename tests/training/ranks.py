@@ -1,0 +1,61 @@
+"""Runs on several gloo ranks: one launch of torchrun trains them one after the other, as `train.py` would each.
+
+    python -m torch.distributed.run --nproc_per_node=2 ranks.py '[["hydra.run.dir=a", ...], ...]'
+
+A launch takes ten seconds of importing torch, a run in it one. Errors that a user can fix are printed, by rank 0.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    """The command that starts `arguments` on so many ranks of this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*launcher, *arguments]
+
+
+def train_on(
+    ranks: int, runs: list[list[str]], folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess:
+    """Train with each of these lists of settings, on `ranks` gloo ranks, in `folder`."""
+    done = subprocess.run(
+        torchrun(ranks, __file__, json.dumps(runs)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def main() -> None:
+    from training.command_line import composed
+    from training.config import is_users_mistake
+    from training.distributed import world
+    from training.trainer import Trainer
+
+    # One process group for all: gloo cannot make a second one of the same name in a launch.
+    with world("cpu") as ranks:
+        for settings in json.loads(sys.argv[1]):
+            folder = next(
+                each.removeprefix("hydra.run.dir=") for each in settings if "hydra.run.dir=" in each
+            )
+            config = composed(*(each for each in settings if "hydra.run.dir=" not in each))
+            try:
+                Trainer(config, Path(folder), ranks).run()
+            except ValueError as error:
+                if not is_users_mistake(error):
+                    raise
+                if ranks.is_main:
+                    print(f"refused {folder}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Several real gloo ranks on a CPU: whatever they hold and exchange, they train as one rank does."""
+
+import json
+
+import pytest
+import torch
+
+import train
+from tests.conftest import measured
+from tests.training.ranks import train_on
+from training.checkpoint import find, load_weights
+
+MODES = {
+    "none": [],
+    "bf16 exchange": ["parallel.gradient_dtype=bf16"],
+    "optimizer": ["parallel.shard=optimizer"],
+    "full": ["parallel.shard=full"],
+    "full recompute": ["parallel.shard=full", "parallel.recompute=block"],
+}
+
+
+def run(name: str, *settings: str) -> list[str]:
+    return [f"hydra.run.dir={name}", *settings]
+
+
+def losses(folder) -> list[float]:
+    return [float(each) for each in measured(folder, "train/loss").values()]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(
+    started, user_environment, tiny, tmp_path, ranks
+):
+    tiny = [
+        *tiny,
+        "trainer.micro_batch=1",
+        "trainer.grad_clip=0.5",
+        "model.n_layer=2",
+        "trainer.eval_every=6",
+    ]
+    assert started(train.main, *tiny, "hydra.run.dir=one") == 0
+    train_on(ranks, [run(name, *tiny, *mode) for name, mode in MODES.items()], tmp_path, user_environment)
+    one = tmp_path / "one"
+    weights = load_weights(find(one), "cpu")
+    for name in MODES:
+        many, close = tmp_path / name, 1e-3 if "bf16" in name else 1e-5
+        assert losses(many) == pytest.approx(losses(one), rel=close), name
+        summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, many)]
+        assert summaries[1]["val/loss"] == pytest.approx(summaries[0]["val/loss"], rel=close)
+        assert summaries[1]["val/tokens"] == summaries[0]["val/tokens"]
+        theirs = load_weights(find(many), "cpu")
+        for key, weight in weights.items():
+            torch.testing.assert_close(theirs[key], weight, rtol=0, atol=1e-2 if close == 1e-3 else 1e-4)
+        if close < 1e-3:
+            assert (many / "sample.txt").read_text() == (one / "sample.txt").read_text()
