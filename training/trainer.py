@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -25,8 +26,10 @@ from .metrics import Throughput, memory, performance, reset_peak_memory
 from .optimizer import update
 from .parallel import parts
 from .parallel.config import Shard
+from .parallel.rescue import snapshot
 from .parallel.saving import PartsSaver
 from .parallel.shard import begin_micro_step, update_shards
+from .parallel.watch import Watch
 from .plan import resolve
 from .profiling import profiled
 from .resume import finished, identity
@@ -84,6 +87,10 @@ class Trainer:
         self.sharded = config.parallel.shard is not Shard.none
         self.saver = PartsSaver(ranks, run_dir, config.trainer.keep_checkpoints) if self.sharded else None
         self.throughput = Throughput(ranks)
+        # For a thread that saves the run when another rank is lost: how many updates the weights have had, on the
+        # device, which the host is ahead of.
+        self.updates = torch.tensor(self.plan.start.step, device=ranks.device)
+        self.updating = threading.Lock()
 
     # ---- the run ---------------------------------------------------------------------------------
 
@@ -91,11 +98,12 @@ class Trainer:
         """Train to the last step, evaluate, report. A signal ends it sooner: saved, and with SystemExit."""
         self.recorder = Recorder(self.plan)
         self.progress = Progress(self.plan.start.step, self.config.trainer.steps, shown=self.world.is_main)
-        self.interrupt = Interrupt(self.world)
+        self.watch = Watch(self.world, self.config.parallel.timeout, self._rescue)
+        self.interrupt = Interrupt(self.world)  # the ranks meet here: by now each has its watch
         self.done = self.plan.start.step
         summary: dict[str, Any] = {}
         try:
-            with closing(self.progress), self.interrupt.listening():
+            with closing(self.progress), self.interrupt.listening(), self.watch.watching():
                 with suppress(StopRequested):  # the run then ends below, as a finished one does
                     self.recorder.begin()
                     summary = self._summary(self._train())
@@ -130,6 +138,7 @@ class Trainer:
                     self.throughput.step()
                 self.done = done
                 self.progress.step()
+                self.watch.tick(f"at the end of step {done:,}")
                 stopping = self.interrupt.requested() and done < config.steps
                 # Only here does the host wait for the device.
                 if config.logs_at(done) or stopping:
@@ -196,16 +205,21 @@ class Trainer:
         for micro, (x, y) in enumerate(micro_batches):
             if how.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
+            self.watch.tick(f"in the forward of step {step + 1:,}")
             with self._micro_step(last=micro == how.accumulation - 1):
                 with self.plan.autocast():
                     loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
+                self.watch.tick(f"in the backward of step {step + 1:,}")
                 self.scaler.scale(loss / how.accumulation).backward()
             total += loss.detach() / how.accumulation
         self.throughput.optimizer_begins()
         limit = self.config.trainer.grad_clip or math.inf
         if self.sharded:
             return total, update_shards(self.model, self.optimizer, limit)
-        return total, update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
+        with self.updating:
+            norms = update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
+            self.updates += 1
+        return total, norms
 
     def _micro_step(self, last: bool) -> AbstractContextManager:
         """Ranks exchange gradients once a step, with the last micro-batch; shard=full, with each."""
@@ -287,6 +301,7 @@ class Trainer:
 
         def until_stopped(batches: Iterator[tuple]) -> Iterator[tuple]:
             for batch in batches:
+                self.watch.tick(f"in the evaluation of step {done:,}")
                 if self.interrupt.requested():
                     raise StopRequested
                 yield batch
@@ -316,20 +331,41 @@ class Trainer:
         }
 
     def _save(self, done: int) -> None:
-        state = {
+        with self.watch.busy(f"saving step {done:,}"):
+            if self.saver:
+                self.saver.save(done, parts.tensors(self.model, self.optimizer), self._state())
+            elif self.world.is_main:
+                self._save_whole(done, self.model.state_dict(), self.optimizer.state_dict())
+        self.throughput.resume()
+
+    def _save_whole(self, done: int, weights: dict, optimizer: dict) -> None:
+        state = {"optimizer": optimizer, **self._state()}
+        checkpoint.save(self.run_dir, done, weights, state, self.config.trainer.keep_checkpoints)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors."""
+        return {
             "scaler": self.scaler.state_dict(),
             "seconds": self.recorder.seconds(),
             "identity": identity(self.config, self.plan.corpus),
             "init_from": self.config.trainer.init_from,
         }
-        if self.saver:
-            self.saver.save(done, parts.tensors(self.model, self.optimizer), state)
-        elif self.world.is_main:
-            state["optimizer"] = self.optimizer.state_dict()
-            checkpoint.save(
-                self.run_dir, done, self.model.state_dict(), state, self.config.trainer.keep_checkpoints
-            )
-        self.throughput.resume()
+
+    def _rescue(self) -> str:
+        """Save what this rank has, if that is all of it, as another is lost; returns what to say.
+
+        In the thread of the watch: the main thread waits in a collective, and so may the device.
+        """
+        saved = checkpoint.saved(self.run_dir)
+        said = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
+        if not self.sharded:
+            with self.updating:  # for good: the main thread makes no other update
+                done, weights, optimizer = snapshot(self.model, self.optimizer, self.updates)
+                if done and not checkpoint.at(self.run_dir, done).exists():
+                    self._save_whole(done, weights, optimizer)
+            said = stopped(self.plan, done) if done else said
+        self.recorder.finish({})
+        return said
 
     def _is_saved(self, done: int) -> bool:
         if self.saver:

@@ -8,6 +8,8 @@ A launch takes ten seconds of importing torch, a run in it one. Errors that a us
 import json
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +35,31 @@ def train_on(
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+def started_on(
+    ranks: int, settings: list[str], folder: Path, environment: dict[str, str], *options: str
+) -> subprocess.Popen:
+    """torchrun of train.py itself. options: torchrun's own."""
+    return subprocess.Popen(
+        torchrun(ranks, *options, str(ROOT / "train.py"), *settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
+
+
+def process_of(rank: int, launcher: subprocess.Popen) -> int:
+    """The process id of a rank that torchrun has started."""
+    while True:
+        assert launcher.poll() is None
+        for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+            with suppress(OSError):  # it may end
+                if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                    return int(child)
+        time.sleep(0.05)
 
 
 def main() -> None:

@@ -53,3 +53,27 @@ def test_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(
             torch.testing.assert_close(theirs[key], weight, rtol=0, atol=1e-2 if close == 1e-3 else 1e-4)
         if close < 1e-3:
             assert (many / "sample.txt").read_text() == (one / "sample.txt").read_text()
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environment, tiny, tmp_path):
+    """1 -> 2 -> 1, in parts and whole, always in the same directory; then sampled from and exported."""
+    tiny = [
+        *tiny,
+        "model.dropout=0.0",
+        "optimizer.lr=1e-2",
+        "schedule=constant",
+        "schedule.warmup_fraction=0",
+    ]
+    here = [*tiny, "trainer.resume=auto"]
+    until = {steps: [*here, f"trainer.steps={steps}"] for steps in (4, 8, 12, 16, 20)}
+    assert started(train.main, *tiny, "trainer.steps=20", "hydra.run.dir=whole") == 0
+    assert started(train.main, *until[4], "hydra.run.dir=parts") == 0
+    layouts = {8: "full", 12: "optimizer", 16: "none"}
+    runs = [run("parts", *until[steps], f"parallel.shard={how}") for steps, how in layouts.items()]
+    train_on(
+        2, [*runs[:2], run("copy", *until[16], "trainer.resume=parts"), runs[2]], tmp_path, user_environment
+    )
+    # From parts to one process, from a copy of the run that had ended in parts.
+    assert started(train.main, *until[20], "hydra.run.dir=parts") == 0
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert losses(tmp_path / "copy") == pytest.approx(losses(tmp_path / "whole")[12:16], rel=1e-5)

@@ -35,3 +35,10 @@ class ParallelConfig:
     recompute: Recompute = Recompute.none
     # The dtype in which ranks exchange gradients.
     gradient_dtype: GradientDtype = GradientDtype.fp32
+    # Seconds after which a rank that does nothing, while others wait for it, is taken for dead: the run is saved and
+    # ends. It is named long before, and one that is dead within half a minute.
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.timeout > 0:
+            raise ValueError(f"parallel.timeout is {self.timeout}; it must be above 0 seconds.")

@@ -1,0 +1,69 @@
+"""Ranks that die, stop or hang, with real signals: they are named within a minute, and the run ends saved."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+import train
+from tests.conftest import measured
+from tests.training.ranks import process_of, started_on
+from training.checkpoint import saved
+
+
+def wait_until(ready, launcher) -> None:
+    while not ready():
+        assert launcher.poll() is None, launcher.stdout.read()
+        time.sleep(0.05)
+
+
+def logged(folder) -> int:
+    return len(measured(folder, "train/loss")) if (folder / "metrics.csv").exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lost", "sent"),
+    [
+        (2, 1, signal.SIGKILL),
+        pytest.param(2, 1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(2, 0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(4, 2, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(4, 0, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
+    started, user_environment, tiny, tmp_path, ranks, lost, sent
+):
+    long = [*tiny, "trainer.steps=100000", "schedule=constant", "schedule.warmup_fraction=0"]
+    launcher = started_on(ranks, [*long, "hydra.run.dir=run"], tmp_path, user_environment)
+    wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
+    victim = process_of(lost, launcher)
+    os.kill(victim, sent)
+    began = time.monotonic()
+    said = ""
+    while "stopped at step" not in said:
+        line = launcher.stdout.readline()
+        assert line, said
+        said += line
+    assert time.monotonic() - began < 60
+    (step,) = (int(each.replace(",", "")) for each in re.findall(r"stopped at step ([\d,]+) and saved", said))
+    assert re.search(
+        rf"^error: rank {lost} \(.*process {victim}\) does not answer, for \d+ s: ", said, re.MULTILINE
+    )
+    assert "Traceback" not in said
+    assert launcher.wait(timeout=60) != 0
+    (checkpoint,) = saved(tmp_path / "run")
+    assert checkpoint.name == f"step-{step:08d}"
+    before = {step: float(loss) for step, loss in measured(tmp_path / "run", "train/loss").items()}
+    more = ["hydra.run.dir=run", "trainer.resume=auto", f"trainer.steps={step + 5}"]
+    assert started(train.main, *long, *more) == 0
+    assert started(train.main, *long, "hydra.run.dir=one", f"trainer.steps={step + 5}") == 0
+    whole, resumed = (
+        {step: float(loss) for step, loss in measured(tmp_path / name, "train/loss").items()}
+        for name in ("one", "run")
+    )
+    for number in range(step + 1, step + 6):
+        assert resumed[number] == pytest.approx(whole[number], rel=1e-4)
+    assert max(before) <= step + 1
