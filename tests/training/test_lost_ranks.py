@@ -67,3 +67,40 @@ def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
     for number in range(step + 1, step + 6):
         assert resumed[number] == pytest.approx(whole[number], rel=1e-4)
     assert max(before) <= step + 1
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_parts_are_saved_loses_nothing(started, user_environment, tiny, tmp_path):
+    """It is stopped again and again until that is in the middle of a checkpoint, and then killed."""
+    long = [*tiny, "schedule=constant", "schedule.warmup_fraction=0"]
+    many = [*long, "trainer.steps=100000", "trainer.save_every=1", "parallel.shard=full"]
+    launcher = started_on(2, [*many, "hydra.run.dir=run"], tmp_path, user_environment)
+    wait_until(lambda: len(saved(tmp_path / "run")) > 1, launcher)
+    victim = process_of(1, launcher)
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def half_saved() -> bool:
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(0.3)  # the other rank goes on until it has to wait
+        if list(checkpoints.glob("*.partial/parts/*")):
+            return True
+        os.kill(victim, signal.SIGCONT)
+        time.sleep(0.01 * (time.monotonic() % 1))
+        return False
+
+    wait_until(half_saved, launcher)
+    whole = saved(tmp_path / "run")[-1]
+    os.kill(victim, signal.SIGKILL)
+    said = launcher.communicate(timeout=60)[0]
+    assert re.search(r"^error: rank 1 \(.*\) does not answer", said, re.MULTILINE)
+    assert f"the newest checkpoint is run/checkpoints/{whole.name}" in said
+    assert list(checkpoints.glob("*.partial"))
+    assert saved(tmp_path / "run")[-1] == whole
+    done = int(whole.name.removeprefix("step-")) + 3
+    assert (
+        started(train.main, *long, "hydra.run.dir=run", "trainer.resume=auto", f"trainer.steps={done}") == 0
+    )
+    assert started(train.main, *long, "hydra.run.dir=one", f"trainer.steps={done}") == 0
+    resumed, alone = (measured(tmp_path / name, "train/loss") for name in ("run", "one"))
+    assert float(resumed[done]) == pytest.approx(float(alone[done]), rel=1e-4)
+    assert not list(checkpoints.glob("*.partial"))

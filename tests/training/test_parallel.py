@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import train
+from kernels import get_attention
+from model.huggingface import from_huggingface
 from tests.conftest import measured
 from tests.training.ranks import train_on
 from training.checkpoint import find, load_weights
+from training.export import export
 
 MODES = {
     "none": [],
@@ -56,24 +59,28 @@ def test_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(
 
 
 def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environment, tiny, tmp_path):
-    """1 -> 2 -> 1, in parts and whole, always in the same directory; then sampled from and exported."""
-    tiny = [
-        *tiny,
-        "model.dropout=0.0",
-        "optimizer.lr=1e-2",
-        "schedule=constant",
-        "schedule.warmup_fraction=0",
-    ]
-    here = [*tiny, "trainer.resume=auto"]
-    until = {steps: [*here, f"trainer.steps={steps}"] for steps in (4, 8, 12, 16, 20)}
-    assert started(train.main, *tiny, "trainer.steps=20", "hydra.run.dir=whole") == 0
-    assert started(train.main, *until[4], "hydra.run.dir=parts") == 0
+    """1 -> 2 -> 1, whole and in parts; a checkpoint in parts is exported, and begins another run."""
+    steady = [*tiny, "optimizer.lr=1e-2", "schedule=constant", "schedule.warmup_fraction=0"]
+    until = {
+        steps: [*steady, "trainer.resume=auto", f"trainer.steps={steps}"] for steps in (4, 8, 12, 16, 20)
+    }
+    assert started(train.main, *steady, "trainer.steps=20", "hydra.run.dir=whole") == 0
+    assert started(train.main, *until[4], "hydra.run.dir=run") == 0
     layouts = {8: "full", 12: "optimizer", 16: "none"}
-    runs = [run("parts", *until[steps], f"parallel.shard={how}") for steps, how in layouts.items()]
-    train_on(
-        2, [*runs[:2], run("copy", *until[16], "trainer.resume=parts"), runs[2]], tmp_path, user_environment
-    )
-    # From parts to one process, from a copy of the run that had ended in parts.
-    assert started(train.main, *until[20], "hydra.run.dir=parts") == 0
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    runs = [run("run", *until[steps], f"parallel.shard={how}") for steps, how in layouts.items()]
+    copy = run("copy", *until[16], "trainer.resume=run", "parallel.shard=full")
+    train_on(2, [*runs[:2], copy, runs[2]], tmp_path, user_environment)
+    assert started(train.main, *until[20], "hydra.run.dir=run") == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert losses(tmp_path / "copy") == pytest.approx(losses(tmp_path / "whole")[12:16], rel=1e-5)
+
+    export(tmp_path / "copy", tmp_path / "exported")
+    theirs = from_huggingface(tmp_path / "exported", get_attention("naive"))
+    weights = load_weights(find(tmp_path / "copy"), "cpu")
+    assert torch.equal(theirs.h[0].mlp.c_fc.weight, weights["h.0.mlp.c_fc.weight"])
+    again = [*tiny, "trainer.init_from=copy", "trainer.steps=0", "hydra.run.dir=evaluated"]
+    assert started(train.main, *again) == 0
+    before, after = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("copy", "evaluated")
+    )
+    assert after["val/loss"] == pytest.approx(before["val/loss"], rel=1e-5)

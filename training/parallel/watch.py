@@ -26,7 +26,9 @@ import torch.distributed as dist
 from ..distributed import World
 
 BEAT, SILENT, BEHIND = 1.0, 20.0, 40.0
-SILENT_WHEN_BROKEN = 5.0  # once a collective has failed: torchrun kills all that is left after 30 s
+SILENT_WHEN_BROKEN = (
+    5.0  # once a collective of some rank has failed: torchrun kills all that is left after 30 s
+)
 _numbers = itertools.count()  # of the runs in this process, which share a store
 
 
@@ -52,7 +54,7 @@ class Watch:
     def __init__(self, ranks: World, limit: float, rescue: Callable[[], str]) -> None:
         self._ranks, self._limit, self._rescue = ranks, limit, rescue
         self._ticks, self._doing, self._state = 0, "starting", "alive"
-        self._broken, self._done = threading.Event(), threading.Event()
+        self._done = threading.Event()
         self._ending = False
         self._thread: threading.Thread | None = None
         if ranks.size == 1:
@@ -78,8 +80,8 @@ class Watch:
         except RuntimeError as error:
             if not _is_of_a_collective(error):
                 raise
-            self._broken.set()
-            self._thread.join(2 * SILENT_WHEN_BROKEN)
+            self._state = "broken"
+            self._thread.join(SILENT)
             if self._ending:  # it knows who is lost, and ends this process
                 self._thread.join()
             raise
@@ -101,8 +103,10 @@ class Watch:
         if self._thread is not None:
             self._doing, self._state = doing, "busy"
             self._beat()
-        yield
-        self._state = "alive"
+        try:
+            yield
+        finally:
+            self._state = "alive"
 
     # ---- the thread ------------------------------------------------------------------------------
 
@@ -138,7 +142,8 @@ class Watch:
                 if int(ticks) != each.ticks:
                     each.ticks, each.moved = int(ticks), now
         furthest = max(self._ticks, *(each.ticks for each in seen.values()))
-        silent = SILENT_WHEN_BROKEN if self._broken.is_set() else SILENT
+        broken = "broken" in (self._state, *(each.state for each in seen.values()))
+        silent = SILENT_WHEN_BROKEN if broken else SILENT
         for rank, each in seen.items():
             if each.state == "left":
                 continue
