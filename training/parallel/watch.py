@@ -26,9 +26,8 @@ import torch.distributed as dist
 from ..distributed import World
 
 BEAT, SILENT, BEHIND = 1.0, 20.0, 40.0
-SILENT_WHEN_BROKEN = (
-    5.0  # once a collective of some rank has failed: torchrun kills all that is left after 30 s
-)
+# Once a collective has failed on some rank, and for one that writes a file: torchrun kills what is left after 30 s.
+SILENT_WHEN_BROKEN = 5.0, 12.0
 _numbers = itertools.count()  # of the runs in this process, which share a store
 
 
@@ -143,11 +142,11 @@ class Watch:
                     each.ticks, each.moved = int(ticks), now
         furthest = max(self._ticks, *(each.ticks for each in seen.values()))
         broken = "broken" in (self._state, *(each.state for each in seen.values()))
-        silent = SILENT_WHEN_BROKEN if broken else SILENT
+        silent, busy = SILENT_WHEN_BROKEN if broken else (SILENT, self._limit)
         for rank, each in seen.items():
             if each.state == "left":
                 continue
-            if now - each.heard > (self._limit if each.state == "busy" else silent):
+            if now - each.heard > (busy if each.state == "busy" else silent):
                 return f"{rank}:{self._of(rank)} does not answer, for {now - each.heard:.0f} s: it was {each.doing}"
             waiting = now - each.moved
             behind = f"{self._of(rank)} has been {each.doing} for {waiting:.0f} s, while others wait for it"
