@@ -9,8 +9,11 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from tests.conftest import measured
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,15 +54,25 @@ def started_on(
     )
 
 
-def process_of(rank: int, launcher: subprocess.Popen) -> int:
-    """The process id of a rank that torchrun has started."""
-    while True:
-        assert launcher.poll() is None
-        for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-            with suppress(OSError):  # it may end
-                if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-                    return int(child)
+def processes(launcher: subprocess.Popen) -> dict[int, int]:
+    """Rank -> process id, of what torchrun has started so far."""
+    found = {}
+    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        with suppress(OSError):  # it may end
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found |= {int(each[5:]): int(child) for each in variables if each.startswith(b"RANK=")}
+    return found
+
+
+def wait_until(ready: Callable[[], bool], launcher: subprocess.Popen) -> None:
+    while not ready():
+        assert launcher.poll() is None, launcher.stdout.read()
         time.sleep(0.05)
+
+
+def logged(run: Path) -> int:
+    """Rows of training that a run has written."""
+    return len(measured(run, "train/loss")) if (run / "metrics.csv").exists() else 0
 
 
 def main() -> None:

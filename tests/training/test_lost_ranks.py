@@ -9,18 +9,8 @@ import pytest
 
 import train
 from tests.conftest import measured
-from tests.training.ranks import process_of, started_on
+from tests.training.ranks import logged, processes, started_on, wait_until
 from training.checkpoint import saved
-
-
-def wait_until(ready, launcher) -> None:
-    while not ready():
-        assert launcher.poll() is None, launcher.stdout.read()
-        time.sleep(0.05)
-
-
-def logged(folder) -> int:
-    return len(measured(folder, "train/loss")) if (folder / "metrics.csv").exists() else 0
 
 
 @pytest.mark.parametrize(
@@ -39,7 +29,7 @@ def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
     long = [*tiny, "trainer.steps=100000", "schedule=constant", "schedule.warmup_fraction=0"]
     launcher = started_on(ranks, [*long, "hydra.run.dir=run"], tmp_path, user_environment)
     wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
-    victim = process_of(lost, launcher)
+    victim = processes(launcher)[lost]
     os.kill(victim, sent)
     began = time.monotonic()
     said = ""
@@ -76,7 +66,7 @@ def test_a_rank_killed_while_parts_are_saved_loses_nothing(started, user_environ
     many = [*long, "trainer.steps=100000", "trainer.save_every=1", "parallel.shard=full"]
     launcher = started_on(2, [*many, "hydra.run.dir=run"], tmp_path, user_environment)
     wait_until(lambda: len(saved(tmp_path / "run")) > 1, launcher)
-    victim = process_of(1, launcher)
+    victim = processes(launcher)[1]
     checkpoints = tmp_path / "run" / "checkpoints"
 
     def half_saved() -> bool:

@@ -194,3 +194,18 @@ def test_what_ranks_cannot_do_is_refused_in_one_line_with_what_works(user_enviro
     for name, (_, remedy) in refused.items():
         (line,) = (each for each in said.splitlines() if each.startswith(f"refused {name}: "))
         assert line.endswith(remedy) or remedy in line
+
+
+@pytest.mark.slow
+def test_compiled_ranks_train_as_eager_ones(user_environment, tiny, tmp_path):
+    """Around DDP in one piece; a block at a time in parts, and where activations are computed again."""
+    small = [*tiny, "model.n_layer=2", "trainer.steps=4", "trainer.sample_tokens=0"]
+    modes = {
+        "none": [],
+        "again": ["parallel.recompute=attention_kept"],
+        "full": ["parallel.shard=full", "parallel.recompute=block"],
+    }
+    compiled = [run(name, *small, "trainer.compile=true", *mode) for name, mode in modes.items()]
+    train_on(2, [run("eager", *small), *compiled], tmp_path, user_environment)
+    for name in modes:
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "eager"), rel=1e-5), name
