@@ -30,9 +30,9 @@ COLUMNS = [
     "perf/optimizer_ms",
     "perf/tokens_per_second",
     "perf/tokens_per_second_per_device",
-    # The rank that computed longest, and for how long: what it waited for others is left out.
+    # The rank that computed longest, and how many times as long as the median rank: waiting for others is left out.
     "perf/slowest_rank",
-    "perf/slowest_rank_ms",
+    "perf/slowest_rank_ratio",
     "perf/mfu",
     "perf/peak_allocated_gib",
     "perf/peak_reserved_gib",

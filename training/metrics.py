@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
 import time
 from collections import Counter
@@ -186,8 +187,8 @@ def performance(
     if world.size > 1:
         metrics["perf/tokens_per_second_per_device"] = tokens_per_second / world.size
         computing = world.gather(sum(seconds.get(phase, 0.0) for phase in _COMPUTING))
-        metrics["perf/slowest_rank_ms"] = max(computing) * 1e3
         metrics["perf/slowest_rank"] = computing.index(max(computing))
+        metrics["perf/slowest_rank_ratio"] = max(computing) / statistics.median_low(computing)
     if peak := peak_flops(world.device):
         metrics["perf/mfu"] = tokens_per_second * flops_per_token / (peak * world.size)
     return metrics

@@ -37,6 +37,9 @@ from .run_directory import Recorder, claimed, close_run, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
 
+# How many times as long as the median rank one may compute before it is named.
+FALLS_BEHIND = 1.5
+
 
 def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
     """Train as `config` says, leave a complete run in `run_dir`, and return what its summary.json holds.
@@ -87,10 +90,12 @@ class Trainer:
         self.sharded = config.parallel.shard is not Shard.none
         self.saver = PartsSaver(ranks, run_dir, config.trainer.keep_checkpoints) if self.sharded else None
         self.throughput = Throughput(ranks)
+        self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
         # For a thread that saves the run when another rank is lost: how many updates the weights have had, on the
         # device, which the host is ahead of.
         self.updates = torch.tensor(self.plan.start.step, device=ranks.device)
         self.updating = threading.Lock()
+        self.slow: set[int] = set()  # the ranks that were named as slow
 
     # ---- the run ---------------------------------------------------------------------------------
 
@@ -98,7 +103,6 @@ class Trainer:
         """Train to the last step, evaluate, report. A signal ends it sooner: saved, and with SystemExit."""
         self.recorder = Recorder(self.plan)
         self.progress = Progress(self.plan.start.step, self.config.trainer.steps, shown=self.world.is_main)
-        self.watch = Watch(self.world, self.config.parallel.timeout, self._rescue)
         self.interrupt = Interrupt(self.world)  # the ranks meet here: by now each has its watch
         self.done = self.plan.start.step
         summary: dict[str, Any] = {}
@@ -168,6 +172,12 @@ class Trainer:
     def _log(self, done: int, metrics: dict[str, float]) -> None:
         self.recorder.log(done, metrics)
         self.progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
+        rank, ratio = metrics.get("perf/slowest_rank"), metrics.get("perf/slowest_rank_ratio", 1.0)
+        if ratio > FALLS_BEHIND and rank not in self.slow:
+            self.slow.add(rank)
+            self.progress.say(
+                f"rank {rank} computes {ratio:.1f} times as long as the median rank: all wait for it"
+            )
 
     def _evaluation(self, done: int) -> Evaluation:
         """Evaluate after `done` steps, log it, and keep the checkpoint if it is the best."""

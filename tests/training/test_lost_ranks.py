@@ -94,3 +94,20 @@ def test_a_rank_killed_while_parts_are_saved_loses_nothing(started, user_environ
     resumed, alone = (measured(tmp_path / name, "train/loss") for name in ("run", "one"))
     assert float(resumed[done]) == pytest.approx(float(alone[done]), rel=1e-4)
     assert not list(checkpoints.glob("*.partial"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path):
+    """It is stopped three quarters of the time, for less than makes it lost."""
+    launcher = started_on(2, [*tiny, "trainer.steps=600", "hydra.run.dir=run"], tmp_path, user_environment)
+    wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
+    slow = processes(launcher)[1]
+    while launcher.poll() is None and logged(tmp_path / "run") < 200:
+        for sent, seconds in ((signal.SIGSTOP, 0.03), (signal.SIGCONT, 0.01)):
+            os.kill(slow, sent)
+            time.sleep(seconds)
+    said = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 0, said
+    assert re.search(r"^rank 1 computes \d+\.\d times as long as the median rank", said, re.MULTILINE)
+    named = list(measured(tmp_path / "run", "perf/slowest_rank").values())[5:150]
+    assert named.count("1") > len(named) / 2
