@@ -135,7 +135,7 @@ class Trainer:
         # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
         if config.evaluates_at(self.done):
             evaluation = self._evaluation(self.done)
-        with closing(self._load(self.batches, self.done, config.steps)) as batches:
+        with closing(self.load(self.batches, self.done, config.steps)) as batches:
             for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.done + 1):
                 with self._profiled(done):
                     loss, grad_norms = self.train_step(done - 1, inputs, targets)
@@ -239,7 +239,7 @@ class Trainer:
             return self.train_model.no_sync()
         return nullcontext()
 
-    def _load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
+    def load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
         """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting."""
         on_gpu = self.world.device.type == "cuda"
         place = self.plan.layout
@@ -316,7 +316,7 @@ class Trainer:
                     raise StopRequested
                 yield batch
 
-        with closing(self._load(validation, 0, len(validation))) as batches:
+        with closing(self.load(validation, 0, len(validation))) as batches:
             text_bytes = validation.split.utf8_bytes
             evaluation = evaluate(
                 self.eval_model, until_stopped(batches), text_bytes, self.world, self.plan.autocast
