@@ -46,6 +46,7 @@ TOOLS = {
         "benchmarks.scaling",
         "--gpus 1 2 4 8: tokens/s and memory of several GPUs, whole and in parts",
     ),
+    "predict": ("benchmarks.predict", "step time for 8 to 1,024 GPUs, from one GPU's and stated link speeds"),
     "preparation": ("benchmarks.preparation", "preparing text beside bare tiktoken and nanoGPT"),
 }
 PROGRAM = Program("benchmarks", BENCHMARKS, TOOLS)

@@ -1,7 +1,7 @@
 """tokens/s, peak memory and equality of several GPUs beside one: python -m benchmarks scaling --gpus 1 2
 
 Every figure is of real training steps (scaling_rank.py), started by torchrun: GPT-2 small and XL at 131,072 tokens a
-step, and a GPT of 7 B parameters for a few steps; whole on each GPU, and in parts. Each layout of small runs twice: two
+step, and a GPT of 7 B parameters for a few steps; whole on each GPU, and in parts. Each layout of small runs twice:
 equal runs must end with the same bits. The tokens are those of Python's own source under a made-up vocabulary of
 GPT-2's size, so nothing is downloaded, and losses compare layouts with each other, not with other runs.
 
@@ -14,6 +14,7 @@ import argparse
 import base64
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -91,8 +92,8 @@ def launched(named: list, gpus: int, steps: int, folder: Path, minutes: float) -
 
 def _reason(told: str) -> str:
     """The first line of a rank's output that names an error."""
-    lines = (line.split("]: ")[-1].strip() for line in told.splitlines() if "Error" in line)
-    return next(iter(lines), "no reason was printed")[:300]
+    found = re.search(r"^(?:\[rank\d+\]: )?([\w.]*Error: .+)", told, re.MULTILINE)
+    return found[1][:300] if found else "no reason was printed"
 
 
 def vocabulary(folder: Path) -> Path:

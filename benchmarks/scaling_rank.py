@@ -1,6 +1,6 @@
 """One rank of `python -m benchmarks scaling`: torchrun starts it; see scaling.py.
 
-    torchrun --nproc_per_node=2 -m benchmarks.scaling_rank '[["name", ["parallel.shard=full", ...]], ...]' STEPS FOLDER
+    torchrun --nproc_per_node=2 -m benchmarks.scaling_rank '[["NAME", ["parallel.shard=full", ...]]]' STEPS FOLDER
 
 Rank 0 prints one line of JSON for each of the named settings.
 """
