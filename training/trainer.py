@@ -91,9 +91,9 @@ class Trainer:
         self.saver = PartsSaver(ranks, run_dir, config.trainer.keep_checkpoints) if self.sharded else None
         self.throughput = Throughput(ranks)
         self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
-        # For a thread that saves the run when another rank is lost: how many updates the weights have had, on the
-        # device, which the host is ahead of.
-        self.updates = torch.tensor(self.plan.start.step, device=ranks.device)
+        # For a thread that saves the run when another rank is lost: how many updates have begun, and how many have
+        # ended, on the device, which the host is ahead of.
+        self.updates = torch.full((2,), self.plan.start.step, device=ranks.device)
         self.updating = threading.Lock()
         self.slow: set[int] = set()  # the ranks that were named as slow
 
@@ -227,8 +227,9 @@ class Trainer:
         if self.sharded:
             return total, update_shards(self.model, self.optimizer, limit)
         with self.updating:
+            self.updates[0] += 1
             norms = update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
-            self.updates += 1
+            self.updates[1] += 1
         return total, norms
 
     def _micro_step(self, last: bool) -> AbstractContextManager:

@@ -1,6 +1,6 @@
 """Runs on several gloo ranks: one launch of torchrun trains them one after the other, as `train.py` would each.
 
-    python -m torch.distributed.run --nproc_per_node=2 ranks.py '[["hydra.run.dir=a", ...], ...]'
+    python -m torch.distributed.run --nproc_per_node=2 ranks.py '[["hydra.run.dir=a", ...], ...]' cpu
 
 A launch takes ten seconds of importing torch, a run in it one. Errors that a user can fix are printed, by rank 0.
 """
@@ -25,11 +25,11 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 
 
 def train_on(
-    ranks: int, runs: list[list[str]], folder: Path, environment: dict[str, str]
+    ranks: int, runs: list[list[str]], folder: Path, environment: dict[str, str], device: str = "cpu"
 ) -> subprocess.CompletedProcess:
-    """Train with each of these lists of settings, on `ranks` gloo ranks, in `folder`."""
+    """Train with each of these lists of settings, on so many ranks (gloo on a CPU, NCCL on GPUs), in `folder`."""
     done = subprocess.run(
-        torchrun(ranks, __file__, json.dumps(runs)),
+        torchrun(ranks, __file__, json.dumps(runs), device),
         capture_output=True,
         text=True,
         timeout=300,
@@ -82,7 +82,7 @@ def main() -> None:
     from training.trainer import Trainer
 
     # One process group for all: gloo cannot make a second one of the same name in a launch.
-    with world("cpu") as ranks:
+    with world(sys.argv[2]) as ranks:
         for settings in json.loads(sys.argv[1]):
             folder = next(
                 each.removeprefix("hydra.run.dir=") for each in settings if "hydra.run.dir=" in each

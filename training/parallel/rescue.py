@@ -15,15 +15,17 @@ def snapshot(
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """(updates, the model's state dict, the optimizer's), all on the CPU and from between two updates.
 
-    The stream of the training may wait for ever for the other rank's gradients, so it is copied on another one; what
-    is queued before that wait may still run while it is, and then it is copied again.
+    The stream of the training may wait for ever for the other rank's gradients, so it is copied on another one. An
+    update that is queued before that wait may run meanwhile; then it is copied again.
+
+    updates: int64 (2,), how many have begun and how many have ended, counted on the stream of the training.
     """
     on_gpu = updates.is_cuda
     with torch.cuda.stream(torch.cuda.Stream(updates.device)) if on_gpu else nullcontext():
         while True:
-            before = int(updates)
+            ended = int(updates[1])
             copies = tree_map_only(
                 Tensor, lambda each: each.detach().cpu().clone(), (model.state_dict(), optimizer.state_dict())
             )
-            if int(updates) == before:
-                return before, *copies
+            if int(updates[0]) == ended:
+                return ended, *copies
