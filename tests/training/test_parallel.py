@@ -187,6 +187,7 @@ def test_what_ranks_cannot_do_is_refused_in_one_line_with_what_works(user_enviro
     refused = {
         "uneven": (["trainer.batch_tokens=96"], "nearest: 64 or 128."),
         "half": (["parallel.shard=full", "trainer.precision=fp16"], "use trainer.precision=bf16."),
+        "muon": (["parallel.shard=full", "optimizer.name=muon"], "use adamw, or no sharding."),
         "graphs": (["trainer.cuda_graphs=true"], "needs a CUDA device, not cpu; leave it out"),
     }
     runs = [run(name, *tiny, *settings) for name, (settings, _) in refused.items()]

@@ -1,4 +1,4 @@
-"""Two GPUs of one host, by NCCL: what test_parallel.py and test_lost_ranks.py test on a CPU; compiled, our kernels."""
+"""Two GPUs of one host, by NCCL: what test_parallel.py and test_lost_ranks.py test on a CPU, in our kernels."""
 
 import json
 import os
