@@ -174,7 +174,7 @@ class Phases:
 def performance(
     seconds: dict[str, float] | None, tokens_per_step: int, flops_per_token: int, world: World
 ) -> dict[str, float]:
-    """The perf/ metrics of a step's times (see Throughput). All ranks call it.
+    """The perf/ metrics of a step's times (see Throughput).
 
     perf/mfu is model FLOP/s over the devices' dense half-precision peak. Model FLOPs per token are
     6 N + 12 L H Q T (PaLM, arXiv 2204.02311, appendix B): full attention, no discount for causality, no recompute.
@@ -186,12 +186,19 @@ def performance(
     metrics["perf/tokens_per_second"] = tokens_per_second
     if world.size > 1:
         metrics["perf/tokens_per_second_per_device"] = tokens_per_second / world.size
-        computing = world.gather(sum(seconds.get(phase, 0.0) for phase in _COMPUTING))
-        metrics["perf/slowest_rank"] = computing.index(max(computing))
-        metrics["perf/slowest_rank_ratio"] = max(computing) / statistics.median_low(computing)
     if peak := peak_flops(world.device):
         metrics["perf/mfu"] = tokens_per_second * flops_per_token / (peak * world.size)
     return metrics
+
+
+def slowest_rank(seconds: dict[str, float] | None, world: World) -> dict[str, float]:
+    """Which of several ranks computes longest, and how many times as long as the median one. All ranks call it."""
+    if world.size == 1 or seconds is None:
+        return {}
+    computing = world.gather(sum(seconds[phase] for phase in _COMPUTING))
+    longest = max(computing)
+    ratio = longest / statistics.median_low(computing)
+    return {"perf/slowest_rank": computing.index(longest), "perf/slowest_rank_ratio": ratio}
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from .distributed import World, world
 from .divergence import fault
 from .evaluation import Evaluation, beginning, evaluate
 from .interrupt import Interrupt, StopRequested
-from .metrics import Throughput, memory, performance, reset_peak_memory
+from .metrics import Throughput, memory, performance, reset_peak_memory, slowest_rank
 from .optimizer import update
 from .parallel import parts
 from .parallel.config import Shard
@@ -300,7 +300,8 @@ class Trainer:
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)
-        return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
+        speed = performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
+        return speed | slowest_rank(seconds, self.world)
 
     def _evaluate(self, done: int) -> Evaluation:
         """Evaluate the whole validation split, or before the last step as much as trainer.eval_tokens says."""

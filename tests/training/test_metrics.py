@@ -166,7 +166,6 @@ def test_performance_computes_milliseconds_and_tokens_per_second():
 )
 def test_mfu_is_reported_only_for_known_gpus(monkeypatch, name, tflops):
     gpu = World(torch.device("cuda", 0), size=2)
-    monkeypatch.setattr(World, "gather", lambda ranks, value: [value] * ranks.size)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert peak_flops(gpu.device) == (tflops and tflops * 1e12)
     measured = performance({"step": 1.0}, tokens_per_step=1000, flops_per_token=10**9, world=gpu)
