@@ -26,7 +26,7 @@ from .metrics import Throughput, memory, performance, reset_peak_memory, slowest
 from .optimizer import update
 from .parallel import parts
 from .parallel.config import Shard
-from .parallel.rescue import snapshot
+from .parallel.rescue import aside, snapshot
 from .parallel.saving import PartsSaver
 from .parallel.shard import begin_micro_step, update_shards
 from .parallel.watch import Watch
@@ -371,7 +371,8 @@ class Trainer:
         saved = checkpoint.saved(self.run_dir)
         said = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
         if not self.sharded:
-            with self.updating:  # for good: the main thread makes no other update
+            # For good: the main thread makes no other update.
+            with self.updating, aside(self.world.device):
                 done, weights, optimizer = snapshot(self.model, self.optimizer, self.updates)
                 if done and not checkpoint.at(self.run_dir, done).exists():
                     self._save_whole(done, weights, optimizer)

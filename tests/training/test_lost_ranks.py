@@ -3,13 +3,14 @@
 import os
 import re
 import signal
+import subprocess
 import time
 
 import pytest
 
 import train
 from tests.conftest import measured
-from tests.training.ranks import logged, processes, started_on, wait_until
+from tests.training.ranks import ROOT, logged, processes, started_on, torchrun, wait_until
 from training.checkpoint import saved
 
 
@@ -111,3 +112,40 @@ def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path):
     assert re.search(r"^rank 1 computes \d+\.\d times as long as the median rank", said, re.MULTILINE)
     named = list(measured(tmp_path / "run", "perf/slowest_rank").values())[5:150]
     assert named.count("1") > len(named) / 2
+
+
+# Rank 1 stays alive, and does nothing from its sixth step on.
+HANGS = """
+import sys, time
+from pathlib import Path
+from training.command_line import composed
+from training.distributed import world
+from training.parallel import watch
+from training.trainer import Trainer
+
+watch.BEHIND = 2.0
+with world("cpu") as ranks:
+    run = Trainer(composed(*sys.argv[1:]), Path("run"), ranks)
+    step = run.train_step
+    run.train_step = lambda n, *batch: (n == 5 and ranks.rank == 1 and time.sleep(600), step(n, *batch))[1]
+    run.run()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_after_the_timeout_taken_for_dead(user_environment, tiny, tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    done = subprocess.run(
+        torchrun(2, "hangs.py", *tiny, "parallel.timeout=6"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=user_environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode != 0
+    who = r"rank 1 \(.*\) has been at the end of step 5 for (\d+) s, while others wait for it$"
+    assert 2 <= int(re.search(f"^warning: {who}", done.stderr, re.MULTILINE)[1]) < 6
+    assert int(re.search(f"^error: {who}", done.stderr, re.MULTILINE)[1]) >= 6
+    assert "stopped at step 5 and saved" in done.stderr
+    assert [path.name for path in saved(tmp_path / "run")] == ["step-00000005"]

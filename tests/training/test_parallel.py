@@ -21,6 +21,7 @@ from training.parallel.config import Recompute
 MODES = {
     "none": [],
     "bf16 exchange": ["parallel.gradient_dtype=bf16"],
+    "again": ["parallel.recompute=attention_kept"],
     "optimizer": ["parallel.shard=optimizer"],
     "full": ["parallel.shard=full"],
     "full recompute": ["parallel.shard=full", "parallel.recompute=block"],

@@ -1,7 +1,7 @@
 """Who is missing: every rank tells the others that it lives and how far it is, and who does not is named.
 
 A rank that waits for a lost one sits in a collective, whose own timeout is ten minutes and names nobody. So a thread
-of each writes a line into torchrun's store every second. Rank 0 reads them all, and the last rank reads rank 0's.
+of each writes a line into torchrun's store every second. Rank 0 reads them all and judges the others; the last rank judges rank 0.
 
     dead or stopped    no line for SILENT seconds: named, the run is saved if one of the others can, and ends
     hung               lines, but it does nothing while others wait for it: named after BEHIND seconds, and after the
@@ -115,14 +115,14 @@ class Watch:
 
     def _watch(self) -> None:
         rank, size = self._ranks.rank, self._ranks.size
-        others = [n for n in range(size) if n != rank] if rank == 0 else [0] if rank == size - 1 else []
-        seen = {n: _Seen() for n in others}
+        judges = rank in (0, size - 1)
+        seen = {other: _Seen() for other in range(size) if other != rank}
         while not self._done.wait(BEAT):
             try:
                 self._beat()
                 if self._store.check(["lost"]):
                     self._end(self._store.get("lost").decode())
-                if others and (lost := self._judge(seen)):
+                if judges and (lost := self._judge(seen)):
                     self._store.set("lost", lost)
                     self._end(lost)
             except dist.DistError as error:
@@ -140,19 +140,20 @@ class Watch:
                 _, ticks, each.state, each.doing = each.line.split("|")
                 if int(ticks) != each.ticks:
                     each.ticks, each.moved = int(ticks), now
-        furthest = max(self._ticks, *(each.ticks for each in seen.values()))
+        everyones = [self._ticks, *(each.ticks for each in seen.values())]
         broken = "broken" in (self._state, *(each.state for each in seen.values()))
         silent, busy = SILENT_WHEN_BROKEN if broken else (SILENT, self._limit)
         for rank, each in seen.items():
-            if each.state == "left":
-                continue
+            if each.state == "left" or (rank == 0) == (self._ranks.rank == 0):
+                continue  # rank 0 is the last rank's to judge, and all others are rank 0's
             if now - each.heard > (busy if each.state == "busy" else silent):
                 return f"{rank}:{self._of(rank)} does not answer, for {now - each.heard:.0f} s: it was {each.doing}"
             waiting = now - each.moved
             behind = f"{self._of(rank)} has been {each.doing} for {waiting:.0f} s, while others wait for it"
-            if each.ticks < furthest and waiting > self._limit:
+            last = each.ticks == min(everyones) < max(everyones)
+            if last and waiting > self._limit:
                 return f"{rank}:{behind}"
-            if each.ticks < furthest and waiting > BEHIND and each.named != each.ticks:
+            if last and waiting > BEHIND and each.named != each.ticks:
                 each.named = each.ticks
                 print(f"warning: {behind}", file=sys.stderr, flush=True)
         return None
@@ -168,6 +169,8 @@ class Watch:
             print(f"error: {why}", file=sys.stderr, flush=True)
             try:
                 print(self._rescue(), file=sys.stderr, flush=True)
+            except Exception as error:  # a full disk, for one
+                print(f"error: the run is not saved: {error}", file=sys.stderr, flush=True)
             finally:
                 os._exit(1)
         time.sleep(SILENT)  # a rank that exits has torchrun end the one that saves
