@@ -1,7 +1,8 @@
 """Who is missing: every rank tells the others that it lives and how far it is, and who does not is named.
 
 A rank that waits for a lost one sits in a collective, whose own timeout is ten minutes and names nobody. So a thread
-of each writes a line into torchrun's store every second. Rank 0 reads them all and judges the others; the last rank judges rank 0.
+of each writes a line into torchrun's store every second. Rank 0 reads them all and judges the others; the last rank
+judges rank 0.
 
     dead or stopped    no line for SILENT seconds: named, the run is saved if one of the others can, and ends
     hung               lines, but it does nothing while others wait for it: named after BEHIND seconds, and after the
