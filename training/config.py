@@ -282,7 +282,7 @@ class Config:
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is not a multiple of "
                 f"model.seq_len={self.model.seq_len}; nearest: "
-                f"{_nearest_multiples(self.trainer.batch_tokens, self.model.seq_len)}."
+                f"{nearest_multiples(self.trainer.batch_tokens, self.model.seq_len)}."
             )
 
     def accumulation_steps(self, world_size: int) -> tuple[int, int]:
@@ -293,7 +293,7 @@ class Config:
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is {sequences} sequences, which {world_size} "
                 f"ranks cannot share equally; nearest: "
-                f"{_nearest_multiples(self.trainer.batch_tokens, seq_len * world_size)}."
+                f"{nearest_multiples(self.trainer.batch_tokens, seq_len * world_size)}."
             )
         per_rank = sequences // world_size
         micro_batch = self.trainer.micro_batch or per_rank
@@ -321,7 +321,7 @@ def _strings(given: Any) -> list[str]:
     return [str(given)] if given else []
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
+def nearest_multiples(value: int, unit: int) -> str:
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 

@@ -27,6 +27,8 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel
         lacking = "trainer.compile=true"
     elif parallel.shard is not Shard.none:
         lacking = f"parallel.shard=none, not {parallel.shard.value}"
+    elif parallel.context > 1:
+        lacking = f"parallel.context=1, not {parallel.context}"
     elif parallel.recompute is not Recompute.none:
         lacking = f"parallel.recompute=none, not {parallel.recompute.value}"
     if asked and lacking:

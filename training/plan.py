@@ -16,6 +16,7 @@ from data.tokenizer import findable, load_tokenizer
 from kernels import attention_tier, bind, resolve_attention
 from model.gpt import GPT, AttentionFn
 from model.modern import build_gpt
+from model.part import compute_part
 
 from .config import Config, ConfigError, Layers, ModelConfig
 from .corpus import prepare_corpus
@@ -24,6 +25,7 @@ from .distributed import World
 from .init_from import InitialWeights, initial_weights
 from .layers import make_gpt, resolve_layers
 from .parallel.blocks import check_recompute
+from .parallel.context import attention_name, check_context, in_ring, part_of
 from .parallel.mesh import Layout, check_shard, layout
 from .precision import resolve_precision
 from .resume import AUTO, FROM_THE_START, Start, resume_path, start_at
@@ -34,7 +36,7 @@ class Computation:
     """How a model's steps are computed on a device."""
 
     attention: str
-    attention_fn: AttentionFn
+    attention_fn: AttentionFn  # of whole sequences, where no ranks share them
     attention_tier: str | None
     dtype: torch.dtype
     loss: Layers
@@ -90,7 +92,13 @@ class Plan:
         """The model on the CPU, where it is drawn: the same weights on any device, with any attention."""
         how = self.how
         layers = {"loss": how.loss, "block": how.block}
-        return make_gpt(self.config.model, how.attention_fn, **layers, generator=generator)
+        attention, part = how.attention_fn, part_of(self.layout)
+        if part:
+            attention = in_ring(how.attention, self.config.attention.tier, self.layout)
+        model = make_gpt(self.config.model, attention, **layers, generator=generator)
+        if part:
+            compute_part(model, part)
+        return model
 
     def autocast(self) -> AbstractContextManager:
         dtype = self.how.dtype
@@ -103,6 +111,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     What cannot work is refused here: first by the checks that take no time, then by what does, such as a corpus.
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
+    check_context(config, ranks)
     place = layout(config.parallel, ranks)
     how = _computation(config, ranks, place)
     resume = ranks.share(resume_path(config, run_dir))  # rank 0 decides
@@ -146,9 +155,9 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
         "cu_seqlens": config.data.document_mask or None,
         "precise_delta": config.attention.precise_delta,
     }
-    name, attention = resolve_attention(config.attention.name, **request)
+    name, attention = resolve_attention(attention_name(config, ranks.device), **request)
     check_recompute(config.parallel.recompute, name)
-    tier = attention_tier(name, **request, length=config.model.seq_len)
+    tier = attention_tier(name, **request, length=config.model.seq_len // place.context_size)
     if config.attention.precise_delta:
         attention = bind(attention, precise_delta=True)
     loss = resolve_layers(config.model.loss, "model.loss", ranks.device)

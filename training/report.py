@@ -53,7 +53,7 @@ def banner(plan: Plan) -> Rows:
             f"{corpus.name}, {config.data.tokenizer}: {count(corpus.train.tokens)} training and "
             f"{count(corpus.val.tokens)} validation tokens",
         ),
-        ("batch", batch + (f" x {ranks.size} ranks" if ranks.size > 1 else "")),
+        ("batch", batch + (f" x {plan.layout.data_size} ranks" if plan.layout.data_size > 1 else "")),
         ("length", length),
     ]
     if ranks.size > 1 or config.parallel.recompute is not Recompute.none:
@@ -119,6 +119,8 @@ def _parallel(parallel: ParallelConfig, ranks: int) -> str:
         if ranks > 1
         else []
     )
+    if parallel.context > 1:
+        said.insert(0, f"{parallel.context} ranks share each sequence, in a ring")
     again = {
         Recompute.block: "blocks are computed again",
         Recompute.attention_kept: "blocks but for attention are computed again",

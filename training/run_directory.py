@@ -21,6 +21,7 @@ from .environment import environment
 from .files import unwritable, write_json, write_whole
 from .loggers import CsvLogger, kept_rows
 from .parallel.config import Shard
+from .parallel.context import leave_ring
 from .plan import Plan
 from .report import banner, in_sweep, result
 from .resume import AUTO
@@ -160,6 +161,8 @@ def close_run(plan: Plan, model: GPT, summary: dict[str, Any], window_seconds: l
     if is_main:
         write_json(plan.run_dir / "summary.json", summary)
     in_parts = plan.config.parallel.shard is not Shard.none  # each rank has one, so all of them sample
+    if plan.layout.context_size > 1:
+        leave_ring(model, plan.how.attention_fn)
     text = _sample(plan, model) if config.sample_tokens and (is_main or in_parts) else ""
     if not is_main:
         return

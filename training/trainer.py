@@ -26,6 +26,7 @@ from .metrics import Throughput, memory, performance, reset_peak_memory, slowest
 from .optimizer import update
 from .parallel import parts
 from .parallel.config import Shard
+from .parallel.context import part_of
 from .parallel.rescue import aside, snapshot
 from .parallel.saving import PartsSaver
 from .parallel.shard import begin_micro_step, update_shards
@@ -241,13 +242,17 @@ class Trainer:
         return nullcontext()
 
     def load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
-        """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting."""
+        """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting.
+
+        Where ranks share each sequence, each has the whole inputs and its part of the targets.
+        """
         on_gpu = self.world.device.type == "cuda"
-        place = self.plan.layout
+        place, part = self.plan.layout, part_of(self.plan.layout)
         ranks = {"rank": place.data_rank, "world_size": place.data_size}
         with closing(prefetch(batches, start, stop, pin_memory=on_gpu, **ranks)) as loaded:
             for pair in loaded:
-                yield tuple(tensor.to(self.world.device, non_blocking=True) for tensor in pair)
+                inputs, targets = (tensor.to(self.world.device, non_blocking=True) for tensor in pair)
+                yield inputs, part.of(targets, 1) if part else targets
 
     def _dropout_seed(self, step: int, micro: int) -> torch.Tensor | None:
         """Seed dropout for this micro-step from its number, so that a resumed run draws the same masks."""
@@ -397,7 +402,7 @@ class Trainer:
 
 
 def _out_of_memory(config: Config, ranks: World) -> str:
-    _, micro_batch = config.accumulation_steps(ranks.size)
+    _, micro_batch = config.accumulation_steps(ranks.size // config.parallel.context)
     full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
     if micro_batch == 1:
         return f"{full}: one sequence at a time is too much; lower model.seq_len or choose a smaller model."

@@ -27,6 +27,7 @@ def test_cuda_graphs_default_to_on_only_for_compiled_runs_on_one_gpu():
         (True, World(CPU), REPLICATED, "a CUDA device, not cpu"),
         (False, World(GPU), REPLICATED, "trainer.compile=true"),
         (True, World(GPU, size=2), ParallelConfig(shard=Shard.full), "parallel.shard=none, not full"),
+        (True, World(GPU, size=2), ParallelConfig(context=2), "parallel.context=1, not 2"),
         (True, World(GPU), ParallelConfig(recompute=Recompute.block), "parallel.recompute=none, not block"),
     ],
 )

@@ -16,7 +16,7 @@ from .config import Recompute
 
 # Attentions that are one operator, whose result can be kept.
 _ONE_OPERATOR = ("flash", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
-_OPERATORS = ("flash_forward", "_scaled_dot_product_")  # how those operators' names begin
+_OPERATORS = ("flash_forward", "ring_forward", "_scaled_dot_product_")  # how those operators' names begin
 
 
 def check_recompute(how: Recompute, attention: str) -> None:

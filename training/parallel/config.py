@@ -31,6 +31,9 @@ class ParallelConfig:
 
     # What is split over the ranks, so that a model which one GPU cannot hold fits on several.
     shard: Shard = Shard.none
+    # Adjacent ranks that share each sequence, so that it may be longer than one GPU holds: keys and values travel
+    # between them (kernels/ring).
+    context: int = 1
     # Activations that the backward computes again instead of keeping them; useful on one GPU, too.
     recompute: Recompute = Recompute.none
     # The dtype in which ranks exchange gradients.
@@ -40,5 +43,7 @@ class ParallelConfig:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.context < 1:
+            raise ValueError(f"parallel.context is {self.context}; it must be at least 1.")
         if not self.timeout > 0:
             raise ValueError(f"parallel.timeout is {self.timeout}; it must be above 0 seconds.")
