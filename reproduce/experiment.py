@@ -80,6 +80,7 @@ class Experiment:
             measured, as an estimate until results/ has a complete GPU run with the default settings.
         measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
         package: the package that its module is in.
+        gpus: how many it takes at least.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Experiment:
     minutes: float
     measures: tuple[str, ...]
     package: str = "reproduce"
+    gpus: int = 1
 
     @property
     def path(self) -> str:
@@ -160,6 +162,23 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=1.5,
             measures=ATTENTIONS,
+        ),
+        Experiment(
+            name="ring",
+            title="attention of one sequence on several GPUs: time and bytes against length",
+            claims=("C33",),
+            needs="cuda",
+            minutes=3.0,
+            measures=(
+                *ATTENTIONS,
+                *(
+                    "kernels.ring.passes.forward",
+                    "kernels.ring.passes.backward",
+                    "kernels.ring.blocks.Layout",
+                ),
+                "kernels.ring.group.RingGroup",
+            ),
+            gpus=2,
         ),
         Experiment(
             name="perplexity",
