@@ -155,4 +155,8 @@ def main(argv: list[str]) -> int:
     for model, (mfu, source) in alone(asked.results).items():
         print(f"{model}: MFU of one GPU {mfu:.3f} ({source})")
     print("\n" + "\n".join(markdown_table(HEADER, rows(asked.results, asked.gpus, asked.batch_tokens))))
+    from . import predict_context  # which builds on this module
+
+    print("\nOne sequence that the GPUs share, GPT-2 small (predict_context.py):\n")
+    print("\n".join(markdown_table(HEADER, predict_context.rows(asked.results, asked.gpus))))
     return 0

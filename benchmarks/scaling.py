@@ -1,9 +1,10 @@
 """tokens/s, peak memory and equality of several GPUs beside one: python -m benchmarks scaling --gpus 1 2
 
 Every figure is of real training steps (scaling_rank.py), started by torchrun: GPT-2 small and XL at 131,072 tokens a
-step, and a GPT of 7 B parameters for a few steps; whole on each GPU, and in parts. Each layout of small runs twice:
-equal runs must end with the same bits. The tokens are those of Python's own source under a made-up vocabulary of
-GPT-2's size, so nothing is downloaded, and losses compare layouts with each other, not with other runs.
+step, and a GPT of 7 B parameters for a few steps; whole on each GPU, and in parts; with --models 32k to 256k, GPT-2
+small with one sequence of so many tokens, which the GPUs share. Each layout of small runs twice: equal runs must end
+with the same bits. The tokens are those of Python's own source under a made-up vocabulary of GPT-2's size, so nothing
+is downloaded, and losses compare layouts with each other, not with other runs.
 
 A layout that fails, for example for want of memory, is recorded as such, and the next one goes on in a new launch.
 """
@@ -42,7 +43,15 @@ MODELS = {
         *("trainer.micro_batch=2", "trainer.compile=false"),
     ],
 }
-WHOLE, FULL = "whole", "full"
+# GPT-2 small with one long sequence a step, which several GPUs share.
+LONG = {
+    f"{length // 1024}k": [
+        "model=gpt2_small", f"model.seq_len={length}", f"trainer.batch_tokens={length}"
+    ]
+    for length in (32768, 65536, 131072, 262144)
+}  # fmt: skip
+MODELS |= LONG
+WHOLE, FULL, CONTEXT = "whole", "full", "context"
 LAYOUTS = {
     WHOLE: [],
     "whole, bf16 gradients": ["parallel.gradient_dtype=bf16"],
@@ -51,22 +60,26 @@ LAYOUTS = {
     FULL: ["parallel.shard=full"],
     "full, blocks again": ["parallel.shard=full", "parallel.recompute=block"],
     "full, all but attention again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
+    CONTEXT: ["parallel.context={gpus}"],
 }
 # A model of which one GPU cannot hold 16 bytes a parameter is measured in parts alone.
-ONLY = {"7b": ("full, blocks again", "full, all but attention again")}
+ONLY = {"7b": ("full, blocks again", "full, all but attention again"), "tiny": tuple(LAYOUTS)}
+SHORT = tuple(each for each in LAYOUTS if each != CONTEXT)
 TWICE = ("small", "tiny")
 
 
 def layouts_of(model: str, gpus: int, asked: list[str]) -> Iterator[tuple[str, list[str]]]:
     """What is measured of a model on so many GPUs."""
-    known = ONLY.get(model, tuple(LAYOUTS))
+    known = ONLY.get(model, SHORT)
+    if model in LONG:
+        known = (WHOLE,) if gpus == 1 else (CONTEXT,)
     for name in known:
         if name not in asked or (gpus == 1 and name != WHOLE):
             continue
         if not torch.cuda.is_available() and "CUDA" in name:
             continue
         for _ in range(2 if model in TWICE and gpus > 1 else 1):
-            yield name, LAYOUTS[name]
+            yield name, [each.format(gpus=gpus) for each in LAYOUTS[name]]
 
 
 def launched(named: list, gpus: int, steps: int, folder: Path, minutes: float) -> Iterator[Sample]:
