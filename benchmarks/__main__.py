@@ -65,6 +65,11 @@ BENCHMARKS: dict[str, Experiment] = {
 TOOLS = {
     "aims": ("benchmarks.aims", "results/ held to this project's own aims, as results/BENCHMARKS.md"),
     "step": ("benchmarks.step", "--nanogpt PATH: a CPU training step beside nanoGPT's"),
+    "scaling": (
+        "benchmarks.scaling",
+        "--gpus 1 2 4 8: tokens/s and memory of several GPUs, whole and in parts",
+    ),
+    "predict": ("benchmarks.predict", "step time for 8 to 1,024 GPUs, from one GPU's and stated link speeds"),
     "preparation": ("benchmarks.preparation", "preparing text beside bare tiktoken and nanoGPT"),
 }
 PROGRAM = Program("benchmarks", BENCHMARKS, TOOLS)

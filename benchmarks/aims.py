@@ -15,8 +15,8 @@ from reproduce.common import ReproduceError, markdown_table, writing
 from reproduce.results import changed_since, read_all, slug
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
-# The files in results/ that have aims; `training` is an experiment of reproduce.
-SOURCES = ("loss", "documents", "host", "huggingface", "decode", "training")
+# The files in results/ that have aims; `training` and `ring` are experiments of reproduce.
+SOURCES = ("loss", "documents", "host", "huggingface", "decode", "training", "ring")
 HEADER = ("what", "ours", "aim", "status", "why")
 
 

@@ -3,6 +3,9 @@
     name, attention = resolve_attention("auto", device=device, dtype=torch.bfloat16, head_dim=64)
     out = attention(q, k, v, causal=True)
 
+Beside them: `kernels.layers`, a model's other layers, and `kernels.ring`, attention over a sequence that several GPUs
+share.
+
 `kernels.arguments` documents the arguments; `kernels.naive` implements all of them in the slow and obvious way.
 `flash_attention` and `decode_attention` are loaded on first use, since they import triton.
 """

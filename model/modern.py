@@ -13,6 +13,7 @@ from .cache import KVCache
 from .config import GPTConfig, MLPKind
 from .fused import FusedGPT, FusedLayers
 from .gpt import GPT, MLP, AttentionFn, Block, CausalSelfAttention, Embedding, Linear
+from .part import Part
 
 EPS = 1e-5  # of every RMSNorm: LayerNorm's
 
@@ -49,6 +50,8 @@ class ModernAttention(CausalSelfAttention):
 class UnpackedAttention(ModernAttention):
     """With grouped heads, normalised or rotated queries and keys too: q, k and v are no longer alike."""
 
+    part: Part | None = None  # see part.compute_part
+
     def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, packed: AttentionFn | None):
         super().__init__(config, layer, attention, packed)
         self.c_attn = Linear(config.n_embd, sum(config.qkv_rows))
@@ -65,8 +68,10 @@ class UnpackedAttention(ModernAttention):
         q, k, v = qkv.split(self.head_counts, dim=2)  # (B, T, H, D), and k and v (B, T, kv_heads, D)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
-            start = 0 if cache is None else cache.length
-            q, k = rotated(q, start, self.rope_theta), rotated(k, start, self.rope_theta)
+            at: int | Tensor = 0 if cache is None else cache.length
+            if self.part is not None:
+                at = self.part.positions(T, x.device)
+            q, k = rotated(q, at, self.rope_theta), rotated(k, at, self.rope_theta)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
@@ -81,8 +86,10 @@ class HeadNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
-def rotated(x: Tensor, start: int, theta: float) -> Tensor:
+def rotated(x: Tensor, at: int | Tensor, theta: float) -> Tensor:
     """x (B, T, heads, D) with dimensions d and d + D/2 turned by position * theta^(-2d/D), in float32 or wider.
+
+    at: the position of the first token, or of each, int64 (T,).
 
     Su et al. 2021, arXiv 2104.09864, equation 34, with the pairs as Llama has them. The table is computed where it is
     used: T * D / 2 numbers, which torch.compile shares between the layers.
@@ -90,9 +97,8 @@ def rotated(x: Tensor, start: int, theta: float) -> Tensor:
     T, half = x.size(1), x.size(-1) // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
     speeds = theta ** (torch.arange(half, device=x.device, dtype=dtype) / -half)
-    angles = (
-        torch.arange(start, start + T, device=x.device, dtype=dtype)[:, None, None] * speeds
-    )  # (T, 1, D/2)
+    positions = at if isinstance(at, Tensor) else torch.arange(at, at + T, device=x.device)
+    angles = positions.to(dtype)[:, None, None] * speeds  # (T, 1, D/2)
     cos, sin = angles.cos(), angles.sin()
     a, b = x.split(half, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

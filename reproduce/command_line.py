@@ -212,6 +212,12 @@ def _device(name: str) -> torch.device:
     return resolve_device(name, "--device ")
 
 
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _run_all(program: Program, arguments: argparse.Namespace) -> int:
     """Run each experiment in its own process, so that one that breaks the device does not stop the others."""
     if arguments.overrides:
@@ -221,9 +227,13 @@ def _run_all(program: Program, arguments: argparse.Namespace) -> int:
     # A running sample is never interrupted, so a twentieth of the budget is reserved for one to finish.
     end = time.monotonic() + 0.95 * arguments.budget if arguments.budget else None
     chosen = list(program.experiments.values())
-    if _device(arguments.device).type == "cpu" and not arguments.tiny:
+    device = _device(arguments.device)
+    if device.type == "cpu" and not arguments.tiny:
         chosen = [each for each in chosen if each.needs == "cpu"]
         print(f"no CUDA device here, so these alone: {', '.join(each.name for each in chosen)}")
+    elif not arguments.tiny and (more := [each.name for each in chosen if each.gpus > _count_gpus()]):
+        chosen = [each for each in chosen if each.name not in more]
+        print(f"left out, as they take more GPUs than there are: {', '.join(more)}")
     # First round: each gets its own share of the time. Second: what is left goes to those unfinished, in this order.
     statuses = {each.name: OUT_OF_TIME for each in chosen}
     for shares in (True, False):

@@ -94,6 +94,7 @@ class Experiment:
         minutes: about what it takes on one GPU in all its processes, and so its share of a budget for `all`.
         measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
         package: the package that its module is in.
+        gpus: how many it takes at least.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Experiment:
     minutes: float
     measures: tuple[str, ...]
     package: str = "reproduce"
+    gpus: int = 1
 
     @property
     def path(self) -> str:
@@ -182,6 +184,23 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cuda",
             minutes=10.0,
             measures=_STEP,
+        ),
+        Experiment(
+            name="ring",
+            title="attention of one sequence on several GPUs: time and bytes against length",
+            claims=("C33",),
+            needs="cuda",
+            minutes=3.0,
+            measures=(
+                *ATTENTIONS,
+                *(
+                    "kernels.ring.passes.forward",
+                    "kernels.ring.passes.backward",
+                    "kernels.ring.blocks.Layout",
+                ),
+                "kernels.ring.group.RingGroup",
+            ),
+            gpus=2,
         ),
         Experiment(
             name="perplexity",

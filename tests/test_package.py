@@ -146,9 +146,9 @@ def example(tmp_path, user_environment):
     for leaf in LEAVES:
         (tmp_path / "site" / "tilegpt" / leaf).symlink_to(ROOT / leaf)
 
-    def run(name: str, *arguments: str, **variables: str) -> str:
+    def run(name: str, *arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> str:
         done = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / name), *arguments],
+            [sys.executable, *launcher, str(ROOT / "examples" / name), *arguments],
             capture_output=True,
             text=True,
             timeout=240,
@@ -182,6 +182,15 @@ def test_the_fused_layers_example_trains(example):
     variables = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     printed = example("fused_layers.py", **variables)
     assert 6.5 < float(re.search(r"loss ([\d.]+)", printed)[1]) < 7.5  # ln 1000 = 6.9
+
+
+def test_the_ring_example_computes_on_two_ranks_what_one_does(example):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    variables = {} if torch.cuda.device_count() > 1 else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    printed = example("ring_attention.py", launcher=launcher, **variables)
+    differences = re.findall(r"rank \d of 2: 64 of 128 tokens, largest difference (\S+)", printed)
+    assert len(differences) == 2
+    assert max(map(float, differences)) < 0.02
 
 
 @pytest.mark.slow

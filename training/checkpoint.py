@@ -4,6 +4,7 @@
       step-00001000/weights.safetensors  the model's state dict, all that sampling needs; the output projection is the
                                          embedding, so it is there once, as wte.weight
                     training.pt          optimizer, gradient scaler, step, seconds, and what must not change
+                    parts/               with parallel.shard, weights and optimizer, as each rank had them
                     validation_loss      if it was the run's lowest; written after training.pt
       best                               with trainer.keep_best, a link to the checkpoint with the lowest
 
@@ -17,49 +18,73 @@ from __future__ import annotations
 import pickle
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from data import DataError
 from data.files import flush_to_disk
 
 from .config import ConfigError
 from .files import REMEDY, write_whole
+from .parallel import parts
 
 FOLDER = "checkpoints"
 BEST = "best"
 WEIGHTS = "weights.safetensors"
+PARTS = "parts"
 OLD_WEIGHTS = "weights.pt"  # pickled, of runs before 2026-11-25: still read
 
 
 def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of `step` and drop all but the newest `keep`."""
-    final = at(run_dir, step)
-    partial = final.with_suffix(".partial")
-    files = partial / WEIGHTS, partial / "training.pt"
+    begin(run_dir, step, training, weights)
+    return complete(run_dir, step, keep)
+
+
+def begin(run_dir: Path, step: int, training: dict[str, Any], weights: dict | None = None) -> None:
+    """Write what one rank writes into `partial`: the rest of a checkpoint in parts is the ranks' own."""
+    folder = partial(run_dir, step)
+    files = [folder / "training.pt"]
     _remove_leftovers(run_dir)
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        save_file(weights, files[0])
-        torch.save({"step": step, **training}, files[1])
+    with _unless_full(run_dir, step):
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": step, **training}, files[0])
+        if weights is not None:
+            files.append(folder / WEIGHTS)
+            save_file(weights, files[1])
         flush_to_disk(files)
+
+
+def complete(run_dir: Path, step: int, keep: int) -> Path:
+    """Give a checkpoint that is all written its name, and drop all but the newest `keep`."""
+    final = at(run_dir, step)
+    with _unless_full(run_dir, step):
         if final.exists():
             _put_aside(final)
-        partial.rename(final)
-    # on a full disk torch's zip writer raises RuntimeError, flush_to_disk DataError
-    except (OSError, RuntimeError, SafetensorError, DataError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        reason = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
-        raise ConfigError(
-            f"the checkpoint of step {step} could not be written to {final.parent}: {reason}; {REMEDY}"
-        ) from error
+        partial(run_dir, step).rename(final)
     _prune(run_dir, keep)
     return final
+
+
+@contextmanager
+def _unless_full(run_dir: Path, step: int) -> Iterator[None]:
+    """Turn what a full disk raises into one line, and leave nothing half written."""
+    try:
+        yield
+    # on a full disk torch's zip writer raises RuntimeError, flush_to_disk DataError
+    except (OSError, RuntimeError, SafetensorError, DataError) as error:
+        shutil.rmtree(partial(run_dir, step), ignore_errors=True)
+        reason = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
+        raise ConfigError(
+            f"the checkpoint of step {step} could not be written to {run_dir / FOLDER}: {reason}; {REMEDY}"
+        ) from error
 
 
 def _prune(run_dir: Path, keep: int) -> None:
@@ -73,14 +98,14 @@ def _prune(run_dir: Path, keep: int) -> None:
 def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
     """Make the checkpoint of `step`, with that validation loss, the best; it stays beside the newest `keep`."""
     link = run_dir / FOLDER / BEST
-    partial = link.with_suffix(".partial")
+    new_link = link.with_suffix(".partial")
     checkpoint = at(run_dir, step)
     write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(checkpoint.name)
+    new_link.unlink(missing_ok=True)
+    new_link.symlink_to(checkpoint.name)
     if link.is_dir() and not link.is_symlink():  # as in a copy of the run directory that followed links
         _put_aside(link)
-    partial.replace(link)  # atomic: a kill leaves the old link or the new one, both valid
+    new_link.replace(link)  # atomic: a kill leaves the old link or the new one, both valid
     _prune(run_dir, keep)
 
 
@@ -113,6 +138,11 @@ def at(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:08d}"
 
 
+def partial(run_dir: Path, step: int) -> Path:
+    """Where that one is written."""
+    return at(run_dir, step).with_suffix(".partial")
+
+
 def saved(run_dir: Path) -> list[Path]:
     """The checkpoints of a run directory, oldest first."""
     return sorted(path for path in (run_dir / FOLDER).glob("step-*") if not path.suffix)
@@ -131,7 +161,7 @@ def _remove_leftovers(run_dir: Path) -> None:
 def find(path: str | Path) -> Path:
     """The checkpoint directory that `path` names: itself, or the newest of a run directory or its checkpoints/."""
     path = Path(path)
-    if _weights(path).is_file():
+    if _weights(path).is_file() or in_parts(path):
         return _link_target(path)
     if path.is_file():
         raise ConfigError(
@@ -151,20 +181,40 @@ def find(path: str | Path) -> Path:
 def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
     """The model's state dict. Raises ConfigError if it cannot be read, or holds a value that is not finite."""
     path = _weights(checkpoint)
+    if in_parts(checkpoint):
+        path = checkpoint / PARTS
     weights = _load(path, device)
-    if broken := not_finite(weights):
-        raise ConfigError(f"{path} holds values that are not finite, in {broken}; {_remedy(checkpoint)}.")
+    _check_finite(path, weights)
     return weights
 
 
+def load_parts(checkpoint: Path, into: dict[str, torch.Tensor]) -> None:
+    """Fill `parts.tensors` from a checkpoint that is in parts; raises as `load_weights`."""
+    path = checkpoint / PARTS
+    with _readable(path):
+        parts.read(path, into)
+    _check_finite(path, into)
+
+
+def _check_finite(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    if broken := not_finite(weights):
+        raise ConfigError(f"{path} holds values that are not finite, in {broken}; {_remedy(path.parent)}.")
+
+
 def not_finite(weights: dict[str, torch.Tensor]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity."""
-    return next((name for name, weight in weights.items() if not weight.isfinite().all()), None)
+    """The name of the first tensor with a NaN or an infinity; of one in parts, this rank's is looked at."""
+    local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in weights.items()}
+    return next((name for name, weight in local.items() if not weight.isfinite().all()), None)
 
 
 def load_training(checkpoint: Path, device: torch.device | str, *, mmap: bool = False) -> dict[str, Any]:
     """All else that was saved. mmap: read a tensor only when it is used."""
     return _load(checkpoint / "training.pt", device, mmap)
+
+
+def in_parts(checkpoint: Path) -> bool:
+    """Whether the ranks of a sharded run wrote it."""
+    return parts.is_whole(checkpoint / PARTS)
 
 
 def _weights(checkpoint: Path) -> Path:
@@ -174,10 +224,18 @@ def _weights(checkpoint: Path) -> Path:
 
 
 def _load(path: Path, device: torch.device | str, mmap: bool = False) -> Any:
-    try:
+    with _readable(path):
+        if path.name == PARTS:
+            return {name: weight.to(device) for name, weight in parts.read_weights(path).items()}
         if path.name == WEIGHTS:
             return load_file(path, device=str(device))
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
         raise ConfigError(f"{path} cannot be read ({reason}); {_remedy(path.parent)}.") from error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from model.config import GPTConfig
 
 from .optimizer import OptimizerConfig
+from .parallel.config import ParallelConfig
 from .schedule import ScheduleConfig
 
 if TYPE_CHECKING:
@@ -278,6 +279,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     # Every random stream (initial weights, data order, dropout, sampling) is derived from it by name.
     seed: int = 1337
@@ -292,7 +294,7 @@ class Config:
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is not a multiple of "
                 f"model.seq_len={self.model.seq_len}; nearest: "
-                f"{_nearest_multiples(self.trainer.batch_tokens, self.model.seq_len)}."
+                f"{nearest_multiples(self.trainer.batch_tokens, self.model.seq_len)}."
             )
 
     def accumulation_steps(self, world_size: int) -> tuple[int, int]:
@@ -303,7 +305,7 @@ class Config:
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is {sequences} sequences, which {world_size} "
                 f"ranks cannot share equally; nearest: "
-                f"{_nearest_multiples(self.trainer.batch_tokens, seq_len * world_size)}."
+                f"{nearest_multiples(self.trainer.batch_tokens, seq_len * world_size)}."
             )
         per_rank = sequences // world_size
         micro_batch = self.trainer.micro_batch or per_rank
@@ -331,7 +333,7 @@ def _strings(given: Any) -> list[str]:
     return [str(given)] if given else []
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
+def nearest_multiples(value: int, unit: int) -> str:
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 

@@ -10,21 +10,31 @@ from torch import nn
 
 from .config import ConfigError
 from .distributed import World
+from .parallel.config import ParallelConfig, Recompute, Shard
 from .precision import compiled
 
 
-def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World) -> bool:
-    """Whether to replay; null: wherever it can be done. Raises ConfigError when it is asked for and cannot."""
+def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel: ParallelConfig) -> bool:
+    """Whether to replay; null: on one GPU, where it can be done. Raises ConfigError when it is asked for and cannot.
+
+    On several GPUs torch.compile cuts a graph where a bucket of gradients is full, so each piece is recorded, and the
+    exchange runs between them. Not measured yet, so null does not choose it.
+    """
     lacking = None
     if ranks.device.type != "cuda":
         lacking = f"a CUDA device, not {ranks.device.type}"
     elif not is_compiled:
         lacking = "trainer.compile=true"
-    elif ranks.size > 1:
-        lacking = f"one GPU, not {ranks.size} ranks"
+    elif parallel.shard is not Shard.none:
+        lacking = f"parallel.shard=none, not {parallel.shard.value}"
+    elif parallel.context > 1:
+        lacking = f"parallel.context=1, not {parallel.context}"
+    elif parallel.recompute is not Recompute.none:
+        lacking = f"parallel.recompute=none, not {parallel.recompute.value}"
     if asked and lacking:
         raise ConfigError(f"trainer.cuda_graphs=true needs {lacking}; leave it out, or set it to false.")
-    return lacking is None and asked is not False
+    wanted = ranks.size == 1 if asked is None else asked
+    return lacking is None and wanted
 
 
 def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:

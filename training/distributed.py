@@ -26,6 +26,7 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    launched: bool = False  # by torchrun: there is a process group, even of one rank
 
     @property
     def is_main(self) -> bool:
@@ -36,6 +37,12 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def gather(self, value: float) -> list[float]:
+        """Every rank's `value`."""
+        values = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+        values[self.rank] = value
+        return self.sum(values).tolist()
 
     def share(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""
@@ -84,8 +91,26 @@ def world(device_name: str) -> Iterator[World]:
     if not torchrun.launched():
         yield World(device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if store := store_of_restart():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    else:
+        dist.init_process_group(backend)
     try:
-        yield World(device, dist.get_rank(), dist.get_world_size())
+        yield World(device, dist.get_rank(), dist.get_world_size(), launched=True)
     finally:
         dist.destroy_process_group()
+
+
+def store_of_restart() -> dist.Store | None:
+    """Where ranks that torchrun has started again find each other; None at the first start.
+
+    torchrun keeps its store over --max-restarts. Under the same names (torch 2.13), gloo found the addresses of the
+    ranks before, and in one of two restarts could not connect.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not restarts:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.PrefixStore(f"restart/{restarts}", dist.TCPStore(address, port, is_master=False))

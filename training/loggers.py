@@ -26,8 +26,14 @@ COLUMNS = [
     # Parts of the above; on CUDA as the device saw it. The rest is logging and the loop itself.
     "perf/data_ms",
     "perf/forward_backward_ms",
+    # Of several ranks' gradients, the time that no computation hid; among ranks that hold all.
+    "perf/exchange_ms",
     "perf/optimizer_ms",
     "perf/tokens_per_second",
+    "perf/tokens_per_second_per_device",
+    # The rank that computed longest, and how many times as long as the median rank: waiting for others is left out.
+    "perf/slowest_rank",
+    "perf/slowest_rank_ratio",
     "perf/mfu",
     "perf/peak_allocated_gib",
     "perf/peak_reserved_gib",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
 import time
 from collections import Counter
@@ -54,6 +55,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 Batch = TypeVar("Batch")
+# The phases in which a rank does not wait for another; but a sharded model's blocks wait for each other's parts.
+_COMPUTING = ("data", "forward_backward")
 
 
 class Throughput:
@@ -63,7 +66,8 @@ class Throughput:
     is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
-    `forward_backward` and `optimizer` (with unscaling and clipping). The remainder is logging and the loop itself.
+    `forward_backward`, `exchange` (of gradients, where nothing hides it) and `optimizer` (with unscaling and
+    clipping). The remainder is logging and the loop itself.
     """
 
     def __init__(self, world: World, warmup_steps: int = 3) -> None:
@@ -84,6 +88,10 @@ class Throughput:
             self._phases.begin("forward_backward")
             yield batch
             self._phases.begin("data")
+
+    def backward_ends(self) -> None:
+        """The device has no more of the backward to compute: it waits for the other ranks' gradients."""
+        self._phases.begin("exchange")
 
     def optimizer_begins(self) -> None:
         """The rest of this step is the optimizer's."""
@@ -176,9 +184,21 @@ def performance(
     tokens_per_second = tokens_per_step / seconds["step"]
     metrics = {f"perf/{name}_ms": each * 1e3 for name, each in seconds.items()}
     metrics["perf/tokens_per_second"] = tokens_per_second
+    if world.size > 1:
+        metrics["perf/tokens_per_second_per_device"] = tokens_per_second / world.size
     if peak := peak_flops(world.device):
         metrics["perf/mfu"] = tokens_per_second * flops_per_token / (peak * world.size)
     return metrics
+
+
+def slowest_rank(seconds: dict[str, float] | None, world: World) -> dict[str, float]:
+    """Which of several ranks computes longest, and how many times as long as the median one. All ranks call it."""
+    if world.size == 1 or seconds is None:
+        return {}
+    computing = world.gather(sum(seconds[phase] for phase in _COMPUTING))
+    longest = max(computing)
+    ratio = longest / statistics.median_low(computing)
+    return {"perf/slowest_rank": computing.index(longest), "perf/slowest_rank_ratio": ratio}
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -16,6 +16,7 @@ from data.tokenizer import findable, load_tokenizer
 from kernels import attention_tier, bind, resolve_attention
 from model.gpt import GPT, AttentionFn
 from model.modern import build_gpt
+from model.part import compute_part
 
 from .config import Config, ConfigError, Layers, ModelConfig
 from .corpus import prepare_corpus
@@ -23,6 +24,10 @@ from .cuda_graphs import resolve_graphs
 from .distributed import World
 from .init_from import InitialWeights, initial_weights
 from .layers import make_gpt, resolve_layers
+from .parallel.blocks import check_recompute
+from .parallel.config import Shard
+from .parallel.context import attention_name, check_context, in_ring, part_of
+from .parallel.mesh import Layout, check_shard, layout
 from .precision import resolve_precision
 from .resume import AUTO, FROM_THE_START, Start, resume_path, start_at
 
@@ -32,7 +37,7 @@ class Computation:
     """How a model's steps are computed on a device."""
 
     attention: str
-    attention_fn: AttentionFn
+    attention_fn: AttentionFn  # of whole sequences, where no ranks share them
     attention_tier: str | None
     dtype: torch.dtype
     loss: Layers
@@ -63,6 +68,7 @@ class Plan:
     world: World
     how: Computation
     corpus: Corpus
+    layout: Layout
     positions: str  # what became of trainer.init_from's position embeddings, for the banner
     start: Start
 
@@ -84,12 +90,16 @@ class Plan:
         }
 
     def model(self, generator: torch.Generator) -> GPT:
-        """The model on its device. Drawn on the CPU: the same weights on any device, with any attention."""
+        """The model on the CPU, where it is drawn: the same weights on any device, with any attention."""
         how = self.how
         layers = {"loss": how.loss, "block": how.block}
-        return make_gpt(self.config.model, how.attention_fn, **layers, generator=generator).to(
-            self.world.device
-        )
+        attention, part = how.attention_fn, part_of(self.layout)
+        if part:
+            attention = in_ring(how.attention, self.config.attention.tier, self.layout)
+        model = make_gpt(self.config.model, attention, **layers, generator=generator)
+        if part:
+            compute_part(model, part)
+        return model
 
     def autocast(self) -> AbstractContextManager:
         dtype = self.how.dtype
@@ -102,7 +112,10 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     What cannot work is refused here: first by the checks that take no time, then by what does, such as a corpus.
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
-    how = _computation(config, ranks)
+    _check_whole(config)
+    check_context(config, ranks)
+    place = layout(config.parallel, ranks)
+    how = _computation(config, ranks, place)
     resume = ranks.share(resume_path(config, run_dir))  # rank 0 decides
     if resume and config.trainer.resume == AUTO:  # the run in run_dir began with those weights
         config = _with_trainer(config, init_from=None)
@@ -118,19 +131,34 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     )
     # The checkpoint itself: the newest of its run may change.
     config = _with_trainer(config, init_from=initial.source if initial else start.init_from)
-    plan = Plan(config, run_dir, ranks, how, corpus, initial.positions if initial else "", FROM_THE_START)
+    plan = Plan(
+        config, run_dir, ranks, how, corpus, place, initial.positions if initial else "", FROM_THE_START
+    )
     if resume:
         plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts()))
     return plan, initial
+
+
+def _check_whole(config: Config) -> None:
+    """Raise ConfigError for what needs a whole model while ranks train parts of one, or parts of a sequence."""
+    for setting in ("parallel.shard", "parallel.context"):
+        value = getattr(config.parallel, setting.partition(".")[2])
+        for name in ("hellaswag", "sample_every"):
+            if value not in (Shard.none, 1) and getattr(config.trainer, name):
+                raise ConfigError(
+                    f"trainer.{name} needs a rank with the whole model and whole sequences, which {setting} leaves "
+                    f"none; leave trainer.{name} out, and use the checkpoints with parallel.shard=none."
+                )
 
 
 def _with_trainer(config: Config, **settings: Any) -> Config:
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **settings))
 
 
-def _computation(config: Config, ranks: World) -> Computation:
-    accumulation, micro_batch = config.accumulation_steps(ranks.size)
+def _computation(config: Config, ranks: World, place: Layout) -> Computation:
+    accumulation, micro_batch = config.accumulation_steps(place.data_size)
     dtype = resolve_precision(config.trainer.precision, ranks.device)
+    check_shard(config.parallel.shard, ranks, dtype)
     request = {
         "device": ranks.device,
         "dtype": dtype,
@@ -141,15 +169,16 @@ def _computation(config: Config, ranks: World) -> Computation:
         "cu_seqlens": config.data.document_mask or None,
         "precise_delta": config.attention.precise_delta,
     }
-    name, attention = resolve_attention(config.attention.name, **request)
-    tier = attention_tier(name, **request, length=config.model.seq_len)
+    name, attention = resolve_attention(attention_name(config, ranks.device), **request)
+    check_recompute(config.parallel.recompute, name)
+    tier = attention_tier(name, **request, length=config.model.seq_len // place.context_size)
     if config.attention.precise_delta:
         attention = bind(attention, precise_delta=True)
     loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
     block = resolve_layers(config.model.block, "model.block", ranks.device, config.model.fused_lacks)
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
-    graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks)
+    graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks, config.parallel)
     return Computation(name, attention, tier, dtype, loss, block, compiled, graphs, accumulation, micro_batch)
 
 

@@ -12,6 +12,7 @@ from . import checkpoint
 from .config import Layers, ModelConfig
 from .console import SPREAD, changes, count, plural, speed_range
 from .environment import device_name
+from .parallel.config import ParallelConfig, Recompute, Shard
 from .plan import Plan
 
 Rows = list[tuple[str, str]]
@@ -52,9 +53,11 @@ def banner(plan: Plan) -> Rows:
             f"{corpus.name}, {config.data.tokenizer}: {count(corpus.train.tokens)} training and "
             f"{count(corpus.val.tokens)} validation tokens",
         ),
-        ("batch", batch + (f" x {ranks.size} ranks" if ranks.size > 1 else "")),
+        ("batch", batch + (f" x {plan.layout.data_size} ranks" if plan.layout.data_size > 1 else "")),
         ("length", length),
     ]
+    if ranks.size > 1 or config.parallel.recompute is not Recompute.none:
+        rows.append(("parallel", _parallel(config.parallel, ranks.size)))
     if config.trainer.eval_tokens:
         rows.append(
             ("evaluation", f"{config.trainer.eval_tokens:,} tokens each time, at the end all of them")
@@ -102,6 +105,27 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_bes
     if in_sweep(run_dir):
         rows.append(("compare", f"python -m reproduce compare {shlex.quote(str(run_dir.parent))}"))
     return rows
+
+
+def _parallel(parallel: ParallelConfig, ranks: int) -> str:
+    """What each rank holds, exchanges and computes again."""
+    holds = {
+        Shard.none: "each rank holds all",
+        Shard.optimizer: "gradients and optimizer state in parts",
+        Shard.full: "parameters, gradients and optimizer state in parts",
+    }
+    said = (
+        [holds[parallel.shard], f"gradients exchanged in {parallel.gradient_dtype.value}"]
+        if ranks > 1
+        else []
+    )
+    if parallel.context > 1:
+        said.insert(0, f"{parallel.context} ranks share each sequence, in a ring")
+    again = {
+        Recompute.block: "blocks are computed again",
+        Recompute.attention_kept: "blocks but for attention are computed again",
+    }
+    return ", ".join([*said, *filter(None, [again.get(parallel.recompute)])])
 
 
 def in_sweep(run_dir: Path) -> bool:

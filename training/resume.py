@@ -16,6 +16,7 @@ from model.config import GPTConfig
 
 from . import checkpoint
 from .config import Config, ConfigError, flatten, to_yaml
+from .parallel import parts
 
 # trainer.resume=auto: the run in the run directory, if there is one.
 AUTO = "auto"
@@ -114,15 +115,16 @@ def load_state(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    device: torch.device,
 ) -> None:
-    """The checkpoint's weights, moments and gradient scale."""
-    state = checkpoint.load_training(start.checkpoint, device)
-    model.load_state_dict(checkpoint.load_weights(start.checkpoint, device))
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    optimizer.load_state_dict(state["optimizer"])
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)  # learning rates and decays stay this run's; the moments are the checkpoint's
+    """The checkpoint's weights, moments and gradient scale; learning rates and decays stay this run's."""
+    state = checkpoint.load_training(start.checkpoint, "cpu", mmap=True)
+    into = parts.tensors(model, optimizer)
+    if checkpoint.in_parts(start.checkpoint):
+        checkpoint.load_parts(start.checkpoint, into)
+    else:
+        named = enumerate(parts.optimized(model, optimizer))
+        moments = {name: state["optimizer"]["state"][number] for number, (name, _) in named}
+        parts.fill(into, checkpoint.load_weights(start.checkpoint, "cpu"), moments)
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
 

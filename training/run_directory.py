@@ -20,6 +20,8 @@ from .distributed import World
 from .environment import environment
 from .files import unwritable, write_json, write_whole
 from .loggers import CsvLogger, Logger, kept_rows
+from .parallel.config import Shard
+from .parallel.context import leave_ring
 from .plan import Plan
 from .report import banner, in_sweep, result
 from .resume import AUTO
@@ -136,7 +138,8 @@ class Recorder:
     def sample(self, done: int, model: GPT) -> str:
         """Text from the model after `done` steps, which the loggers and sample.txt get as well."""
         text = _sample(self._plan, model)
-        write_whole(self._plan.run_dir / "sample.txt", text)
+        if self._plan.world.is_main:
+            write_whole(self._plan.run_dir / "sample.txt", text)
         for logger in self._loggers:
             logger.sample(done, self._plan.config.trainer.sample_prompt, text)
         return text
@@ -147,14 +150,22 @@ class Recorder:
             logger.alert(why)
 
     def close(self, model: GPT, summary: dict[str, Any], window_seconds: list[float]) -> None:
-        """Write and print the results of a finished run, and a sample from its model.
+        """Write and print the results of a finished run, and a sample from its model. All ranks call it.
 
         window_seconds: of a step, in each window that was measured.
         """
-        config, run_dir = self._plan.config.trainer, self._plan.run_dir
-        write_json(run_dir / "summary.json", summary)
+        plan, config, run_dir = self._plan, self._plan.config.trainer, self._plan.run_dir
+        is_main = plan.world.is_main
+        if is_main:
+            write_json(run_dir / "summary.json", summary)
+        if plan.layout.context_size > 1:
+            leave_ring(model, plan.how.attention_fn)
+        in_parts = plan.config.parallel.shard is not Shard.none  # each rank has one, so all of them sample
+        text = self.sample(config.steps, model) if config.sample_tokens and (is_main or in_parts) else ""
+        if not is_main:
+            return
         if config.sample_tokens:
-            print(f"\nsample\n{printable(self.sample(config.steps, model))}")
+            print(f"\nsample\n{printable(text)}")
         speeds = [config.batch_tokens / seconds for seconds in window_seconds]
         print("\n" + table("done", result(summary, run_dir, speeds, config.keep_best)), flush=True)
 

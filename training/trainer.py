@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batches, EvaluationBatches, prefetch
 
 from . import checkpoint, hellaswag
+from .building import build
 from .config import Config, ConfigError
 from .console import Progress, printable
-from .cuda_graphs import compiled_to_graphs
 from .distributed import World, world
 from .divergence import fault
 from .evaluation import Evaluation, beginning, evaluate
 from .interrupt import Interrupt, StopRequested
-from .metrics import Throughput, memory, performance, reset_peak_memory
-from .optimizer import build_optimizer, update
+from .metrics import Throughput, memory, performance, reset_peak_memory, slowest_rank
+from .optimizer import update
+from .parallel import parts
+from .parallel.config import Shard
+from .parallel.context import part_of
+from .parallel.rescue import aside, snapshot
+from .parallel.saving import PartsSaver
+from .parallel.shard import begin_micro_step, update_shards
+from .parallel.watch import Watch
 from .plan import resolve
-from .precision import compiled
 from .profiling import profiled
-from .resume import finished, identity, load_state
+from .resume import finished, identity
 from .run_directory import Recorder, claimed, stopped
 from .schedule import learning_rate
 from .seeds import stream_seed
+
+# How many times as long as the median rank one may compute before it is named.
+FALLS_BEHIND = 1.5
 
 
 def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
@@ -70,11 +79,11 @@ class Trainer:
         seq_len, data_seed = config.model.seq_len, stream_seed(config.seed, "data")
         sequences = config.trainer.batch_tokens // seq_len
         self.batches = Batches(corpus.train, seq_len, sequences, data_seed, config.data.block_len)
-        self.validation = EvaluationBatches(corpus.val, seq_len, how.micro_batch * ranks.size)
+        self.validation = EvaluationBatches(corpus.val, seq_len, how.micro_batch * self.plan.layout.data_size)
         self.beginning = None  # what evaluations before the last one take
         if config.trainer.eval_tokens:
             part = beginning(corpus.val, config.trainer.eval_tokens, corpus.tokenizer(config.data.tokenizer))
-            self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * ranks.size)
+            self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * self.plan.layout.data_size)
         self.questions: list[hellaswag.Question] = []
         if config.trainer.hellaswag:
             for turn in (True, False):  # rank 0 first: it may have to download them
@@ -82,27 +91,18 @@ class Trainer:
                     self.questions = hellaswag.load(config, corpus.tokenizer(config.data.tokenizer))
                 ranks.share(None)
 
-        init_seed = config.seed if config.init_seed is None else config.init_seed
-        self.model = self.plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
-        if initial:
-            self.model.load_state_dict(initial.state)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=how.dtype is torch.float16)
-        if self.plan.start.checkpoint:
-            load_state(self.plan.start, self.model, self.optimizer, self.scaler, ranks.device)
-
-        # What trains and what evaluates: the same weights. DDP goes inside torch.compile, which then splits the graph
-        # at DDP's buckets; around it, gradients would be exchanged only when the whole backward is done.
-        self.train_model: torch.nn.Module = self.model
-        self.eval_model: torch.nn.Module = self.model
-        if ranks.size > 1:
-            self.train_model = DistributedDataParallel(self.model)
-        if how.compiled:
-            torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
-            make = compiled_to_graphs if how.graphs else compiled
-            self.eval_model = compiled(self.eval_model, how.dtype)
-            self.train_model = make(self.train_model, how.dtype)
+        built = build(self.plan, initial, lambda: self.throughput.backward_ends())
+        self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
+        self.train_model, self.eval_model = built.train_model, built.eval_model
+        self.sharded = config.parallel.shard is not Shard.none
+        self.saver = PartsSaver(ranks, run_dir, config.trainer.keep_checkpoints) if self.sharded else None
         self.throughput = Throughput(ranks)
+        self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
+        # For a thread that saves the run when another rank is lost: how many updates have begun, and how many have
+        # ended, on the device, which the host is ahead of.
+        self.updates = torch.full((2,), self.plan.start.step, device=ranks.device)
+        self.updating = threading.Lock()
+        self.slow: set[int] = set()  # the ranks that were named as slow
 
     # ---- the run ---------------------------------------------------------------------------------
 
@@ -110,18 +110,17 @@ class Trainer:
         """Train to the last step, evaluate, report. A signal ends it sooner: saved, and with SystemExit."""
         self.recorder = Recorder(self.plan)
         self.progress = Progress(self.plan.start.step, self.config.trainer.steps, shown=self.world.is_main)
-        self.interrupt = Interrupt(self.world)
+        self.interrupt = Interrupt(self.world)  # the ranks meet here: by now each has its watch
         self.done = self.plan.start.step
         summary: dict[str, Any] = {}
         try:
-            with (
-                suppress(StopRequested),  # the run then ends below, as a finished one does
-                closing(self.progress),
-                self.interrupt.listening(),
-            ):
-                self.recorder.begin()
-                summary = self._summary(self._train())
-            if self.world.is_main and summary:
+            with closing(self.progress), self.interrupt.listening(), self.watch.watching():
+                with suppress(StopRequested):  # the run then ends below, as a finished one does
+                    self.recorder.begin()
+                    summary = self._summary(self._train())
+                if self.saver:
+                    self.saver.finish()
+            if summary:
                 self.recorder.close(self.model, summary, self.throughput.windows)
             elif self.world.is_main:
                 print(stopped(self.plan, self.done), flush=True)
@@ -145,13 +144,14 @@ class Trainer:
         # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
         if config.evaluates_at(self.done):
             evaluation = self._evaluation(self.done)
-        with closing(self._load(self.batches, self.done, config.steps)) as batches:
+        with closing(self.load(self.batches, self.done, config.steps)) as batches:
             for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.done + 1):
                 with self._profiled(done):
                     loss, grad_norms = self.train_step(done - 1, inputs, targets)
                     self.throughput.step()
                 self.done = done
                 self.progress.step()
+                self.watch.tick(f"at the end of step {done:,}")
                 stopping = self.interrupt.requested() and done < config.steps
                 # Only here does the host wait for the device.
                 if config.logs_at(done) or stopping:
@@ -183,6 +183,12 @@ class Trainer:
     def _log(self, done: int, metrics: dict[str, float]) -> None:
         self.recorder.log(done, metrics)
         self.progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
+        rank, ratio = metrics.get("perf/slowest_rank"), metrics.get("perf/slowest_rank_ratio", 1.0)
+        if ratio > FALLS_BEHIND and rank not in self.slow:
+            self.slow.add(rank)
+            self.progress.say(
+                f"rank {rank} computes {ratio:.1f} times as long as the median rank: all wait for it"
+            )
 
     def _evaluation(self, done: int) -> Evaluation:
         """Evaluate after `done` steps, log it, and keep the checkpoint if it is the best."""
@@ -190,7 +196,7 @@ class Trainer:
         try:
             evaluation = self._evaluate(done)
         except StopRequested:
-            if config.steps and not checkpoint.at(self.run_dir, done).exists():
+            if config.steps and not self._is_saved(done):
                 self._save(done)
             raise
         self.scores = self._scores()
@@ -238,26 +244,45 @@ class Trainer:
         micro_batches = zip(inputs.split(how.micro_batch), targets.split(how.micro_batch), strict=True)
         total = torch.zeros((), device=self.world.device)
         for micro, (x, y) in enumerate(micro_batches):
-            # Ranks exchange gradients once a step, with the last micro-batch.
-            exchange = self.world.size == 1 or micro == how.accumulation - 1
             if how.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with nullcontext() if exchange else self.train_model.no_sync():
+            self.watch.tick(f"in the forward of step {step + 1:,}")
+            with self._micro_step(last=micro == how.accumulation - 1):
                 with self.plan.autocast():
                     loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
+                self.watch.tick(f"in the backward of step {step + 1:,}")
                 self.scaler.scale(loss / how.accumulation).backward()
             total += loss.detach() / how.accumulation
         self.throughput.optimizer_begins()
         limit = self.config.trainer.grad_clip or math.inf
-        return total, update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
+        if self.sharded:
+            return total, update_shards(self.model, self.optimizer, limit)
+        with self.updating:
+            self.updates[0] += 1
+            norms = update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
+            self.updates[1] += 1
+        return total, norms
 
-    def _load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
-        """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting."""
+    def _micro_step(self, last: bool) -> AbstractContextManager:
+        """Ranks exchange gradients once a step, with the last micro-batch; shard=full, with each."""
+        if self.sharded:
+            begin_micro_step(self.model, self.config.parallel.shard, last)
+        elif self.world.size > 1 and not last:
+            return self.train_model.no_sync()
+        return nullcontext()
+
+    def load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
+        """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting.
+
+        Where ranks share each sequence, each has the whole inputs and its part of the targets.
+        """
         on_gpu = self.world.device.type == "cuda"
-        ranks = {"rank": self.world.rank, "world_size": self.world.size}
+        place, part = self.plan.layout, part_of(self.plan.layout)
+        ranks = {"rank": place.data_rank, "world_size": place.data_size}
         with closing(prefetch(batches, start, stop, pin_memory=on_gpu, **ranks)) as loaded:
             for pair in loaded:
-                yield tuple(tensor.to(self.world.device, non_blocking=True) for tensor in pair)
+                inputs, targets = (tensor.to(self.world.device, non_blocking=True) for tensor in pair)
+                yield inputs, part.of(targets, 1) if part else targets
 
     def _dropout_seed(self, step: int, micro: int) -> torch.Tensor | None:
         """Seed dropout for this micro-step from its number, so that a resumed run draws the same masks."""
@@ -310,7 +335,8 @@ class Trainer:
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)
-        return performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
+        speed = performance(seconds, self.config.trainer.batch_tokens, flops, self.world)
+        return speed | slowest_rank(seconds, self.world)
 
     def _evaluate(self, done: int) -> Evaluation:
         """Evaluate the whole validation split, or before the last step as much as trainer.eval_tokens says."""
@@ -322,11 +348,12 @@ class Trainer:
 
         def until_stopped(batches: Iterator[tuple]) -> Iterator[tuple]:
             for batch in batches:
+                self.watch.tick(f"in the evaluation of step {done:,}")
                 if self.interrupt.requested():
                     raise StopRequested
                 yield batch
 
-        with closing(self._load(validation, 0, len(validation))) as batches:
+        with closing(self.load(validation, 0, len(validation))) as batches:
             text_bytes = validation.split.utf8_bytes
             evaluation = evaluate(
                 self.eval_model, until_stopped(batches), text_bytes, self.world, self.plan.autocast
@@ -352,31 +379,61 @@ class Trainer:
         }
 
     def _save(self, done: int) -> None:
-        if self.world.is_main:
-            state = {
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "seconds": self.recorder.seconds(),
-                "identity": identity(self.config, self.plan.corpus),
-                "init_from": self.config.trainer.init_from,
-            }
-            checkpoint.save(
-                self.run_dir, done, self.model.state_dict(), state, self.config.trainer.keep_checkpoints
-            )
+        with self.watch.busy(f"saving step {done:,}"):
+            if self.saver:
+                self.saver.save(done, parts.tensors(self.model, self.optimizer), self._state())
+            elif self.world.is_main:
+                self._save_whole(done, self.model.state_dict(), self.optimizer.state_dict())
         self.throughput.resume()
 
+    def _save_whole(self, done: int, weights: dict, optimizer: dict) -> None:
+        state = {"optimizer": optimizer, **self._state()}
+        checkpoint.save(self.run_dir, done, weights, state, self.config.trainer.keep_checkpoints)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors."""
+        return {
+            "scaler": self.scaler.state_dict(),
+            "seconds": self.recorder.seconds(),
+            "identity": identity(self.config, self.plan.corpus),
+            "init_from": self.config.trainer.init_from,
+        }
+
+    def _rescue(self) -> str:
+        """Save what this rank has, if that is all of it, as another is lost; returns what to say.
+
+        In the thread of the watch: the main thread waits in a collective, and so may the device.
+        """
+        saved = checkpoint.saved(self.run_dir)
+        said = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
+        if not self.sharded:
+            # For good: the main thread makes no other update.
+            with self.updating, aside(self.world.device):
+                done, weights, optimizer = snapshot(self.model, self.optimizer, self.updates)
+                if done and not checkpoint.at(self.run_dir, done).exists():
+                    self._save_whole(done, weights, optimizer)
+            said = stopped(self.plan, done) if done else said
+        self.recorder.finish({})
+        return said
+
+    def _is_saved(self, done: int) -> bool:
+        if self.saver:
+            self.saver.finish()
+        return self.world.share(checkpoint.at(self.run_dir, done).exists())
+
     def _keep_if_best(self, done: int, loss: float) -> None:
-        if self.world.is_main:
-            best = checkpoint.best(self.run_dir)
-            if best is None or loss < best[1]:
-                if not checkpoint.at(self.run_dir, done).exists():
-                    self._save(done)
+        best = checkpoint.best(self.run_dir)
+        if self.world.share(best is None or loss < best[1]):
+            if not self._is_saved(done):
+                self._save(done)
+                self._is_saved(done)
+            if self.world.is_main:
                 checkpoint.keep_best(self.run_dir, done, loss, self.config.trainer.keep_checkpoints)
         self.throughput.resume()
 
 
 def _out_of_memory(config: Config, ranks: World) -> str:
-    _, micro_batch = config.accumulation_steps(ranks.size)
+    _, micro_batch = config.accumulation_steps(ranks.size // config.parallel.context)
     full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
     if micro_batch == 1:
         return f"{full}: one sequence at a time is too much; lower model.seq_len or choose a smaller model."

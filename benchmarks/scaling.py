@@ -1,0 +1,190 @@
+"""tokens/s, peak memory and equality of several GPUs beside one: python -m benchmarks scaling --gpus 1 2
+
+Every figure is of real training steps (scaling_rank.py), started by torchrun: GPT-2 small and XL at 131,072 tokens a
+step, and a GPT of 7 B parameters for a few steps; whole on each GPU, and in parts; with --models 32k to 256k, GPT-2
+small with one sequence of so many tokens, which the GPUs share. Each layout of small runs twice: equal runs must end
+with the same bits. The tokens are those of Python's own source under a made-up vocabulary of GPT-2's size, so nothing
+is downloaded, and losses compare layouts with each other, not with other runs.
+
+A layout that fails, for example for want of memory, is recorded as such, and the next one goes on in a new launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reproduce.common import as_lines, text_table
+from reproduce.results import slug
+from training.environment import device_name, environment
+
+Sample = dict[str, Any]
+
+MODELS = {
+    "small": ["model=gpt2_small", "trainer.batch_tokens=131072", "trainer.micro_batch=32"],
+    "xl": ["model=gpt2_xl", "trainer.batch_tokens=131072", "trainer.micro_batch=8"],
+    "7b": [
+        *("model=gpt2_xl", "model.n_layer=32", "model.n_head=32", "model.n_embd=4096"),
+        *("trainer.batch_tokens=32768", "trainer.micro_batch=4"),
+    ],
+    "tiny": [  # to see that it works: seconds on a CPU
+        *("model=nano", "model.n_layer=2", "model.seq_len=64", "trainer.batch_tokens=512"),
+        *("trainer.micro_batch=2", "trainer.compile=false"),
+    ],
+}
+# GPT-2 small with one long sequence a step, which several GPUs share.
+LONG = {
+    f"{length // 1024}k": [
+        "model=gpt2_small", f"model.seq_len={length}", f"trainer.batch_tokens={length}"
+    ]
+    for length in (32768, 65536, 131072, 262144)
+}  # fmt: skip
+MODELS |= LONG
+WHOLE, FULL, CONTEXT = "whole", "full", "context"
+LAYOUTS = {
+    WHOLE: [],
+    "whole, bf16 gradients": ["parallel.gradient_dtype=bf16"],
+    "whole, CUDA graphs": ["trainer.cuda_graphs=true"],
+    "optimizer": ["parallel.shard=optimizer"],
+    FULL: ["parallel.shard=full"],
+    "full, blocks again": ["parallel.shard=full", "parallel.recompute=block"],
+    "full, all but attention again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
+    CONTEXT: ["parallel.context={gpus}"],
+}
+# A model of which one GPU cannot hold 16 bytes a parameter is measured in parts alone.
+ONLY = {"7b": ("full, blocks again", "full, all but attention again"), "tiny": tuple(LAYOUTS)}
+SHORT = tuple(each for each in LAYOUTS if each != CONTEXT)
+TWICE = ("small", "tiny")
+
+
+def layouts_of(model: str, gpus: int, asked: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """What is measured of a model on so many GPUs."""
+    known = ONLY.get(model, SHORT)
+    if model in LONG:
+        known = (WHOLE,) if gpus == 1 else (CONTEXT,)
+    for name in known:
+        if name not in asked or (gpus == 1 and name != WHOLE):
+            continue
+        if not torch.cuda.is_available() and "CUDA" in name:
+            continue
+        for _ in range(2 if model in TWICE and gpus > 1 else 1):
+            yield name, [each.format(gpus=gpus) for each in LAYOUTS[name]]
+
+
+def launched(named: list, gpus: int, steps: int, folder: Path, minutes: float) -> Iterator[Sample]:
+    """A sample for each of the named settings, in as many launches as it takes."""
+    while named:
+        command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m"]
+        rank = ["benchmarks.scaling_rank", json.dumps(named), str(steps), str(folder)]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", *command, *rank], capture_output=True, text=True, timeout=60 * minutes
+            )
+            out, told = done.stdout, done.stderr
+        except subprocess.TimeoutExpired as late:
+            out, told = ((each or b"").decode() for each in (late.stdout, late.stderr))
+            told += f"\nError: not done after {minutes:g} minutes"
+        samples = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        yield from samples
+        named = named[len(samples) :]
+        if named:
+            yield {"name": named[0][0], "ranks": gpus, "failed": _reason(told)}
+            named = [each for each in named if each[0] != named[0][0]]
+
+
+def _reason(told: str) -> str:
+    """The first line of a rank's output that names an error."""
+    found = re.search(r"^(?:\[rank\d+\]: )?([\w.]*Error: .+)", told, re.MULTILINE)
+    return found[1][:300] if found else "no reason was printed"
+
+
+def vocabulary(folder: Path) -> Path:
+    """A tiktoken rank file of 50,256 tokens, so that the model has GPT-2's size: bytes, and words of four letters."""
+    words = itertools.islice(itertools.product(b"etaoinshrdlcumwfgypb", repeat=4), 50_000)
+    tokens = [bytes([value]) for value in range(256)] + [bytes(word) for word in words]
+    path = folder / "vocabulary.tiktoken"
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)))
+    return path
+
+
+def table(samples: list[Sample]) -> str:
+    """A row a layout: beside one GPU, beside the layout that is whole, and beside its own second run."""
+    alone = {s["model"]: s for s in samples if s["ranks"] == 1 and "failed" not in s}
+    rows = []
+    for (model, ranks, name), group in itertools.groupby(
+        samples, lambda s: (s["model"], s["ranks"], s["name"])
+    ):
+        first, *again = list(group)
+        if "failed" in first:
+            rows.append([model, str(ranks), name, first["failed"][:40], *[""] * 5])
+            continue
+        speed = first["perf/tokens_per_second"]
+        one = alone.get(model, {}).get("perf/tokens_per_second")
+        peak = first.get("perf/peak_allocated_gib", first.get("perf/peak_resident_gib"))
+        exchange = first.get("perf/exchange_ms")
+        rows.append(
+            [
+                *(model, str(ranks), name, f"{speed:,.0f}"),
+                f"{speed / one:.3f}" if one else "",
+                "" if exchange is None else f"{exchange:.1f}",
+                f"{peak:.1f}",
+                f"{first['losses'][-1]:.5f}",
+                equal(first, again[0]) if again else "",
+            ]
+        )
+    return text_table(
+        ["model", "GPUs", "layout", "tokens/s", "x one", "exchange ms", "GiB a GPU", "loss", "two runs"], rows
+    )
+
+
+def equal(first: Sample, second: Sample) -> str:
+    same = "failed" not in second and all(first[each] == second[each] for each in ("losses", "weights"))
+    return "equal" if same else "DIFFER"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="ranks; on a CPU, gloo's")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "xl", "7b"])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--steps", type=int, default=20, help="measured steps, after the warm-up")
+    parser.add_argument("--minutes", type=float, default=10, help="at most, for a model on so many GPUs")
+    parser.add_argument("--out", type=Path, help="default: results/GPUxN/scaling.json")
+    parser.add_argument("more", nargs="*", metavar="key=value", help="settings of train.py, after --")
+    asked = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and max(asked.gpus) > torch.cuda.device_count():
+        parser.error(f"--gpus {max(asked.gpus)}: this machine has {torch.cuda.device_count()}")
+    out = asked.out or Path(f"results/{slug(device_name(device))}x{max(asked.gpus)}/scaling.json")
+    report: dict[str, Any] = {
+        "command": f"python -m benchmarks scaling {' '.join(argv)}".strip(),
+        "environment": environment(device),
+        "samples": [],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        common = [f"data.tokenizer={vocabulary(folder)}", f"data.cache_dir={folder / 'cache'}", *asked.more]
+        for model, gpus in itertools.product(asked.models, sorted(asked.gpus)):
+            named = [
+                [name, [*MODELS[model], *common, *layout]]
+                for name, layout in layouts_of(model, gpus, asked.layouts)
+            ]
+            for sample in launched(named, gpus, asked.steps, folder, asked.minutes):
+                report["samples"].append({"model": model, **sample})
+                out.write_text(as_lines(report))  # a killed session keeps what it has
+                print(f"{model}, {gpus}: {sample['name']}: {sample.get('failed', 'measured')}", flush=True)
+    print(table(report["samples"]))
+    print(f"wrote {out}")
+    return 0

@@ -1,0 +1,80 @@
+"""One rank of `python -m benchmarks scaling`: torchrun starts it; see scaling.py.
+
+    torchrun --nproc_per_node=2 -m benchmarks.scaling_rank '[["NAME", ["parallel.shard=full", ...]]]' STEPS FOLDER
+
+Rank 0 prints one line of JSON for each of the named settings.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from training.command_line import composed
+from training.distributed import World, world
+from training.metrics import memory, performance
+from training.trainer import Trainer
+
+WARM_UP = 3  # steps that Throughput leaves out: they compile and pick algorithms
+
+
+def measure(settings: list[str], steps: int, folder: Path, ranks: World) -> dict[str, Any]:
+    """Take steps as train.py does, without evaluation, checkpoint or logging between them."""
+    config = composed(*settings, f"trainer.steps={WARM_UP + steps}", "trainer.eval_every=0", "logger=none")
+    run = Trainer(config, folder, ranks)
+    losses, meter = [], run.throughput
+    batches = run.load(run.batches, 0, config.trainer.steps)
+    for step, (inputs, targets) in enumerate(meter.waiting(batches)):
+        losses.append(run.train_step(step, inputs, targets)[0])
+        meter.step()
+    flops = run.model.flops_per_token(config.model.seq_len)
+    measured = performance(meter.mark(), config.trainer.batch_tokens, flops, ranks)
+    return {
+        **run.plan.how.facts(),
+        "ranks": ranks.size,
+        "parameters": run.model.num_parameters(),
+        "batch_tokens": config.trainer.batch_tokens,
+        "micro_batch": run.plan.how.micro_batch,
+        **measured,
+        **_largest(memory(ranks.device), ranks),
+        "losses": (ranks.sum(torch.stack(losses)) / ranks.size).tolist(),
+        "weights": _digest(run.model, ranks),
+    }
+
+
+def _largest(peaks: dict[str, float], ranks: World) -> dict[str, float]:
+    """Over the ranks."""
+    return {name: max(ranks.gather(value)) for name, value in peaks.items()}
+
+
+def _digest(model: torch.nn.Module, ranks: World) -> str:
+    """Of all weights, bit for bit, of what each rank has of them."""
+    own = hashlib.sha256()
+    for weight in model.state_dict().values():
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        own.update(local.detach().cpu().contiguous().view(torch.uint8).numpy())
+    everyone: list[Any] = [None] * ranks.size
+    dist.all_gather_object(everyone, own.hexdigest())
+    return hashlib.sha256("".join(everyone).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    named, steps, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    with world("auto") as ranks:
+        for number, (name, settings) in enumerate(named):
+            sample = measure(settings, steps, folder / str(number), ranks)
+            if ranks.is_main:
+                print(json.dumps({"name": name, **sample}), flush=True)
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()

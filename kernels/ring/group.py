@@ -1,0 +1,51 @@
+"""The ranks of a ring, and what one passes on to the next."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Arriving(NamedTuple):
+    """A tensor on its way from the previous rank, while `sent` is on its way to the next, and must live."""
+
+    tensor: torch.Tensor
+    sent: torch.Tensor
+    transfers: list[dist.Work]
+
+    def wait(self) -> torch.Tensor:
+        """The tensor; on a GPU the stream waits for it, not the host."""
+        for transfer in self.transfers:
+            transfer.wait()
+        return self.tensor
+
+
+class RingGroup:
+    """The ranks of a process group (None: all), each of which sends to the next one."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group or dist.distributed_c10d._get_default_group()
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def source(self, step: int) -> int:
+        """The rank whose tensors are here after so many steps."""
+        return (self.rank - step) % self.size
+
+    def pass_on(self, tensor: torch.Tensor) -> Arriving:
+        """Send a contiguous tensor to the next rank and receive the previous rank's, while the caller computes.
+
+        Over NCCL it runs on a stream of its own, and starts when what is queued on the caller's has ended.
+        """
+        if self.size == 1:
+            return Arriving(tensor, tensor, [])
+        received = torch.empty_like(tensor)
+        next_rank, previous = (
+            dist.get_global_rank(self.group, (self.rank + by) % self.size) for by in (1, -1)
+        )
+        transfers = [
+            dist.P2POp(dist.isend, tensor, next_rank, self.group),
+            dist.P2POp(dist.irecv, received, previous, self.group),
+        ]
+        return Arriving(received, tensor, dist.batch_isend_irecv(transfers))

@@ -1,0 +1,198 @@
+"""Attention across GPUs: time and bytes of our ring against length, beside PyTorch's context parallelism and one GPU.
+
+Every rank is a process that this starts. Causal, forward and backward. Contenders: `kernels.ring` with the flash
+kernels; PyTorch's `context_parallel` around its own FlashAttention-2, which cuts and balances the sequence in the
+same way and by default gathers all keys at once; and flash on one GPU that has the whole sequence. To
+tell what is not hidden, the ring is also timed without its exchange (each rank computes with its own keys again), and
+its messages alone. Time is the slowest rank's, on the host's clock from barrier to synchronised device.
+
+`predict` is the same from two numbers, the kernels' rate and the link's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from . import plots
+from .experiment import (
+    NOT_STATED,
+    Options,
+    ReproduceError,
+    Results,
+    Sample,
+    Verdict,
+    Verdicts,
+    pick,
+    text_table,
+)
+from .ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, ONE, RING, TORCH, Shape, on_rank
+
+SELECTION = ("ranks", "lengths")  # settings by which more samples join those of an earlier run
+
+
+@dataclass(frozen=True)
+class Settings:
+    # GPUs that share a sequence.
+    ranks: tuple[int, ...] = (2,)
+    lengths: tuple[int, ...] = (32768, 65536, 131072)
+    # GPT-2 small's.
+    batch: int = 1
+    heads: int = 12
+    head_dim: int = 64
+    dtype: str = "bfloat16"
+    # Of the check against float64.
+    check_length: int = 2048
+    warmup: int = 3
+    rounds: int = 15
+
+
+TINY = Settings(
+    lengths=(64,), heads=2, head_dim=16, dtype="float16", check_length=32, warmup=0, rounds=1
+)  # fmt: skip
+
+
+def message_bytes(shape: Shape, ranks: int, element: int) -> int:
+    """Of the keys and values of a rank."""
+    return 2 * shape.batch * shape.heads * shape.length // ranks * shape.head_dim * element
+
+
+def predict(shape: Shape, ranks: int, element: int, flops: float, link: float) -> dict[str, float]:
+    """Seconds of both passes of a ring.
+
+    Every step has the same work, c seconds of a rank's, and moves the keys and values of a rank, x seconds. Where the
+    longer of the two is the work, the exchange is hidden. The backward has 5 products where the forward has 2, moves
+    the keys again, and their gradients in float32 one step behind them; a quarter of its first step comes before the
+    others, and the rest after.
+
+    Args:
+        ranks: two or more. element: bytes of one number. flops: FLOP/s of the kernels. link: bytes/s from one GPU to
+            the next.
+    """
+    c = shape.flops / ranks**2 / flops
+    x = message_bytes(shape, ranks, element) / link
+    gradients = message_bytes(shape, ranks, 4) / link
+    # Step by step: the keys leave for the next one, if there is one, and the gradients of the one before.
+    steps = [max(2.5 * c, x * (step < ranks - 1) + gradients * (step > 1)) for step in range(1, ranks)]
+    return {
+        FORWARD: (ranks - 1) * max(c, x) + c,
+        BACKWARD: max(0.625 * c, x) + sum(steps) + max(1.875 * c, gradients),
+    }
+
+
+def run(options: Options) -> None:
+    """Run the experiment; see `experiment.py`."""
+    settings, device = options.settings, options.device
+    available = torch.cuda.device_count()
+    if device.type == "cuda" and max(settings.ranks) > available:
+        raise ReproduceError(
+            f"ring ranks={max(settings.ranks)} needs as many GPUs, and there are {available}"
+        )
+    for ranks in settings.ranks:
+        for length in settings.lengths:
+            options.sample(
+                lambda r=ranks, n=length: measure(r, n, settings, device.type),
+                kind="time",
+                ranks=ranks,
+                length=length,
+            )
+
+
+def measure(ranks: int, length: int, settings: Settings, device_type: str) -> Sample:
+    """{"ms": {contender: {pass: [...]}}, "sent_bytes": {contender: {pass: of one rank}}, "errors": {contender:
+    {result: over its limit}}, "left_out": {contender: why}}."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/sample.pt"
+        try:
+            mp.spawn(on_rank, (ranks, length, settings, device_type, path), nprocs=ranks)
+        except mp.ProcessRaisedException as error:  # its last line says why
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+        return torch.load(path)
+
+
+def median(sample: Sample, name: str, *phases: str) -> float:
+    """Median milliseconds of a contender's passes together; NaN if it was not timed."""
+    if name not in sample["ms"]:
+        return float("nan")
+    return sum(statistics.median(sample["ms"][name][phase]) for phase in phases or (FORWARD, BACKWARD))
+
+
+def not_hidden(sample: Sample) -> float:
+    """The share of the exchange's time by which the ring takes longer than its computing alone."""
+    return (median(sample, RING) - median(sample, COMPUTE)) / median(sample, EXCHANGE)
+
+
+def predicted(sample: Sample, settings: dict[str, Any]) -> float:
+    """Milliseconds of both passes by `predict`, from the rates of the same sample: of the kernels on one GPU, and of
+    the messages alone."""
+    shape = Shape(settings["batch"], settings["heads"], sample["length"], settings["head_dim"])
+    flops = 3.5 * shape.flops / median(sample, ONE)
+    link = sum(sample["sent_bytes"][RING].values()) / median(sample, EXCHANGE)
+    element = getattr(torch, settings["dtype"]).itemsize
+    return sum(predict(shape, sample["ranks"], element, flops, link).values())
+
+
+def gigabytes(sample: Sample, name: str) -> float:
+    """Sent by all ranks in both passes."""
+    return sample["ranks"] * sum(sample["sent_bytes"].get(name, {}).values()) / 1e9
+
+
+def table(results: Results) -> str:
+    """A row for each number of ranks and each length."""
+    header = ["both passes", "ring ms", "predicted", f"{TORCH} ms", "one GPU ms", "ring GB", f"{TORCH} GB"]
+    header += ["exchange alone ms", "not hidden"]
+    rows = []
+    for sample in sorted(pick(results, kind="time"), key=lambda each: (each["ranks"], each["length"])):
+        times = [f"{median(sample, name):.4g}" for name in (RING, TORCH, ONE)]
+        times.insert(1, f"{predicted(sample, results['settings']):.4g}")
+        sent = [f"{gigabytes(sample, name):.3g}" for name in (RING, TORCH)]
+        rest = [f"{median(sample, EXCHANGE):.3g}", f"{not_hidden(sample):.0%}"]
+        rows.append([f"{sample['length']} over {sample['ranks']}", *times, *sent, *rest])
+    left_out = [
+        f"left out: {name}: {why}"
+        for sample in results["samples"]
+        for name, why in sample.get("left_out", {}).items()
+    ]
+    return "\n".join([text_table(header, rows), *left_out])
+
+
+def draw(results: Results, path: Path) -> None:
+    """Time and bytes against length, a pair of panels for each number of ranks."""
+    timed = pick(results, kind="time")
+    numbers = sorted({sample["ranks"] for sample in timed})
+    title = f"Attention of one sequence on several GPUs, {results['device']}"
+    with plots.picture(path, max(1, 2 * len(numbers)), columns=2, title=title) as axes:
+        for place, ranks in enumerate(numbers):
+            samples = sorted((s for s in timed if s["ranks"] == ranks), key=lambda each: each["length"])
+            lengths = [sample["length"] for sample in samples]
+            left, right = axes[2 * place : 2 * place + 2]
+            for name in (RING, TORCH, ONE, EXCHANGE):
+                colour = plots.colour({RING: "flash", TORCH: "sdpa_flash"}.get(name, name), (ONE, EXCHANGE))
+                left.plot(lengths, [median(s, name) for s in samples], "o-", label=name, color=colour)
+                if name in (RING, TORCH):
+                    right.plot(lengths, [gigabytes(s, name) for s in samples], "o-", label=name, color=colour)
+            for axis, unit in ((left, "ms, forward and backward"), (right, "GB sent, all ranks")):
+                axis.set_yscale("log")
+                axis.set_ylabel(unit)
+                axis.set_title(f"{ranks} ranks")
+                plots.length_axis(axis, lengths)
+                plots.legend(axis)
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C33. The paper has no figure, so ours are compared with no one's."""
+    found = Verdicts(results["device"])
+    for sample in sorted(pick(results, kind="time"), key=lambda each: (each["ranks"], each["length"])):
+        if RING not in sample["ms"]:
+            continue
+        where = f"{sample['length']:,} tokens on {sample['ranks']} GPUs"
+        why = f"{gigabytes(sample, RING):.2g} GB between GPUs, {not_hidden(sample):.0%} of their time not hidden"
+        ours = f"{median(sample, ONE) / median(sample, RING):.2f}x one GPU"
+        found.add("C33", f"{where}: forward and backward", NOT_STATED, ours, None, why)
+    return found

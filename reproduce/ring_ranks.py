@@ -1,0 +1,300 @@
+"""What each rank does in the experiment `ring`: check the contenders against float64, count bytes, time in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels import get_attention
+from kernels.ring import RingGroup, passes, ring_attention, shard_positions
+from kernels.ring.blocks import Layout
+from kernels.ring.compute import Flash, Whole
+from kernels.ring.group import Arriving
+
+from .attention import relative_error
+from .experiment import Sample
+
+if TYPE_CHECKING:
+    from .ring import Settings
+
+RING, TORCH, ONE = "ring", "context_parallel", "one GPU"
+COMPUTE, EXCHANGE = "ring's computing alone", "ring's exchange alone"
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Shape(NamedTuple):
+    """Of whole sequences."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+
+    @property
+    def flops(self) -> float:
+        """Of the causal forward: two products of the lower triangle. The backward has five."""
+        return 2 * self.batch * self.heads * self.length**2 * self.head_dim
+
+
+class Counting(RingGroup):
+    """A ring that keeps what it sends."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self.sent: list[Tensor] = []
+
+    def pass_on(self, tensor: Tensor) -> Arriving:
+        self.sent.append(tensor)
+        return super().pass_on(tensor)
+
+
+class Silent(RingGroup):
+    """A ring that sends nothing: each rank goes on with what it has."""
+
+    def pass_on(self, tensor: Tensor) -> Arriving:
+        return Arriving(tensor, tensor, [])
+
+
+class Attend(torch.autograd.Function):
+    """Ring attention over a RingGroup of another kind."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingGroup) -> Tensor:
+        layout = Layout(ring.rank, ring.size, q.shape[2], causal=True, spans=None)
+        ctx.how = passes.Pass(ring, layout, Flash("auto"), q.shape[3] ** -0.5)
+        out, lse = passes.forward(ctx.how, q, k, v)
+        ctx.save_for_backward(out, lse, q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, *qkv = ctx.saved_tensors
+        return *passes.backward(ctx.how, Whole(d_out, None, out, lse), *qkv), None
+
+
+class Inputs:
+    """Seeded q, k, v and a gradient of the output, (batch, heads, length, head_dim): whole, and this rank's part."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.whole = [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
+        self.positions = shard_positions(shape.length, dist.get_rank(), dist.get_world_size()).to(device)
+        self.part = [self.mine(x) for x in self.whole]
+
+    def mine(self, x: Tensor) -> Tensor:
+        return x[:, :, self.positions]
+
+
+# A contender: q, k, v -> out, and whether it takes whole sequences instead of this rank's part.
+Contender = tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]
+
+
+def contenders(on_gpu: bool) -> dict[str, Contender]:
+    """Name -> contender. PyTorch's has no ring on a CPU."""
+    found: dict[str, Contender] = {
+        RING: (ring_attention, False),
+        COMPUTE: (lambda q, k, v: Attend.apply(q, k, v, Silent()), False),
+        ONE: (get_attention("flash"), True),
+    }
+    if on_gpu:
+        found[TORCH] = (_sdpa, False)
+    return found
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@contextmanager
+def under_context_parallel(ranks: int, device: torch.device) -> Iterator[None]:
+    """Within it, torch's attention is PyTorch's ring. It cuts the tensors that it is given; ours are cut already."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    given = torch.zeros(2 * ranks, device=device)
+    mesh = init_device_mesh(device.type, (ranks,))
+    with context_parallel(mesh, buffers=[given], buffer_seq_dims=[0]):
+        yield
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[int]]:
+    """The bytes that this rank sends by each of the two collectives that PyTorch's ring calls."""
+    from torch.distributed import _functional_collectives as collectives
+
+    sent: list[int] = []
+    ranks = dist.get_world_size()
+    # to every other rank what it holds; to the next rank what it holds
+    copies = {"all_gather_single": ranks - 1, "all_gather_tensor": ranks - 1, "permute_tensor": 1}
+    with ExitStack() as restored:
+        for name in filter(lambda each: hasattr(collectives, each), copies):
+            call = getattr(collectives, name)
+
+            def counting(
+                tensor: Tensor, *rest: Any, _call=call, _copies=copies[name], **named: Any
+            ) -> Tensor:
+                sent.append(_copies * tensor.nbytes)
+                return _call(tensor, *rest, **named)
+
+            restored.callback(setattr, collectives, name, call)
+            setattr(collectives, name, counting)
+        yield sent
+
+
+def _gradients(contender: Contender, inputs: Inputs) -> list[Tensor]:
+    """This rank's part of out, dq, dk and dv."""
+    attend, is_whole = contender
+    *qkv, d_out = inputs.whole if is_whole else inputs.part
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    out = attend(*qkv)
+    results = [out.detach(), *torch.autograd.grad(out, qkv, d_out)]
+    return [inputs.mine(x) for x in results] if is_whole else results
+
+
+def _errors(contender: Contender, settings: Settings, device: torch.device) -> dict[str, float]:
+    """The largest error of any rank over its limit, twice naive's in this dtype: 1 or less passes."""
+    shape = Shape(settings.batch, 2, settings.check_length, settings.head_dim)
+    inputs = Inputs(shape, getattr(torch, settings.dtype), device)
+    naive: Contender = (get_attention("naive"), True)
+    found, theirs = _gradients(contender, inputs), _gradients(naive, inputs)
+    inputs.whole = [x.double() for x in inputs.whole]
+    exact = _gradients(naive, inputs)
+    least = 0.1 * torch.finfo(found[0].dtype).eps
+    ratios = [
+        relative_error(x, e) / (2 * relative_error(y, e) + least)
+        for x, y, e in zip(found, theirs, exact, strict=True)
+    ]
+    return dict(zip(("out", "dq", "dk", "dv"), _slowest(ratios, device), strict=True))
+
+
+def _slowest(values: list[float], device: torch.device) -> list[float]:
+    """The largest of all ranks."""
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def _time(contender: Contender, inputs: Inputs, device: torch.device) -> list[float]:
+    """Milliseconds of the forward and the backward."""
+    attend, is_whole = contender
+    *qkv, d_out = inputs.whole if is_whole else inputs.part
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    stamps = [_now(device)]
+    out = attend(*qkv)
+    stamps.append(_now(device))
+    torch.autograd.grad(out, qkv, d_out)
+    stamps.append(_now(device))
+    return _slowest([1e3 * (b - a) for a, b in pairwise(stamps)], device)
+
+
+def _time_messages(messages: dict[str, list[Tensor]], device: torch.device) -> list[float]:
+    """Milliseconds of the messages of each pass, one after the other, with nothing computed."""
+    ring, milliseconds = RingGroup(), []
+    for sent in messages.values():
+        began = _now(device)
+        for tensor in sent:
+            ring.pass_on(tensor).wait()
+        milliseconds.append(1e3 * (_now(device) - began))
+    return _slowest(milliseconds, device)
+
+
+def _now(device: torch.device) -> float:
+    """The time at which every rank is here and its device idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _messages(inputs: Inputs, sent: list[Any], contender: Contender) -> dict[str, list[Any]]:
+    """What a contender adds to `sent` in each pass."""
+    attend, _ = contender
+    *qkv, d_out = inputs.part
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    out = attend(*qkv)
+    forward = len(sent)
+    torch.autograd.grad(out, qkv, d_out)
+    return {FORWARD: sent[:forward], BACKWARD: sent[forward:]}
+
+
+def on_rank(rank: int, ranks: int, length: int, settings: Settings, device_type: str, path: str) -> None:
+    """What `ring.measure` starts: rank 0 writes the sample to `path`."""
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{path}.store", rank=rank, world_size=ranks, timeout=timedelta(minutes=2)
+    )
+    shape = Shape(settings.batch, settings.heads, length, settings.head_dim)
+    inputs = Inputs(shape, getattr(torch, settings.dtype), device)
+    on_gpu = device_type == "cuda"
+    with under_context_parallel(ranks, device) if on_gpu else nullcontext():
+        sample = _sample(inputs, contenders(on_gpu), settings, device)
+    if rank == 0:
+        torch.save(sample, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _sample(inputs: Inputs, racing: dict[str, Contender], settings: Settings, device: torch.device) -> Sample:
+    """See `ring.measure`."""
+    counting = Counting()
+    messages = _messages(inputs, counting.sent, (lambda *qkv: Attend.apply(*qkv, counting), False))
+    sent = {RING: {name: sum(x.nbytes for x in each) for name, each in messages.items()}}
+    errors, left_out = {}, {}
+    for name in [each for each in racing if each != COMPUTE]:  # in one order on all ranks
+        try:
+            errors[name] = _errors(racing[name], settings, device)
+            if name == TORCH:
+                with counted_collectives() as counted:
+                    sent[TORCH] = {
+                        name: sum(each) for name, each in _messages(inputs, counted, racing[TORCH]).items()
+                    }
+        except RuntimeError as error:  # PyTorch's is a prototype
+            left_out[name] = str(error).splitlines()[0]
+        else:
+            worst = max(errors[name].values())
+            left_out |= {name: f"{worst:.2g} of the error that is allowed"} if worst > 1 else {}
+    racing = {name: each for name, each in racing.items() if name not in left_out}
+    return {
+        "ms": _race(racing, inputs, messages, settings, device),
+        "sent_bytes": sent,
+        "errors": errors,
+        "left_out": left_out,
+    }
+
+
+def _race(
+    racing: dict[str, Contender],
+    inputs: Inputs,
+    messages: dict[str, list[Tensor]],
+    settings: Settings,
+    device: torch.device,
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds: contender -> pass -> rounds. They take turns."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for number in range(-settings.warmup, settings.rounds):
+        taken = {name: _time(each, inputs, device) for name, each in racing.items()}
+        taken[EXCHANGE] = _time_messages(messages, device)
+        if number < 0:
+            continue
+        for name, each in taken.items():
+            phases = times.setdefault(name, {FORWARD: [], BACKWARD: []})
+            for phase, milliseconds in zip(phases.values(), each, strict=True):
+                phase.append(milliseconds)
+    return times

@@ -1,0 +1,64 @@
+"""The measurements of several GPUs, on two gloo ranks, and the prediction for more than there are."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import predict_context
+from benchmarks.__main__ import main
+from benchmarks.predict import collective, data_parallel, fsdp, rows, work
+
+
+@pytest.mark.slow
+def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(tmp_path, capsys):
+    out = tmp_path / "scaling.json"
+    tiny = ["scaling", "--models", "tiny", "--steps", "2", "--out", str(out), "--gpus", "1", "2"]
+    assert main([*tiny, "--layouts", "whole", "full", "context", "--", "trainer.device=cpu"]) == 0
+    said = capsys.readouterr().out
+    samples = json.loads(out.read_text())["samples"]
+    assert [(each["ranks"], each["name"]) for each in samples] == [
+        (1, "whole"),
+        *[(2, "whole")] * 2,
+        *[(2, "full")] * 2,
+        *[(2, "context")] * 2,
+    ]
+    for each in samples:
+        assert each["losses"] == pytest.approx(samples[0]["losses"], rel=1e-5)
+        assert each["perf/tokens_per_second"] > 0
+    assert said.count(" equal") == 3
+    assert "DIFFER" not in said
+    assert main([*tiny, "--layouts", "whole", "--", "trainer.precision=fp8"]) == 0
+    failed = json.loads(out.read_text())["samples"]
+    assert [each["ranks"] for each in failed] == [1, 2]
+    assert all("fp8" in each["failed"] for each in failed)
+
+
+def test_a_prediction_is_the_computation_and_what_links_cannot_hide():
+    small = work("small", 65536, 0.5)
+    assert collective(1e9, 1) == 0
+    assert collective(8e9, 8) == pytest.approx(7e9 / 450e9)  # seven of eight parts come over NVLink
+    assert collective(8e9, 1024) == pytest.approx(
+        8e9 * 127 / 128 / 8 / 50e9
+    )  # over eight ports, which are slower
+    assert data_parallel(small, 1) == small.seconds
+    assert small.seconds < data_parallel(small, 8) < 1.01 * small.seconds
+    little = work("small", 1024, 0.5)  # too short a backward to hide 0.5 GB of gradients
+    assert data_parallel(little, 512) > 1.5 * little.seconds
+    assert fsdp(little, 512) > fsdp(little, 8) > little.seconds
+
+
+def test_the_prediction_is_held_against_the_two_gpus_that_were_measured():
+    found = {tuple(row[:3]): row[-1] for row in rows(Path("results"), [2, 1024], None)}
+    assert abs(float(found["small", "whole", "2"].rstrip("%"))) < 6
+    assert found["small", "whole", "1,024"] == "not measured"
+
+
+def test_a_ring_is_predicted_to_scale_within_a_host_and_to_wait_for_the_network_beyond():
+    """32k tokens are shared by 8 GPUs at most, since each has two chunks; 256k by 16 over two hosts."""
+    found = {(row[0], row[2]): row for row in predict_context.rows(Path("results"), [1, 2, 8, 16])}
+    assert ("32k", "16") not in found
+    assert float(found["32k", "8"][5].rstrip("%")) > 99
+    assert float(found["64k", "16"][5].rstrip("%")) < 50
+    assert float(found["128k", "1"][3]) == pytest.approx(2 * float(found["128k", "2"][3]), rel=1e-2)
+    assert found["128k", "2"][6] == "not measured"

@@ -1,0 +1,166 @@
+"""Ring attention over real ranks, held to attention of the whole sequence in float64."""
+
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kernels import AttentionError
+from kernels.naive import naive_attention
+from kernels.ring import ring_attention, shard_positions
+from kernels.ring.blocks import Block, Layout
+from tests.kernels.accuracy import assert_as_accurate
+from tests.kernels.ring_ranks import Case, Results, gathered
+
+# In two rows of 64 tokens, cut into 4 or 8 chunks: documents that end on a chunk's end, that reach over several
+# chunks, that cross a row's end, of one token, and empty ones.
+DOCUMENTS = (16, 0, 5, 1, 30, 20, 8, 48)
+EXACT = [
+    replace(case, with_d_lse=True)
+    for ranks in (2, 4)
+    for case in (
+        Case(ranks),
+        Case(ranks, causal=False),
+        Case(ranks, heads=3, kv_heads=1),
+        Case(ranks, documents=DOCUMENTS),
+        Case(ranks, documents=(128,)),
+    )
+]
+FLASH = [
+    Case(2, "flash", torch.float32, compiled=True),
+    Case(2, "flash", torch.float32, causal=False),
+    Case(4, "flash", torch.float16),
+    Case(2, "flash", torch.float32, documents=DOCUMENTS),
+]
+ON_GPU = [
+    Case(2, "flash", dtype, causal, head_dim=head_dim, length=length, documents=documents)
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64))
+    for causal, length, documents in (
+        (True, 4096, ()),
+        (False, 4096, ()),
+        (True, 1000, ()),
+        (True, 4096, (1000, 3096, 500, 3500, 96)),
+    )
+]
+
+
+def name(case: Case) -> str:
+    mask = "documents" if case.documents else "causal" if case.causal else "full"
+    return f"{case.ranks} {case.attention} {case.heads}/{case.kv_heads} {mask} {case.dtype}"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Results]:
+    cases = EXACT + FLASH
+    return dict(zip(cases, gathered(cases, 4, "cpu", tmp_path_factory.mktemp("ring")), strict=True))
+
+
+@pytest.mark.parametrize("case", EXACT, ids=name)
+def test_a_ring_is_attention_of_the_whole_sequence(case: Case, results: dict[Case, Results]):
+    """To the precision of float64: the output, the log-sum-exp, and the gradients through both."""
+    *qkv, d_out = case.tensors("cpu")
+    out, lse = naive_attention(*qkv, return_lse=True, **case.options("cpu"))
+    gradients = torch.autograd.grad((out, lse), qkv, (d_out, case.d_lse("cpu")))
+    want = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    for each, x in want.items():
+        torch.testing.assert_close(results[case][each], x, atol=1e-14, rtol=1e-13)
+
+
+def check_flash(case: Case, got: Results) -> None:
+    """The accuracy gate of the kernels on one GPU, and bit for bit the same once more."""
+    *qkv, d_out = case.tensors("cpu")
+    results = {each: got[each] for each in ("out", "lse", "dq", "dk", "dv")}
+    assert_as_accurate(results, qkv, d_out, **case.options("cpu"))
+    assert got["repeats"]
+
+
+@pytest.mark.parametrize("case", FLASH, ids=name)
+def test_a_ring_of_flash_is_as_accurate_as_flash_and_repeats(case: Case, results: dict[Case, Results]):
+    check_flash(case, results[case])
+
+
+def test_a_ring_compiles_in_one_graph(results: dict[Case, Results]):
+    assert results[FLASH[0]]["compiles"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_ring_over_nccl_is_as_accurate_as_flash_and_repeats(tmp_path: Path):
+    for case, got in zip(ON_GPU, gathered(ON_GPU, 2, "cuda", tmp_path), strict=True):
+        check_flash(case, got)
+
+
+# ---- the layout ----------------------------------------------------------------------------------
+
+
+def seen(ranks: int, length: int, causal: bool, spans: torch.Tensor | None = None) -> torch.Tensor:
+    """How many blocks show each query each key: int64 (length, length)."""
+    count = torch.zeros(length, length, dtype=torch.int64)
+    for rank in range(ranks):
+        layout = Layout(rank, ranks, length // ranks, causal, spans)
+        queries = shard_positions(length, rank, ranks)
+        for source in range(ranks):
+            keys = shard_positions(length, source, ranks)
+            for block in chain(*layout.own()) if source == rank else layout.between(source):
+                q, k = queries[block.queries], keys[block.keys]
+                visible = torch.ones(len(q), len(k), dtype=torch.int64)
+                count[q[:, None], k] += visible.tril(len(k) - len(q)) if block.causal else visible
+    return count
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_blocks_show_every_key_once_and_nothing_that_the_mask_hides(ranks: int):
+    length = 48
+    assert seen(ranks, length, causal=True).equal(torch.ones(length, length, dtype=torch.int64).tril())
+    assert seen(ranks, length, causal=False).equal(torch.ones(length, length, dtype=torch.int64))
+
+
+def test_under_the_causal_mask_all_ranks_have_the_same_work_in_every_step():
+    ranks, length = 8, 64
+
+    def work(block: Block) -> int:
+        return len(range(length)[block.queries]) * len(range(length)[block.keys])
+
+    layouts = [Layout(rank, ranks, length, causal=True, spans=None) for rank in range(ranks)]
+    for step in range(1, ranks):
+        assert len({sum(map(work, each.between((each.rank - step) % ranks))) for each in layouts}) == 1
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "said"),
+    [
+        (8, {"window": (4, 0)}, "does not support window"),
+        (8, {"alibi_slopes": torch.ones(1)}, "does not support alibi_slopes"),
+        (8, {"dropout_p": 0.1}, "does not support dropout_p"),
+        (8, {"attention": "sdpa"}, "use attention=flash, or naive"),
+        (7, {}, "an even number, got 7 and 7"),
+        (8, {"causal": False, "cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, "causal=True only"),
+        (8, {"dtype": torch.float64}, "attention=flash: it takes float16"),
+    ],
+)
+def test_what_a_ring_cannot_compute_is_refused_in_one_line(group_of_one, length: int, options, said: str):
+    q = torch.zeros(1, 1, length, 16, dtype=options.pop("dtype", torch.float32))
+    with pytest.raises(AttentionError, match=said) as refused:
+        ring_attention(q, q, q, **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_ring_needs_a_process_group_and_parts_of_equal_size():
+    q = torch.zeros(1, 1, 8, 16)
+    with pytest.raises(AttentionError, match="init_process_group"):
+        ring_attention(q, q, q)
+    with pytest.raises(ValueError, match="a sequence of 10 tokens cannot be cut into 4 chunks"):
+        shard_positions(10, 0, 2)

@@ -1,0 +1,133 @@
+"""Ranks that share each sequence train, evaluate and sample as one rank does; what they cannot is refused."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+
+import train
+from tests.conftest import measured
+from tests.training.ranks import ROOT, torchrun, train_on
+from training.checkpoint import find, load_weights
+
+SHARED = "parallel.context=2"
+MODERN = ["model.rope=true", "model.n_kv_head=1", "model.qk_norm=true"]
+
+
+def run(name: str, *settings: str) -> list[str]:
+    return [f"hydra.run.dir={name}", *settings]
+
+
+def losses(folder) -> list[float]:
+    return [float(each) for each in measured(folder, "train/loss").values()]
+
+
+@pytest.fixture
+def small(tiny) -> list[str]:
+    """A run with several micro-batches, gradient clipping and evaluations that do not fill their last batch."""
+    return [
+        *(*tiny, "model.n_layer=2", "trainer.micro_batch=2", "trainer.grad_clip=0.5"),
+        *("trainer.eval_every=6", "trainer.eval_tokens=77", "trainer.batch_tokens=256"),
+    ]
+
+
+def check_same(folder, one: str, many: str) -> None:
+    """Losses to 1e-5, and the same weights and sample."""
+    one, many = folder / one, folder / many
+    assert losses(many) == pytest.approx(losses(one), rel=1e-5), many
+    summaries = [json.loads((each / "summary.json").read_text()) for each in (one, many)]
+    assert summaries[1]["val/loss"] == pytest.approx(summaries[0]["val/loss"], rel=1e-5)
+    assert summaries[1]["val/tokens"] == summaries[0]["val/tokens"]
+    evaluated = [measured(each, "val/loss") for each in (one, many)]
+    assert [float(each) for each in evaluated[1].values()] == pytest.approx(
+        [float(each) for each in evaluated[0].values()], rel=1e-5
+    )
+    ours, theirs = (load_weights(find(each), "cpu") for each in (one, many))
+    for name, weight in ours.items():
+        torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-4)
+    assert (many / "sample.txt").read_text() == (one / "sample.txt").read_text()
+
+
+def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environment, tiny, small, tmp_path):
+    documents = "data.document_mask=true"
+    modes = {
+        "shared": [SHARED],
+        "documents shared": [SHARED, documents],
+        "full": [SHARED, "parallel.shard=full", "parallel.recompute=block"],
+        "optimizer": [SHARED, "parallel.shard=optimizer", documents],
+        "compiled": [SHARED, "trainer.compile=true", documents],
+        "modern": [SHARED, *MODERN],
+    }
+    refused = {
+        "does not divide the 2 ranks; nearest: parallel.context=2": ["parallel.context=3"],
+        "cuts each sequence into 4 chunks, of which model.seq_len=30 is not a multiple; nearest: 28 or 32": [
+            *(SHARED, "model.seq_len=30", "trainer.batch_tokens=240"),
+        ],
+        "has no dropout; use model.dropout=0": [SHARED, "model.dropout=0.1"],
+        "attention=flash or naive, not sdpa": [SHARED, "attention=sdpa"],
+        "has no window; leave model.window out": [SHARED, "model.window=8"],
+        "has no precise_delta": [SHARED, "attention=naive", "attention.precise_delta=true"],
+    }
+    assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
+    assert started(train.main, *small, "attention=naive", documents, "hydra.run.dir=documents one") == 0
+    assert started(train.main, *small, "attention=naive", *MODERN, "hydra.run.dir=modern one") == 0
+    runs = [run(name, *small, *mode) for name, mode in modes.items()]
+    runs += [run(f"refused-{number}", *tiny, *mode) for number, mode in enumerate(refused.values())]
+    done = train_on(2, runs, tmp_path, user_environment)
+    check_same(tmp_path, "one", "shared")
+    check_same(tmp_path, "documents one", "documents shared")
+    check_same(tmp_path, "one", "full")
+    check_same(tmp_path, "documents one", "optimizer")
+    check_same(tmp_path, "documents one", "compiled")
+    check_same(tmp_path, "modern one", "modern")
+    assert "attention   naive (requested: auto)\n" in done.stdout
+    assert "parallel    2 ranks share each sequence, in a ring, each rank holds all" in done.stdout
+    for number, said in enumerate(refused):
+        (line,) = [each for each in done.stdout.splitlines() if each.startswith(f"refused refused-{number}:")]
+        assert said in line
+
+
+@pytest.mark.slow
+def test_four_ranks_share_sequences_and_batches(started, user_environment, small, tmp_path):
+    documents = "data.document_mask=true"
+    modes = {
+        "by four": ["parallel.context=4", documents],
+        "two by two": [SHARED, "trainer.micro_batch=1"],
+        "two by two, full": [SHARED, "parallel.shard=full", documents],
+    }
+    assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
+    assert started(train.main, *small, "attention=naive", documents, "hydra.run.dir=documents one") == 0
+    train_on(4, [run(name, *small, *mode) for name, mode in modes.items()], tmp_path, user_environment)
+    check_same(tmp_path, "documents one", "by four")
+    check_same(tmp_path, "one", "two by two")
+    check_same(tmp_path, "documents one", "two by two, full")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (SHARED, "this is one process: start it with torchrun --standalone --nproc_per_node=2 train.py"),
+        ("parallel.context=0", "parallel.context is 0; it must be at least 1"),
+    ],
+)
+def test_one_process_cannot_share_a_sequence(started, tiny, setting, said):
+    error = started(train.main, *tiny, setting)
+    assert said in error
+    assert "\n" not in error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_share_each_sequence_and_repeat(user_environment, tiny, tmp_path):
+    """Flash in bf16, compiled, over NCCL: losses as on one GPU, and of a second run the same bits."""
+    settings = [
+        *(*tiny, "model.seq_len=2048", "model.n_head=4", "model.n_embd=256", "trainer.batch_tokens=4096"),
+        *("trainer.steps=20", "trainer.sample_tokens=0", "attention=flash"),
+    ]
+    for name, ranks in (("one", 1), ("two", 2), ("again", 2)):
+        shared = f"parallel.context={ranks}"
+        command = torchrun(ranks, str(ROOT / "train.py"), *run(name, *settings, shared))
+        subprocess.run(command, check=True, timeout=300, cwd=tmp_path, env=user_environment)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
+    assert losses(tmp_path / "again") == losses(tmp_path / "two")

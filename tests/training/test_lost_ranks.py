@@ -1,0 +1,151 @@
+"""Ranks that die, stop or hang, with real signals: they are named within a minute, and the run ends saved."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+import train
+from tests.conftest import measured
+from tests.training.ranks import ROOT, logged, processes, started_on, torchrun, wait_until
+from training.checkpoint import saved
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lost", "sent"),
+    [
+        (2, 1, signal.SIGKILL),
+        pytest.param(2, 1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(2, 0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(4, 2, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(4, 0, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
+    started, user_environment, tiny, tmp_path, ranks, lost, sent
+):
+    long = [*tiny, "trainer.steps=100000", "schedule=constant", "schedule.warmup_fraction=0"]
+    launcher = started_on(ranks, [*long, "hydra.run.dir=run"], tmp_path, user_environment)
+    wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
+    victim = processes(launcher)[lost]
+    os.kill(victim, sent)
+    began = time.monotonic()
+    said = ""
+    while "stopped at step" not in said:
+        line = launcher.stdout.readline()
+        assert line, said
+        said += line
+    assert time.monotonic() - began < 60
+    (step,) = (int(each.replace(",", "")) for each in re.findall(r"stopped at step ([\d,]+) and saved", said))
+    assert re.search(
+        rf"^error: rank {lost} \(.*process {victim}\) does not answer, for \d+ s: ", said, re.MULTILINE
+    )
+    assert "Traceback" not in said
+    assert launcher.wait(timeout=60) != 0
+    (checkpoint,) = saved(tmp_path / "run")
+    assert checkpoint.name == f"step-{step:08d}"
+    before = {step: float(loss) for step, loss in measured(tmp_path / "run", "train/loss").items()}
+    more = ["hydra.run.dir=run", "trainer.resume=auto", f"trainer.steps={step + 5}"]
+    assert started(train.main, *long, *more) == 0
+    assert started(train.main, *long, "hydra.run.dir=one", f"trainer.steps={step + 5}") == 0
+    whole, resumed = (
+        {step: float(loss) for step, loss in measured(tmp_path / name, "train/loss").items()}
+        for name in ("one", "run")
+    )
+    for number in range(step + 1, step + 6):
+        assert resumed[number] == pytest.approx(whole[number], rel=1e-4)
+    assert max(before) <= step + 1
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_parts_are_saved_loses_nothing(started, user_environment, tiny, tmp_path):
+    """It is stopped again and again until that is in the middle of a checkpoint, and then killed."""
+    long = [*tiny, "schedule=constant", "schedule.warmup_fraction=0"]
+    many = [*long, "trainer.steps=100000", "trainer.save_every=1", "parallel.shard=full"]
+    launcher = started_on(2, [*many, "hydra.run.dir=run"], tmp_path, user_environment)
+    wait_until(lambda: len(saved(tmp_path / "run")) > 1, launcher)
+    victim = processes(launcher)[1]
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def half_saved() -> bool:
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(0.3)  # the other rank goes on until it has to wait
+        if list(checkpoints.glob("*.partial/parts/*")):
+            return True
+        os.kill(victim, signal.SIGCONT)
+        time.sleep(0.01 * (time.monotonic() % 1))
+        return False
+
+    wait_until(half_saved, launcher)
+    whole = saved(tmp_path / "run")[-1]
+    os.kill(victim, signal.SIGKILL)
+    said = launcher.communicate(timeout=60)[0]
+    assert re.search(r"^error: rank 1 \(.*\) does not answer", said, re.MULTILINE)
+    assert f"the newest checkpoint is run/checkpoints/{whole.name}" in said
+    assert list(checkpoints.glob("*.partial"))
+    assert saved(tmp_path / "run")[-1] == whole
+    done = int(whole.name.removeprefix("step-")) + 3
+    assert (
+        started(train.main, *long, "hydra.run.dir=run", "trainer.resume=auto", f"trainer.steps={done}") == 0
+    )
+    assert started(train.main, *long, "hydra.run.dir=one", f"trainer.steps={done}") == 0
+    resumed, alone = (measured(tmp_path / name, "train/loss") for name in ("run", "one"))
+    assert float(resumed[done]) == pytest.approx(float(alone[done]), rel=1e-4)
+    assert not list(checkpoints.glob("*.partial"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path):
+    """It is stopped three quarters of the time, for less than makes it lost."""
+    launcher = started_on(2, [*tiny, "trainer.steps=600", "hydra.run.dir=run"], tmp_path, user_environment)
+    wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
+    slow = processes(launcher)[1]
+    while launcher.poll() is None and logged(tmp_path / "run") < 200:
+        for sent, seconds in ((signal.SIGSTOP, 0.03), (signal.SIGCONT, 0.01)):
+            os.kill(slow, sent)
+            time.sleep(seconds)
+    said = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 0, said
+    assert re.search(r"^rank 1 computes \d+\.\d times as long as the median rank", said, re.MULTILINE)
+    named = list(measured(tmp_path / "run", "perf/slowest_rank").values())[5:150]
+    assert named.count("1") > len(named) / 2
+
+
+# Rank 1 stays alive, and does nothing from its sixth step on.
+HANGS = """
+import sys, time
+from pathlib import Path
+from training.command_line import composed
+from training.distributed import world
+from training.parallel import watch
+from training.trainer import Trainer
+
+watch.BEHIND = 2.0
+with world("cpu") as ranks:
+    run = Trainer(composed(*sys.argv[1:]), Path("run"), ranks)
+    step = run.train_step
+    run.train_step = lambda n, *batch: (n == 5 and ranks.rank == 1 and time.sleep(600), step(n, *batch))[1]
+    run.run()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_after_the_timeout_taken_for_dead(user_environment, tiny, tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    done = subprocess.run(
+        torchrun(2, "hangs.py", *tiny, "parallel.timeout=6"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=user_environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode != 0
+    who = r"rank 1 \(.*\) has been at the end of step 5 for (\d+) s, while others wait for it$"
+    assert 2 <= int(re.search(f"^warning: {who}", done.stderr, re.MULTILINE)[1]) < 6
+    assert int(re.search(f"^error: {who}", done.stderr, re.MULTILINE)[1]) >= 6
+    assert "stopped at step 5 and saved" in done.stderr
+    assert [path.name for path in saved(tmp_path / "run")] == ["step-00000005"]

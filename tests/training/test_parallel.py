@@ -1,0 +1,221 @@
+"""Several real gloo ranks on a CPU: whatever they hold and exchange, they train as one rank does."""
+
+import json
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from kernels import get_attention
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.huggingface import from_huggingface
+from tests.conftest import measured, rows
+from tests.training.ranks import train_on
+from training.checkpoint import find, load_weights
+from training.export import export
+from training.parallel.blocks import recompute
+from training.parallel.config import Recompute
+
+MODES = {
+    "none": [],
+    "bf16 exchange": ["parallel.gradient_dtype=bf16"],
+    "again": ["parallel.recompute=attention_kept"],
+    "optimizer": ["parallel.shard=optimizer"],
+    "full": ["parallel.shard=full"],
+    "full recompute": ["parallel.shard=full", "parallel.recompute=block"],
+}
+
+
+def run(name: str, *settings: str) -> list[str]:
+    return [f"hydra.run.dir={name}", *settings]
+
+
+def losses(folder) -> list[float]:
+    return [float(each) for each in measured(folder, "train/loss").values()]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(
+    started, user_environment, tiny, tmp_path, ranks
+):
+    tiny = [
+        *tiny,
+        "trainer.micro_batch=1",
+        "trainer.grad_clip=0.5",
+        "model.n_layer=2",
+        "trainer.eval_every=6",
+    ]
+    assert started(train.main, *tiny, "hydra.run.dir=one") == 0
+    train_on(ranks, [run(name, *tiny, *mode) for name, mode in MODES.items()], tmp_path, user_environment)
+    one = tmp_path / "one"
+    weights = load_weights(find(one), "cpu")
+    for name in MODES:
+        many, close = tmp_path / name, 1e-3 if "bf16" in name else 1e-5
+        assert losses(many) == pytest.approx(losses(one), rel=close), name
+        summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, many)]
+        assert summaries[1]["val/loss"] == pytest.approx(summaries[0]["val/loss"], rel=close)
+        assert summaries[1]["val/tokens"] == summaries[0]["val/tokens"]
+        theirs = load_weights(find(many), "cpu")
+        for key, weight in weights.items():
+            torch.testing.assert_close(theirs[key], weight, rtol=0, atol=1e-2 if close == 1e-3 else 1e-4)
+        if close < 1e-3:
+            assert (many / "sample.txt").read_text() == (one / "sample.txt").read_text()
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environment, tiny, tmp_path):
+    """1 -> 2 -> 1, whole and in parts; a checkpoint in parts is exported, and begins another run."""
+    steady = [*tiny, "optimizer.lr=1e-2", "schedule=constant", "schedule.warmup_fraction=0"]
+    until = {
+        steps: [*steady, "trainer.resume=auto", f"trainer.steps={steps}"] for steps in (4, 8, 12, 16, 20)
+    }
+    assert started(train.main, *steady, "trainer.steps=20", "hydra.run.dir=whole") == 0
+    assert started(train.main, *until[4], "hydra.run.dir=run") == 0
+    layouts = {8: "full", 12: "optimizer", 16: "none"}
+    runs = [run("run", *until[steps], f"parallel.shard={how}") for steps, how in layouts.items()]
+    copy = run("copy", *until[16], "trainer.resume=run", "parallel.shard=full")
+    train_on(2, [*runs[:2], copy, runs[2]], tmp_path, user_environment)
+    assert started(train.main, *until[20], "hydra.run.dir=run") == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert losses(tmp_path / "copy") == pytest.approx(losses(tmp_path / "whole")[12:16], rel=1e-5)
+
+    export(tmp_path / "copy", tmp_path / "exported")
+    theirs = from_huggingface(tmp_path / "exported", get_attention("naive"))
+    weights = load_weights(find(tmp_path / "copy"), "cpu")
+    assert torch.equal(theirs.h[0].mlp.c_fc.weight, weights["h.0.mlp.c_fc.weight"])
+    again = [*tiny, "trainer.init_from=copy", "trainer.steps=0", "hydra.run.dir=evaluated"]
+    assert started(train.main, *again) == 0
+    before, after = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("copy", "evaluated")
+    )
+    assert after["val/loss"] == pytest.approx(before["val/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_our_fused_blocks_train_alike_in_parts(user_environment, tiny, tmp_path):
+    """In the interpreter: blocks, loss and attention of ours; with what is kept and what is computed again."""
+    short = [*tiny, "trainer.steps=3", "model.seq_len=16", "trainer.batch_tokens=64", "model.n_layer=2"]
+    ours = [*short, "attention=flash", "model.block=fused", "model.loss=fused", "model.dropout=0.1"]
+    interpreted = user_environment | {"TRITON_INTERPRET": "1"}
+    kept = ["parallel.recompute=attention_kept"]
+    runs = [run("one", *ours), run("kept", *ours, *kept), run("again", *ours, "parallel.recompute=block")]
+    train_on(1, runs, tmp_path, interpreted)
+    assert losses(tmp_path / "kept") == losses(tmp_path / "one")
+    assert losses(tmp_path / "again") == losses(tmp_path / "one")
+    two = [*ours, "model.dropout=0.0"]
+    train_on(1, [run("alone", *two)], tmp_path, interpreted)
+    train_on(2, [run("both", *two, "parallel.shard=full", *kept)], tmp_path, interpreted)
+    assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.parametrize(("how", "forwards"), [("none", 1), ("attention_kept", 1), ("block", 2)])
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+def test_what_is_kept_is_not_computed_again(how, forwards, attention):
+    """The model computes the same, and calls attention's operator as often as it should."""
+    config = GPTConfig(vocab_size=100, seq_len=16, n_layer=1, n_head=2, n_embd=32)
+    tokens = torch.arange(32).view(2, 16)
+
+    class Calls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.name()
+            self.count += "backward" not in name and ("flash_forward" in name or "_attention" in name)
+            return function(*args, **kwargs or {})
+
+    def gradients(how: str) -> tuple[list[torch.Tensor], int]:
+        model = GPT(config, get_attention(attention))
+        recompute(model, Recompute(how))
+        with Calls() as calls:
+            model(tokens, tokens).backward()
+        return [parameter.grad for parameter in model.parameters()], calls.count
+
+    found, calls = gradients(how)
+    assert calls == forwards
+    for gradient, whole in zip(found, gradients("none")[0], strict=True):
+        assert torch.equal(gradient, whole)
+
+
+@pytest.mark.slow
+def test_two_equal_runs_of_two_ranks_end_bitwise_equal(user_environment, tiny, tmp_path):
+    small = [*tiny, "model.n_layer=2", "trainer.steps=6", "trainer.sample_tokens=0"]
+    modes = {"none": [], "bf16": ["parallel.gradient_dtype=bf16"], "full": ["parallel.shard=full"]}
+    for number in (1, 2):  # each in a launch of its own
+        runs = [run(f"{name}{number}", *small, *mode) for name, mode in modes.items()]
+        train_on(2, runs, tmp_path, user_environment)
+    for name in modes:
+        first, second = (load_weights(find(tmp_path / f"{name}{number}"), "cpu") for number in (1, 2))
+        assert losses(tmp_path / f"{name}1") == losses(tmp_path / f"{name}2")
+        for key, weight in first.items():
+            assert torch.equal(weight, second[key]), (name, key)
+
+
+@pytest.mark.slow
+def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_is_measured(
+    user_environment, tiny, tmp_path
+):
+    runs = [run("fp32", *tiny), run("bf16", *tiny, "parallel.gradient_dtype=bf16")]
+    train_on(2, runs, tmp_path, user_environment)
+    # Rounded to 8 bits, so the second loss differs, and by little.
+    fp32, bf16 = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
+    assert fp32[0] == bf16[0]
+    assert 0 < abs(fp32[-1] - bf16[-1]) < 1e-3 * fp32[-1]
+    row = rows(tmp_path / "fp32")[-2]
+    assert 0 < float(row["perf/exchange_ms"]) < float(row["perf/step_ms"])
+    assert row["perf/slowest_rank"] in ("0", "1")
+    per_device = float(row["perf/tokens_per_second_per_device"])
+    assert per_device == pytest.approx(float(row["perf/tokens_per_second"]) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["parallel.shard=full"], "splits the model over the ranks of torchrun, and this is one process"),
+        (["parallel.recompute=attention_kept", "attention=naive"], "not naive: flash, sdpa, sdpa_flash, "),
+        (["parallel.timeout=0"], "parallel.timeout is 0.0; it must be above 0 seconds"),
+        (["parallel.shard=some"], "some"),
+        (
+            ["parallel.context=2", "trainer.sample_every=1"],
+            "trainer.sample_every needs a rank with the whole model",
+        ),
+        (
+            ["parallel.shard=full", "trainer.hellaswag=true"],
+            "trainer.hellaswag needs a rank with the whole model",
+        ),
+    ],
+)
+def test_what_one_process_cannot_do_is_refused_in_one_line(started, tiny, tmp_path, settings, said):
+    error = started(train.main, *tiny, *settings)
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    assert said in error
+
+
+def test_what_ranks_cannot_do_is_refused_in_one_line_with_what_works(user_environment, tiny, tmp_path):
+    refused = {
+        "uneven": (["trainer.batch_tokens=96"], "nearest: 64 or 128."),
+        "half": (["parallel.shard=full", "trainer.precision=fp16"], "use trainer.precision=bf16."),
+        "muon": (["parallel.shard=full", "optimizer.name=muon"], "use adamw, or no sharding."),
+        "graphs": (["trainer.cuda_graphs=true"], "needs a CUDA device, not cpu; leave it out"),
+    }
+    runs = [run(name, *tiny, *settings) for name, (settings, _) in refused.items()]
+    said = train_on(2, runs, tmp_path, user_environment).stdout
+    for name, (_, remedy) in refused.items():
+        (line,) = (each for each in said.splitlines() if each.startswith(f"refused {name}: "))
+        assert line.endswith(remedy) or remedy in line
+
+
+@pytest.mark.slow
+def test_compiled_ranks_train_as_eager_ones(user_environment, tiny, tmp_path):
+    """Around DDP in one piece; a block at a time in parts, and where activations are computed again."""
+    small = [*tiny, "model.n_layer=2", "trainer.steps=4", "trainer.sample_tokens=0"]
+    modes = {
+        "none": [],
+        "again": ["parallel.recompute=attention_kept"],
+        "full": ["parallel.shard=full", "parallel.recompute=block"],
+    }
+    compiled = [run(name, *small, "trainer.compile=true", *mode) for name, mode in modes.items()]
+    train_on(2, [run("eager", *small), *compiled], tmp_path, user_environment)
+    for name in modes:
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "eager"), rel=1e-5), name

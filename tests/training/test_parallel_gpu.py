@@ -1,0 +1,105 @@
+"""Two GPUs of one host, by NCCL: what test_parallel.py and test_lost_ranks.py test on a CPU, in our kernels."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import measured
+from tests.training.ranks import logged, processes, started_on, train_on, wait_until
+from training.checkpoint import find, load_weights, saved
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+SHAPE = [
+    *(
+        "model.seq_len=1024",
+        "model.n_layer=4",
+        "model.n_head=12",
+        "model.n_embd=768",
+        "trainer.batch_tokens=16384",
+    ),
+    *("trainer.steps=10", "trainer.micro_batch=4", "trainer.sample_tokens=5", "attention=flash"),
+]
+
+
+def run(name: str, *settings: str) -> list[str]:
+    return [f"hydra.run.dir={name}", *settings]
+
+
+def losses(folder: Path) -> list[float]:
+    return [float(each) for each in measured(folder, "train/loss").values()]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture
+def large(tiny) -> list[str]:
+    return [*tiny, *SHAPE]
+
+
+def test_every_layout_trains_as_one_gpu_does(user_environment, large, tmp_path):
+    """In bf16, which keeps 8 bits: to half a percent."""
+    modes = {
+        "whole": [],
+        "bf16": ["parallel.gradient_dtype=bf16"],
+        "optimizer": ["parallel.shard=optimizer"],
+        "full": ["parallel.shard=full"],
+        "again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
+        "block": ["parallel.shard=full", "parallel.recompute=block"],
+    }
+    train_on(1, [run("one", *large)], tmp_path, user_environment, "cuda")
+    train_on(
+        2, [run(name, *large, *mode) for name, mode in modes.items()], tmp_path, user_environment, "cuda"
+    )
+    for name in modes:
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=5e-3), name
+    peaks = {name: summary(tmp_path / name)["perf/peak_allocated_gib"] for name in modes}
+    assert peaks["block"] < peaks["again"] < peaks["full"] < peaks["whole"]
+
+
+def test_cuda_graphs_on_two_gpus_compute_the_same_bits(user_environment, large, tmp_path):
+    graphs = [*large, "trainer.cuda_graphs=true"]
+    runs = [run("first", *graphs), run("second", *graphs), run("without", *large)]
+    train_on(2, runs, tmp_path, user_environment, "cuda")
+    assert summary(tmp_path / "first")["cuda_graphs"]
+    assert not summary(tmp_path / "without")["cuda_graphs"]
+    weights = load_weights(find(tmp_path / "first"), "cpu")
+    for other in ("second", "without"):
+        assert losses(tmp_path / other) == losses(tmp_path / "first"), other
+        theirs = load_weights(find(tmp_path / other), "cpu")
+        assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items()), other
+
+
+def test_two_equal_runs_in_parts_end_bitwise_equal_and_resume(user_environment, large, tmp_path):
+    full = [*large, "parallel.shard=full"]
+    runs = [run("first", *full, "trainer.save_every=5"), run("second", *full)]
+    resumed = run("resumed", *full, "trainer.resume=first/checkpoints/step-00000005")
+    train_on(2, [*runs, resumed], tmp_path, user_environment, "cuda")
+    weights = load_weights(find(tmp_path / "first"), "cpu")
+    for other in ("second", "resumed"):
+        theirs = load_weights(find(tmp_path / other), "cpu")
+        assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items()), other
+
+
+@pytest.mark.parametrize("graphs", ["false", "true"])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named_and_the_run_is_saved(user_environment, large, tmp_path, sent, graphs):
+    """The other GPU waits in NCCL, so what it has is copied on another stream."""
+    long = [*large, "trainer.steps=100000", f"trainer.cuda_graphs={graphs}", "hydra.run.dir=run"]
+    launcher = started_on(2, long, tmp_path, user_environment)
+    wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
+    os.kill(processes(launcher)[1], sent)
+    said = launcher.communicate(timeout=120)[0]
+    assert re.search(r"^error: rank 1 \(.*\) does not answer, for \d+ s: ", said, re.MULTILINE)
+    (step,) = (int(each.replace(",", "")) for each in re.findall(r"stopped at step ([\d,]+) and saved", said))
+    assert [path.name for path in saved(tmp_path / "run")] == [f"step-{step:08d}"]
+    assert all(each.isfinite().all() for each in load_weights(find(tmp_path / "run"), "cpu").values())

@@ -1,0 +1,68 @@
+"""What a plan says, built: the model as it trains and as it is evaluated, its optimizer, its gradient scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.gpt import GPT
+
+from .cuda_graphs import compiled_to_graphs
+from .init_from import InitialWeights
+from .optimizer import build_optimizer
+from .parallel.blocks import compile_blocks, recompute
+from .parallel.config import Recompute, Shard
+from .parallel.replicate import replicated
+from .parallel.shard import shard
+from .plan import Plan
+from .precision import compiled
+from .resume import load_state
+from .seeds import stream_seed
+
+
+@dataclass
+class Built:
+    """The same weights, three times: as they are, as they train, as they are evaluated."""
+
+    model: GPT
+    train_model: nn.Module
+    eval_model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+
+
+def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[], None]) -> Built:
+    """The model where the plan begins. backward_ended: see parallel.replicate."""
+    config, how, parallel = plan.config, plan.how, plan.config.parallel
+    init_seed = config.seed if config.init_seed is None else config.init_seed
+    model = plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
+    if initial:
+        model.load_state_dict(initial.state)
+    recompute(model, parallel.recompute)
+    # DDP cuts what is compiled around it at its buckets, but not where blocks are computed again; FSDP never does.
+    in_blocks = parallel.shard is not Shard.none or parallel.recompute is not Recompute.none
+    if how.compiled:
+        torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
+        if in_blocks:
+            compile_blocks(model, how.dtype)
+    if parallel.shard is Shard.none:
+        model.to(plan.world.device)
+    else:
+        shard(model, plan.layout.mesh, parallel, how.dtype)
+    optimizer = build_optimizer(model, config.optimizer)
+    scaler = torch.amp.GradScaler(plan.world.device.type, enabled=how.dtype is torch.float16)
+    if plan.start.checkpoint:
+        load_state(plan.start, model, optimizer, scaler)
+
+    train_model: nn.Module = model
+    if parallel.shard is Shard.none and plan.world.size > 1:
+        options = parallel.gradient_dtype, backward_ended
+        train_model = replicated(model, plan.layout.mesh, *options, views=not how.graphs)
+    if not how.compiled or in_blocks:
+        return Built(model, train_model, model, optimizer, scaler)
+    # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
+    make = compiled_to_graphs if how.graphs else compiled
+    return Built(model, make(train_model, how.dtype), compiled(model, how.dtype), optimizer, scaler)

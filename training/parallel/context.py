@@ -1,0 +1,80 @@
+"""Context parallel: ranks that share each sequence. Each has a part of it, and kernels.ring attends to all of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels import AttentionFn
+from kernels.ring import ring_attention
+from kernels.ring.blocks import chunks_of
+from model.gpt import GPT
+from model.part import Part, attentions, compute_whole
+
+from ..config import Config, ConfigError, nearest_multiples
+from .mesh import Layout
+
+if TYPE_CHECKING:
+    from ..distributed import World
+
+ATTENTIONS = ("flash", "naive")  # whose blocks a ring can merge
+
+
+def check_context(config: Config, ranks: World) -> None:
+    """Raise ConfigError for what cannot be computed by ranks that share each sequence."""
+    share, model = config.parallel.context, config.model
+    if share == 1:
+        return
+    asked = f"parallel.context={share}"
+    if not ranks.launched:
+        raise ConfigError(
+            f"{asked} shares each sequence among the ranks of torchrun, and this is one process: start it with "
+            f"torchrun --standalone --nproc_per_node={share} train.py, or use parallel.context=1."
+        )
+    if ranks.size % share:
+        able = [n for n in range(1, ranks.size + 1) if ranks.size % n == 0]
+        near = min(able, key=lambda n: abs(n - share))
+        raise ConfigError(
+            f"{asked} does not divide the {ranks.size} ranks; nearest: parallel.context={near}."
+        )
+    if model.seq_len % (2 * share):
+        raise ConfigError(
+            f"{asked} cuts each sequence into {2 * share} chunks, of which model.seq_len={model.seq_len} is not a "
+            f"multiple; nearest: {nearest_multiples(model.seq_len, 2 * share)}."
+        )
+    if model.dropout:
+        raise ConfigError(f"{asked} has no dropout; use model.dropout=0.")
+    if used := [name for name, value in model.attention_features.items() if value]:
+        raise ConfigError(f"{asked} has no {used[0]}; leave model.{used[0]} out.")
+    if config.attention.precise_delta:
+        raise ConfigError(f"{asked} has no precise_delta; use attention.precise_delta=false.")
+    if config.attention.name not in ("auto", *ATTENTIONS):
+        raise ConfigError(f"{asked} runs with attention=flash or naive, not {config.attention.name}.")
+
+
+def attention_name(config: Config, device: torch.device) -> str:
+    """The attention to ask for: `auto` takes one that can be a ring's."""
+    if config.parallel.context == 1 or config.attention.name != "auto":
+        return config.attention.name
+    return "flash" if device.type == "cuda" else "naive"
+
+
+def in_ring(name: str, tier: str, place: Layout) -> AttentionFn:
+    """The attention of that name between the ranks that share a sequence."""
+    return partial(ring_attention, group=place.context_group, attention=name, tier=tier)
+
+
+def part_of(place: Layout) -> Part | None:
+    """What of each sequence this rank computes; None: all."""
+    if place.context_size == 1:
+        return None
+    return Part(chunks_of(place.context_rank, place.context_size), 2 * place.context_size)
+
+
+def leave_ring(model: GPT, attention: AttentionFn) -> None:
+    """Have a trained model compute whole sequences again, each rank for itself."""
+    compute_whole(model)
+    for each in attentions(model):
+        each.attention = attention

@@ -1,0 +1,42 @@
+"""Data parallel: every rank holds the model, and the gradients are averaged while the backward still runs.
+
+DDP reads the annotations of its hook, so they are not postponed here.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from .config import GradientDtype
+
+
+def replicated(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: GradientDtype,
+    backward_ended: Callable[[], None],
+    *,
+    views: bool = True,
+) -> DistributedDataParallel:
+    """The model with its gradients exchanged in buckets, each as soon as the backward has filled it.
+
+    backward_ended: called when the last bucket is full. What then passes until the backward returns is the exchange
+        that no computation hides.
+    views: let gradients be parts of the buckets, which saves their size in memory.
+    """
+    group = mesh.get_group()
+    replicas = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=views)
+    average = bf16_compress_hook if dtype is GradientDtype.bf16 else allreduce_hook
+
+    def hook(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.is_last():
+            backward_ended()
+        return average(group, bucket)
+
+    replicas.register_comm_hook(None, hook)
+    return replicas

@@ -1,0 +1,34 @@
+"""The state of a model whose device may wait for a rank that is lost."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+def aside(device: torch.device) -> AbstractContextManager:
+    """Another stream than the training's, which may wait for ever for the gradients of the rank that is lost."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def snapshot(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, updates: Tensor
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """(updates, the model's state dict, the optimizer's), all on the CPU and from between two updates.
+
+    To be called within `aside`. An update that is queued on the stream of the training may run meanwhile; then all is
+    copied again.
+
+    updates: int64 (2,), how many have begun and how many have ended, counted on the stream of the training.
+    """
+    while True:
+        ended = int(updates[1])
+        copies = tree_map_only(
+            Tensor, lambda each: each.detach().cpu().clone(), (model.state_dict(), optimizer.state_dict())
+        )
+        if int(updates[0]) == ended:
+            return ended, *copies

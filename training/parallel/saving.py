@@ -1,0 +1,71 @@
+"""Saving a model in parts while it trains on: each rank copies its part, and a thread writes the copy."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from .. import checkpoint
+from ..config import ConfigError
+from ..distributed import World
+from ..files import REMEDY
+
+
+class PartsSaver:
+    """Writes one checkpoint at a time. All ranks call its methods together."""
+
+    def __init__(self, ranks: World, run_dir: Path, keep: int) -> None:
+        self._ranks, self._run_dir, self._keep = ranks, run_dir, keep
+        # The threads' own, since two collectives at once in one group could meet each other.
+        self._group = dist.new_group(backend="gloo")
+        self._writing: Future | None = None
+        self._named = threading.Event()
+        self._failed: BaseException | None = None
+        self._step = 0
+
+    def save(self, step: int, tensors: dict[str, Tensor], training: dict[str, Any]) -> None:
+        """Begin the checkpoint of `step`; what `tensors` hold now is copied before this returns."""
+        self.finish()
+        if self._ranks.is_main:
+            checkpoint.begin(self._run_dir, step, training)
+        self._ranks.share(None)  # nobody writes into a folder that rank 0 is still clearing
+        self._step, self._named = step, threading.Event()
+        folder = checkpoint.partial(self._run_dir, step) / checkpoint.PARTS
+        self._writing = dcp.async_save(tensors, checkpoint_id=folder, process_group=self._group)
+        self._writing.add_done_callback(self._written)
+
+    def _written(self, writing: Future) -> None:
+        """On rank 0 this comes when all ranks have written: then the checkpoint gets its name."""
+        self._failed = writing.exception()
+        try:
+            if self._ranks.is_main and not self._failed:
+                checkpoint.complete(self._run_dir, self._step, self._keep)
+        except ConfigError as error:
+            self._failed = error
+        finally:
+            self._named.set()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written has its name. Raises ConfigError if it cannot have it."""
+        if self._writing is None:
+            return
+        self._named.wait()
+        self._writing = None
+        # Of a rank that could not write all are told, but only rank 0 knows whether it could rename.
+        failed = self._failed if self._ranks.is_main else None
+        if why := self._ranks.share(failed and _reason(failed)):
+            where = self._run_dir / checkpoint.FOLDER
+            raise ConfigError(
+                f"the checkpoint of step {self._step} could not be written to {where}: {why}; {REMEDY}"
+            )
+
+
+def _reason(error: BaseException) -> str:
+    failures = getattr(error, "failures", {})
+    return str(next(iter(failures.values()))[0] if failures else error)

@@ -1,0 +1,72 @@
+"""The model in parts, by FSDP2: what of it a rank keeps, when it is gathered, and the update of the parts.
+
+Zhao et al. 2023, arXiv 2304.11277. shard=full is ZeRO's third stage (Rajbhandari et al. 2020, arXiv 1910.02054):
+parameters are gathered block by block, for the forward and again for the backward. shard=optimizer is the second: the
+same parts and the same update, but a step gathers the parameters once and reduces the gradients once, as many bytes
+as data parallel sends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from model.gpt import GPT
+
+from .config import GradientDtype, ParallelConfig, Shard
+
+
+def shard(model: GPT, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
+    """Split every parameter of `model` over the mesh, in place; blocks are gathered one at a time, in `dtype`.
+
+    A model on the CPU goes to the mesh's devices block by block, so that no device ever holds all of it.
+
+    Embeddings and the last norm are gathered in float32, and inputs are not cast: the residual stream is what it is
+    on one GPU. Within blocks, autocast would round the matrices all the same; biases and gains it would not.
+    """
+    reduced = torch.bfloat16 if config.gradient_dtype is GradientDtype.bf16 else torch.float32
+    in_blocks = MixedPrecisionPolicy(dtype, reduced, cast_forward_inputs=False)
+    at_ends = MixedPrecisionPolicy(torch.float32, reduced, cast_forward_inputs=False)
+    for block in model.h:
+        fully_shard(block, mesh=mesh, mp_policy=in_blocks, reshard_after_forward=config.shard is Shard.full)
+    fully_shard(model, mesh=mesh, mp_policy=at_ends, reshard_after_forward=False)
+    for method in ("hidden", "logits"):  # as `generate` calls them
+        register_fsdp_forward_method(model, method)
+
+
+def begin_micro_step(model: GPT, how: Shard, last: bool) -> None:
+    """Say whether this micro-batch is the last of its step, before its forward.
+
+    With shard=full every micro-batch reduces its gradients: kept whole until the last, they would need as much memory
+    as whole parameters.
+    """
+    if how is Shard.optimizer:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+@torch.no_grad()
+def update_shards(model: GPT, optimizer: torch.optim.Optimizer, clip: float) -> Tensor:
+    """`optimizer.update` where a rank has its part of every gradient: returns the norms of the whole ones.
+
+    Each rank updates its part. The norms are float32 (parameters,), the same on all ranks.
+    """
+    parts = [parameter.grad.to_local() for parameter in model.parameters()]
+    squares = torch.stack(torch._foreach_norm(parts)).float().square()
+    torch.distributed.all_reduce(squares, group=next(model.parameters()).device_mesh.get_group())
+    norms = squares.sqrt()
+    torch._foreach_mul_(parts, (clip / (norms.norm() + 1e-6)).clamp(max=1.0))  # as clip_grads_with_norm_
+    optimizer.step()
+    optimizer.zero_grad()
+    return norms
+
+
+def put(whole: Tensor, into: Tensor) -> None:
+    """Copy a tensor that every rank has whole into one that may be in parts."""
+    whole = whole.to(into.device)
+    if isinstance(into, DTensor):
+        whole = distribute_tensor(whole, into.device_mesh, into.placements, src_data_rank=None)
+    into.copy_(whole)

@@ -1,0 +1,182 @@
+"""Who is missing: every rank tells the others that it lives and how far it is, and who does not is named.
+
+A rank that waits for a lost one sits in a collective, whose own timeout is ten minutes and names nobody. So a thread
+of each writes a line into torchrun's store every second. Rank 0 reads them all and judges the others; the last rank
+judges rank 0.
+
+    dead or stopped    no line for SILENT seconds: named, the run is saved if one of the others can, and ends
+    hung               lines, but it does nothing while others wait for it: named after BEHIND seconds, and after the
+                       limit (parallel.timeout) taken for dead
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..distributed import World
+
+BEAT, SILENT, BEHIND = 1.0, 20.0, 40.0
+# Once a collective has failed on some rank, and for one that writes a file: torchrun kills what is left after 30 s.
+SILENT_WHEN_BROKEN = 5.0, 12.0
+_numbers = itertools.count()  # of the runs in this process, which share a store
+
+
+@dataclass
+class _Seen:
+    """What is known of a rank."""
+
+    line: str = ""
+    heard: float = 0.0  # when its line last changed
+    ticks: int = -1
+    moved: float = 0.0  # when its ticks last changed
+    doing: str = ""
+    state: str = ""
+    named: int = -1  # the ticks at which it was named as behind
+
+
+class Watch:
+    """The thread, and what the main thread tells it.
+
+    rescue: called in the thread of one rank that is left, while its main thread waits; says what became of the run.
+    """
+
+    def __init__(self, ranks: World, limit: float, rescue: Callable[[], str]) -> None:
+        self._ranks, self._limit, self._rescue = ranks, limit, rescue
+        self._ticks, self._doing, self._state = 0, "starting", "alive"
+        self._done = threading.Event()
+        self._ending = False
+        self._thread: threading.Thread | None = None
+        if ranks.size == 1:
+            return
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SILENT))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = dist.PrefixStore(f"watch/{attempt}/{next(_numbers)}", store)
+        self._store.set(f"who/{ranks.rank}", f"{socket.gethostname()}, process {os.getpid()}")
+        self._beats = itertools.count()
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch, from where all ranks have made theirs to where this rank no longer waits for the others."""
+        if self._thread is None:
+            yield
+            return
+        self._thread.start()
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_a_collective(error):
+                raise
+            self._state = "broken"
+            self._thread.join(SILENT)
+            if self._ending:  # it knows who is lost, and ends this process
+                self._thread.join()
+            raise
+        else:
+            self._state = "left"
+        finally:
+            self._done.set()
+            if self._state == "left":
+                self._beat()
+
+    def tick(self, doing: str) -> None:
+        """Something is done, and something else begins: all ranks come through here equally often."""
+        self._ticks += 1
+        self._doing = doing
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """What may keep Python from the thread: writing a file of some gigabytes holds its lock."""
+        if self._thread is not None:
+            self._doing, self._state = doing, "busy"
+            self._beat()
+        try:
+            yield
+        finally:
+            self._state = "alive"
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        line = f"{next(self._beats)}|{self._ticks}|{self._state}|{self._doing}"
+        self._store.set(f"beat/{self._ranks.rank}", line)
+
+    def _watch(self) -> None:
+        rank, size = self._ranks.rank, self._ranks.size
+        judges = rank in (0, size - 1)
+        seen = {other: _Seen() for other in range(size) if other != rank}
+        while not self._done.wait(BEAT):
+            try:
+                self._beat()
+                if self._store.check(["lost"]):
+                    self._end(self._store.get("lost").decode())
+                if judges and (lost := self._judge(seen)):
+                    self._store.set("lost", lost)
+                    self._end(lost)
+            except dist.DistError as error:
+                if not self._done.is_set():
+                    first = str(error).splitlines()[0]
+                    self._end(f"0:the store of the ranks cannot be reached, on the host of rank 0 ({first})")
+
+    def _judge(self, seen: dict[int, _Seen]) -> str | None:
+        """Read the lines; "RANK:what to say" of a rank that is lost."""
+        now = time.monotonic()
+        lines = self._store.multi_get([f"beat/{n}" for n in seen])
+        for each, line in zip(seen.values(), lines, strict=True):
+            if each.line != line.decode():
+                each.line, each.heard = line.decode(), now
+                _, ticks, each.state, each.doing = each.line.split("|")
+                if int(ticks) != each.ticks:
+                    each.ticks, each.moved = int(ticks), now
+        everyones = [self._ticks, *(each.ticks for each in seen.values())]
+        broken = "broken" in (self._state, *(each.state for each in seen.values()))
+        silent, busy = SILENT_WHEN_BROKEN if broken else (SILENT, self._limit)
+        for rank, each in seen.items():
+            if each.state == "left" or (rank == 0) == (self._ranks.rank == 0):
+                continue  # rank 0 is the last rank's to judge, and all others are rank 0's
+            if now - each.heard > (busy if each.state == "busy" else silent):
+                return f"{rank}:{self._of(rank)} does not answer, for {now - each.heard:.0f} s: it was {each.doing}"
+            waiting = now - each.moved
+            behind = f"{self._of(rank)} has been {each.doing} for {waiting:.0f} s, while others wait for it"
+            last = each.ticks == min(everyones) < max(everyones)
+            if last and waiting > self._limit:
+                return f"{rank}:{behind}"
+            if last and waiting > BEHIND and each.named != each.ticks:
+                each.named = each.ticks
+                print(f"warning: {behind}", file=sys.stderr, flush=True)
+        return None
+
+    def _of(self, rank: int) -> str:
+        return f"rank {rank} ({self._store.get(f'who/{rank}').decode()})"
+
+    def _end(self, lost: str) -> None:
+        """End this process; on the first rank that is left, save the run and say what happened before."""
+        self._ending = True
+        number, _, why = lost.partition(":")
+        if self._ranks.rank == (0 if number != "0" else self._ranks.size - 1):
+            print(f"error: {why}", file=sys.stderr, flush=True)
+            try:
+                print(self._rescue(), file=sys.stderr, flush=True)
+            except Exception as error:  # a full disk, for one
+                print(f"error: the run is not saved: {error}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(1)
+        time.sleep(SILENT)  # a rank that exits has torchrun end the one that saves
+        os._exit(1)
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
