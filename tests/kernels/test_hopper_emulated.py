@@ -1,0 +1,179 @@
+"""The Hopper kernels on any machine, by `emulator`: their numbers, their waits and their order of sums.
+
+What only a GPU shows is in test_hopper_forward.py and test_hopper_backward.py, which test much more.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.flash.call import Options, Tensors
+from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper.descriptors import layout_of
+from kernels.flash.hopper.pipeline import fetch, make_ring
+from kernels.flash.masks import block_lists, document_bounds
+from kernels.naive import naive_attention
+from tests.kernels.accuracy import assert_as_accurate, block_mask, documents, inputs
+from tests.kernels.emulator import emulate
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU runs the kernels itself"
+)
+CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+LENGTHS = [(130, 130), (300, 300), (333, 1), (40, 300), (300, 130)]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """An emulated GPU in place of a real one: how many programs it runs, and the seed of the order of events."""
+    chosen = {"seed": 0, "programs": 3}
+
+    def launch(pointers, key, prepare, moved=(), describe=None) -> None:
+        kernel, grid, numbers, _ = prepare()
+        arguments = (*(describe(*moved) if moved else ()), *pointers, *numbers)
+        if isinstance(kernel, gluon._runtime.GluonJITFunction):
+            emulate(kernel, grid, arguments, chosen["seed"])
+        else:
+            kernel[grid](*arguments)
+
+    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "sm_count", lambda device: chosen["programs"])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield chosen
+    torch.set_num_threads(threads)
+
+
+def features(q_len: int, kv_len: int, batch: int, causal: bool, given: dict[str, object]) -> Tensors:
+    starts = ends = keys = queries = None
+    if "cu_seqlens" in given:
+        starts, ends = document_bounds(given["cu_seqlens"], batch, q_len)
+    if "block_mask" in given:
+        keys, queries = block_lists(given["block_mask"], q_len, kv_len, causal, -1, -1)
+    seed = torch.tensor(given["dropout_seed"]) if "dropout_p" in given else None
+    return Tensors(seed, None, None, starts, ends, None, keys, queries)
+
+
+def run(
+    which: str, tensors: tuple[torch.Tensor, ...], causal: bool, given: dict[str, object]
+) -> dict[str, torch.Tensor]:
+    """out and lse, or dq, dk, dv of float64's out and lse; into NaN, so that what is not written shows."""
+    *leaves, d_out = tensors
+    q, k, v = (x.detach() for x in leaves)
+    (batch, _, q_len, head_dim), kv_len = q.shape, k.shape[2]
+    left, _ = given.get("window", (-1, 0))
+    options = Options(causal, head_dim**-0.5, given.get("dropout_p", 0.0), left)
+    extra = features(q_len, kv_len, batch, causal, given)
+    if which == "forward":
+        out, lse = (torch.full_like(x, float("nan")) for x in (q, q[..., 0].float()))
+        hopper.forward(q, k, v, out, lse, extra, options)
+        return {"out": out, "lse": lse}
+    out, lse = naive_attention(*(x.double() for x in (q, k, v)), causal=causal, return_lse=True, **given)
+    out, lse = out.to(q.dtype), lse.float().contiguous()
+    dq, dk, dv, delta = (torch.full_like(x, float("nan")) for x in (q, k, v, lse))
+    assert hopper.fits_backward(q, k, v, out, d_out)
+    hopper.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, extra, options)
+    return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+
+def check(
+    which: str,
+    machine: dict[str, int],
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    causal: bool,
+    batch: int = 1,
+    **given: object,
+) -> None:
+    """Accurate, and the same bit for bit in another order of events, and with another number of programs."""
+    tensors = inputs(q_len, kv_len, head_dim, torch.float16, batch=batch, heads=2, kv_heads=1, seed=q_len)
+    first = run(which, tensors, causal, given)
+    assert_as_accurate(first, tensors[:3], tensors[3], causal=causal, **given)
+    for seed, programs in [(1, 1), (2, 5)]:
+        machine |= {"seed": seed, "programs": programs}
+        again = run(which, tensors, causal, given)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
+@pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
+def test_backward(
+    machine, monkeypatch, q_len: int, kv_len: int, delay: int, head_dim: int, causal: bool
+) -> None:
+    monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
+    check("backward", machine, q_len, kv_len, head_dim, causal)
+
+
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
+def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, causal: bool) -> None:
+    monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
+    check("backward", machine, 300, 300, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
+
+
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_block_masks(machine, which: str, head_dim: int, causal: bool) -> None:
+    check(which, machine, 400, 400, head_dim, causal, block_mask=block_mask(400, 400, 1, 2))
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("bound", ["documents", "window"])
+def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -> None:
+    given = {"window": (100, 0)} if bound == "window" else {"cu_seqlens": documents(300, 2)}
+    check(which, machine, 300, 300, head_dim, True, batch=2, **given)
+
+
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize(("q_len", "kv_len"), [*LENGTHS, (2048, 200)])
+def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
+    check("forward", machine, q_len, kv_len, head_dim, causal)
+
+
+@gluon.jit
+def read(Out, ring, WAITS: gl.constexpr, PHASE: gl.constexpr):
+    if WAITS:
+        mbarrier.wait(ring.full.index(0), PHASE)
+    gl.store(Out + gl.arange(0, 64)[:, None] * 64 + gl.arange(0, 64)[None, :], ring.tiles.index(0).load(None))
+
+
+@gluon.jit
+def load(desc, ring):
+    fetch(desc, [0, 0], ring, 0, 0)
+
+
+@gluon.jit
+def copy(desc, Out, WAITS: gl.constexpr, PHASE: gl.constexpr):
+    ring = make_ring(desc, 1, 1)
+    gl.warp_specialize([(read, (Out, ring, WAITS, PHASE)), (load, (desc, ring))], [1], [24])
+
+
+def copied(waits: bool, phase: int) -> bool:
+    """Whether a kernel that waits or not copies a tile, in all of 20 orders of events."""
+    x, out = torch.randn(64, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
+    desc = TensorDescriptor(x, [64, 64], [64, 1], [64, 64], layout_of((64, 64), x.dtype))
+    for seed in range(20):
+        emulate(copy, (1,), (desc, out.fill_(0), waits, phase), seed)
+        if not torch.equal(out, x):
+            return False
+    return True
+
+
+def test_the_emulator_notices_a_missing_wait_and_a_wrong_phase() -> None:
+    assert copied(True, 0)
+    assert not copied(False, 0)
+    assert not copied(True, 1)  # the phase before the first counts as over
