@@ -49,8 +49,8 @@ def test_the_table_shows_measured_bytes_and_times() -> None:
     for rung, backend in backends.items():
         assert table[rung][1] == f"{statistics.median(timed[backend]['forward']):.2f}"
     assert table["Hopper kernels"][1] == f"{statistics.median(timed['flash']['forward']):.2f}"
-    tile = sample(f"{H200}/traffic.json", kind="tile time", block_m=128, block_n=64, **SHAPE)
-    assert table["FlashAttention-2"][1] == f"{statistics.median(tile['ms']):.2f}"
+    tiles = sample(f"{H200}/traffic.json", kind="tiles", batch=64, **SHAPE)["ms"]
+    assert table["FlashAttention-2"][1] == f"{statistics.median(tiles['128']['all']):.2f}"
     for rung, backend in (backends | {"FlashAttention-2": "flash"}).items():
         counted = sample("results/cpu/traffic.json", kind="count", backend=backend, **SHAPE)["forward"]
         assert table[rung][0] == f"{counted['read'] + counted['written']:,}"
@@ -64,7 +64,7 @@ def test_the_rungs_show_measured_figures() -> None:
     history = f"{H200}/history.json"
     softmax = sample(history, kind="softmax", rows=4000, length=25000, k=5)["ms"]
     programs = sample(history, kind="programs", heads=1, length=16384)["ms"]
-    one, many = (statistics.median(programs[name]) for name in ("one", "many"))
+    one, many = (statistics.median(programs[name]["all"]) for name in ("one", "many"))
     order = sample(history, kind="order", length=16384, batch=1, heads=16, head_dim=128, causal=True)["ms"]
     forward, backward = (
         [statistics.median(order[name][phase]) for name in ("flash", "flash, portable")]
@@ -85,8 +85,8 @@ def test_the_rungs_show_measured_figures() -> None:
     }
     page = " ".join(PAGE.split())
     for sentence in (
-        f"4000 float32 rows of 25,000: {statistics.median(softmax['safe']):.3f} ms",
-        f"as in rung 2: {statistics.median(softmax['online']):.3f} ms",
+        f"4000 float32 rows of 25,000: {statistics.median(softmax['safe']['all']):.3f} ms",
+        f"as in rung 2: {statistics.median(softmax['online']['all']):.3f} ms",
         f"{one:.1f} ms in one program, {many:.3f} ms in many",
         f"forward {forward[0]:.2f} ms where rung 7 takes {forward[1]:.2f}, "
         f"backward {backward[0]:.2f} where it takes {backward[1]:.2f}",

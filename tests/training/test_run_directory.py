@@ -1,12 +1,11 @@
 """Who may train in a run directory, and what a refused run leaves of it."""
 
 import pytest
+import wandb
 
 import train as command
 from tests.training.conftest import contents, having
-from training.config import (
-    ConfigError,
-)
+from training.config import ConfigError
 from training.trainer import Trainer, train
 
 
@@ -47,6 +46,7 @@ def test_a_malformed_variable_of_wandb_is_refused_in_one_line_and_changes_nothin
     run = [*tiny, "hydra.run.dir=run", "trainer.save_every=6"]
     assert started(command.main, *run) == 0
     before = contents(tmp_path)
+    wandb.teardown()  # a service that another test of this process has started would serve
     monkeypatch.setenv(name, value)
     resumes = ["trainer.resume=run/checkpoints/step-00000006", "logger=wandb", "logger.mode=offline"]
     error = started(command.main, *run, *resumes)
