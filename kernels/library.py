@@ -54,7 +54,7 @@ def _sdpa(
                 "attention=sdpa_flash takes no mask, so causal needs q_len == kv_len; use attention=sdpa"
             )
         mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - q_len)
-    options = {
+    options: dict[str, Any] = {
         "attn_mask": mask,
         "dropout_p": dropout_p,
         "is_causal": is_causal,
@@ -76,7 +76,7 @@ def with_blind_rows(out: torch.Tensor, q_len: int) -> torch.Tensor:
 
 
 def _sdpa_with_dropout(
-    *arguments: object, dropout_seed: int | torch.Tensor, device: torch.device
+    *arguments: Any, dropout_seed: int | torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
     """SDPA with torch's default generator, which it draws from, seeded for the duration of the call.
 
@@ -89,6 +89,7 @@ def _sdpa_with_dropout(
             manual_seed = torch.default_generator.manual_seed
         elif device.type == "cuda":
             manual_seed = torch.cuda.default_generators[device.index].manual_seed
+        assert dropout_seed is not None  # check_dropout
         manual_seed(int(dropout_seed))
         return _sdpa(*arguments)
 
@@ -268,7 +269,9 @@ def flex(
 
     left, right = window or (-1, -1)
     mask = _flex_mask(q_len, kv_len, causal, left, right, q.device) if causal or window else None
-    attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    attend: Callable[..., Any] = (
+        flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    )
     out = attend(
         q,
         k,
