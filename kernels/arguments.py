@@ -113,13 +113,13 @@ def check_features(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    kv_lengths: torch.Tensor | None,
-    block_mask: torch.Tensor | None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    block_mask: torch.Tensor | None = None,
 ) -> None:
     """Check that the optional arguments match q, k and each other."""
     batch, heads, q_len, _ = q.shape

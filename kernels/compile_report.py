@@ -67,28 +67,13 @@ HISTORY = {
     "two_pass_forward": (two_pass.forward_kernel, two_pass.FORWARD, {"Lse"}),
     "two_pass_backward": (two_pass.backward_kernel, two_pass.BACKWARD, {"Lse", "DK", "DV"}),
 }
-FUNCTIONS = {
-    "forward": forward_kernel,
-    "dq": dq_kernel,
-    "dkdv": dkdv_kernel,
-    "decode": decode_kernel,
-    **HOPPER,
-}
-FUNCTIONS |= {name: function for name, (function, _, _) in HISTORY.items()}
+FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "decode": decode_kernel}
+FUNCTIONS |= HOPPER | {name: function for name, (function, _, _) in HISTORY.items()}
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", AMD: "mfma"}
 GPUS = {str(each): each for each in ARCHITECTURES} | {"gfx942": AMD}  # as --arch names them
-OPTIONAL_POINTERS = {
-    "OutLow": "*bf16",
-    "DLse": "*fp32",
-    "Seed": "*i64",
-    "Slopes": "*fp32",
-    "Sinks": "*fp32",
-    "DocumentStart": "*i32",
-    "DocumentEnd": "*i32",
-    "KvLengths": "*i32",
-    "Blocks": "*i32",
-}
+OPTIONAL_POINTERS = {"OutLow": "*bf16", "Seed": "*i64"} | dict.fromkeys(["DLse", "Slopes", "Sinks"], "*fp32")
+OPTIONAL_POINTERS |= dict.fromkeys(["DocumentStart", "DocumentEnd", "KvLengths", "Blocks"], "*i32")
 # What else makes the compilers' work another: grouped heads, which are no feature.
 FORMS: dict[str, tuple[Mapping[str, object], tuple[str, ...]]] = {"": ({}, ()), "gqa": ({"group": 4}, ())}
 FORMS |= {name: (feature.options, feature.pointers) for name, feature in FEATURES.items()}
@@ -208,9 +193,7 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
         triton.knobs.cache.dir = cache  # a cached kernel would have no log
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(
-            source(function, signature, constants, attributes),
-            target=target,
-            options=FUSION | options,
+            source(function, signature, constants, attributes), target=target, options=FUSION | options
         )
     return compiled, log.getvalue()
 
@@ -330,11 +313,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                     for tile in candidates(kernel, architecture, head_dim, torch.bfloat16, causal):
                         job = Job(architecture, kernel, head_dim, causal, tile)
                         jobs.append(job)
-                        if (
-                            not causal
-                            or head_dim > 128
-                            or (head_dim == 128 and architecture not in (90, AMD))
-                        ):
+                        if not causal or head_dim > (128 if architecture in (90, AMD) else 127):
                             continue
                         jobs.append(replace(job, feature="dropout_p"))
                         if kernel == "dkdv":  # the other kernels only index another head
@@ -383,13 +362,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--feature", choices=sorted(FORMS), help="compile every tile with this feature instead"
     )
-    parser.add_argument(
-        "--tile",
-        type=int,
-        nargs=4,
-        metavar=("M", "N", "WARPS", "STAGES"),
-        help="compile this tile instead of the shipped ones",
-    )
+    tile_help = "compile this tile instead of the shipped ones"
+    parser.add_argument("--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help=tile_help)
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
     options = parser.parse_args(arguments)
     if requirement := getattr(options, "with"):

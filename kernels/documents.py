@@ -33,8 +33,7 @@ def checked(
     refuse_features(name, features)
     q, k, v = in_autocast_dtype(*tensors)
     check_inputs(q, k, v)
-    absent = dict.fromkeys(("window", "softcap", "alibi_slopes", "sinks", "kv_lengths", "block_mask"))
-    check_features(q, k, cu_seqlens=cu_seqlens, **absent)
+    check_features(q, k, cu_seqlens=cu_seqlens)
     return q, k, v, check_scale(scale, q.shape[-1])
 
 

@@ -158,11 +158,13 @@ def resolve_attention(
     request = _request(device, dtype, head_dim, tier, features)
     # On a CPU flash means Triton's interpreter: correct, but thousands of times too slow to be recommended. Only
     # flash has tiers, so a tier other than "auto" asks for it.
-    interpreted = request.device.type != "cuda" and tier == "auto"
-    candidates = [each for each in PREFERENCE if each != "flash" or not interpreted]
+    on_gpu = request.device.type == "cuda"
+    passed_over = set() if on_gpu or tier != "auto" else {"flash"}
+    if on_gpu and "cu_seqlens" in request.features:  # torch's packed documents are not measured there
+        passed_over = {"sdpa", "flex"}
+    candidates = [each for each in PREFERENCE if each not in passed_over]
     able = [each for each in candidates if _reason(each, request) is None]
-    # Of packed documents that is not measured.
-    if head_dim > FLASH_HEAD_DIM and "sdpa" in able and "cu_seqlens" not in request.features:
+    if head_dim > FLASH_HEAD_DIM and "sdpa" in able:
         able.insert(0, "sdpa")
     if name == "auto":
         if not able:

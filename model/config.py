@@ -123,7 +123,7 @@ class GPTConfig:
     @property
     def fused_lacks(self) -> str | None:
         """A switch that is on and that the fused layers (model/fused.py) cannot compute, or None."""
-        return next((name for name in ("rmsnorm", "mlp") if name in self.switches), None)
+        return "mlp" if "mlp" in self.switches else None
 
     @property
     def attention_features(self) -> dict[str, Any]:

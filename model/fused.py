@@ -20,8 +20,8 @@ class FusedLayers(NamedTuple):
     """The functions, which compute in torch's place:
 
     linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
-    dropout_add_norm: (x, update, bias, gain, shift, dropout_p, dropout_seed, eps) -> x + dropout(update + bias), and
-        the LayerNorm of that
+    dropout_add_norm: (x, update, bias, gain, shift, dropout_p, dropout_seed, eps, rms) -> x + dropout(update + bias),
+        and the LayerNorm of that; if rms its RMSNorm, and shift is None
     embedding: (tokens, weight) -> weight[tokens]
     dropout: (x, dropout_p, dropout_seed) -> dropout(x)
     """
@@ -90,11 +90,13 @@ class FusedGPT(GPT):
 
 
 def add_norm(
-    layers: FusedLayers, stream: Stream, norm: nn.LayerNorm, dropout: float
+    layers: FusedLayers, stream: Stream, norm: nn.LayerNorm | nn.RMSNorm, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """The stream in one tensor, and `norm` of it."""
     x, update, bias, seed = stream
     if update is None:
         return x, norm(x)
     dropout_p = 0.0 if seed is None else dropout
-    return layers.dropout_add_norm(x, update, bias, norm.weight, norm.bias, dropout_p, seed, norm.eps)
+    rms = isinstance(norm, nn.RMSNorm)
+    shift = None if rms else norm.bias
+    return layers.dropout_add_norm(x, update, bias, norm.weight, shift, dropout_p, seed, norm.eps, rms)

@@ -173,7 +173,7 @@ class ModernGPT(Exchanged):
 class FusedModernGPT(Exchanged, FusedGPT):
     """ModernGPT, with the same parameters, computing with the functions in `layers` as FusedGPT does.
 
-    They have LayerNorm and GELU only: ValueError with others.
+    Their MLP is GPT-2's only: ValueError with another.
     """
 
     def __init__(self, config: GPTConfig, attention: AttentionFn, layers: FusedLayers, **options: Any):

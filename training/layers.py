@@ -15,13 +15,15 @@ from model.modern import build_gpt
 from .config import ConfigError, Layers
 
 
-def resolve_layers(asked: Layers, option: str, device: torch.device, lacking: str | None = None) -> Layers:
-    """torch or fused. lacking: a setting of the model that has no fused form.
+def resolve_layers(
+    asked: Layers, option: str, device: torch.device, lacking: str | None = None, unmeasured: bool = False
+) -> Layers:
+    """torch or fused. lacking: a setting of the model that has no fused form. unmeasured: auto takes torch.
 
     Raises ConfigError or kernels.AttentionError when `option` asks for what cannot run.
     """
     if asked is Layers.auto:
-        able = device.type == "cuda" and kernels_lack() is None and lacking is None
+        able = device.type == "cuda" and kernels_lack() is None and lacking is None and not unmeasured
         return Layers.fused if able else Layers.torch
     if asked is Layers.fused and lacking:
         raise ConfigError(f"{option}=fused has no form for model.{lacking}: use {option}=torch or auto.")

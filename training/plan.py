@@ -175,7 +175,8 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     if config.attention.precise_delta:
         attention = bind(attention, precise_delta=True)
     loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
-    block = resolve_layers(config.model.block, "model.block", ranks.device, config.model.fused_lacks)
+    lacking, unmeasured = config.model.fused_lacks, config.model.rmsnorm
+    block = resolve_layers(config.model.block, "model.block", ranks.device, lacking, unmeasured)
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
     graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks, config.parallel)

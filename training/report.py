@@ -135,8 +135,11 @@ def in_sweep(run_dir: Path) -> bool:
 
 def _why(model: ModelConfig) -> str:
     """Why `auto` does not take the fused blocks, where that is the model's doing."""
-    lacking = model.fused_lacks if model.block is Layers.auto else None
-    return f" (the fused ones have no {lacking})" if lacking else ""
+    if model.block is not Layers.auto:
+        return ""
+    if lacking := model.fused_lacks:
+        return f" (the fused ones have no {lacking})"
+    return " (the fused ones are not measured with rmsnorm)" if model.rmsnorm else ""
 
 
 def _switches(model: ModelConfig) -> str:

@@ -69,7 +69,7 @@ def flash_attention(
         q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         cu_seqlens=cu_seqlens, kv_lengths=kv_lengths, block_mask=block_mask,
     )  # fmt: skip
-    _check_supported(q, k, v, alibi_slopes)
+    check_supported(q, k, v, alibi_slopes)
     left, right = window or (-1, -1)
     starts = ends = key_blocks = query_blocks = None
     if cu_seqlens is not None:
@@ -93,7 +93,7 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_supported(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None:
+def check_supported(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None) -> None:
     """Check what our kernels, unlike others, cannot take."""
     batch, heads, _, head_dim = q.shape
     if reason := refuses_inputs(q.device, q.dtype, head_dim, INTERPRETED):

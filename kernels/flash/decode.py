@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_inputs, check_scale
+from ..arguments import check_features, check_inputs, check_scale
 from ..launch import INTERPRETED, launch, sm_count
 from ..operators import operator
 from ..registry import AttentionError
@@ -56,6 +56,7 @@ def decode_attention(
         AttentionError: names the argument that is not supported.
     """
     check_inputs(q, k, v)
+    check_features(q, k, window=None if window is None else (window, -1), softcap=softcap, sinks=sinks)
     batch, heads, q_len, head_dim = q.shape
     if reason := refuses_inputs(q.device, q.dtype, head_dim, INTERPRETED):
         raise AttentionError(f"decode_attention: {reason}")
@@ -70,6 +71,7 @@ def decode_attention(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise AttentionError("decode_attention has no gradient: call it under torch.no_grad()")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    sinks = sinks if sinks is None else sinks.contiguous()
     left = -1 if window is None else window
     scale = check_scale(scale, head_dim)
     return decode(q, k, v, lengths.contiguous(), sinks, scale, left, softcap or 0.0, parts or 0)

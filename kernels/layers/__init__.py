@@ -1,4 +1,4 @@
-"""The model's layers other than attention as fused functions, each with its kernels in one file.
+"""The model's layers other than attention as fused functions, with their kernels.
 
     linear_gelu           a linear layer with its GELU
     linear_add_norm       a linear layer with the residual addition and LayerNorm that follow it

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import check_inputs, check_scale, in_autocast_dtype
-from ..flash.dispatch import refuses_inputs
+from ..arguments import check_features, check_inputs, check_scale, in_autocast_dtype
 from ..operators import below_autograd, in_backward, operator
 from ..registry import AttentionError, used_features
 from . import passes
@@ -68,6 +67,7 @@ def ring_attention(
         )
     q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
+    check_features(q, k, cu_seqlens=cu_seqlens)
     if q.shape[2] != k.shape[2] or q.shape[2] % 2:
         raise AttentionError(
             f"ring_attention needs as many queries as keys on each rank, an even number, got {q.shape[2]} and "
@@ -76,10 +76,9 @@ def ring_attention(
     if cu_seqlens is not None and not causal:
         raise AttentionError("ring_attention takes cu_seqlens with causal=True only")
     if attention == "flash":
-        from ..launch import INTERPRETED
+        from ..flash.api import check_supported  # imports triton
 
-        if reason := refuses_inputs(q.device, q.dtype, q.shape[3], INTERPRETED):
-            raise AttentionError(f"ring_attention with attention=flash: {reason}")
+        check_supported(q, k, v)
     ring = RingGroup(group)
     own = spans = None
     if cu_seqlens is not None:

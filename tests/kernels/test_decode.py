@@ -44,7 +44,7 @@ def test_random_caches(number: int) -> None:
     if draw.random() < 0.3:
         options["window"] = draw.choice((0, 7, 100))
     if draw.random() < 0.3:
-        options["sinks"] = torch.randn(heads, device=DEVICE)
+        options["sinks"] = torch.randn(2 * heads, device=DEVICE)[::2]
     out = decode_attention(*tensors, lengths.to(DEVICE), parts=draw.choice((None, 1, 2, 7)), **options)
     if "sinks" in options:
         options["sinks"] = options["sinks"].double()
@@ -77,6 +77,10 @@ def test_what_it_cannot_do_is_refused_in_one_line() -> None:
         decode_attention(q, k, v, lengths.long())
     with pytest.raises(AttentionError, match="up to 64 queries a key head, not 80; for longer prompts use"):
         decode_attention(q.expand(2, 4, 40, 16), k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), lengths)
+    with pytest.raises(AttentionError, match=r"sinks must be floating point \(4,\), one per head, got"):
+        decode_attention(q, k, v, lengths, sinks=torch.zeros(2, device=DEVICE))
+    with pytest.raises(AttentionError, match="softcap must be positive and finite, or 0 for none, got -1"):
+        decode_attention(q, k, v, lengths, softcap=-1.0)
     with pytest.raises(AttentionError, match="has no gradient: call it under"):
         decode_attention(q.requires_grad_(), k, v, lengths)
 

@@ -43,6 +43,13 @@ def test_auto_on_a_gpu_is_flash_but_for_head_dims_where_sdpa_is_faster() -> None
     assert resolve_attention("auto", **gpu, head_dim=256, cu_seqlens=True)[0] == "flash"
 
 
+def test_auto_takes_none_of_torchs_unmeasured_packed_documents_on_a_gpu() -> None:
+    gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 300}  # more than flash takes
+    assert resolve_attention("auto", **gpu)[0] == "sdpa"
+    assert resolve_attention("auto", **gpu, cu_seqlens=True)[0] == "naive"
+    assert resolve_attention("sdpa", **gpu, cu_seqlens=True)[0] == "sdpa"
+
+
 def test_auto_skips_a_backend_that_lacks_a_requested_feature() -> None:
     assert resolve_attention("auto", **CPU, window=(8, 0))[0] == "naive"
 

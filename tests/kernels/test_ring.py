@@ -148,6 +148,7 @@ def group_of_one(tmp_path: Path):
         (8, {"attention": "sdpa"}, "use attention=flash, or naive"),
         (7, {}, "an even number, got 7 and 7"),
         (8, {"causal": False, "cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, "causal=True only"),
+        (8, {"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must be torch.int32, got torch.int64"),
         (8, {"dtype": torch.float64}, "attention=flash: it takes float16"),
     ],
 )
@@ -156,6 +157,12 @@ def test_what_a_ring_cannot_compute_is_refused_in_one_line(group_of_one, length:
     with pytest.raises(AttentionError, match=said) as refused:
         ring_attention(q, q, q, **options)
     assert "\n" not in str(refused.value)
+
+
+def test_flash_refuses_a_ring_whose_head_dim_is_not_the_last_axis_in_memory(group_of_one):
+    q, k = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 16, 8).mT
+    with pytest.raises(AttentionError, match=r"k's last stride must be 1, .*; pass k.contiguous\(\)"):
+        ring_attention(q, k, q)
 
 
 def test_a_ring_needs_a_process_group_and_parts_of_equal_size():

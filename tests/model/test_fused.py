@@ -16,9 +16,11 @@ def linear_gelu(x, weight, bias):
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
-def dropout_add_norm(x, update, bias, gain, shift, dropout_p, dropout_seed, eps):
+def dropout_add_norm(x, update, bias, gain, shift, dropout_p, dropout_seed, eps, rms):
     assert dropout_p == 0.0
     x = x + (update + bias)
+    if rms:
+        return x, F.rms_norm(x, gain.shape, gain, eps)
     return x, F.layer_norm(x, gain.shape, gain, shift, eps)
 
 
@@ -49,9 +51,9 @@ def test_dropout_reaches_the_functions_in_training_only_each_call_with_a_seed_of
         rates.append(dropout_p)
         seeds.append(dropout_seed)
 
-    def noted_add_norm(x, update, bias, gain, shift, dropout_p, dropout_seed, eps):
+    def noted_add_norm(x, update, bias, gain, shift, dropout_p, dropout_seed, eps, rms):
         note(dropout_p, dropout_seed)
-        return dropout_add_norm(x, update, bias, gain, shift, 0.0, None, eps)
+        return dropout_add_norm(x, update, bias, gain, shift, 0.0, None, eps, rms)
 
     def noted_dropout(x, dropout_p, dropout_seed):
         note(dropout_p, dropout_seed)

@@ -137,6 +137,8 @@ def test_layers_are_fused_by_default_on_a_gpu_only(text_file, tmp_path):
     for device, want in (("cuda", Layers.fused), ("cpu", Layers.torch)):
         assert resolve_layers(Layers.auto, "model.loss", torch.device(device)) is want
         assert resolve_layers(Layers.torch, "model.loss", torch.device(device)) is Layers.torch
+    gpu = {"option": "model.block", "device": torch.device("cuda"), "unmeasured": True}
+    assert resolve_layers(Layers.auto, **gpu) is Layers.torch
     trainer = Trainer(config(text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
     assert type(trainer.model) is GPT
     assert trainer.model.loss is cross_entropy

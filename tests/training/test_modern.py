@@ -21,7 +21,7 @@ def test_all_switches_train_resume_and_are_sampled_from(started, tiny, tmp_path,
     assert started(train.main, *switched, "hydra.run.dir=whole") == 0
     told = capsys.readouterr().out
     assert "  attention  naive (requested: auto)\n" in told
-    assert "  layers     torch blocks (the fused ones have no rmsnorm), torch loss\n" in told
+    assert "  layers     torch blocks (the fused ones have no mlp), torch loss\n" in told
     assert ", n_kv_head 1, window 8, softcap 30.0, sinks, qk_norm, rope, rmsnorm, mlp swiglu\n" in told
     first, *_, last = losses(tmp_path / "whole")
     assert last < first - 1.0

@@ -1,4 +1,4 @@
-"""Compile the kernels of `linear_add_norm`, `linear_gelu`, `embedding` and `dropout` for GPUs that are not here.
+"""Compile the kernels of `add_norm`, `linear_gelu`, `embedding` and `dropout` for GPUs that are not here.
 
     python -m tests.kernels.layers.compile_kernels [MODULES] [--arch 80 90 100] [--width 768 1600 16384]
 
@@ -46,12 +46,15 @@ def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, obj
         yield module.drop_kernel, constants, module.WARPS
         return
     for tile, suffix in ((module.FORWARD, ""), (module.BACKWARD, "_backward")):
-        if module.__name__.endswith("linear_add_norm"):
+        if module.__name__.endswith(".add_norm"):
             tile, block, warps, _ = module._grid(tile, 1, width, torch.device("cpu"))
             constants = {"WIDTH": width, "ROWS": tile.rows, "STAGES": tile.stages, "BLOCK": block}
             constants |= {"VECTOR": 4, "WITH_BIAS": True}
-            for dropout in ({"DROP_BELOW": 0, "Seed": None}, {"DROP_BELOW": DROP_BELOW}):
-                yield getattr(module, f"add_norm{suffix}_kernel"), constants | dropout, warps
+            layer_norm = {"RMS": False, "WITH_SHIFT": True}
+            rms_norm = {"RMS": True, "WITH_SHIFT": False, "Shift": None}
+            plain, dropout = {"DROP_BELOW": 0, "Seed": None}, {"DROP_BELOW": DROP_BELOW}
+            for form in (layer_norm | plain, layer_norm | dropout, rms_norm | plain):
+                yield getattr(module, f"add_norm{suffix}_kernel"), constants | form, warps
         else:
             constants = {
                 "WIDTH": 4 * width,
@@ -89,9 +92,7 @@ def compile_kernel(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "modules", nargs="*", default=["linear_add_norm", "linear_gelu", "embedding", "dropout"]
-    )
+    parser.add_argument("modules", nargs="*", default=["add_norm", "linear_gelu", "embedding", "dropout"])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--width", type=int, nargs="+", default=[768, 1600, 16384])
     options = parser.parse_args()
