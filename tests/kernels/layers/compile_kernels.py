@@ -49,9 +49,11 @@ def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, obj
         if module.__name__.endswith("linear_add_norm"):
             tile, block, warps, _ = module._grid(tile, 1, width, torch.device("cpu"))
             constants = {"WIDTH": width, "ROWS": tile.rows, "STAGES": tile.stages, "BLOCK": block}
-            constants |= {"VECTOR": 4, "WITH_BIAS": True}
-            for dropout in ({"DROP_BELOW": 0, "Seed": None}, {"DROP_BELOW": DROP_BELOW}):
-                yield getattr(module, f"add_norm{suffix}_kernel"), constants | dropout, warps
+            constants |= {"VECTOR": 4, "WITH_BIAS": True, "WITH_SHIFT": True, "RMS": False}
+            plain = {"DROP_BELOW": 0, "Seed": None}
+            rms_norm = plain | {"RMS": True, "WITH_SHIFT": False, "Shift": None}
+            for form in (plain, {"DROP_BELOW": DROP_BELOW}, rms_norm):
+                yield getattr(module, f"add_norm{suffix}_kernel"), constants | form, warps
         else:
             constants = {
                 "WIDTH": 4 * width,
