@@ -269,9 +269,7 @@ def flex(
 
     left, right = window or (-1, -1)
     mask = _flex_mask(q_len, kv_len, causal, left, right, q.device) if causal or window else None
-    attend: Callable[..., Any] = (
-        flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-    )
+    attend: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     out = attend(
         q,
         k,

@@ -178,12 +178,14 @@ def test_the_hugging_face_example_converts_the_model_of_a_run(example, command_l
     assert (tmp_path / "folder" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_fused_layers_example_trains(example):
     variables = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     printed = example("fused_layers.py", **variables)
     assert 6.5 < float(re.search(r"loss ([\d.]+)", printed)[1]) < 7.5  # ln 1000 = 6.9
 
 
+@pytest.mark.slow
 def test_the_ring_example_computes_on_two_ranks_what_one_does(example):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     variables = {} if torch.cuda.device_count() > 1 else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -9,8 +9,12 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.aims import page
 from reproduce.experiment import pick
 
+SLOW = ("huggingface", "loss")  # 5 s of processor time each
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in BENCHMARKS]
+)
 def test_the_tiny_form_runs_to_the_end(name, tmp_path):
     assert main([name, "--tiny", "--device", "cpu", "--results", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "cpu" / f"{name}.json").read_text())

@@ -77,6 +77,12 @@ def start(parquet: Path, cache: Path, workers: int = 1, **settings) -> subproces
     )
 
 
+def read_until(process: subprocess.Popen, said: str) -> None:
+    """Read what it prints up to a line that contains `said`."""
+    while said not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+
+
 def run(parquet: Path, cache: Path, workers: int = 1, **settings) -> subprocess.CompletedProcess:
     process = start(parquet, cache, workers, **settings)
     out, err = process.communicate(timeout=60)
@@ -150,8 +156,7 @@ def test_repeated_random_kills_still_end_in_identical_bytes(
 
 def test_workers_end_with_a_killed_parent(parquet: Path, tmp_path: Path):
     process = start(parquet, tmp_path, workers=2, delay=0.2)
-    while process.stdout.readline().strip() != "tokenising":
-        pass
+    read_until(process, "tokenising")
     while len(workers := children(process)) < 2:
         time.sleep(0.05)
     process.kill()
@@ -214,8 +219,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(
 ):
     process = start(parquet, tmp_path, workers=2, delay=0.2)
     for _ in range(3):
-        while process.stdout.readline().strip() != "tokenising":
-            pass
+        read_until(process, "tokenising")
     for pid in children(process):
         with contextlib.suppress(ProcessLookupError):  # it may have ended the other workers for the first one
             os.kill(pid, signal.SIGKILL)
@@ -231,13 +235,15 @@ def test_of_two_simultaneous_preparations_one_works_and_one_waits(
     parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ):
     first = start(parquet, tmp_path, delay=0.05)
-    while first.stdout.readline().strip() != "tokenising":
-        pass
-    second = run(parquet, tmp_path)
+    read_until(first, "tokenising")
+    first.send_signal(signal.SIGSTOP)  # however long the second takes to start
+    second = start(parquet, tmp_path)
+    read_until(second, "waiting")
+    first.send_signal(signal.SIGCONT)
     first.communicate(timeout=30)
+    said, _ = second.communicate(timeout=30)
     assert (first.returncode, second.returncode) == (0, 0)
-    assert "waiting" in second.stdout
-    assert "tokenising" not in second.stdout
+    assert "tokenising" not in said
     assert content(tmp_path) == undisturbed
 
 

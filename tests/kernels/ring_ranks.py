@@ -55,7 +55,9 @@ def gathered(cases: Iterable[Case], ranks: int, device: str, folder: Path) -> li
     """out, lse, dq, dk, dv of whole sequences for each case; also whether rank 0 got the same bits when it ran again,
     and those under torch.compile."""
     path = folder / "results.pt"
-    mp.spawn(_rank, (list(cases), ranks, device, path), nprocs=ranks)
+    # One process imports these, in 3 s, and every rank is a fork of it.
+    mp.set_forkserver_preload(["torch._dynamo", "triton"])
+    mp.start_processes(_rank, (list(cases), ranks, device, path), nprocs=ranks, start_method="forkserver")
     return torch.load(path)
 
 

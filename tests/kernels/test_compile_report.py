@@ -79,6 +79,7 @@ def test_a_shipped_tile_passes() -> None:
     assert "\n0 of " in said
 
 
+@pytest.mark.slow
 def test_the_portable_kernels_compile_for_amd_without_ptx(report) -> None:
     code, said = report("--arch", "gfx942", "--head-dim", "64")
     assert code == 0, said
@@ -130,11 +131,16 @@ def test_predecessors_of_flash_read_back_stores_only_after_a_barrier(printed) ->
     ("arguments", "problem"),
     [
         # Too many accumulators for four warps.
-        (["--arch", "80", "--head-dim", "128", "--tile", "128", "64", "4", "3"], "bytes spilled"),
+        pytest.param(
+            ["--arch", "80", "--head-dim", "128", "--tile", "128", "64", "4", "3"],
+            "bytes spilled",
+            marks=pytest.mark.slow,
+        ),
         # Sixteen queries are too few for a warpgroup's instruction, one stage too few to load ahead.
-        (
+        pytest.param(
             ["--arch", "90", "--head-dim", "64", "--tile", "16", "64", "4", "1"],
             "tensor cores: mma.sync, not wgmma",
+            marks=pytest.mark.slow,
         ),
         (["--arch", "80", "--head-dim", "64", "--tile", "64", "64", "4", "1"], "no asynchronous loads"),
     ],
@@ -176,6 +182,7 @@ for kernel, tile in ("forward", Tile(64, 64, 4, 3)), ("dq", Tile(64, 64, 4, 3)),
 """
 
 
+@pytest.mark.slow
 def test_the_elements_in_a_threads_registers_share_their_philox_calls(printed) -> None:
     """Eight elements share a call in S, four in its transpose. Each of the two loops has twelve products per call."""
     products = printed(PRODUCTS)

@@ -25,9 +25,12 @@ from tests.kernels.emulator import emulate
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU runs the kernels itself"
 )
+SLOW = pytest.mark.slow
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
-LENGTHS = [(130, 130), (300, 300), (333, 1), (40, 300), (300, 130)]
+ONE_QUICK_HEAD_DIM = pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
+LENGTHS = [(300, 300), (333, 1), (300, 130)]
+LENGTHS += [pytest.param(*each, marks=SLOW) for each in [(130, 130), (40, 300)]]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +118,7 @@ def test_backward(
 
 
 @CAUSAL
-@HEAD_DIMS
+@ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
 def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, causal: bool) -> None:
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
@@ -123,13 +126,13 @@ def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, 
 
 
 @CAUSAL
-@HEAD_DIMS
+@ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_block_masks(machine, which: str, head_dim: int, causal: bool) -> None:
     check(which, machine, 400, 400, head_dim, causal, block_mask=block_mask(400, 400, 1, 2))
 
 
-@HEAD_DIMS
+@ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("bound", ["documents", "window"])
 def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -> None:
@@ -139,7 +142,7 @@ def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -
 
 @CAUSAL
 @HEAD_DIMS
-@pytest.mark.parametrize(("q_len", "kv_len"), [*LENGTHS, (2048, 200)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [*LENGTHS, pytest.param(2048, 200, marks=SLOW)])
 def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
     check("forward", machine, q_len, kv_len, head_dim, causal)
 

@@ -494,6 +494,7 @@ def test_faster_is_said_only_where_the_ranges_do_not_overlap(theirs, word):
     assert timing.beside(timing.Times((1.0, 1.2, 1.1)), timing.Times(theirs)) == word
 
 
+@pytest.mark.slow
 def test_several_processes_time_everything_and_check_it_once(tmp_path):
     chosen = ["backends=naive,sdpa", "figures=gpt2", "rounds=2"]
     assert run(tmp_path, "attention", *chosen) == 0
@@ -649,7 +650,7 @@ def test_output_of_nvidia_smi_and_ncu_is_read(tmp_path, monkeypatch):
         "nvidia-smi": """case "$*" in *clocks.sm,power.draw,temperature.gpu*--id=GPU-1f-2e*) ;; *) exit 1;; esac
 case "$*" in *--loop-ms=*) ;; *) echo '1980, 412.5, 41'; exit;; esac
 echo '1755, 600.5, 50'; echo '1980, [N/A], 50'; echo '1980, 700.5, 60'; echo '1800, 650.5, 55'; printf '19'
-exec sleep 60""",
+: > printed; exec sleep 60""",
         "ncu": r'''case "$*" in *flash*) echo '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 1;; esac
 echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
 echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
@@ -658,9 +659,11 @@ echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1f-2e"))
     with timing.recorded(torch.device("cuda", 0)) as clocks:
-        time.sleep(1)
+        while not (tmp_path / "printed").exists():
+            time.sleep(0.01)
     assert len(clocks.pop("host_load")) == 2
     # A value that the GPU does not tell and a line that was cut are left out.
     assert clocks == {"sm_mhz": [1755, 1800, 1980], "watts": [600.5, 650.5, 700.5], "celsius": [50, 55, 60]}

@@ -15,6 +15,7 @@ from reproduce.ring import Settings, Shape, message_bytes, predict
 from reproduce.ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, ONE, RING, TORCH
 
 
+@pytest.mark.slow
 def test_the_tiny_form_times_and_counts_on_two_ranks(tmp_path: Path):
     assert main(["ring", "--tiny", "--device", "cpu", "--results", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "cpu" / "ring.json").read_text())

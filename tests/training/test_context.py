@@ -12,6 +12,7 @@ from tests.training.ranks import ROOT, torchrun, train_on
 from training.checkpoint import find, load_weights
 
 SHARED = "parallel.context=2"
+DOCUMENTS = "data.document_mask=true"
 MODERN = ["model.rope=true", "model.n_kv_head=1", "model.qk_norm=true"]
 
 
@@ -50,14 +51,9 @@ def check_same(folder, one: str, many: str) -> None:
 
 
 def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environment, tiny, small, tmp_path):
-    documents = "data.document_mask=true"
     modes = {
-        "shared": [SHARED],
-        "documents shared": [SHARED, documents],
+        "documents": [SHARED, DOCUMENTS],
         "full": [SHARED, "parallel.shard=full", "parallel.recompute=block"],
-        "optimizer": [SHARED, "parallel.shard=optimizer", documents],
-        "compiled": [SHARED, "trainer.compile=true", documents],
-        "modern": [SHARED, *MODERN],
     }
     refused = {
         "does not divide the 2 ranks; nearest: parallel.context=2": ["parallel.context=3"],
@@ -70,17 +66,12 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
         "has no precise_delta": [SHARED, "attention=naive", "attention.precise_delta=true"],
     }
     assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
-    assert started(train.main, *small, "attention=naive", documents, "hydra.run.dir=documents one") == 0
-    assert started(train.main, *small, "attention=naive", *MODERN, "hydra.run.dir=modern one") == 0
+    assert started(train.main, *small, "attention=naive", DOCUMENTS, "hydra.run.dir=documents one") == 0
     runs = [run(name, *small, *mode) for name, mode in modes.items()]
     runs += [run(f"refused-{number}", *tiny, *mode) for number, mode in enumerate(refused.values())]
     done = train_on(2, runs, tmp_path, user_environment)
-    check_same(tmp_path, "one", "shared")
-    check_same(tmp_path, "documents one", "documents shared")
+    check_same(tmp_path, "documents one", "documents")
     check_same(tmp_path, "one", "full")
-    check_same(tmp_path, "documents one", "optimizer")
-    check_same(tmp_path, "documents one", "compiled")
-    check_same(tmp_path, "modern one", "modern")
     assert "attention   naive (requested: auto)\n" in done.stdout
     assert "parallel    2 ranks share each sequence, in a ring, each rank holds all" in done.stdout
     for number, said in enumerate(refused):
@@ -89,15 +80,32 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
 
 
 @pytest.mark.slow
-def test_four_ranks_share_sequences_and_batches(started, user_environment, small, tmp_path):
-    documents = "data.document_mask=true"
+def test_two_ranks_share_sequences_in_every_other_form(started, user_environment, small, tmp_path):
     modes = {
-        "by four": ["parallel.context=4", documents],
-        "two by two": [SHARED, "trainer.micro_batch=1"],
-        "two by two, full": [SHARED, "parallel.shard=full", documents],
+        "shared": [SHARED],
+        "optimizer": [SHARED, "parallel.shard=optimizer", DOCUMENTS],
+        "compiled": [SHARED, "trainer.compile=true", DOCUMENTS],
+        "modern": [SHARED, *MODERN],
     }
     assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
-    assert started(train.main, *small, "attention=naive", documents, "hydra.run.dir=documents one") == 0
+    assert started(train.main, *small, "attention=naive", DOCUMENTS, "hydra.run.dir=documents one") == 0
+    assert started(train.main, *small, "attention=naive", *MODERN, "hydra.run.dir=modern one") == 0
+    train_on(2, [run(name, *small, *mode) for name, mode in modes.items()], tmp_path, user_environment)
+    check_same(tmp_path, "one", "shared")
+    check_same(tmp_path, "documents one", "optimizer")
+    check_same(tmp_path, "documents one", "compiled")
+    check_same(tmp_path, "modern one", "modern")
+
+
+@pytest.mark.slow
+def test_four_ranks_share_sequences_and_batches(started, user_environment, small, tmp_path):
+    modes = {
+        "by four": ["parallel.context=4", DOCUMENTS],
+        "two by two": [SHARED, "trainer.micro_batch=1"],
+        "two by two, full": [SHARED, "parallel.shard=full", DOCUMENTS],
+    }
+    assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
+    assert started(train.main, *small, "attention=naive", DOCUMENTS, "hydra.run.dir=documents one") == 0
     train_on(4, [run(name, *small, *mode) for name, mode in modes.items()], tmp_path, user_environment)
     check_same(tmp_path, "documents one", "by four")
     check_same(tmp_path, "one", "two by two")

@@ -36,32 +36,56 @@ def losses(folder) -> list[float]:
     return [float(each) for each in measured(folder, "train/loss").values()]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(
-    started, user_environment, tiny, tmp_path, ranks
-):
-    tiny = [
-        *tiny,
-        "trainer.micro_batch=1",
-        "trainer.grad_clip=0.5",
-        "model.n_layer=2",
-        "trainer.eval_every=6",
-    ]
-    assert started(train.main, *tiny, "hydra.run.dir=one") == 0
-    train_on(ranks, [run(name, *tiny, *mode) for name, mode in MODES.items()], tmp_path, user_environment)
-    one = tmp_path / "one"
-    weights = load_weights(find(one), "cpu")
-    for name in MODES:
-        many, close = tmp_path / name, 1e-3 if "bf16" in name else 1e-5
-        assert losses(many) == pytest.approx(losses(one), rel=close), name
-        summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, many)]
-        assert summaries[1]["val/loss"] == pytest.approx(summaries[0]["val/loss"], rel=close)
-        assert summaries[1]["val/tokens"] == summaries[0]["val/tokens"]
-        theirs = load_weights(find(many), "cpu")
-        for key, weight in weights.items():
-            torch.testing.assert_close(theirs[key], weight, rtol=0, atol=1e-2 if close == 1e-3 else 1e-4)
-        if close < 1e-3:
-            assert (many / "sample.txt").read_text() == (one / "sample.txt").read_text()
+@pytest.fixture
+def trained_as_one(started, user_environment, tiny, tmp_path):
+    """Train in all MODES on so many ranks, compare each with one process, and run others; what ranks printed."""
+
+    def trained_as_one(ranks: int, others: list[list[str]]) -> str:
+        small = [
+            *tiny,
+            "trainer.micro_batch=1",
+            "trainer.grad_clip=0.5",
+            "model.n_layer=2",
+            "trainer.eval_every=6",
+        ]
+        assert started(train.main, *small, "hydra.run.dir=one") == 0
+        runs = [run(name, *small, *mode) for name, mode in MODES.items()]
+        said = train_on(ranks, runs + others, tmp_path, user_environment).stdout
+        one = tmp_path / "one"
+        weights = load_weights(find(one), "cpu")
+        for name in MODES:
+            many, close = tmp_path / name, 1e-3 if "bf16" in name else 1e-5
+            assert losses(many) == pytest.approx(losses(one), rel=close), name
+            summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, many)]
+            assert summaries[1]["val/loss"] == pytest.approx(summaries[0]["val/loss"], rel=close)
+            assert summaries[1]["val/tokens"] == summaries[0]["val/tokens"]
+            theirs = load_weights(find(many), "cpu")
+            for key, weight in weights.items():
+                torch.testing.assert_close(theirs[key], weight, rtol=0, atol=1e-2 if close == 1e-3 else 1e-4)
+            if close < 1e-3:
+                assert (many / "sample.txt").read_text() == (one / "sample.txt").read_text()
+        return said
+
+    return trained_as_one
+
+
+def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(trained_as_one, tiny):
+    """Train, evaluate and sample; what ranks cannot do is refused with what works. In one launch."""
+    refused = {
+        "uneven": (["trainer.batch_tokens=96"], "nearest: 64 or 128."),
+        "half": (["parallel.shard=full", "trainer.precision=fp16"], "use trainer.precision=bf16."),
+        "muon": (["parallel.shard=full", "optimizer.name=muon"], "use adamw, or no sharding."),
+        "graphs": (["trainer.cuda_graphs=true"], "needs a CUDA device, not cpu; leave it out"),
+    }
+    said = trained_as_one(2, [run(name, *tiny, *settings) for name, (settings, _) in refused.items()])
+    for name, (_, remedy) in refused.items():
+        (line,) = (each for each in said.splitlines() if each.startswith(f"refused {name}: "))
+        assert line.endswith(remedy) or remedy in line
+
+
+@pytest.mark.slow
+def test_four_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(trained_as_one):
+    trained_as_one(4, [])
 
 
 def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environment, tiny, tmp_path):
@@ -190,20 +214,6 @@ def test_what_one_process_cannot_do_is_refused_in_one_line(started, tiny, tmp_pa
     assert error.startswith("error: ")
     assert "\n" not in error
     assert said in error
-
-
-def test_what_ranks_cannot_do_is_refused_in_one_line_with_what_works(user_environment, tiny, tmp_path):
-    refused = {
-        "uneven": (["trainer.batch_tokens=96"], "nearest: 64 or 128."),
-        "half": (["parallel.shard=full", "trainer.precision=fp16"], "use trainer.precision=bf16."),
-        "muon": (["parallel.shard=full", "optimizer.name=muon"], "use adamw, or no sharding."),
-        "graphs": (["trainer.cuda_graphs=true"], "needs a CUDA device, not cpu; leave it out"),
-    }
-    runs = [run(name, *tiny, *settings) for name, (settings, _) in refused.items()]
-    said = train_on(2, runs, tmp_path, user_environment).stdout
-    for name, (_, remedy) in refused.items():
-        (line,) = (each for each in said.splitlines() if each.startswith(f"refused {name}: "))
-        assert line.endswith(remedy) or remedy in line
 
 
 @pytest.mark.slow
