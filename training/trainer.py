@@ -77,14 +77,16 @@ class Trainer:
         seq_len, data_seed = config.model.seq_len, stream_seed(config.seed, "data")
         sequences = config.trainer.batch_tokens // seq_len
         self.batches = Batches(corpus.train, seq_len, sequences, data_seed, config.data.block_len)
-        self.validation = EvaluationBatches(corpus.val, seq_len, how.micro_batch * self.plan.layout.data_size)
+        sequences, tokenizer = (
+            how.micro_batch * self.plan.layout.data_size,
+            corpus.tokenizer(config.data.tokenizer),
+        )
+        self.validation = EvaluationBatches(corpus.val, seq_len, sequences)
         self.beginning = None  # what evaluations before the last one take
         if config.trainer.eval_tokens:
-            part = beginning(corpus.val, config.trainer.eval_tokens, corpus.tokenizer(config.data.tokenizer))
-            self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * self.plan.layout.data_size)
-        self.questions = []
-        if config.trainer.hellaswag:
-            self.questions = hellaswag.load(config, corpus.tokenizer(config.data.tokenizer), ranks)
+            part = beginning(corpus.val, config.trainer.eval_tokens, tokenizer)
+            self.beginning = EvaluationBatches(part, seq_len, sequences)
+        self.questions = hellaswag.load(config, tokenizer, ranks) if config.trainer.hellaswag else []
 
         built = build(self.plan, initial, lambda: self.throughput.backward_ends())
         self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
@@ -325,14 +327,8 @@ class Trainer:
 
     def _evaluate_on(self, validation: EvaluationBatches, done: int) -> Evaluation:
         with closing(self.load(validation, 0, len(validation))) as batches:
-            text_bytes = validation.split.utf8_bytes
-            evaluation = evaluate(
-                self.eval_model,
-                self._until_stopped(batches, done),
-                text_bytes,
-                self.world,
-                self.plan.autocast,
-            )
+            text_bytes, batches = validation.split.utf8_bytes, self._until_stopped(batches, done)
+            evaluation = evaluate(self.eval_model, batches, text_bytes, self.world, self.plan.autocast)
         if not math.isfinite(evaluation.loss):
             self._give_up(f"the validation loss is {evaluation.loss}", done, broken=done)
         self.throughput.resume()
