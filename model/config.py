@@ -92,7 +92,7 @@ class GPTConfig:
             )
         if self.window is None and self.window_pattern != GPTConfig.window_pattern:
             raise ValueError(
-                f"window_pattern={self.window_pattern} needs window=N, the tokens that an S layer sees"
+                f"window_pattern={self.window_pattern} needs window=N; without a window use window_pattern=SL"
             )
         if not 0.0 <= self.softcap < math.inf:
             raise ValueError(f"softcap={self.softcap}: it must be positive and finite, or 0 for none")

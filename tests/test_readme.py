@@ -133,6 +133,22 @@ def test_every_override_in_usage_composes() -> None:
             assert isinstance(composed(*shlex.split(code)), Config), code
 
 
+def test_every_training_command_in_the_docs_could_begin() -> None:
+    """Its settings exist, and its ranks can share its batch. Of a sweep this holds for the first run."""
+    found = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        text = re.sub(r" \\\n *", " ", page.read_text())
+        for ranks, command in re.findall(
+            r"^    (?:torchrun .*per.node=(\d+)|python).* train\.py (.*)$", text, re.MULTILINE
+        ):
+            words = [word for word in shlex.split(command, comments=True) if re.match(r"[a-z_.]+=", word)]
+            words = [word if re.search(r"=.*[\[{(]", word) else word.partition(",")[0] for word in words]
+            config = composed(*(word for word in words if "(" not in word and not word.startswith("hydra.")))
+            config.accumulation_steps(int(ranks or 1) // config.parallel.context)
+            found += 1
+    assert found > 15
+
+
 def anchors(page: Path) -> set[str]:
     """As GitHub names the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)

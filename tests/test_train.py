@@ -205,7 +205,11 @@ def test_a_refused_run_prints_no_traceback_and_leaves_no_directory(command_line,
             "trainer.micro_batch=8: use trainer.micro_batch=4; gradients accumulate, so the global batch stays ",
         ),
         (["trainer.batch_tokens=480"], "trainer.micro_batch=15: use trainer.micro_batch=5; "),
-        (["trainer.micro_batch=1"], "trainer.micro_batch=1: one sequence at a time is too much; lower "),
+        (
+            ["trainer.micro_batch=1"],
+            "one sequence at a time is too much; use parallel.recompute=block, lower ",
+        ),
+        (["trainer.micro_batch=1", "parallel.recompute=block"], "at a time is too much; lower model.seq_len"),
     ],
 )
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import ROOT, measured
 from tests.training.conftest import contents
+from tests.training.ranks import logged, processes, started_on, wait_until
 from tests.wandb_stub import WandbStub
 
 # train.py whose first two arguments say how many seconds it waits for a wandb server at its start and at its end
@@ -239,6 +240,18 @@ def test_a_run_that_gives_up_sends_an_alert(start, server, tmp_path):
     assert (alert["title"], alert["text"], alert["severity"]) == ("run gave up", told, "ERROR")
     (run,) = server.runs.values()
     assert run.exit_code == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_rank_sends_an_alert(server, user_environment, tiny, tmp_path):
+    endless = [*tiny, "trainer.steps=100000", "hydra.run.dir=run", "logger=wandb"]
+    launcher = started_on(2, endless, tmp_path, user_environment | server.variables)
+    wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
+    os.kill(processes(launcher)[1], signal.SIGKILL)
+    said = launcher.communicate(timeout=120)[0]
+    (alert,) = server.alerts
+    assert "does not answer" in alert["text"]
+    assert f"error: {alert['text']}\n" in said
 
 
 @pytest.mark.slow

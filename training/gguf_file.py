@@ -10,15 +10,19 @@ from .config import ConfigError
 
 if TYPE_CHECKING:
     import tiktoken
-    from transformers import GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel, PreTrainedModel
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in transformers, (out, in) in GGUF
 
 
-def check_gguf(model: GPT2LMHeadModel, encoding: tiktoken.Encoding) -> None:
+def check_gguf(model: PreTrainedModel, encoding: tiktoken.Encoding) -> None:
     """Raise ConfigError where the package is missing, or GGUF's GPT-2 cannot express a model or its tokenizer."""
     from tiktoken_ext import openai_public
 
+    if model.config.model_type != "gpt2":
+        raise ConfigError(
+            "--gguf writes GPT-2's format, which has no rope, rmsnorm or swiglu; leave --gguf out."
+        )
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("--gguf needs the package gguf: pip install gguf.")
     if model.config.scale_attn_by_inverse_layer_idx:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -43,17 +44,19 @@ class Question(NamedTuple):
     right: int
 
 
-def load(config: Config, tokenizer: tiktoken.Encoding) -> list[Question]:
+def load(config: Config, tokenizer: tiktoken.Encoding, ranks: World) -> list[Question]:
     """The questions of trainer.hellaswag_file, or else of the file that is downloaded once into data.cache_dir.
 
     Raises ConfigError for a file that is neither there nor reachable, or not in the released format, and for a
     model.seq_len that is too short for an ending.
     """
     path = Path(config.trainer.hellaswag_file or Path(config.data.cache_dir) / FILE)
-    if not path.exists():
-        if config.trainer.hellaswag_file:
-            raise ConfigError(f"trainer.hellaswag_file={path} does not exist.")
-        _download(path)
+    for turn in (True, False):  # rank 0 first: then the others find what it has downloaded
+        if ranks.is_main is turn and not path.exists():
+            if config.trainer.hellaswag_file:
+                raise ConfigError(f"trainer.hellaswag_file={path} does not exist.")
+            _download(path)
+        ranks.share(None)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         questions = [_question(json.loads(line), tokenizer) for line in lines]
@@ -100,36 +103,40 @@ def _plain(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
+def batches(questions: list[Question], sequences: int, world: World) -> list[list[Question]]:
+    """This rank's part of the questions, `sequences` endings at a time, as many batches as on the other ranks."""
+    size = max(1, sequences // 4)
+    mine = sorted(questions, key=lambda each: len(each.endings[0].tokens))[world.rank :: world.size]
+    most = math.ceil(len(questions) / world.size)
+    return [mine[start : start + size] for start in range(0, most, size)]
+
+
 @torch.no_grad()
 def accuracy(
     model: GPT,
-    questions: list[Question],
-    sequences: int,
+    batches: Iterable[list[Question]],
     world: World,
     autocast: Callable[[], AbstractContextManager],
 ) -> float:
-    """The share of questions answered right by all ranks together, `sequences` endings at a time on each.
+    """The share of this rank's and all other ranks' questions that are answered right.
 
     Uses no random numbers and touches no training state.
     """
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=world.device)
-    mine = sorted(questions, key=lambda each: len(each.endings[0].tokens))[world.rank :: world.size]
-    for several in _batches(mine, sequences):
+    totals = torch.zeros(2, dtype=torch.int64, device=world.device)  # right answers, questions
+    for several in batches:
+        if not several:  # another rank's last batch has one question, and this rank's none
+            continue
         endings = [ending for each in several for ending in each.endings]
         with autocast():
             likelihoods = _log_likelihoods(model, endings, world.device)
         scores = likelihoods / torch.tensor([each.characters for each in endings], device=world.device)
         answers = torch.tensor([each.right for each in several], device=world.device)
-        right += (scores.view(len(several), -1).argmax(1) == answers).sum()
+        totals[0] += (scores.view(len(several), -1).argmax(1) == answers).sum()
+        totals[1] += len(several)
     model.train()
-    return world.sum(right).item() / len(questions)
-
-
-def _batches(questions: list[Question], sequences: int) -> Iterator[list[Question]]:
-    size = max(1, sequences // 4)
-    for start in range(0, len(questions), size):
-        yield questions[start : start + size]
+    right, asked = world.sum(totals).tolist()
+    return right / asked
 
 
 def _log_likelihoods(model: GPT, endings: list[Ending], device: torch.device) -> torch.Tensor:

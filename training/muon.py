@@ -12,28 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 Rows = dict[nn.Parameter, list[int]]
 
 
-class MuonError(ValueError):
-    """Muon cannot train this model; the message is one line with the remedy."""
-
-
 def matrices(model: nn.Module) -> Rows:
     """The matrices of the blocks, each with the number of rows of every map that is in it.
 
-    c_attn holds three, for q, k and v, which Jordan orthogonalises apart; the others hold one. Raises MuonError for a
-    model that is sharded over ranks.
+    c_attn holds three, for q, k and v, which Jordan orthogonalises apart; the others hold one.
     """
     rows = {}
     for name, parameter in model.h.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise MuonError(
-                "optimizer.name=muon needs whole matrices, but a rank has parts of them: use adamw, or no sharding."
-            )
         if parameter.dim() == 2 and parameter.requires_grad:
             rows[parameter] = model.config.qkv_rows if "c_attn" in name else [parameter.size(0)]
     return rows

@@ -141,14 +141,18 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
 
 def _check_whole(config: Config) -> None:
     """Raise ConfigError for what needs a whole model while ranks train parts of one, or parts of a sequence."""
-    for setting in ("parallel.shard", "parallel.context"):
-        value = getattr(config.parallel, setting.partition(".")[2])
-        for name in ("hellaswag", "sample_every"):
-            if value not in (Shard.none, 1) and getattr(config.trainer, name):
-                raise ConfigError(
-                    f"trainer.{name} needs a rank with the whole model and whole sequences, which {setting} leaves "
-                    f"none; leave trainer.{name} out, and use the checkpoints with parallel.shard=none."
-                )
+    parallel = config.parallel
+    splits = {"parallel.shard": parallel.shard is not Shard.none, "parallel.context": parallel.context > 1}
+    instead = {
+        "hellaswag": "evaluate its checkpoints on one GPU, with trainer.init_from=CHECKPOINT trainer.steps=0",
+        "sample_every": "sample from its checkpoints with sample.py",
+    }
+    for name, remedy in instead.items():
+        if getattr(config.trainer, name) and (why := [each for each, on in splits.items() if on]):
+            raise ConfigError(
+                f"trainer.{name} needs a rank with the whole model and whole sequences, which {why[0]} leaves none; "
+                f"leave it out, and {remedy}."
+            )
 
 
 def _with_trainer(config: Config, **settings: Any) -> Config:
@@ -158,7 +162,7 @@ def _with_trainer(config: Config, **settings: Any) -> Config:
 def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     accumulation, micro_batch = config.accumulation_steps(place.data_size)
     dtype = resolve_precision(config.trainer.precision, ranks.device)
-    check_shard(config.parallel.shard, ranks, dtype)
+    check_shard(config, ranks, dtype)
     request = {
         "device": ranks.device,
         "dtype": dtype,

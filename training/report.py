@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import checkpoint
-from .config import Layers, ModelConfig
+from .config import Layers, ModelConfig, TrainerConfig
 from .console import SPREAD, changes, count, plural, speed_range
 from .environment import device_name
 from .parallel.config import ParallelConfig, Recompute, Shard
@@ -75,7 +75,7 @@ def banner(plan: Plan) -> Rows:
     return rows
 
 
-def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_best: bool) -> Rows:
+def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer: TrainerConfig) -> Rows:
     """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
     # Empty after an evaluation alone, or if a run was resumed at its last step in another directory.
     saved = checkpoint.saved(run_dir)
@@ -93,7 +93,7 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], keep_bes
             f"loss {summary['val/loss']:.4f}, perplexity {summary['val/perplexity']:.2f}, "
             f"bits per byte {summary['val/bits_per_byte']:.3f} (whole split, {summary['val/tokens']:,} tokens)",
         ),
-        *_best(run_dir, keep_best),
+        *_best(run_dir, trainer),
         ("speed", speed),
         *_noise(summary, speeds),
         ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
@@ -156,13 +156,14 @@ def _epochs(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _best(run_dir: Path, keep_best: bool) -> Rows:
+def _best(run_dir: Path, trainer: TrainerConfig) -> Rows:
     """Where the checkpoint with the lowest validation loss is, if it was kept."""
     if not (best := checkpoint.best(run_dir)):
         return []
-    ended = "" if keep_best else ", the best while trainer.keep_best was on"
+    ended = "" if trainer.keep_best else ", the best while trainer.keep_best was on"
     where = f"{run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best[0].name}{ended}"
-    return [("best", f"loss {best[1]:.4f}, {where}")]
+    part = f" (first {trainer.eval_tokens:,} tokens)" if trainer.keep_best and trainer.eval_tokens else ""
+    return [("best", f"loss {best[1]:.4f}{part}, {where}")]
 
 
 def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:

@@ -23,7 +23,14 @@ AUTO = "auto"
 # Prefixes of settings whose change is not reported on resume: they change no weight, or identity() refuses them.
 _NOT_REPORTED = (
     *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
-    *("trainer.log_every", "trainer.eval_", "trainer.save_every", "trainer.profile_step"),
+    *(
+        "trainer.log_every",
+        "trainer.eval_",
+        "trainer.hellaswag",
+        "trainer.save_every",
+        "trainer.profile_step",
+    ),
+    "parallel.timeout",
 )
 # What was resolved, and the setting that decides it: with `auto` or null it may have changed although that has not.
 _RESOLVED = {

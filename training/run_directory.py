@@ -167,7 +167,7 @@ class Recorder:
         if config.sample_tokens:
             print(f"\nsample\n{printable(text)}")
         speeds = [config.batch_tokens / seconds for seconds in window_seconds]
-        print("\n" + table("done", result(summary, run_dir, speeds, config.keep_best)), flush=True)
+        print("\n" + table("done", result(summary, run_dir, speeds, config)), flush=True)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Close the loggers; `summary` is empty when the run did not end well."""

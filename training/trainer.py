@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -19,27 +18,26 @@ from .building import build
 from .config import Config, ConfigError
 from .console import Progress, printable
 from .distributed import World, world
-from .divergence import fault
 from .evaluation import Evaluation, beginning, evaluate
+from .failures import diverged, fault, out_of_memory
 from .interrupt import Interrupt, StopRequested
 from .metrics import Throughput, memory, performance, reset_peak_memory, slowest_rank
 from .optimizer import update
-from .parallel import parts
 from .parallel.config import Shard
 from .parallel.context import part_of
-from .parallel.rescue import aside, snapshot
-from .parallel.saving import PartsSaver
 from .parallel.shard import begin_micro_step, update_shards
 from .parallel.watch import Watch
 from .plan import resolve
 from .profiling import profiled
-from .resume import finished, identity
+from .resume import finished
 from .run_directory import Recorder, claimed, stopped
+from .saver import Saver
 from .schedule import learning_rate
 from .seeds import stream_seed
 
 # How many times as long as the median rank one may compute before it is named.
 FALLS_BEHIND = 1.5
+Batch = TypeVar("Batch")
 
 
 def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
@@ -60,7 +58,7 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
             # torch has no exception type for a CPU that is out of memory.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
-            raise ConfigError(_out_of_memory(config, ranks)) from error
+            raise ConfigError(out_of_memory(config, ranks)) from error
         # DistributedDataParallel is part of a reference cycle. If it lives until the interpreter exits, gloo may
         # abort a finished rank with "terminate called without an active exception": 8 of 44 launches of torch alone
         # did, 0 of 40 when it was collected.
@@ -79,29 +77,24 @@ class Trainer:
         seq_len, data_seed = config.model.seq_len, stream_seed(config.seed, "data")
         sequences = config.trainer.batch_tokens // seq_len
         self.batches = Batches(corpus.train, seq_len, sequences, data_seed, config.data.block_len)
-        self.validation = EvaluationBatches(corpus.val, seq_len, how.micro_batch * self.plan.layout.data_size)
+        sequences, tokenizer = (
+            how.micro_batch * self.plan.layout.data_size,
+            corpus.tokenizer(config.data.tokenizer),
+        )
+        self.validation = EvaluationBatches(corpus.val, seq_len, sequences)
         self.beginning = None  # what evaluations before the last one take
         if config.trainer.eval_tokens:
-            part = beginning(corpus.val, config.trainer.eval_tokens, corpus.tokenizer(config.data.tokenizer))
-            self.beginning = EvaluationBatches(part, seq_len, how.micro_batch * self.plan.layout.data_size)
-        self.questions: list[hellaswag.Question] = []
-        if config.trainer.hellaswag:
-            for turn in (True, False):  # rank 0 first: it may have to download them
-                if ranks.is_main is turn:
-                    self.questions = hellaswag.load(config, corpus.tokenizer(config.data.tokenizer))
-                ranks.share(None)
+            part = beginning(corpus.val, config.trainer.eval_tokens, tokenizer)
+            self.beginning = EvaluationBatches(part, seq_len, sequences)
+        self.questions = hellaswag.load(config, tokenizer, ranks) if config.trainer.hellaswag else []
 
         built = build(self.plan, initial, lambda: self.throughput.backward_ends())
         self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
         self.train_model, self.eval_model = built.train_model, built.eval_model
         self.sharded = config.parallel.shard is not Shard.none
-        self.saver = PartsSaver(ranks, run_dir, config.trainer.keep_checkpoints) if self.sharded else None
+        self.saver = Saver(self.plan, built)
         self.throughput = Throughput(ranks)
         self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
-        # For a thread that saves the run when another rank is lost: how many updates have begun, and how many have
-        # ended, on the device, which the host is ahead of.
-        self.updates = torch.full((2,), self.plan.start.step, device=ranks.device)
-        self.updating = threading.Lock()
         self.slow: set[int] = set()  # the ranks that were named as slow
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -118,8 +111,7 @@ class Trainer:
                 with suppress(StopRequested):  # the run then ends below, as a finished one does
                     self.recorder.begin()
                     summary = self._summary(self._train())
-                if self.saver:
-                    self.saver.finish()
+                self.saver.finish()
             if summary:
                 self.recorder.close(self.model, summary, self.throughput.windows)
             elif self.world.is_main:
@@ -195,11 +187,11 @@ class Trainer:
         config = self.config.trainer
         try:
             evaluation = self._evaluate(done)
+            self.scores = self._scores(done)
         except StopRequested:
-            if config.steps and not self._is_saved(done):
+            if config.steps and not self.saver.has(done):
                 self._save(done)
             raise
-        self.scores = self._scores()
         self.recorder.log(done, evaluation.metrics() | self.scores)
         scores = "".join(f", {name.removeprefix('val/')} {score:.4f}" for name, score in self.scores.items())
         self.progress.say(f"step {done:,}: validation {evaluation}{scores}")
@@ -210,14 +202,13 @@ class Trainer:
                 self._keep_if_best(done, evaluation.loss)
         return evaluation
 
-    def _scores(self) -> dict[str, float]:
+    def _scores(self, done: int) -> dict[str, float]:
         """What is evaluated beside the loss."""
         if not self.questions:
             return {}
-        plan = self.plan
-        score = hellaswag.accuracy(
-            self.model, self.questions, plan.how.micro_batch, self.world, plan.autocast
-        )
+        batches = hellaswag.batches(self.questions, self.plan.how.micro_batch, self.world)
+        batches = self._until_stopped(batches, done)
+        score = hellaswag.accuracy(self.model, batches, self.world, self.plan.autocast)
         self.throughput.resume()
         return {"val/hellaswag": score}
 
@@ -257,10 +248,8 @@ class Trainer:
         limit = self.config.trainer.grad_clip or math.inf
         if self.sharded:
             return total, update_shards(self.model, self.optimizer, limit)
-        with self.updating:
-            self.updates[0] += 1
+        with self.saver.update():
             norms = update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
-            self.updates[1] += 1
         return total, norms
 
     def _micro_step(self, last: bool) -> AbstractContextManager:
@@ -323,15 +312,8 @@ class Trainer:
             self._give_up(f"the update broke the model (its loss is {loss})", done, broken=done)
 
     def _give_up(self, why: str, done: int, broken: int) -> NoReturn:
-        """End the run at step `done`. broken: the step whose weights failed; only older ones are named."""
-        kept = [path for path in checkpoint.saved(self.run_dir) if path < checkpoint.at(self.run_dir, broken)]
-        left = (
-            f"the newest checkpoint from before is {kept[-1]}" if kept else "no checkpoint was saved before"
-        )
-        wider = "" if self.plan.how.dtype is torch.float32 else ", or try trainer.precision=fp32"
-        raise ConfigError(
-            f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
-        )
+        """End the run at step `done`. broken: the step whose weights failed."""
+        raise ConfigError(diverged(why, done, broken, self.run_dir, self.plan.how.dtype))
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)
@@ -344,24 +326,21 @@ class Trainer:
         return self._evaluate_on(self.validation if whole else self.beginning, done)
 
     def _evaluate_on(self, validation: EvaluationBatches, done: int) -> Evaluation:
-        """Raises StopRequested between batches: it can take minutes."""
-
-        def until_stopped(batches: Iterator[tuple]) -> Iterator[tuple]:
-            for batch in batches:
-                self.watch.tick(f"in the evaluation of step {done:,}")
-                if self.interrupt.requested():
-                    raise StopRequested
-                yield batch
-
         with closing(self.load(validation, 0, len(validation))) as batches:
-            text_bytes = validation.split.utf8_bytes
-            evaluation = evaluate(
-                self.eval_model, until_stopped(batches), text_bytes, self.world, self.plan.autocast
-            )
+            text_bytes, batches = validation.split.utf8_bytes, self._until_stopped(batches, done)
+            evaluation = evaluate(self.eval_model, batches, text_bytes, self.world, self.plan.autocast)
         if not math.isfinite(evaluation.loss):
             self._give_up(f"the validation loss is {evaluation.loss}", done, broken=done)
         self.throughput.resume()
         return evaluation
+
+    def _until_stopped(self, batches: Iterable[Batch], done: int) -> Iterator[Batch]:
+        """The batches of an evaluation, which can take minutes. Raises StopRequested between two."""
+        for batch in batches:
+            self.watch.tick(f"in the evaluation of step {done:,}")
+            if self.interrupt.requested():
+                raise StopRequested
+            yield batch
 
     def _summary(self, evaluation: Evaluation) -> dict[str, Any]:
         config = self.config.trainer
@@ -380,65 +359,24 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         with self.watch.busy(f"saving step {done:,}"):
-            if self.saver:
-                self.saver.save(done, parts.tensors(self.model, self.optimizer), self._state())
-            elif self.world.is_main:
-                self._save_whole(done, self.model.state_dict(), self.optimizer.state_dict())
+            self.saver.save(done, self.recorder.seconds())
         self.throughput.resume()
-
-    def _save_whole(self, done: int, weights: dict, optimizer: dict) -> None:
-        state = {"optimizer": optimizer, **self._state()}
-        checkpoint.save(self.run_dir, done, weights, state, self.config.trainer.keep_checkpoints)
-
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors."""
-        return {
-            "scaler": self.scaler.state_dict(),
-            "seconds": self.recorder.seconds(),
-            "identity": identity(self.config, self.plan.corpus),
-            "init_from": self.config.trainer.init_from,
-        }
-
-    def _rescue(self) -> str:
-        """Save what this rank has, if that is all of it, as another is lost; returns what to say.
-
-        In the thread of the watch: the main thread waits in a collective, and so may the device.
-        """
-        saved = checkpoint.saved(self.run_dir)
-        said = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
-        if not self.sharded:
-            # For good: the main thread makes no other update.
-            with self.updating, aside(self.world.device):
-                done, weights, optimizer = snapshot(self.model, self.optimizer, self.updates)
-                if done and not checkpoint.at(self.run_dir, done).exists():
-                    self._save_whole(done, weights, optimizer)
-            said = stopped(self.plan, done) if done else said
-        self.recorder.finish({})
-        return said
-
-    def _is_saved(self, done: int) -> bool:
-        if self.saver:
-            self.saver.finish()
-        return self.world.share(checkpoint.at(self.run_dir, done).exists())
 
     def _keep_if_best(self, done: int, loss: float) -> None:
-        best = checkpoint.best(self.run_dir)
-        if self.world.share(best is None or loss < best[1]):
-            if not self._is_saved(done):
+        if self.saver.is_best(loss):
+            if not self.saver.has(done):
                 self._save(done)
-                self._is_saved(done)
-            if self.world.is_main:
-                checkpoint.keep_best(self.run_dir, done, loss, self.config.trainer.keep_checkpoints)
+            self.saver.keep_best(done, loss)
         self.throughput.resume()
 
-
-def _out_of_memory(config: Config, ranks: World) -> str:
-    _, micro_batch = config.accumulation_steps(ranks.size // config.parallel.context)
-    full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
-    if micro_batch == 1:
-        return f"{full}: one sequence at a time is too much; lower model.seq_len or choose a smaller model."
-    half = max(n for n in range(1, micro_batch // 2 + 1) if micro_batch % n == 0)
-    return (
-        f"{full}: use trainer.micro_batch={half}; gradients accumulate, so the global batch stays "
-        f"trainer.batch_tokens={config.trainer.batch_tokens}."
-    )
+    def _rescue(self, why: str) -> str:
+        """Save what this rank has, if that is all of it, as another is lost; returns what to say."""
+        saved = checkpoint.saved(self.run_dir)
+        said = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
+        try:
+            if done := self.saver.rescue(self.recorder.seconds()):
+                said = stopped(self.plan, done)
+        finally:
+            self.recorder.alert(why)
+            self.recorder.finish({})
+        return said

@@ -383,7 +383,7 @@ def name_runs(runs: list[Run]) -> None:
     differing = {key: values for key, values in differing_settings(runs).items() if key != "corpus"}
     if len(set(labels)) < len(runs) and len(differing) <= 3:
         for key, values in differing.items():
-            name = key.rpartition(".")[2]
+            name = key.removesuffix(".name").rpartition(".")[2]  # optimizer=muon, lr=0.1
             labels = [
                 label if value is None else f"{label} {name}={value}"
                 for label, value in zip(labels, values, strict=True)

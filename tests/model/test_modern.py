@@ -383,7 +383,10 @@ def test_gpt2_with_no_switch_on_is_gpt_and_gpt_refuses_a_switch():
         ({"window": 0}, "window=0: it must be at least 1 token, or null"),
         ({"window": 4, "window_pattern": "SG"}, "window_pattern=SG: it must be of S"),
         ({"window_pattern": ""}, "window_pattern=: it must be of S"),
-        ({"window_pattern": "SSL"}, "window_pattern=SSL needs window=N, the tokens that an S layer sees"),
+        (
+            {"window_pattern": "SSL"},
+            "window_pattern=SSL needs window=N; without a window use window_pattern=SL",
+        ),
         ({"rope_theta": 500.0}, "rope_theta=500.0 needs rope=true"),
         ({"softcap": -1.0}, "softcap=-1.0: it must be positive and finite, or 0"),
         ({"softcap": math.inf}, "softcap=inf"),

@@ -317,6 +317,16 @@ def sweep_of(copies: Path, losses: dict[tuple[str, int, float], float]) -> list[
     return made
 
 
+def test_runs_of_one_attention_are_named_by_what_they_set_otherwise(copies):
+    paths = [copies / "with_adamw", copies / "with_muon"]
+    for path in paths:
+        shutil.copytree(copies / "1_sdpa", path)
+    config = (paths[1] / "config.yaml").read_text()
+    (paths[1] / "config.yaml").write_text(config.replace("name: adamw", "name: muon"))
+    labels = [run.label for run in find_runs([str(path) for path in paths])]
+    assert labels == ["sdpa optimizer=adamw", "sdpa optimizer=muon"]
+
+
 def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copies):
     losses = {
         ("naive", 1, 0.001): 3.10, ("naive", 2, 0.001): 3.12, ("sdpa", 1, 0.001): 3.101, ("sdpa", 2, 0.001): 3.119,

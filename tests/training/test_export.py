@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiktoken_ext import openai_public
 
 from data.tokenizer import load_tokenizer
+from model.config import MLPKind
 from model.huggingface import _transformers_imports
 from tests.conftest import ROOT
 from tests.training.conftest import having
@@ -191,6 +192,14 @@ def test_gguf_without_its_package_is_refused_before_anything_is_written(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refusal = exported(tmp_path / "run", tmp_path / "to", "--gguf")
     assert refusal == "error: --gguf needs the package gguf: pip install gguf."
+    assert not (tmp_path / "to").exists()
+
+
+def test_gguf_of_a_model_that_is_exported_as_a_llama_is_refused(config, exported, tmp_path):
+    llama = replace(config, model=replace(config.model, rope=True, rmsnorm=True, mlp=MLPKind.swiglu))
+    train(having(llama, steps=1), tmp_path / "run")
+    refusal = exported(tmp_path / "run", tmp_path / "to", "--gguf")
+    assert refusal.endswith("which has no rope, rmsnorm or swiglu; leave --gguf out.")
     assert not (tmp_path / "to").exists()
 
 

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +19,9 @@ from data.tokenizer import load_tokenizer
 from tests.conftest import measured
 from tests.training.conftest import CPU, having
 from training import hellaswag
+from training.checkpoint import saved
 from training.config import ConfigError
+from training.distributed import World
 from training.export import export
 from training.restore import load_run
 from training.trainer import train
@@ -88,10 +92,31 @@ def test_a_run_logs_the_accuracy_that_each_ending_alone_gives(longer, file, tmp_
 def test_the_accuracy_does_not_depend_on_the_size_of_a_batch(longer, file, tmp_path):
     train(having(longer, steps=1), tmp_path / "run")
     model, tokenizer = load_run(tmp_path / "run", "cpu", "naive", None)
-    questions = hellaswag.load(having(longer, hellaswag_file=str(file)), tokenizer)
-    autocast = torch.no_grad
-    found = {hellaswag.accuracy(model, questions, size, CPU, autocast) for size in (1, 7, 64, 1000)}
+    questions = hellaswag.load(having(longer, hellaswag_file=str(file)), tokenizer, CPU)
+    batches = [hellaswag.batches(questions, size, CPU) for size in (1, 7, 64, 1000)]
+    found = {hellaswag.accuracy(model, each, CPU, torch.no_grad) for each in batches}
     assert len(found) == 1
+
+
+def test_ranks_share_the_questions_and_take_as_many_batches(longer, file):
+    """Between two batches they ask each other whether to stop."""
+    questions = hellaswag.load(having(longer, hellaswag_file=str(file)), load_tokenizer("bytes"), CPU)
+    shares = [hellaswag.batches(questions, 4, World(CPU.device, rank, 3)) for rank in range(3)]
+    assert [len(share) for share in shares] == [14, 14, 14]
+    assert sum(len(batch) for share in shares for batch in share) == len(questions)
+
+
+def test_a_signal_during_it_ends_the_run_saved(longer, file, tmp_path, monkeypatch):
+    whole = hellaswag.accuracy
+
+    def told(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return whole(*arguments)
+
+    monkeypatch.setattr(hellaswag, "accuracy", told)
+    with pytest.raises(SystemExit, match="143"):
+        train(having(longer, hellaswag=True, hellaswag_file=str(file), steps=4), tmp_path)
+    assert [path.name for path in saved(tmp_path)] == ["step-00000002"]
 
 
 @pytest.mark.slow
@@ -156,7 +181,7 @@ def released(file, monkeypatch):
 
 def test_it_is_downloaded_once(longer, released, tmp_path):
     cached = replace(longer, data=replace(longer.data, cache_dir=str(tmp_path / "cache")))
-    first, second = (hellaswag.load(cached, load_tokenizer("bytes")) for _ in range(2))
+    first, second = (hellaswag.load(cached, load_tokenizer("bytes"), CPU) for _ in range(2))
     assert len(first) == 40
     assert first == second
     assert released == ["/hellaswag_val.jsonl"]
@@ -166,7 +191,7 @@ def test_another_file_than_the_released_one_is_refused(longer, released, monkeyp
     monkeypatch.setattr(hellaswag, "GIT_BLOB", "0" * 40)
     cached = replace(longer, data=replace(longer.data, cache_dir=str(tmp_path / "cache")))
     with pytest.raises(ConfigError, match=r"is not the released file; try again\."):
-        hellaswag.load(cached, load_tokenizer("bytes"))
+        hellaswag.load(cached, load_tokenizer("bytes"), CPU)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -183,12 +208,12 @@ def test_without_a_network_one_line_says_what_to_do(longer, monkeypatch, tmp_pat
 def test_files_and_lengths_that_cannot_work_are_refused(config, longer, file, tmp_path):
     bytes_ = load_tokenizer("bytes")
     with pytest.raises(ConfigError, match=r"tokens, more than model\.seq_len=32; use a longer one"):
-        hellaswag.load(having(config, hellaswag_file=str(file)), bytes_)
+        hellaswag.load(having(config, hellaswag_file=str(file)), bytes_, CPU)
     with pytest.raises(ConfigError, match="does not exist"):
-        hellaswag.load(having(longer, hellaswag_file=str(tmp_path / "gone.jsonl")), bytes_)
+        hellaswag.load(having(longer, hellaswag_file=str(tmp_path / "gone.jsonl")), bytes_, CPU)
     file.write_text("")
     with pytest.raises(ConfigError, match="has no questions"):
-        hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_)
+        hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_, CPU)
     file.write_text('{"question": 1}\n')
     with pytest.raises(ConfigError, match=r"is not a file of HellaSwag's \(KeyError: 'activity_label'\)"):
-        hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_)
+        hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_, CPU)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from training import metrics
+from training.config import TrainerConfig
 from training.distributed import World
 from training.metrics import Throughput, peak_flops, performance
 from training.report import result
@@ -82,14 +83,16 @@ def test_the_final_report_warns_of_large_variations_in_speed(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     summary = dict.fromkeys(("val/loss", "val/perplexity", "val/bits_per_byte", "seconds"), 1.0)
     summary |= {"steps": 1, "val/tokens": 1, "perf/peak_resident_gib": 1.0}
-    idle, busy = (str(result(summary, Path("run"), [100.0, speed, 130.0], False)) for speed in (199.0, 201.0))
+    idle, busy = (
+        str(result(summary, Path("run"), [100.0, speed, 130.0], TrainerConfig())) for speed in (199.0, 201.0)
+    )
     assert "varied" not in idle
     assert (
         "varied from 100 to 201 tokens/s: other programs used the machine; with OMP_WAIT_POLICY=passive"
         in busy
     )
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    assert "OMP_WAIT_POLICY" not in str(result(summary, Path("run"), [100.0, 201.0, 130.0], False))
+    assert "OMP_WAIT_POLICY" not in str(result(summary, Path("run"), [100.0, 201.0, 130.0], TrainerConfig()))
 
 
 @pytest.mark.gpu

@@ -1,12 +1,9 @@
 import pytest
 import torch
-from torch import distributed
-from torch.distributed.fsdp import fully_shard
 
 from kernels import get_attention
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.muon import MuonError
 from training.optimizer import OptimizerConfig, OptimizerName, build_optimizer, parameter_groups, update
 
 MUON = OptimizerConfig(name=OptimizerName.muon, lr=0.01, weight_decay=0.5)
@@ -135,16 +132,6 @@ def test_a_gradient_that_overflows_fp16_skips_muons_step_and_adamws(model):
     update(model, optimizer, scaler)
     assert all(map(torch.equal, model.parameters(), before))
     assert scaler.get_scale() == 2**125
-
-
-def test_muon_refuses_a_model_whose_matrices_are_in_parts(model, tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    try:
-        fully_shard(model)
-        with pytest.raises(MuonError, match=r"optimizer\.name=muon needs whole matrices"):
-            build_optimizer(model, MUON)
-    finally:
-        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

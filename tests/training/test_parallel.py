@@ -74,7 +74,7 @@ def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(trained
     refused = {
         "uneven": (["trainer.batch_tokens=96"], "nearest: 64 or 128."),
         "half": (["parallel.shard=full", "trainer.precision=fp16"], "use trainer.precision=bf16."),
-        "muon": (["parallel.shard=full", "optimizer.name=muon"], "use adamw, or no sharding."),
+        "muon": (["parallel.shard=full", "optimizer.name=muon"], "use optimizer=adamw, or parallel.shard=none."),
         "graphs": (["trainer.cuda_graphs=true"], "needs a CUDA device, not cpu; leave it out"),
     }
     said = trained_as_one(2, [run(name, *tiny, *settings) for name, (settings, _) in refused.items()])
@@ -133,32 +133,43 @@ def test_our_fused_blocks_train_alike_in_parts(user_environment, tiny, tmp_path)
     assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
+class Calls(TorchDispatchMode):
+    """Counts attention's forwards."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        forward = any(each in name for each in ("flash_forward", "_attention", "_varlen_attn"))
+        self.count += forward and "backward" not in name
+        return function(*args, **kwargs or {})
+
+
+def gradients(how: str, attention: str, device: str, **settings) -> tuple[list[torch.Tensor], int]:
+    """Of a small model, in bf16 on a GPU; and how often they needed attention's forward."""
+    config = GPTConfig(vocab_size=100, seq_len=16, n_layer=1, n_head=2, n_embd=32, **settings)
+    tokens = torch.arange(32, device=device).view(2, 16)
+    model = GPT(config, get_attention(attention)).to(device)
+    recompute(model, Recompute(how))
+    with Calls() as calls, torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        model(tokens, tokens).backward()
+    return [parameter.grad for parameter in model.parameters()], calls.count
+
+
 @pytest.mark.parametrize(("how", "forwards"), [("none", 1), ("attention_kept", 1), ("block", 2)])
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
 def test_what_is_kept_is_not_computed_again(how, forwards, attention):
     """The model computes the same, and calls attention's operator as often as it should."""
-    config = GPTConfig(vocab_size=100, seq_len=16, n_layer=1, n_head=2, n_embd=32)
-    tokens = torch.arange(32).view(2, 16)
-
-    class Calls(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            name = function.name()
-            self.count += "backward" not in name and ("flash_forward" in name or "_attention" in name)
-            return function(*args, **kwargs or {})
-
-    def gradients(how: str) -> tuple[list[torch.Tensor], int]:
-        model = GPT(config, get_attention(attention))
-        recompute(model, Recompute(how))
-        with Calls() as calls:
-            model(tokens, tokens).backward()
-        return [parameter.grad for parameter in model.parameters()], calls.count
-
-    found, calls = gradients(how)
+    found, calls = gradients(how, attention, "cpu")
     assert calls == forwards
-    for gradient, whole in zip(found, gradients("none")[0], strict=True):
+    for gradient, whole in zip(found, gradients("none", attention, "cpu")[0], strict=True):
         assert torch.equal(gradient, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("how", "forwards"), [("none", 1), ("attention_kept", 1), ("block", 2)])
+def test_torchs_attention_of_packed_documents_is_kept_too(how, forwards):
+    assert gradients(how, "sdpa", "cuda", document_end=5)[1] == forwards
 
 
 @pytest.mark.slow

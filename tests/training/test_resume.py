@@ -19,6 +19,7 @@ from training.config import (
     OptimizerConfig,
 )
 from training.optimizer import OptimizerName
+from training.parallel.config import ParallelConfig
 from training.schedule import ScheduleConfig
 from training.trainer import Trainer, train
 
@@ -87,7 +88,8 @@ def test_resuming_drops_a_truncated_last_row_of_the_metrics(config, tmp_path):
 
 def test_resuming_reports_changed_settings_and_refuses_conflicting_ones(config, tmp_path, capsys):
     train(config, tmp_path / "a")
-    goes_on = having(config, steps=9, save_every=3, resume=str(tmp_path / "a"))
+    goes_on = having(config, steps=9, save_every=3, hellaswag_file="moved", resume=str(tmp_path / "a"))
+    goes_on = replace(goes_on, parallel=ParallelConfig(timeout=90.0))
     train(replace(goes_on, optimizer=OptimizerConfig(lr=1e-4)), tmp_path / "b")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
     assert line.split("  ")[-1].strip() == "optimizer.lr 0.0006 -> 0.0001, trainer.steps 8 -> 9"

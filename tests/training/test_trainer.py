@@ -123,7 +123,9 @@ def test_bounded_evaluations_are_of_the_same_tokens_and_the_last_is_of_all(confi
     """However a batch is split; 300 tokens are nine sequences and a part, and five batches of two."""
     whole = train(having(config, keep_best=True), tmp_path / "whole")
     part = train(having(config, eval_tokens=300, keep_best=True), tmp_path / "part")
-    assert "evaluation  300 tokens each time, at the end all of them" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "evaluation  300 tokens each time, at the end all of them" in said
+    assert re.search(r"best +loss \d\.\d{4} \(first 300 tokens\), ", said)
     train(having(config, eval_tokens=300, micro_batch=1), tmp_path / "split")
     assert (part["val/loss"], part["val/tokens"]) == (whole["val/loss"], whole["val/tokens"])
     losses = {step: float(loss) for step, loss in measured(tmp_path / "part", "val/loss").items()}

@@ -16,7 +16,8 @@ from .config import Recompute
 
 # Attentions that are one operator, whose result can be kept.
 _ONE_OPERATOR = ("flash", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
-_OPERATORS = ("flash_forward", "ring_forward", "_scaled_dot_product_")  # how those operators' names begin
+# How those operators' names begin; _varlen_attn is torch's for packed documents.
+_OPERATORS = ("flash_forward", "ring_forward", "_scaled_dot_product_", "_varlen_attn")
 
 
 def check_recompute(how: Recompute, attention: str) -> None:

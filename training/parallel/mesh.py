@@ -8,8 +8,9 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..config import ConfigError
+from ..config import Config, ConfigError
 from ..distributed import World
+from ..optimizer import OptimizerName
 from .config import ParallelConfig, Shard
 
 DATA = "data"  # the mesh's dimension along which ranks take different sequences
@@ -45,16 +46,20 @@ def layout(config: ParallelConfig, ranks: World) -> Layout:
     return Layout(mesh, data_rank, data_size, both.get_group(CONTEXT), context_rank, config.context)
 
 
-def check_shard(how: Shard, ranks: World, dtype: torch.dtype) -> None:
-    """Raise ConfigError where a model cannot be split so."""
-    if how is Shard.none:
+def check_shard(config: Config, ranks: World, dtype: torch.dtype) -> None:
+    """Raise ConfigError where a model cannot be split as parallel.shard says."""
+    if config.parallel.shard is Shard.none:
         return
+    asked = f"parallel.shard={config.parallel.shard.value}"
     if not ranks.launched:
         raise ConfigError(
-            f"parallel.shard={how.value} splits the model over the ranks of torchrun, and this is one process: start "
+            f"{asked} splits the model over the ranks of torchrun, and this is one process: start "
             "it with torchrun --standalone --nproc_per_node=2 train.py, or use parallel.shard=none."
         )
     if dtype is torch.float16:
+        raise ConfigError(f"{asked} has no gradient scaler, which fp16 needs; use trainer.precision=bf16.")
+    if config.optimizer.name is OptimizerName.muon:
         raise ConfigError(
-            f"parallel.shard={how.value} has no gradient scaler, which fp16 needs; use trainer.precision=bf16."
+            f"{asked} leaves a rank parts of matrices, and muon needs whole ones; use optimizer=adamw, or "
+            "parallel.shard=none."
         )

@@ -48,10 +48,11 @@ class _Seen:
 class Watch:
     """The thread, and what the main thread tells it.
 
-    rescue: called in the thread of one rank that is left, while its main thread waits; says what became of the run.
+    rescue: called with what is to be said of the lost rank, in the thread of one that is left, while its main thread
+        waits; says what became of the run.
     """
 
-    def __init__(self, ranks: World, limit: float, rescue: Callable[[], str]) -> None:
+    def __init__(self, ranks: World, limit: float, rescue: Callable[[str], str]) -> None:
         self._ranks, self._limit, self._rescue = ranks, limit, rescue
         self._ticks, self._doing, self._state = 0, "starting", "alive"
         self._done = threading.Event()
@@ -169,7 +170,7 @@ class Watch:
         if self._ranks.rank == (0 if number != "0" else self._ranks.size - 1):
             print(f"error: {why}", file=sys.stderr, flush=True)
             try:
-                print(self._rescue(), file=sys.stderr, flush=True)
+                print(self._rescue(why), file=sys.stderr, flush=True)
             except Exception as error:  # a full disk, for one
                 print(f"error: the run is not saved: {error}", file=sys.stderr, flush=True)
             finally:
