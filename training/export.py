@@ -82,7 +82,7 @@ def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: boo
         theirs.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if gguf:
-            write_gguf(theirs, encoding, folder / "model.gguf")
+            write_gguf(theirs, encoding, *merges_of(encoding), folder / "model.gguf")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written ({error.strerror or error}).") from None
 

@@ -32,14 +32,20 @@ def check_gguf(model: PreTrainedModel, encoding: tiktoken.Encoding) -> None:
         raise ConfigError(f"--gguf: the tokenizer {encoding.name} splits text otherwise than GPT-2's does.")
 
 
-def write_gguf(model: GPT2LMHeadModel, encoding: tiktoken.Encoding, path: Path) -> None:
-    """Write the weights, float32, and the tokenizer, which `check_gguf` has let through."""
+def write_gguf(
+    model: GPT2LMHeadModel,
+    encoding: tiktoken.Encoding,
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    path: Path,
+) -> None:
+    """Write the weights, float32, and the tokenizer, which `check_gguf` has let through.
+
+    vocabulary, merges: of the encoding, as `export.merges_of` gives them.
+    """
     import gguf
 
-    from .export import merges_of
-
     config = model.config
-    vocabulary, merges = merges_of(encoding)
     writer = gguf.GGUFWriter(path, "gpt2")
     writer.add_context_length(config.n_positions)
     writer.add_embedding_length(config.n_embd)
