@@ -43,7 +43,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from .features import FEATURES
 from .flash import dropout
-from .flash.decode import decode_kernel, tile_of
+from .flash.decode import LARGEST_TILE, decode_kernel, tile_of
 from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule
 from .flash.hopper.descriptors import layout_of
 from .flash.hopper.dropout import drop_of
@@ -125,8 +125,9 @@ class Report:
         found = [f"wgmma serialised ({warning})" for warning in self.warnings]
         if self.spill_bytes > _budget(job):
             found.append(f"{self.spill_bytes} bytes spilled")
-        # 16 queries are too few for wgmma and tcgen05.
-        expected = "mma.sync" if job.kernel == "decode" else TENSOR_CORES[job.architecture]
+        # They are too few for wgmma and tcgen05.
+        few = job.kernel == "decode" and job.tile and job.tile.block_m < 64
+        expected = "mma.sync" if few else TENSOR_CORES[job.architecture]
         if self.tensor_cores != expected:
             found.append(f"tensor cores: {self.tensor_cores}, not {expected}")
         if self.idle_barriers:
@@ -322,7 +323,8 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
                 (tile,) = candidates(kernel, architecture, 64, torch.float32, True)
                 jobs.append(Job(architecture, kernel, 64, True, tile, torch.float32))
         if architecture != AMD:
-            jobs += [Job(architecture, "decode", each, True, tile_of(16, each)) for each in head_dims]
+            for rows, each in itertools.product((16, LARGEST_TILE), head_dims):
+                jobs.append(Job(architecture, "decode", each, True, tile_of(rows, each, torch.bfloat16)))
         if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:

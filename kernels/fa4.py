@@ -59,13 +59,8 @@ def fa4_or_documents(
         return fa4(q, k, v, flash_attn_func=flash_attn_func, causal=causal, scale=scale, **features)
 
     def attend(q, k, v, ends, longest, causal, scale):
-        lengths = {
-            "cu_seqlens_q": ends,
-            "cu_seqlens_k": ends,
-            "max_seqlen_q": longest,
-            "max_seqlen_k": longest,
-        }
-        return flash_attn_varlen_func(q, k, v, **lengths, softmax_scale=scale, causal=causal)[0]
+        options = {"max_seqlen_q": longest, "max_seqlen_k": longest, "softmax_scale": scale, "causal": causal}
+        return flash_attn_varlen_func(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, **options)[0]
 
     q, k, v, scale = documents.checked("fa4", (q, k, v), cu_seqlens, scale, features)
     from .varlen import by_document  # imports the compiler

@@ -144,7 +144,7 @@ def resolve_attention(
 
     Args:
         name: a key of `ATTENTION`, or "auto": flash on CUDA if it can serve the request, else torch's SDPA, else the
-            first backend that can; above head_dim 128 SDPA goes first.
+            first backend that can; above head_dim 128 SDPA goes first. Packed documents on CUDA: flash, else naive.
         device, dtype, head_dim: of the q, k and v that will be passed.
         tier: which of flash's kernels may run: "triton", "hopper", or "auto" for the fastest that can.
         features: the optional arguments that will be passed, e.g. dropout_p=0.1; "not used" values have no effect.

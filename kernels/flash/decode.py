@@ -21,7 +21,7 @@ from .portable.parameters import Rules, specify
 from .portable.score_mods import LOG2_E, modify_scores, score_exp2_scale
 from .portable.tiles import Tile
 
-BLOCK_N = 64  # keys that a program reads at a time
+BLOCK_N = 64  # keys that a program reads at a time, or a power of two fewer
 LARGEST_TILE = 64  # queries of a key head: those of all heads that share it
 PROGRAMS = 4  # per SM, for which the keys are split
 MOST_PARTS = 128
@@ -83,10 +83,12 @@ def _parts(device: torch.device, pairs: int, room: int) -> int:
     return max(1, min(wanted, -(-room // BLOCK_N), MOST_PARTS))
 
 
-def tile_of(rows: int, head_dim: int) -> Tile:
-    """The tile of so many queries of a key head. With 4 warps one of 64 x 128 spills on sm_80."""
+def tile_of(rows: int, head_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile of so many queries of a key head. With 4 warps one of 64 x 128 spills on sm_80. In float32 64 x 256
+    with 64 keys would need 208 KB of shared memory, and sm_80 has 163."""
     block_m = max(16, 1 << (rows - 1).bit_length())
-    return Tile(block_m, BLOCK_N, 8 if block_m * head_dim >= 8192 else 4, 2)
+    keys = 16 if dtype is torch.float32 and head_dim > 128 else BLOCK_N
+    return Tile(block_m, keys, 8 if block_m * head_dim >= 8192 else 4, 2)
 
 
 def decode(
@@ -106,7 +108,7 @@ def decode(
     if not out.numel():
         return out
     group, parts = heads // kv_heads, parts or _parts(q.device, batch * kv_heads, room)
-    tile = tile_of(group * q_len, head_dim)
+    tile = tile_of(group * q_len, head_dim, q.dtype)
     spec = specify(tile, head_dim, True, group, left=left, softcap=softcap)
     partial = q.new_empty((parts, batch, heads, q_len, head_dim), dtype=torch.float32)
     lse = q.new_empty((parts, batch, heads, q_len), dtype=torch.float32)

@@ -14,9 +14,8 @@ from .masks import document_bounds
 from .operators import empty_like, flash_backward, flash_forward
 from .portable import launch as portable
 
-Offsets = tuple[
-    Tensor, Tensor, Tensor | None
-]  # cu_seqlens_q, cu_seqlens_k, keys in use of each sequence or None
+# cu_seqlens_q, cu_seqlens_k, keys in use of each sequence or None
+Offsets = tuple[Tensor, Tensor, Tensor | None]
 
 
 def forward(

@@ -99,3 +99,10 @@ def test_a_cuda_graph_reads_the_lengths_of_each_replay(dtype: torch.dtype) -> No
         graph.replay()
         want = exact(q, k, v, lengths)
         torch.testing.assert_close(out.double(), want, atol=8e-3, rtol=8e-3)
+
+
+def test_the_largest_tile_in_float32() -> None:
+    tensors = cache_of(1, 64, 1, 1, 100, 256)
+    lengths = torch.tensor([90], dtype=torch.int32, device=DEVICE)
+    want = exact(*tensors, lengths)
+    torch.testing.assert_close(decode_attention(*tensors, lengths).double(), want, atol=1e-5, rtol=1e-5)
