@@ -74,7 +74,10 @@ def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(trained
     refused = {
         "uneven": (["trainer.batch_tokens=96"], "nearest: 64 or 128."),
         "half": (["parallel.shard=full", "trainer.precision=fp16"], "use trainer.precision=bf16."),
-        "muon": (["parallel.shard=full", "optimizer.name=muon"], "use optimizer=adamw, or parallel.shard=none."),
+        "muon": (
+            ["parallel.shard=full", "optimizer.name=muon"],
+            "use optimizer=adamw, or parallel.shard=none.",
+        ),
         "graphs": (["trainer.cuda_graphs=true"], "needs a CUDA device, not cpu; leave it out"),
     }
     said = trained_as_one(2, [run(name, *tiny, *settings) for name, (settings, _) in refused.items()])
