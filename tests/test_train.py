@@ -354,7 +354,11 @@ def test_sample_refuses_impossible_numbers(command_line, options):
 
 
 @pytest.mark.parametrize(
-    ("override", "env"), [("logger.mode=online", {}), ("logger.mode=auto", {"WANDB_MODE": "online"})]
+    ("override", "env"),
+    [
+        ("logger.mode=online", {}),
+        pytest.param("logger.mode=auto", {"WANDB_MODE": "online"}, marks=pytest.mark.slow),
+    ],
 )
 def test_wandb_online_without_a_key_is_refused_not_prompted(command_line, tiny, tmp_path, override, env):
     done = command_line("train.py", *tiny, "logger=wandb", override, env=env)
@@ -518,6 +522,7 @@ def test_a_killed_run_leaves_a_checkpoint_that_can_be_sampled_from(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_losses_as_one_rank(
     started, user_environment, tiny, tmp_path, tmp_path_factory
 ):

@@ -289,7 +289,7 @@ def test_a_dead_network_fails_in_seconds_with_the_remedy(hub: HubStub, tmp_path:
     hub.down = True
     start = time.perf_counter()
     ends, _ = attempt(hub, tmp_path, WHOLE, {"source": "openwebtext"})
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 20
     for end in ends:
         assert hub.url in end["refused"]
         assert "HF_ENDPOINT" in end["refused"]
@@ -300,7 +300,7 @@ def test_a_broken_openwebtext_download_fails_fast_and_resumes_later(hub: HubStub
     hub.dead.add(OPENWEBTEXT_FILES[2])
     start = time.perf_counter()
     message = refused(hub, tmp_path, source="openwebtext", limit_documents=12)
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 20
     assert OPENWEBTEXT_FILES[2] in message
     assert "the same command continues" in message
     hub.dead.clear()
@@ -348,7 +348,7 @@ def test_a_network_lost_during_download_is_refused_with_the_remedy(
     hub.dies_at[file] = how
     start = time.perf_counter()
     (end,), _ = attempt(hub, tmp_path, arguments, HURRY="1")
-    assert time.perf_counter() - start < 15
+    assert time.perf_counter() - start < 25
     # 6 or 7 tries; the default of `datasets` is 120.
     assert sum(path.endswith(file) for _, path, _ in hub.log) < 10
     assert f"no answer from {hub.url}" in end["refused"]

@@ -170,9 +170,9 @@ def test_a_batch_depends_only_on_number_and_seed_and_is_read_fast(corpus: Corpus
         inputs, Batches(Corpus(corpus.directory).train, SEQ_LEN, PER_BATCH, seed=0).batch(4)[0]
     )
     assert not np.array_equal(inputs, Batches(corpus.train, SEQ_LEN, PER_BATCH, seed=1).batch(4)[0])
-    start = time.perf_counter()
+    start = time.thread_time()  # of this thread alone, however busy the machine is
     batches.batch(10**9)
-    assert time.perf_counter() - start < 0.1
+    assert time.thread_time() - start < 0.1
 
 
 def test_ranks_that_do_not_divide_a_batch_are_refused(corpus: Corpus):

@@ -124,6 +124,7 @@ def test_the_compile_report_needs_gluon(tmp_path) -> None:
     assert "pip install triton==" in line
 
 
+@pytest.mark.slow
 def test_the_compile_report_runs_with_another_triton(tmp_path) -> None:
     """Which pip takes from a folder here. It has no Gluon, and so is told apart from the installed one."""
     with zipfile.ZipFile(tmp_path / "triton-9.9.9-py3-none-any.whl", "w") as wheel:

@@ -184,7 +184,13 @@ def document(directory: Path, name: str) -> dict:
     return json.loads((directory / FOLDER / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["attention", "traffic", "numerics", "sparse", "history", "encoders"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("attention", marks=pytest.mark.slow),  # others below run parts of it
+        *("traffic", "numerics", "sparse", "history", "encoders"),
+    ],
+)
 def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert run(tmp_path, name) == 0
     assert capsys.readouterr().out.count("where they can be read:") <= 1
