@@ -32,21 +32,21 @@ from training.environment import device_name, environment
 Sample = dict[str, Any]
 
 MODELS = {
-    "small": ["model=gpt2_small", "trainer.batch_tokens=131072", "trainer.micro_batch=32"],
+    "small": ["model=gpt2_small", "trainer.batch_tokens=262144", "trainer.micro_batch=32"],
     "xl": ["model=gpt2_xl", "trainer.batch_tokens=131072", "trainer.micro_batch=8"],
     "7b": [
         *("model=gpt2_xl", "model.n_layer=32", "model.n_head=32", "model.n_embd=4096"),
         *("trainer.batch_tokens=32768", "trainer.micro_batch=4"),
     ],
     "tiny": [  # to see that it works: seconds on a CPU
-        *("model=nano", "model.n_layer=2", "model.seq_len=64", "trainer.batch_tokens=512"),
+        *("model=nano", "model.n_layer=2", "model.seq_len=64", "trainer.batch_tokens=1024"),
         *("trainer.micro_batch=2", "trainer.compile=false"),
     ],
 }
 # GPT-2 small with one long sequence a step, which several GPUs share.
 LONG = {
     f"{length // 1024}k": [
-        "model=gpt2_small", f"model.seq_len={length}", f"trainer.batch_tokens={length}"
+        "model=gpt2_small", f"model.seq_len={length}", f"trainer.batch_tokens={length}", "trainer.micro_batch=1"
     ]
     for length in (32768, 65536, 131072, 262144)
 }  # fmt: skip

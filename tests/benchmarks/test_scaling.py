@@ -8,6 +8,8 @@ import pytest
 from benchmarks import predict_context
 from benchmarks.__main__ import main
 from benchmarks.predict import collective, data_parallel, fsdp, rows, work
+from benchmarks.scaling import LAYOUTS, MODELS, layouts_of
+from training.command_line import composed
 
 
 @pytest.mark.slow
@@ -32,6 +34,14 @@ def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(tmp_
     failed = json.loads(out.read_text())["samples"]
     assert [each["ranks"] for each in failed] == [1, 2]
     assert all("fp8" in each["failed"] for each in failed)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_can_be_shared_by_as_many_gpus_as_the_docs_name(model, gpus):
+    for _, settings in layouts_of(model, gpus, list(LAYOUTS)):
+        config = composed(*MODELS[model], *settings)
+        config.accumulation_steps(gpus // config.parallel.context)
 
 
 def test_a_prediction_is_the_computation_and_what_links_cannot_hide():
