@@ -163,13 +163,13 @@ def generation_of(encoding: tiktoken.Encoding, seq_len: int) -> GenerationConfig
 
 def push(folder: Path, repo: str) -> str:
     """Upload an exported folder to the Hub; returns the commit's address. A repository that is not there is made."""
-    import httpx
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # of httpx, or of httpx2, whichever it uses
 
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
         return HfApi().upload_folder(repo_id=repo, folder_path=folder).commit_url
-    except (OSError, ValueError, httpx.HTTPError) as error:  # no token, no such owner, no network
+    except (OSError, ValueError, HTTPError) as error:  # no token, no such owner, no network
         reason = " ".join(str(error).split()).removesuffix(".")
         raise ConfigError(
             f"{folder} is written, but not pushed ({reason}): `hf upload {repo} {folder}` tries again."

@@ -247,9 +247,9 @@ def test_push_uploads_the_folder_to_a_private_repository(config, tmp_path, user_
     server.received, server.url = {}, f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
 
-    def push(folder: str, token: str) -> subprocess.CompletedProcess:
+    def push(folder: str, token: str, endpoint: str = server.url) -> subprocess.CompletedProcess:
         environment = {
-            "HF_ENDPOINT": server.url,
+            "HF_ENDPOINT": endpoint,
             "HF_HUB_OFFLINE": "0",
             "HF_TOKEN": token,
             "HF_HOME": str(tmp_path),
@@ -275,11 +275,14 @@ def test_push_uploads_the_folder_to_a_private_repository(config, tmp_path, user_
     assert done.stdout.endswith(f"pushed: {server.url}/me/tiny/commit/abc\n")
     written = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert server.received == {"me/tiny": {"visibility": "private"} | written}
-    refused = push("b", "wrong")
-    assert refused.returncode == 1
-    error = refused.stderr.splitlines()[-1]
-    assert re.fullmatch(
-        r"error: \S+/b is written, but not pushed \(.*\): `hf upload me/tiny \S+/b` tries again\.", error
-    )
+    for refused in (
+        push("b", "wrong"),
+        push("c", "right", "http://127.0.0.1:9"),
+    ):  # no such token; no network
+        assert refused.returncode == 1
+        error = refused.stderr.splitlines()[-1]
+        assert re.fullmatch(
+            r"error: (\S+) is written, but not pushed \(.*\): `hf upload me/tiny \1` tries again\.", error
+        )
     server.shutdown()
     server.server_close()
