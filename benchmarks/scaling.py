@@ -32,7 +32,7 @@ from training.environment import device_name, environment
 Sample = dict[str, Any]
 
 MODELS = {
-    "small": ["model=gpt2_small", "trainer.batch_tokens=262144", "trainer.micro_batch=32"],
+    "small": ["model=gpt2_small", "trainer.batch_tokens=131072", "trainer.micro_batch=16"],
     "xl": ["model=gpt2_xl", "trainer.batch_tokens=131072", "trainer.micro_batch=8"],
     "7b": [
         *("model=gpt2_xl", "model.n_layer=32", "model.n_head=32", "model.n_embd=4096"),
