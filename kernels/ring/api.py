@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import check_features, check_inputs, check_scale, in_autocast_dtype
@@ -83,6 +84,8 @@ def ring_attention(
     own = spans = None
     if cu_seqlens is not None:
         batch, length = q.shape[0], q.shape[2] * ring.size
+        # As for flash, tokens before the first offset or behind the last one form documents too.
+        cu_seqlens = F.pad(F.pad(cu_seqlens, (1, 0)), (0, 1), value=batch * length)
         spans = spans_of(cu_seqlens, batch, length, ring.size)
         own = own_offsets(cu_seqlens, batch, length, ring.rank, ring.size)
     asked = Asked(own, spans, ring.group.group_name, causal, check_scale(scale, q.shape[3]), attention, tier)

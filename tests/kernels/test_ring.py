@@ -159,6 +159,14 @@ def test_what_a_ring_cannot_compute_is_refused_in_one_line(group_of_one, length:
     assert "\n" not in str(refused.value)
 
 
+def test_tokens_outside_of_all_offsets_form_documents_too(group_of_one):
+    q = torch.randn(2, 1, 8, 16)
+    for offsets in ([3, 10], [0, 12], [5, 16]):
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+        want = naive_attention(q, q, q, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(ring_attention(q, q, q, attention="naive", cu_seqlens=cu_seqlens), want)
+
+
 def test_flash_refuses_a_ring_whose_head_dim_is_not_the_last_axis_in_memory(group_of_one):
     q, k = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 16, 8).mT
     with pytest.raises(AttentionError, match=r"k's last stride must be 1, .*; pass k.contiguous\(\)"):
