@@ -51,6 +51,7 @@ def test_the_table_shows_measured_bytes_and_times() -> None:
     assert table["Hopper kernels"][1] == f"{statistics.median(timed['flash']['forward']):.2f}"
     tiles = sample(f"{H200}/traffic.json", kind="tiles", batch=64, **SHAPE)["ms"]
     assert table["FlashAttention-2"][1] == f"{statistics.median(tiles['128']['all']):.2f}"
+    del backends["standard"]  # a formula of the example's, which scales q first
     for rung, backend in (backends | {"FlashAttention-2": "flash"}).items():
         counted = sample("results/cpu/traffic.json", kind="count", backend=backend, **SHAPE)["forward"]
         assert table[rung][0] == f"{counted['read'] + counted['written']:,}"
