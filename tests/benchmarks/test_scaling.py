@@ -15,7 +15,7 @@ from training.command_line import composed
 @pytest.mark.slow
 def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(tmp_path, capsys):
     out = tmp_path / "scaling.json"
-    tiny = ["scaling", "--models", "tiny", "--steps", "2", "--out", str(out), "--gpus", "1", "2"]
+    tiny = ["scaling", "--models", "tiny", "--steps", "1", "--out", str(out), "--gpus", "1", "2"]
     assert main([*tiny, "--layouts", "whole", "full", "context", "--", "trainer.device=cpu"]) == 0
     said = capsys.readouterr().out
     samples = json.loads(out.read_text())["samples"]

@@ -122,7 +122,8 @@ def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environ
 @pytest.mark.slow
 def test_our_fused_blocks_train_alike_in_parts(user_environment, tiny, tmp_path):
     """In the interpreter: blocks, loss and attention of ours; with what is kept and what is computed again."""
-    short = [*tiny, "trainer.steps=3", "model.seq_len=16", "trainer.batch_tokens=64", "model.n_layer=2"]
+    short = [*tiny, "trainer.steps=2", "trainer.batch_tokens=64", "model.seq_len=16", "model.n_layer=2"]
+    short += ["trainer.sample_tokens=0", "data.val_fraction=0.02"]  # of what the interpreter computes slowly
     ours = [*short, "attention=flash", "model.block=fused", "model.loss=fused", "model.dropout=0.1"]
     interpreted = user_environment | {"TRITON_INTERPRET": "1"}
     kept = ["parallel.recompute=attention_kept"]
