@@ -173,7 +173,7 @@ def large_units(tmp_path: Path) -> Path:
     line = json.dumps({"text": "a document of some length " * 100}).encode() + b"\n"
     (tmp_path / "large").mkdir()
     for name in "abc":
-        (tmp_path / "large" / f"{name}.jsonl.gz").write_bytes(gzip.compress(line * 10_000, 1))
+        (tmp_path / "large" / f"{name}.jsonl.gz").write_bytes(gzip.compress(line * 40_000, 1))
     return tmp_path / "large"
 
 
@@ -207,7 +207,7 @@ def test_ctrl_c_while_workers_start_prints_no_traceback_of_a_worker(large_units:
     process = start(large_units, tmp_path / "cache", workers=4)
     while len(children(process)) < 4:
         time.sleep(0.01)
-    time.sleep(0.15)  # they import what they need
+    time.sleep(0.05)  # they import what they need
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
