@@ -37,7 +37,7 @@ from training.corpus import prepare_corpus
 
 from .experiment import Options, OutOfTime, ReproduceError, Sample
 from .fleet import CUT, DONE, FAILED, NOT_STARTED, Fleet, Job
-from .perplexity_figures import draw, judge, table
+from .perplexity_figures import draw, table
 from .perplexity_runs import (
     PARTS,
     TINY,
@@ -49,6 +49,7 @@ from .perplexity_runs import (
     training_runs,
     wanted,
 )
+from .perplexity_verdicts import judge
 
 __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
