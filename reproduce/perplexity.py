@@ -4,7 +4,7 @@ FlashAttention, Table 2 and Figure 4: FlashAttention and standard attention reac
 longer context lowers it. Every run is one of the trainer's own, in its own process and run directory below `runs`;
 with several GPUs, one on each. A run that is cut saves itself, and the same command continues it.
 
-Five parts:
+Six parts:
     gpt2      GPT-2 small on English text; attention alone differs. Controls say how close is the same: naive with
               another micro-batch (the same mathematics, rounded in another order), flash and naive with other
               weights; and whose rounding it is: standard attention with scores in float32.
@@ -13,6 +13,9 @@ Five parts:
               tensor: what attention changes, without the noise of training (perplexity_numerics.py).
     context   a smaller model on whole source files, contexts 512 to 4096. Every run sees the same tokens at every
               step. Evaluated on equal targets, with the longest model's windows cut, and by token position.
+    stability the longest context again: with what rounding took from O (precise_delta), with PyTorch's attention, at
+              half the rate. And numerics of the checkpoint at which its validation loss was lowest: both of its runs
+              diverged on an H100 from there on.
     extend    GPT-2 small goes on from flash's last checkpoint, its context kept or extended, on the same tokens.
 """
 
@@ -45,6 +48,7 @@ from .perplexity_runs import (
     TrainingRun,
     base_config,
     data_config,
+    longest_of,
     source_of,
     training_runs,
     wanted,
@@ -55,6 +59,7 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
 # Which code was read is among the coordinates of the runs that read it.
 SELECTION = ("parts", "only", "budget", "runs", "cache_dir", "code", "code_tokenizer")
+ON_CODE = ("context", "stability")  # the parts that are trained on whole source files
 # Beyond this a model of GPT-2's size learns its text by heart, and losses say little about attention.
 MAX_EPOCHS = 8
 # A shorter run has hardly left its warm-up.
@@ -74,15 +79,17 @@ def run(options: Options) -> None:
     _check_names(runs, settings)
     for each in runs:
         tokens = each.config.trainer.steps * each.config.trainer.batch_tokens
-        corpora[each.part == "context"].train.epochs(tokens, at_most=MAX_EPOCHS)
+        corpora[each.part in ON_CODE].train.epochs(tokens, at_most=MAX_EPOCHS)
     jobs = [_job(each, options, settings) for each in runs if not _is_known(options, each)]
-    source = source_of(every, settings)
-    numerics = _numerics(source, settings)
-    needed = any(not options.find(**where) for job, where in numerics if job.after)
-    needed |= any(each.part == "extend" and not _is_known(options, each) for each in runs)
-    trained = (source.directory(settings) / "summary.json").exists()
-    if needed and not trained and source.name not in {job.name for job in jobs}:
-        jobs.insert(0, _job(source, options, settings))
+    sources = {each.name: each for each in (source_of(every, settings), longest_of(every, settings))}
+    numerics = _numerics(sources, settings)
+    awaited = [job.after for job in jobs] + [
+        job.after for job, where in numerics if not options.find(**where)
+    ]
+    for name, source in sources.items():
+        trained = (source.directory(settings) / "summary.json").exists()
+        if name in awaited and not trained and name not in {job.name for job in jobs}:
+            jobs.insert(0, _job(source, options, settings))
     # Before the runs that the verdict does not need.
     early = next((n for n, job in enumerate(jobs) if job.name in ("sdpa", "flash_triton")), len(jobs))
     jobs[early:early] = [job for job, where in numerics if not options.find(**where)]
@@ -121,7 +128,7 @@ def _checked(settings: Settings) -> Settings:
 
 
 def _check_names(runs: list[TrainingRun], settings: Settings) -> None:
-    known = {each.name for each in runs} | {"numerics_start", "numerics_end"}
+    known = {each.name for each in runs} | {"numerics_start", "numerics_end", "numerics_context"}
     if unknown := set(settings.only) - known:
         raise ReproduceError(f"only={sorted(unknown)[0]} is no run of parts={','.join(settings.parts)}")
 
@@ -133,7 +140,7 @@ def _corpora(options: Options) -> list[Any]:
         ("text", settings.text, settings.tokenizer),
         ("code", settings.code, settings.code_tokenizer),
     ):
-        if kind == "code" and "context" not in settings.parts:
+        if kind == "code" and not {*ON_CODE} & set(settings.parts):
             continue
         corpus = prepare_corpus(data_config(globs, tokenizer, settings, options), quiet=options.tiny)
         corpora.append(corpus)
@@ -269,7 +276,8 @@ def _where(each: TrainingRun) -> dict[str, Any]:
         "context": config.model.seq_len,
         "micro_batch": config.trainer.micro_batch,
         "steps": config.trainer.steps,
-        **({"code": [*config.data.files, config.data.tokenizer]} if each.part == "context" else {}),
+        **({"code": [*config.data.files, config.data.tokenizer]} if each.part in ON_CODE else {}),
+        **({"lr": config.optimizer.lr} if each.part == "stability" else {}),
     }
 
 
@@ -303,6 +311,13 @@ def _curve(each: TrainingRun, settings: Settings) -> Sample:
         "parameters": facts["parameters"],
         "batch_tokens": each.config.trainer.batch_tokens,
     }
+    if each.part in ON_CODE:
+        norms = [
+            [int(row["step"]), float(f"{row['train/grad_norm']:.3g}")]
+            for row in rows
+            if "train/grad_norm" in row
+        ]
+        sample["gradient_norms"] = norms[::5]
     if not done:
         return sample | {"partial": int(rows[-1]["step"])}
     sample |= {"bits_per_byte": summary["val/bits_per_byte"], "text": (directory / "sample.txt").read_text()}
@@ -349,23 +364,27 @@ def _last_line(log: Path) -> str:
 # ---- numerics ----------------------------------------------------------------------------------------
 
 
-def _numerics(trained: TrainingRun, settings: Settings) -> list[tuple[Job, dict[str, Any]]]:
-    """Evaluations and gradients of the weights before the first step and after the last of one run."""
+def _numerics(sources: dict[str, TrainingRun], settings: Settings) -> list[tuple[Job, dict[str, Any]]]:
+    """Evaluations and gradients of one run's weights before the first step and after the last, and of the longest
+    context's where its validation loss was lowest."""
     from .perplexity_numerics import compare_backends
 
+    short, long = sources.values()
     found = []
-    for when in ("start", "end"):
+    for part, when, trained in (
+        ("numerics", "start", short), ("numerics", "end", short), ("stability", "context", long)
+    ):  # fmt: skip
         name = f"numerics_{when}"
-        if not wanted("numerics", name, settings):
+        if not wanted(part, name, settings):
             continue
         directory = trained.directory(settings)
+        batch = max(1, settings.numerics_batch * settings.context // trained.config.model.seq_len)
         output = directory.with_name(f"{name}_{directory.name}.json")
         arguments = (
-            trained.config, directory if when == "end" else None, output,
-            settings.numerics_tokens, settings.numerics_batch,
+            trained.config, None if when == "start" else directory, output, settings.numerics_tokens, batch,
         )  # fmt: skip
         where = {"kind": "numerics", "when": when, "of": trained.name}
-        after = trained.name if when == "end" else None
+        after = None if when == "start" else trained.name
         found.append((Job(name, compare_backends, arguments, output.with_suffix(".log"), after=after), where))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 from . import plots
 from .experiment import Results, Sample, pick, text_table
@@ -22,7 +23,16 @@ NAMES = {
     "flash_triton": "flash, portable kernels",
     "recipe_naive": "naive, the paper's recipe",
     "recipe_flash": "flash, the paper's recipe",
+    "stability_precise": "flash with precise_delta",
+    "stability_sdpa": "sdpa",
+    "stability_half_lr": "half the rate",
 }
+WEIGHTS = {  # whose numerics are compared
+    "start": "before the first step",
+    "end": "at the end of training",
+    "context": "of the longest context at its lowest loss",
+}
+DIVERGED = 0.5  # nats from a run's lowest validation loss to its last
 
 
 def runs(results: Results, part: str) -> dict[str, Sample]:
@@ -38,6 +48,12 @@ def compares(results: Results) -> bool:
 def final_loss(run: Sample) -> float:
     """Validation loss in nats after the last step."""
     return run["validation"][-1][1]
+
+
+def diverged_from(run: Sample) -> int | None:
+    """The step of a run's lowest validation loss, if it ended far above that."""
+    step, lowest = min(run["validation"], key=lambda each: each[1])
+    return step if final_loss(run) > lowest + DIVERGED else None
 
 
 def gap(run: Sample, other: Sample) -> tuple[float, float]:
@@ -61,7 +77,7 @@ def seed_gap(compared: dict[str, Sample]) -> tuple[float, float] | None:
 
 def table(results: Results) -> str:
     parts = [_runs_table(results, "gpt2"), _runs_table(results, "recipe"), _numerics_table(results)]
-    parts += [_context_table(results), _extend_table(results)]
+    parts += [_context_table(results), _stability_table(results), _extend_table(results)]
     refused = [f"{s['name']}: {s['failed']}" for s in results["samples"] if s.get("failed") and "name" in s]
     return "\n\n".join([*filter(None, parts), *refused])
 
@@ -96,7 +112,7 @@ def _numerics_table(results: Results) -> str:
     for sample in pick(results, kind="numerics"):
         rows, base = sample["rows"], _exact_loss(sample)
         header = [
-            f"weights at the {sample['when']}",
+            f"weights {WEIGHTS[sample['when']]}",
             "dtype",
             "loss",
             "- naive float32",
@@ -139,12 +155,32 @@ def _context_table(results: Results) -> str:
         loss, cut = final_loss(run), dict(map(tuple, run.get("cut", [])))
         rows.append(
             [f"{run['context']}{', other weights' * name.endswith('_seed')}"]
-            + [f"{run.get('partial', run['steps'])}", f"{loss:.4f}", f"{math.exp(loss):.2f}"]
+            + [_steps(run), f"{loss:.4f}", f"{math.exp(loss):.2f}"]
             + [f"{cut[c]:.4f}" if c in cut else "" for c in contexts]
         )
     return (
         text_table(header, rows) + "\nthe same tokens at every step; every validation token is predicted once"
     )
+
+
+def _steps(run: Sample) -> str:
+    """How far a run came, and from where on it was no longer learning."""
+    lowest = diverged_from(run)
+    return f"{run.get('partial', run['steps'])}{'' if lowest is None else f' (diverged from {lowest} on)'}"
+
+
+def _stability_table(results: Results) -> str:
+    again = runs(results, "stability")
+    if not again:
+        return ""
+    longest = max(runs(results, "context").values(), key=lambda run: run["context"], default=None)
+    rows = []
+    for run in [*([longest] if longest else []), *again.values()]:
+        lowest = min(loss for _, loss in run["validation"])
+        speed = run["tokens_per_second"] or math.nan
+        what = NAMES.get(run["name"], f"as context {run['context']}")
+        rows.append([what, _steps(run), f"{lowest:.4f}", f"{final_loss(run):.4f}", f"{speed / 1e3:.0f}"])
+    return text_table(["longest context again", "steps", "lowest val loss", "last", "k tokens/s"], rows)
 
 
 def _extend_table(results: Results) -> str:
@@ -175,11 +211,14 @@ def draw(results: Results, path: Path) -> None:
         panels += [draw_gaps]
     if trained:
         panels += [_draw_contexts]
+        trained |= runs(results, "stability")
+    if any(run.get("gradient_norms") for run in trained.values()):
+        panels += [_draw_norms]
     if any(run.get("cut") for run in trained.values()):
         panels += [_draw_cut, _draw_positions]
     with plots.picture(path, max(1, len(panels)), title=f"Perplexity on {results['device']}") as axes:
         for axis, panel in zip(axes, panels, strict=False):
-            panel(axis, trained if panel in (_draw_contexts, _draw_cut, _draw_positions) else compared)
+            panel(axis, compared if panel in (draw_tokens, draw_clock, draw_gaps) else trained)
 
 
 def _style(name: str) -> dict:
@@ -236,26 +275,45 @@ def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
 
 
 def _draw_contexts(axis: plots.Axes, trained: dict[str, Sample]) -> None:
-    contexts = sorted({run["context"] for run in trained.values()})
+    """A run that diverged is drawn up to its lowest loss."""
     for name, run in trained.items():
-        shade = plots.COLOURS[contexts.index(run["context"]) % len(plots.COLOURS)]
-        tokens = [step * run["batch_tokens"] / 1e6 for step, _ in run["validation"]]
-        seed = name.endswith("_seed")
-        label = None if seed else f"{run['context']}"
-        axis.plot(
-            tokens,
-            [loss for _, loss in run["validation"]],
-            "--" if seed else "-",
-            color=shade,
-            label=label,
-            linewidth=1.3,
-        )
+        lowest = diverged_from(run)
+        curve = [(step * run["batch_tokens"] / 1e6, loss) for step, loss in run["validation"]
+                 if lowest is None or step <= lowest]  # fmt: skip
+        axis.plot(*zip(*curve, strict=True), **_context_style(name, run, trained))
+        if lowest is not None:
+            axis.plot(*curve[-1], "x", color=_context_style(name, run, trained)["color"])
     axis.set(title="Longer context, same tokens", xlabel="M tokens", ylabel="validation loss (nats)")
+    plots.legend(
+        axis, title="context (x: diverged)" if any(map(diverged_from, trained.values())) else "context"
+    )
+
+
+def _context_style(name: str, run: Sample, trained: dict[str, Sample]) -> dict[str, Any]:
+    contexts = sorted({each["context"] for each in trained.values()})
+    label = NAMES.get(name) or (None if name.endswith("_seed") else f"{run['context']}")
+    return {
+        "color": plots.COLOURS[contexts.index(run["context"]) % len(plots.COLOURS)],
+        "linestyle": "--" if name.endswith("_seed") else ":" if name in NAMES else "-",
+        "linewidth": 1.3,
+        "label": label,
+    }
+
+
+def _draw_norms(axis: plots.Axes, trained: dict[str, Sample]) -> None:
+    for name, run in trained.items():
+        if norms := run.get("gradient_norms"):
+            tokens = [step * run["batch_tokens"] / 1e6 for step, _ in norms]
+            axis.plot(tokens, [norm for _, norm in norms], **_context_style(name, run, trained))
+    axis.set_yscale("log")
+    axis.set(title="Gradient norm before clipping", xlabel="M tokens", ylabel="norm")
     plots.legend(axis, title="context")
 
 
 def _draw_cut(axis: plots.Axes, trained: dict[str, Sample]) -> None:
-    longest = max((run for run in trained.values() if run.get("cut")), key=lambda run: run["context"])
+    views = [run for run in trained.values() if run.get("cut")]
+    learning = [run for run in views if diverged_from(run) is None]
+    longest = max(learning or views, key=lambda run: run["context"])
     lengths = [context for context, _ in longest["cut"]]
     axis.plot(lengths, [loss for _, loss in longest["cut"]], "o-")
     plots.length_axis(axis, lengths)
@@ -267,7 +325,7 @@ def _draw_cut(axis: plots.Axes, trained: dict[str, Sample]) -> None:
 def _draw_positions(axis: plots.Axes, trained: dict[str, Sample]) -> None:
     contexts = sorted({run["context"] for run in trained.values()})
     for name, run in trained.items():
-        if name.endswith("_seed") or not run.get("positions"):
+        if name.endswith("_seed") or not run.get("positions") or diverged_from(run) is not None:
             continue
         shade = plots.COLOURS[contexts.index(run["context"]) % len(plots.COLOURS)]
         axis.plot(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.loader import IGNORED, Batches, Corpus, EvaluationBatches
-from kernels import ATTENTION, AttentionError, get_attention, history, resolve_attention
+from kernels import ATTENTION, AttentionError, bind, get_attention, history, resolve_attention
 from model.config import GPTConfig
 from model.gpt import GPT
 from training import checkpoint
@@ -37,7 +37,7 @@ def compare_backends(
 
     Args:
         config: the run's; its model, corpus and seeds.
-        run: whose newest checkpoint is taken; None: the weights before the first step.
+        run: whose best checkpoint is taken, or its newest if it keeps none; None: before the first step.
         tokens: of the validation split, from its start.
         batch: sequences of the first training batch that gradients are taken of.
 
@@ -51,7 +51,8 @@ def compare_backends(
         generator = torch.Generator().manual_seed(stream_seed(seed, "init"))
         state = GPT(shape, get_attention("naive"), generator=generator).state_dict()
     else:
-        state = checkpoint.load_weights(checkpoint.find(run), "cpu")
+        best = checkpoint.best(run)
+        state = checkpoint.load_weights(best[0] if best else checkpoint.find(run), "cpu")
     exact = _gradients(
         _model(shape, get_attention("naive"), state, device, torch.float64), corpus, config, batch, None
     )
@@ -90,7 +91,7 @@ def _shape(corpus: Corpus, config: Config) -> GPTConfig:
 
 
 def _attentions(shape: GPTConfig, device: torch.device) -> Iterator[tuple[str, Any, torch.dtype]]:
-    """(name, function, dtype) of every backend but the historical ones, and of flash's portable kernels."""
+    """(name, function, dtype) of every backend but the historical ones, and of flash's variants."""
     names = sorted(set(ATTENTION) - set(history.NAMES), key=lambda name: (name != "naive", name))
     for name in names:
         for dtype in DTYPES if device.type == "cuda" else DTYPES[:1]:
@@ -102,6 +103,7 @@ def _attentions(shape: GPTConfig, device: torch.device) -> Iterator[tuple[str, A
             yield name, attention, dtype
             if name == "flash" and device.type == "cuda" and dtype is not torch.float32:
                 yield "flash, portable", resolve_attention(name, **request, tier="triton")[1], dtype
+                yield "flash, precise_delta", bind(attention, precise_delta=True), dtype
 
 
 def _model(

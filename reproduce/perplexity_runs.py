@@ -23,7 +23,7 @@ from training.schedule import Decay
 
 from .experiment import Options
 
-PARTS = ("gpt2", "recipe", "numerics", "context", "extend")
+PARTS = ("gpt2", "recipe", "numerics", "context", "stability", "extend")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Settings:
     context_layers: int = 6
     context_heads: int = 8
     context_width: int = 512
-    context_steps: int = 8000  # 524 M tokens
+    context_steps: int = 6000  # 393 M tokens, each of kernel C's once
     context_lr: float = 1e-3
     context_micro_tokens: int = 65536
     # The run whose last checkpoint `numerics` and `extend` take; trained first where its run directory is not there.
@@ -83,6 +83,8 @@ TINY = Settings(
         "numerics_end",
         "context_8",
         "context_32",
+        "numerics_context",
+        "stability_sdpa",
         "extend_16",
         "extend_32",
     ),
@@ -157,10 +159,23 @@ def training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
         for seed in (first, second) if context in settings.context_seeds else (first,):
             name = f"context_{context}" + "_seed" * (seed != first)
             runs.append(TrainingRun("context", name, _context_config(settings, options, context, seed)))
+    longest = longest_of(runs, settings).config
+    for name, attention, rate in (
+        ("precise", AttentionConfig("flash", precise_delta=True), settings.context_lr),
+        ("sdpa", sdpa, settings.context_lr),
+        ("half_lr", longest.attention, settings.context_lr / 2),
+    ):
+        config = replace(longest, attention=attention, optimizer=replace(longest.optimizer, lr=rate))
+        runs.append(TrainingRun("stability", f"stability_{name}", config))
     source = source_of(runs, settings)
     for context in settings.extended:
         runs.append(TrainingRun("extend", f"extend_{context}", _extended(source, context, settings)))
     return runs
+
+
+def longest_of(runs: list[TrainingRun], settings: Settings) -> TrainingRun:
+    """The run of the longest context, with the first seed."""
+    return next(each for each in runs if each.name == f"context_{max(settings.contexts)}")
 
 
 def source_of(runs: list[TrainingRun], settings: Settings) -> TrainingRun:
@@ -225,6 +240,7 @@ def _context_config(settings: Settings, options: Options, context: int, seed: in
             steps=settings.context_steps,
             micro_batch=max(1, settings.context_micro_tokens // context),
             eval_every=max(1, settings.context_steps // 16),
+            keep_best=True,
         ),
         init_seed=seed,
     )

@@ -7,7 +7,17 @@ import statistics
 from itertools import pairwise
 
 from .experiment import Results, Sample, Verdict, judged, pick
-from .perplexity_figures import BASELINE, CONTROL, NAMES, final_loss, gap, runs, seed_gap
+from .perplexity_figures import (
+    BASELINE,
+    CONTROL,
+    NAMES,
+    WEIGHTS,
+    diverged_from,
+    final_loss,
+    gap,
+    runs,
+    seed_gap,
+)
 
 # Set down before the first run: as close as the same mathematics rounded in another order, with a factor for chance.
 CONTROL_FACTOR = 2.0
@@ -122,7 +132,7 @@ def _judge_numerics(results: Results) -> list[Verdict]:
             found.append(
                 judged(
                     "C12",
-                    f"loss and gradients at the {sample['when']} of training, flash against naive, {dtype}",
+                    f"loss and gradients {WEIGHTS[sample['when']]}, flash against naive, {dtype}",
                     "exact attention: the same",
                     f"loss {apart:+.1e} nats apart; gradient errors against float64 at most {ratio:.2f} times "
                     f"naive's ({worst})",
@@ -155,10 +165,17 @@ def _judge_extended(results: Results) -> list[Verdict]:
 def _judge_context(results: Results) -> list[Verdict]:
     paper = "18.2 at 1k, 17.6 at 2k, 17.5 at 4k (perplexity)"
     trained = _whole(runs(results, "context"))
+    lost = {run["context"]: step for run in trained.values() if (step := diverged_from(run)) is not None}
+    trained = {name: run for name, run in trained.items() if run["context"] not in lost}
     by_length = {run["context"]: run for name, run in trained.items() if not name.endswith("_seed")}
     if len(by_length) < 2:
         return [
-            Verdict("C14", "validation loss against context", paper, why="fewer than two contexts were run")
+            Verdict(
+                "C14",
+                "validation loss against context",
+                paper,
+                why="fewer than two contexts learned to the end",
+            )
         ]
     shortest, longest = by_length[min(by_length)], by_length[max(by_length)]
     fall = final_loss(shortest) - final_loss(longest)
@@ -174,6 +191,9 @@ def _judge_context(results: Results) -> list[Verdict]:
         f"validation loss by context: {losses}; {spread}. The {longest['context']} model with windows cut from "
         f"{cut[-1][0]} to {cut[0][0]} loses {cut_fall:.3f}; from the last octave of positions to the one before, "
         f"{late_fall:+.3f}. It shows in: {', '.join(shown) or 'none of them'}"
+    ) + "".join(
+        f". Context {context} diverged from step {step:,} on and is left out (part `stability` asks why)"
+        for context, step in lost.items()
     )
     what = f"validation loss, context {longest['context']} minus context {shortest['context']}"
     passed = fall > max(gaps, default=0.0)

@@ -71,6 +71,20 @@ def test_contexts_see_the_same_tokens_and_are_evaluated_three_ways(tiny: Path):
 
 
 @pytest.mark.slow
+def test_the_longest_context_is_trained_again_with_another_attention(tiny: Path):
+    runs = samples(tiny, "run")
+    again, before = runs["stability_sdpa"], runs["context_32"]
+    assert [loss for _, loss in again["losses"]] == pytest.approx(
+        [loss for _, loss in before["losses"]], rel=1e-5
+    )
+    assert [step for step, _ in again["gradient_norms"]] == [1, 6, 11]
+    document = json.loads((tiny / "cpu" / "perplexity.json").read_text())
+    (numerics,) = (each for each in document["samples"] if each.get("when") == "context")
+    assert numerics["of"] == "context_32"
+    assert {"naive", "flash", "sdpa"} <= {row["backend"] for row in numerics["rows"]}
+
+
+@pytest.mark.slow
 def test_a_finished_experiment_is_not_run_again(tiny: Path, capsys):
     assert main(command(tiny)) == 0
     assert "already done" in capsys.readouterr().out
@@ -257,6 +271,26 @@ def test_longer_context_must_win_by_more_than_the_seeds_differ(gain: float, seed
 
     found = [context(64, 2.0), context(256, 2.0 - gain), context(256, 2.0 - gain + seed, "context_256_seed")]
     assert ("C14", status) in judged(*found)
+
+
+def test_a_context_that_diverged_is_named_and_left_out(tmp_path: Path):
+    def context(length: int, *losses: float) -> dict:
+        views = {"cut": [[64, losses[-1] + 0.1], [length, losses[-1]]]}
+        views |= {"positions": [[0, 32, 3.0], [32, 64, losses[-1]]], "gradient_norms": [[1, 1.0], [3, 1e4]]}
+        return curve(f"context_{length}", *losses, context=length, part="context", **views)
+
+    found = [context(64, 3.0, 2.5, 2.0), context(256, 3.0, 2.0, 1.5), context(1024, 3.0, 1.6, 5.0)]
+    results = {"device": "GPU", "settings": {}, "samples": found}
+    (verdict,) = (
+        each for each in perplexity.judge(results) if each.what.startswith("validation loss, context")
+    )
+    assert (verdict.status, verdict.ours) == (REPRODUCED, "-0.500 nats")
+    assert "Context 1024 diverged from step 2 on and is left out" in verdict.why
+    assert "3 (diverged from 2 on)" in perplexity.table(results)
+    perplexity.draw(results, tmp_path / "perplexity.svg")
+    drawn = (tmp_path / "perplexity.svg").read_text()
+    assert "context (x: diverged)" in drawn
+    assert "The 256 model, windows cut" in drawn
 
 
 def test_a_panel_that_was_not_measured_is_not_drawn(tmp_path: Path):
