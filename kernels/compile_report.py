@@ -229,6 +229,8 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     drop = drop_of(0.1 if job.feature.startswith("dropout_p") else 0.0)
     if drop is None:
         absent["Seed"] = None
+    if not job.causal or bounded or listed or drop:
+        absent["tail_head"] = None
     return {**rules, "DQ_DELAY": dq_delay, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, **absent}
 
 

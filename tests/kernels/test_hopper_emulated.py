@@ -117,6 +117,19 @@ def test_backward(
     check("backward", machine, q_len, kv_len, head_dim, causal)
 
 
+@HEAD_DIMS
+@pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
+@pytest.mark.parametrize("cached", [1, 1 << 18], ids=["groups of a head", "of several"])
+@pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
+def test_backward_upwards(
+    machine, monkeypatch, q_len: int, kv_len: int, cached: int, delay: int, head_dim: int
+) -> None:
+    """All heads but those of the last group go upwards."""
+    monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
+    monkeypatch.setattr(hopper, "CACHED", cached)
+    check("backward", machine, q_len, kv_len, head_dim, True, batch=2)
+
+
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_schedule import HALF, KEYS, BackwardSizes, block_at, decode_work_item
+from .backward_schedule import HALF, KEYS, BackwardSizes, block_at, decode_work_item, passed
 from .block_masks import LISTS, Blocks
 from .bounds import Bounds
 from .dq import SUM_BLOCK, reduce_dq, to_thread_order
@@ -119,7 +119,10 @@ def load_row_statistics(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: g
         mbarrier.arrive(shared.claims.empty.index(ordinal % CLAIM_STAGES))
         item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         first = item.flat_head * sizes.q_len
-        block = item.last_block
+        block = item.last_block - passed(item, 0)
+        toward = -1
+        if item.upwards is not None:
+            toward = gl.where(item.upwards, 1, -1)
         for step in range(item.steps):
             stage = (tiles_before + step) % STAGES
             if sizes.blocks is not None:
@@ -135,7 +138,7 @@ def load_row_statistics(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: g
             shared.lse.index(stage).store(lse)
             shared.delta.index(stage).store(delta)
             mbarrier.arrive(shared.rows_full.index(stage))
-            block -= 1
+            block += toward
         tiles_before += item.steps
         ordinal += 1
         index = read_claim(shared.claims, ordinal)
@@ -176,13 +179,14 @@ def consume(
         for step in range(item.steps):
             # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
             bias = zeros
-            if MASKED and (step >= item.masked_from or step < item.masked_until):
-                bias = masked_bias(zeros, first_visible, step * BLOCK_M, CAUSAL)
+            down = passed(item, step)
+            if MASKED and (down >= item.masked_from or down < item.masked_until):
+                bias = masked_bias(zeros, first_visible, down * BLOCK_M, CAUSAL)
                 if sizes.bounds is not None:
-                    bias = mask_from_end(bias, end_visible, step * BLOCK_M)
+                    bias = mask_from_end(bias, end_visible, down * BLOCK_M)
             draw: gl.constexpr = None
             if DROP is not None:
-                row, key = (item.last_block - step) * BLOCK_M, item.key_block * KEYS + WHICH * HALF
+                row, key = (item.last_block - down) * BLOCK_M, item.key_block * KEYS + WHICH * HALF
                 draw = Draw(gl.load(sizes.Seed), item.batch, item.head, row, key)
             dk, dv = process_query_tile(
                 dk, dv, bias, draw, step, tiles_before, shared, sizes, scale, WHICH, MASKED, DQ_DELAY, DROP
@@ -361,8 +365,8 @@ def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
     QueryBlocks, Seed,
-    heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, left,
-    stride_lb, stride_lh, width, scale,
+    heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
+    left, stride_lb, stride_lh, width, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
     LISTED: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
@@ -385,8 +389,8 @@ def hopper_backward_kernel(
     if LISTED:
         blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)
     sizes = BackwardSizes(
-        heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, bounds,
-        blocks, Seed,
+        heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
+        bounds, blocks, Seed,
     )  # fmt: skip
     Counter = Turns + row_blocks * flat_heads
 

@@ -1,8 +1,9 @@
 """dQ of the Hopper backward: a float32 sum over blocks of keys, in a fixed order and so bitwise repeatable.
 
 Two warps of each program add its dQ tiles to global memory by TMA reductions, every other tile each. A turn counter
-for each block of queries serialises the additions in ascending order of keys: a tile waits until all earlier blocks
-of keys that its queries see have been added. Those are earlier work items, already claimed by running programs
+for each block of queries serialises the additions in ascending order of keys (descending, where a head goes upwards:
+backward_schedule.py): a tile waits until all blocks of keys that its queries see and that come earlier have been
+added. Those are earlier work items, already claimed by running programs
 (scheduler.py), so the wait cannot deadlock.
 
 Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
@@ -99,10 +100,15 @@ def reduce_dq(
 
 @gluon.jit
 def turns_of(item, row_block, sizes, BLOCK_M: gl.constexpr):
-    """The first turn of a block of queries, and this work item's: its block of keys, or that block's position in the
-    queries' list."""
+    """The first turn of a block of queries, and this work item's: its block of keys, upwards counted from the last
+    one that the queries see; or that block's position in the queries' list."""
     first = 0
     turn = item.key_block
+    if item.upwards is not None:
+        last_seen = gl.minimum(
+            (row_block * BLOCK_M + (BLOCK_M - 1) + sizes.offset) // KEYS, sizes.key_blocks - 1
+        )
+        turn = gl.where(item.upwards, last_seen - turn, turn)
     if sizes.bounds is not None:
         first = first_keys(row_block * BLOCK_M, item.batch, sizes.bounds) // KEYS
     if sizes.blocks is not None:

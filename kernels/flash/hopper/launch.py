@@ -20,7 +20,7 @@ from .primitives import compile_options
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
-CACHED = 32 << 20  # bytes of K and V of one group of heads in the forward, to fit the L2 cache
+CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K and V in the forward
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
 
@@ -174,9 +174,14 @@ def backward(
     def prepare_main() -> Launch:
         flat_heads, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
         heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
+        tail_head = None
+        if causal and not (bounded or listed or drop):  # with dropout it would spill 8 to 12 B
+            tail_head, in_cache = _heads_upwards(flat_heads, q_len, head_dim)
+            heads_per_group = in_cache if tail_head else heads_per_group
         sizes = (
             *(heads, flat_heads, heads_per_group, heads_per_group * columns),
-            *(q_len, kv_len, kv_len - q_len, row_blocks, columns, _left(left), *list_strides(query_blocks)),
+            *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
+            *(_left(left), *list_strides(query_blocks)),
         )
         masked = causal or kv_len % KEYS.value != 0
         # With a window, documents or a block mask a work item has few steps.
@@ -226,3 +231,14 @@ def _backward_heads_per_group(causal: bool, row_blocks: int, device: torch.devic
     """
     items_at_once = 3 if causal else max(3, row_blocks // 4)
     return max(1, sm_count(device) // items_at_once)
+
+
+def _heads_upwards(flat_heads: int, q_len: int, head_dim: int) -> tuple[int, int]:
+    """How many heads go upwards (backward_schedule.py), all but the last group, and the heads of a group.
+
+    A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. Not a
+    function of the device: dQ's order of sums would be another on another GPU.
+    """
+    groups = triton.cdiv(flat_heads * 8 * q_len * head_dim, CACHED)
+    heads_per_group = triton.cdiv(flat_heads, groups)
+    return (flat_heads - 1) // heads_per_group * heads_per_group, heads_per_group
