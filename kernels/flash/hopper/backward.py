@@ -34,7 +34,7 @@ from .dq import SUM_BLOCK, reduce_dq, to_thread_order
 from .dropout import Draw, negate, pack_positive
 from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
-from .primitives import reinterpret, tma_load, tma_store
+from .primitives import await_previous, let_next_start, reinterpret, tma_load, tma_store
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .softmax import unpack
 
@@ -82,6 +82,7 @@ def load_tiles(
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The load warp: claim work items, load K and V once for each, and Q and dO as their stages become free."""
+    await_previous()  # delta_kernel, which sets the counter
     ordinal = 0
     tiles_before = 0
     index = 0
@@ -105,6 +106,7 @@ def load_tiles(
                 fetch(do_desc, coordinates, shared.d_outs, stage, phase)
             tiles_before += item.steps
         ordinal += 1
+    let_next_start()  # round_kernel, in the room that this program leaves
 
 
 @gluon.jit
@@ -112,6 +114,7 @@ def load_row_statistics(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: g
     """Stage the rows' lse (base 2) and delta beside the tiles of Q; with dropout delta / DROP.SCALE."""
     BLOCK_M: gl.constexpr = shared.lse.shape[1]
     offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
+    await_previous()  # delta_kernel
     ordinal = 0
     tiles_before = 0
     index = read_claim(shared.claims, ordinal)

@@ -19,11 +19,12 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .backward_schedule import KEYS, block_at, decode_work_item
 from .block_masks import LISTS, list_of
 from .bounds import first_keys
-from .primitives import tma_add, tma_store
+from .primitives import await_previous, tma_add, tma_store
 from .scheduler import CLAIM_STAGES, read_claim
 
 # One warpgroup's half of a dQ tile, in the shape in which TMA adds it to the sum: as few rows as TMA allows.
@@ -66,6 +67,7 @@ def reduce_dq(
     BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """One of the two accumulating warps: add every other dQ tile, those of parity WHICH, each in its turn."""
+    await_previous()  # delta_kernel, which sets the turns
     ordinal = 0
     tiles_before = 0
     index = read_claim(claims, ordinal)
@@ -137,14 +139,16 @@ def to_thread_order(dq):
 def delta_kernel(
     Out, DOut, Lse, DLse, Delta, Turns, DocumentStart,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len, left,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - d_lse; also sets the work item counter to 0, and each turn to the first block of KEYS
     keys that the queries see.
 
     Lse, DLse: both or neither (see portable/backward.py for why d_lse enters delta). DocumentStart, left: see
-    bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch).
+    bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch). OVERLAPPED: lets the next kernel start (primitives.py).
     """
+    if OVERLAPPED:
+        gdc_launch_dependents()
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     flat_head = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -171,12 +175,15 @@ def delta_kernel(
 @triton.jit(do_not_specialize=["q_len", "masked_rows", *LISTS])
 def round_kernel(
     Sum, DQ, KeyBlocks, stride_qb, stride_qh, stride_qm, q_len, masked_rows, stride_lb, stride_lh, width, scale,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
     """dQ = scale * its float32 sum, rounded and back in row order. Grid as delta_kernel's.
 
     Fully masked rows have no sum and get 0: the first `masked_rows`, and with KeyBlocks those with an empty list.
+    OVERLAPPED: started before the kernel that adds up the sum has ended.
     """
+    if OVERLAPPED:
+        gdc_wait()
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     flat_head = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

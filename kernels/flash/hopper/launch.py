@@ -5,7 +5,7 @@ import functools
 import torch
 import triton
 
-from ...launch import Launch, launch, sm_count
+from ...launch import INTERPRETED, Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES, HOPPER_HEAD_DIMS
 from ..masks import ANY, list_strides
@@ -16,7 +16,7 @@ from .dq import SUM_BLOCK, delta_kernel, round_kernel
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
 from .forward_schedule import BLOCK_N, ROWS, is_dynamic, specify
-from .primitives import compile_options
+from .primitives import OVERLAPPED, compile_options
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -166,10 +166,12 @@ def backward(
     grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
     bounded, listed = left >= 0 or starts is not None, key_blocks is not None
     drop = drop_of(options.dropout_p)
+    overlapped = not INTERPRETED  # the three kernels, by programmatic dependent launch
+    after_start = OVERLAPPED if overlapped else {}
 
     def prepare_delta() -> Launch:
         strides = (*out.stride()[:3], *d_out.stride()[:3])
-        return delta_kernel, grid, (*strides, q_len, _left(left), *tile, KEYS.value), {}
+        return delta_kernel, grid, (*strides, q_len, _left(left), *tile, KEYS.value, overlapped), {}
 
     def prepare_main() -> Launch:
         flat_heads, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
@@ -188,14 +190,14 @@ def backward(
         dq_delay = 0 if bounded or listed else choose_dq_delay(head_dim, causal, row_blocks)
         spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
         programs = min(flat_heads * columns, sm_count(q.device))
-        options = compile_options(head_dim, dq_delay)
+        options = compile_options(head_dim, dq_delay) | after_start
         return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), options
 
     def prepare_round() -> Launch:
         masked_rows = max(q_len - kv_len, 0) if causal else 0
         whole = scale * (drop.SCALE.value if drop else 1.0)
         numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
-        return round_kernel, grid, (*numbers, *tile, KEYS.value), {}
+        return round_kernel, grid, (*numbers, *tile, KEYS.value, overlapped), after_start
 
     lists = list_strides(key_blocks), list_strides(query_blocks)
     key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)

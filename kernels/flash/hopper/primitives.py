@@ -8,6 +8,7 @@ options that the Hopper kernels are compiled with. All else that they use of Glu
 
 from triton._C.libtriton import ir
 from triton.backends.nvidia.compiler import CUDAOptions
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -34,6 +35,23 @@ _SCHEDULES = "sched4reg" in CUDAOptions.__dataclass_fields__
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """The same shared memory as tiles of another dtype, shape or layout."""
     return _reinterpret(memory, dtype, shape, layout, _semantic=_semantic)
+
+
+# Programmatic dependent launch. A kernel launched with the option launch_pdl starts once every program of the kernel
+# before it has called `let_next_start`, or has ended. What that kernel writes is there after `await_previous`.
+AWAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+LET_START = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+OVERLAPPED = {"launch_pdl": True}
+
+
+@gluon.jit
+def await_previous():
+    gl.inline_asm_elementwise(AWAIT, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def let_next_start():
+    gl.inline_asm_elementwise(LET_START, "=r", [], gl.int32, False, 1)
 
 
 def compile_options(head_dim: int, dq_delay: int = 0) -> dict[str, object]:
