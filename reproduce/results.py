@@ -44,7 +44,7 @@ def slug(device_name: str) -> str:
 
 def changed_since(document: Results) -> list[str]:
     """The names that a document's figures depend on and whose code has changed since; see `depends.py`."""
-    return depends.changed(document["depends"])
+    return depends.changed(document["depends"], document["experiment"])
 
 
 class Store:
