@@ -632,6 +632,25 @@ def test_torch_operators_are_counted_and_views_are_not():
     assert traffic.flops == 2 * 8 * 4 * 16
 
 
+def test_a_tensor_made_in_the_shape_or_dtype_of_another_does_not_read_it():
+    x = torch.ones(1000)
+    with counting() as traffic:
+        x.new_zeros(1)
+        x.new_full((2,), 3.0)
+        torch.zeros_like(x).fill_(2)
+    assert (traffic.read, traffic.written) == (0, 4 * (1 + 2 + 1000 + 1000))
+
+
+def test_standard_attention_reads_each_matrix_once_a_pass():
+    workload = Workload("test", 1, 1, 64, 32, False)
+    inputs = Inputs(workload, torch.float16, torch.device("cpu"))
+    with torch.no_grad(), counting() as traffic:
+        attend_with("standard")(inputs, 0)
+    rows, square, scalar = 64 * 32 * 2, 64 * 64 * 2, 2  # the scalar is baddbmm's
+    assert traffic.read == (2 * rows + scalar) + square + (square + rows)
+    assert traffic.written == scalar + square + square + rows
+
+
 def test_hardware_counters_are_summed_over_kernels():
     row = '"{}","python","kernel","{}","byte","{}"'
     output = "\n".join(
