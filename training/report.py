@@ -93,7 +93,7 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer:
             f"loss {summary['val/loss']:.4f}, perplexity {summary['val/perplexity']:.2f}, "
             f"bits per byte {summary['val/bits_per_byte']:.3f} (whole split, {summary['val/tokens']:,} tokens)",
         ),
-        *_best(run_dir, trainer),
+        *_best(run_dir, trainer, summary["val/tokens"]),
         ("speed", speed),
         *_noise(summary, speeds),
         ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
@@ -156,14 +156,14 @@ def _epochs(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _best(run_dir: Path, trainer: TrainerConfig) -> Rows:
-    """Where the checkpoint with the lowest validation loss is, if it was kept."""
+def _best(run_dir: Path, trainer: TrainerConfig, tokens: int) -> Rows:
+    """Where the checkpoint with the lowest validation loss is, if it was kept. tokens: of the whole split."""
     if not (best := checkpoint.best(run_dir)):
         return []
     ended = "" if trainer.keep_best else ", the best while trainer.keep_best was on"
-    where = f"{run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best[0].name}{ended}"
-    part = f" (first {trainer.eval_tokens:,} tokens)" if trainer.keep_best and trainer.eval_tokens else ""
-    return [("best", f"loss {best[1]:.4f}{part}, {where}")]
+    where = f"{run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best.path.name}{ended}"
+    part = f" (first {best.tokens:,} tokens)" if best.tokens not in (None, tokens) else ""
+    return [("best", f"loss {best.loss:.4f}{part}, {where}")]
 
 
 def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:
