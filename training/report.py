@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import checkpoint
-from .config import Layers, ModelConfig, TrainerConfig
+from .config import Config, Layers, ModelConfig, TrainerConfig
 from .console import SPREAD, changes, count, plural, speed_range
 from .environment import device_name
 from .parallel.config import ParallelConfig, Recompute, Shard
@@ -38,15 +38,18 @@ def banner(plan: Plan) -> Rows:
             f"{plural(config.trainer.steps, 'step')}, {count(tokens)} tokens, "
             f"{_epochs(corpus.train.epochs(tokens))} epochs"
         )
+    within = ", within documents" if config.data.document_mask else ""
+    dropout = f", dropout {model.dropout:g}" if model.dropout else ""
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {runs}"),
-        ("attention", how.attention + tier + asked),
+        ("attention", how.attention + tier + asked + within),
         ("layers", f"{how.block.value} blocks{_why(model)}, {how.loss.value} loss"),
         (
             "model",
             f"{count(plan.shape.num_parameters())} parameters: {plural(model.n_layer, 'layer')}, "
             f"{plural(model.n_head, 'head')}, {model.n_embd} wide, vocabulary {model.vocab_size:,}"
-            + _switches(model),
+            + _switches(model)
+            + dropout,
         ),
         (
             "data",
@@ -56,7 +59,11 @@ def banner(plan: Plan) -> Rows:
         ("batch", batch + (f" x {plan.layout.data_size} ranks" if plan.layout.data_size > 1 else "")),
         ("length", length),
     ]
-    if ranks.size > 1 or config.parallel.recompute is not Recompute.none:
+    if config.trainer.steps:
+        rows += [("optimizer", _optimizer(config)), ("schedule", _schedule(config))]
+        initial = "" if config.init_seed is None else f", of the initial weights {config.init_seed}"
+        rows.append(("seed", f"{config.seed}{initial}"))
+    if ranks.size > 1 or config.parallel != ParallelConfig(timeout=config.parallel.timeout):
         rows.append(("parallel", _parallel(config.parallel, ranks.size)))
     if config.trainer.eval_tokens:
         rows.append(
@@ -107,6 +114,28 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer:
     return rows
 
 
+def _optimizer(config: Config) -> str:
+    optimizer, clip = config.optimizer, config.trainer.grad_clip
+    said = [
+        optimizer.name.value,
+        f"learning rate {optimizer.lr:g}",
+        f"weight decay {optimizer.weight_decay:g}{' of embeddings too' if optimizer.decay_embeddings else ''}",
+        f"gradients clipped to {clip:g}" if clip else "",
+    ]
+    return ", ".join(filter(None, said))
+
+
+def _schedule(config: Config) -> str:
+    schedule = config.schedule
+    said = schedule.decay.value
+    if schedule.final_fraction is not None:
+        said += f" to {schedule.final_fraction:g} of the learning rate"
+    if schedule.decay_fraction is not None:
+        said += f", over the last {schedule.decay_fraction:.4g} of the steps"
+    warm_up = round(schedule.warmup_fraction * config.trainer.steps)
+    return said + (f", after {plural(warm_up, 'step')} of warm-up" if warm_up else "")
+
+
 def _parallel(parallel: ParallelConfig, ranks: int) -> str:
     """What each rank holds, exchanges and computes again."""
     holds = {
@@ -144,8 +173,11 @@ def _why(model: ModelConfig) -> str:
 
 def _switches(model: ModelConfig) -> str:
     """The parts that GPT-2 does not have: ", rope, mlp swiglu"."""
+    details = {name: getattr(model, name) for name in ("window_pattern", "rope_theta")}
+    details = {name: value for name, value in details.items() if value != getattr(ModelConfig, name)}
     values = (
-        (name, value.value if isinstance(value, Enum) else value) for name, value in model.switches.items()
+        (name, value.value if isinstance(value, Enum) else value)
+        for name, value in (model.switches | details).items()
     )
     return "".join(f", {name}" if value is True else f", {name} {value}" for name, value in values)
 
