@@ -52,7 +52,7 @@ from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
 from .flash.portable.parameters import specify
 from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates
-from .history import flash1, two_pass
+from .history import flash1, flash2, two_pass
 from .launch import FUSION
 from .other_triton import report_with
 
@@ -64,6 +64,8 @@ HOPPER = {
 HISTORY = {
     "flash1_forward": (flash1.forward_kernel, flash1.FORWARD, {"RowMax", "RowSum"}),
     "flash1_backward": (flash1.backward_kernel, flash1.BACKWARD, {"RowMax", "RowSum", "DQ"}),
+    "flash2_forward": (flash2.forward_kernel, flash2.FORWARD, {"Saved", "RowSum"}),
+    "flash2_backward": (flash2.backward_kernel, flash2.BACKWARD, {"Saved", "RowSum", "Delta", "DQ"}),
     "two_pass_forward": (two_pass.forward_kernel, two_pass.FORWARD, {"Lse"}),
     "two_pass_backward": (two_pass.backward_kernel, two_pass.BACKWARD, {"Lse", "DK", "DV"}),
 }
@@ -203,7 +205,8 @@ def _constants(job: Job) -> dict[str, Any]:
     """The compile-time arguments: the tile, absent optional tensors, and the token strides of a packed qkv and its
     output."""
     if job.kernel in HISTORY:
-        return {"SPEC": specify(job.tile, job.head_dim, job.causal)}
+        ways = {"ONCE": True, "SLICES": 1} if job.kernel == "flash2_forward" else {}
+        return {"SPEC": specify(job.tile, job.head_dim, job.causal), **ways}
     tokens = HEADS * job.head_dim
     packed = dict.fromkeys(["stride_qm", "stride_kn", "stride_vn"], 3 * tokens)
     plain = dict.fromkeys(["stride_om", "stride_dom", "stride_dqm", "stride_dkn", "stride_dvn"], tokens)

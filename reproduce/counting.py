@@ -129,7 +129,16 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided,
 }
 # Of their arguments these need the shape and the dtype alone.
-_FACTORIES = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like")
+_FACTORIES = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "rand_like",
+    "randn_like",
+)
 _FILLS = ("fill_", "zero_", "normal_", "uniform_", "random_")
 _WRITES_ONLY = {getattr(torch.ops.aten, name) for name in (*_FACTORIES, *_FILLS)}
 

@@ -19,14 +19,15 @@ from triton import language as tl
 
 from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, AttentionError, get_attention, register_attention
-from kernels.flash.portable.tiles import KERNELS, forced, tile_for
+from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
+from kernels.history import flash1
 from reproduce import attention, depends, encoders, history, peers, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.claims import CLAIMS
 from reproduce.common import as_lines, rounded
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
-from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
+from reproduce.experiment import EXPERIMENTS, STATUSES, Options, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
 from reproduce.results import Store, slug
 from reproduce.tables import table
@@ -585,6 +586,28 @@ def test_counted_memory_traffic_equals_the_formula():
     formula, floor = flash_bytes(192, 32, shapes), compulsory_bytes(192, 32)
     assert forward.read + forward.written == formula["forward"] >= floor["forward"]
     assert backward.read + backward.written == formula["backward"] >= floor["backward"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+def test_flash1_runs_with_its_fastest_tiles(monkeypatch):
+    slow, fast = (Tile(16, rows, 4, 1) for rows in (16, 64))
+    monkeypatch.setattr(flash1, "CANDIDATES", {(each, 16): (slow, fast) for each in ("forward", "backward")})
+    samples = []
+
+    def sample(measure, **where):
+        samples.append({**where, **measure()})
+        return samples[-1]
+
+    options = Options(torch.device("cpu"), True, history.TINY, sample)
+    tiles = history.fastest_tiles(16, 128, 16, options)
+    assert tiles == {"forward": fast, "backward": fast}  # a quarter of the steps, in the interpreter
+    compiled = []
+    given = flash1.compiled_for
+    monkeypatch.setattr(
+        flash1, "compiled_for", lambda tile, *rest: (compiled.append(tile), given(tile, *rest))[1]
+    )
+    history.time_order(Workload("fa2", 1, 1, 32, 16, False), options, tiles)
+    assert set(compiled) == {fast}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
