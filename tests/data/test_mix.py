@@ -158,6 +158,7 @@ def test_what_cannot_be_mixed_is_refused(mix, parts, rank_file, tmp_path):
         "there is no folder .*nowhere: name a corpus folder": {first: 1, str(tmp_path / "nowhere"): 1},
         "holds prepared corpora: name one of": {first: 1, str(Path(first).parent): 1},
         "is a mix itself: name the corpora": {first: 1, str(mix.directory): 1},
+        "names the same tokens twice": {first: 1, f"{first}/": 1, second: 1},
     }
     for words, corpora in wrong.items():
         with pytest.raises(DataError) as refusal:

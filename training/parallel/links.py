@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -95,8 +96,12 @@ def _asking(link: socket.socket) -> socket.socket:
 def _own_address() -> str:
     """This host's, as seen on the way to the store; empty where that is here, and the store's address does."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as way:
-        way.connect(where)  # sends nothing
-        own = way.getsockname()[0]
-    return "" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+    for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_DGRAM):
+        with (
+            suppress(OSError),
+            socket.socket(family, kind, protocol) as way,
+        ):  # a name may have IPv6, a host none
+            way.connect(where)  # sends nothing
+            own = way.getsockname()[0]
+            return "" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+    return ""
