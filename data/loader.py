@@ -72,10 +72,13 @@ class Corpus:
 
     def damaged(self, shard_file: str, reason: str) -> DataError:
         file = self.directory / shard_file  # of a mix, in another corpus's folder
-        return DataError(
-            f"{file} {reason}: rebuild just this shard with "
+        remedy = (
+            "rebuild just this shard with "
             f"python -m {__package__}.inspect {shlex.quote(str(file.parent))} --repair {file.name}"
         )
+        if self.manifest.mix and file.parent == self.directory:
+            remedy = f"delete {self.directory}, and prepare the mix again in a second"
+        return DataError(f"{file} {reason}: {remedy}")
 
 
 def open_corpus(directory: str | Path) -> Corpus:
