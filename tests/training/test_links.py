@@ -1,4 +1,4 @@
-"""The connections by which a process is known to live. About 1 s."""
+"""The connections by which a process is known to live. About 4 s, to import torch in a second process."""
 
 import os
 import signal

@@ -62,7 +62,7 @@ class Links:
         while self._listener:
             try:
                 link, _ = self._listener.accept()
-            except BlockingIOError:
+            except OSError:  # none waits, as a rule
                 return
             link.settimeout(1.0)
             try:
@@ -97,11 +97,9 @@ def _own_address() -> str:
     """This host's, as seen on the way to the store; empty where that is here, and the store's address does."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_DGRAM):
-        with (
-            suppress(OSError),
-            socket.socket(family, kind, protocol) as way,
-        ):  # a name may have IPv6, a host none
+        # A name may have an IPv6 address, and this host none.
+        with suppress(OSError), socket.socket(family, kind, protocol) as way:
             way.connect(where)  # sends nothing
-            own = way.getsockname()[0]
-            return "" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+            own = ipaddress.ip_address(way.getsockname()[0].partition("%")[0])
+            return "" if own.is_loopback or own.is_link_local else str(own)
     return ""
