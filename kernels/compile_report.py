@@ -45,7 +45,7 @@ from .features import FEATURES
 from .flash import dropout
 from .flash.decode import LARGEST_TILE, decode_kernel, tile_of
 from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule
-from .flash.hopper.descriptors import layout_of
+from .flash.hopper.descriptors import layout_of, tile_width
 from .flash.hopper.dropout import drop_of
 from .flash.hopper.primitives import compile_options
 from .flash.portable.backward import dkdv_kernel, dq_kernel
@@ -180,7 +180,7 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
             attributes[index,] = [["tt.divisibility", 16]]  # otherwise no vector loads
     # The Hopper kernels specify the warps of their other partitions themselves; num_warps is the first consumer's.
     if on_hopper:
-        options = {"num_warps": 4, **compile_options(job.head_dim, values.get("DQ_DELAY", 0))}
+        options = {"num_warps": 4, **compile_options(tile_width(job.head_dim), values.get("DQ_DELAY", 0))}
     else:
         assert job.tile
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
@@ -223,8 +223,10 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
         lengths = job.length, job.length + ragged
         spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
         return {"SPEC": spec, **absent} | ({} if spec.DYNAMIC.value else {"Counter": None})
-    row_blocks = job.length // backward_schedule.BLOCK_M[job.head_dim]
-    dq_delay = 0 if bounded or listed else backward.choose_dq_delay(job.head_dim, job.causal, row_blocks)
+    row_blocks = job.length // backward_schedule.BLOCK_M[tile_width(job.head_dim)]
+    dq_delay = (
+        0 if bounded or listed else backward.choose_dq_delay(tile_width(job.head_dim), job.causal, row_blocks)
+    )
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
     drop = drop_of(0.1 if job.feature.startswith("dropout_p") else 0.0)
     if drop is None:
@@ -239,12 +241,13 @@ def _descriptor(name: str, job: Job) -> str:
     if name == "dq_sum_desc":
         block, dtype = dq.SUM_BLOCK.value, torch.float32
     else:
-        queries = (
-            forward_schedule.ROWS.value
+        queries, keys = (
+            (forward_schedule.ROWS.value, forward_schedule.block_n(job.head_dim))
             if job.kernel == "hopper_forward"
-            else backward_schedule.BLOCK_M[job.head_dim]
+            else (backward_schedule.BLOCK_M[tile_width(job.head_dim)], backward_schedule.KEYS.value)
         )
-        block, dtype = (1, 1, queries if name in ("q_desc", "do_desc") else 128, job.head_dim), torch.bfloat16
+        rows = queries if name in ("q_desc", "do_desc") else keys
+        block, dtype = (1, 1, rows, tile_width(job.head_dim)), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 
 

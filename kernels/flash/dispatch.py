@@ -1,7 +1,8 @@
 """Which kernels run: what is asked -> those of the forward, those of the backward, and why not the others.
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
-    hopper   hopper/: sm_90, 16 bits, head_dim 64 and 128, and the features that have `hopper` in kernels/features.py
+    hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
+             kernels/features.py; with tier="auto" the head_dims whose times are known
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
 asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
@@ -27,7 +28,8 @@ TIERS = ("auto", "triton", "hopper")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
-HOPPER_HEAD_DIMS = (64, 128)
+# The Hopper kernels take others too, in tiles filled up with zeros; no GPU has timed them beside the portable ones.
+MEASURED_HEAD_DIMS = (64, 128)
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
@@ -61,10 +63,16 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return missing
     if request.dtype not in HOPPER_DTYPES:
         return f"float16 or bfloat16, not {request.dtype}"
-    if request.head_dim not in HOPPER_HEAD_DIMS:
+    if request.tier == "auto" and request.head_dim not in MEASURED_HEAD_DIMS:
         return f"head_dim 64 or 128, not {request.head_dim}"
+    if request.head_dim % 8:
+        return f"a head_dim that 8 divides, not {request.head_dim}"
     if others := sorted(name for name in features if which not in FEATURES[name].hopper):
         return f"attention without {others[0]}"
+    if which == "backward" and request.head_dim > 128:
+        return f"head_dim 128 or less, not {request.head_dim}"
+    if "block_mask" in features and request.head_dim > 128:
+        return f"head_dim 128 or less with block_mask, not {request.head_dim}"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} beside block_mask"
     if "dropout_p" in features and (bounds or "block_mask" in features):

@@ -46,6 +46,17 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", {"length": 100, "tier": "hopper"}, "hopper", "hopper", None),
         ("", {"tier": "triton"}, "triton", "triton", None),
         ("", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128, not 80"),
+        ("", {"head_dim": 256}, "triton", "triton", "head_dim 64 or 128, not 256"),
+        ("", {"head_dim": 80, "tier": "hopper"}, "hopper", "hopper", None),
+        ("", {"head_dim": 256, "tier": "hopper"}, "hopper", "triton", None),
+        ("", {"head_dim": 84, "tier": "hopper"}, "triton", "triton", "a head_dim that 8 divides, not 84"),
+        (
+            "block_mask",
+            {"head_dim": 256, "tier": "hopper"},
+            "triton",
+            "triton",
+            "head_dim 128 or less with block_mask, not 256",
+        ),
         ("", {"dtype": torch.float32}, "triton", "triton", "float16 or bfloat16, not torch.float32"),
     ],
 )

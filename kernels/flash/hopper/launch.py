@@ -7,15 +7,15 @@ import triton
 
 from ...launch import INTERPRETED, Launch, launch, sm_count
 from ..call import Options, Tensors
-from ..dispatch import HOPPER_DTYPES, HOPPER_HEAD_DIMS
+from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, list_strides
 from .backward import choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
-from .descriptors import Descriptor, fits_tma, rows_of
+from .descriptors import Descriptor, fits_tma, rows_of, tile_width
 from .dq import SUM_BLOCK, delta_kernel, round_kernel
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
-from .forward_schedule import BLOCK_N, ROWS, is_dynamic, specify
+from .forward_schedule import ROWS, block_n, is_dynamic, specify
 from .primitives import OVERLAPPED, compile_options
 
 Tensor = torch.Tensor
@@ -25,7 +25,7 @@ SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per
 
 
 def fits_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `forward` accepts these: head_dim 64 or 128, 16 bits, not empty, addressable by TMA."""
+    """Whether `forward` accepts these: head_dim a multiple of 8, 16 bits, not empty, addressable by TMA."""
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     return (
         aligned
@@ -41,7 +41,7 @@ def _fits_forward(
     batch, heads, _, head_dim = q_shape
     fit = fits_tma(q_shape, q_strides) and fits_tma(kv_shape, k_strides) and fits_tma(kv_shape, v_strides)
     # If q has tokens outermost, so has out; offsets of 64 tokens, batch * heads * head_dim apart, must fit 32 bits.
-    return fit and head_dim in HOPPER_HEAD_DIMS and batch * heads * head_dim < 2**25
+    return fit and head_dim % 8 == 0 and batch * heads * head_dim < 2**25
 
 
 def forward(
@@ -50,7 +50,7 @@ def forward(
     """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
 
     Args:
-        q: float16 or bfloat16 (batch, heads, q_len, 64 or 128).
+        q: float16 or bfloat16 (batch, heads, q_len, head_dim).
         k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `fits_forward` accepts all.
         out: like q, with any strides whose last is 1.
         lse: float32 (batch, heads, q_len), contiguous.
@@ -70,7 +70,7 @@ def forward(
             hopper_forward_kernel,
             (min(tiles, sm_count(q.device)), 1, 1),
             numbers,
-            compile_options(head_dim),
+            compile_options(tile_width(head_dim)),
         )
 
     strides = out.stride(), list_strides(key_blocks)
@@ -103,7 +103,8 @@ def _left(left: int) -> int:
 
 
 def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]:
-    return rows_of(q, ROWS.value), rows_of(k, BLOCK_N.value), rows_of(v, BLOCK_N.value)
+    keys = block_n(q.shape[3])
+    return rows_of(q, ROWS.value), rows_of(k, keys), rows_of(v, keys)
 
 
 def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
@@ -121,7 +122,7 @@ def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> 
     return (
         fits_tma(q_shape, d_out_strides)
         and out_strides[3] == 1
-        and q_len <= 65535 * BLOCK_M[head_dim]  # blocks of queries are a grid axis
+        and q_len <= 65535 * BLOCK_M[tile_width(head_dim)]  # blocks of queries are a grid axis
         and batch * heads * (q_len + 128) < 2**31  # int32 row index of lse and delta; dQ's sum has fewer rows
     )
 
@@ -157,13 +158,14 @@ def backward(
     causal, scale, left = options.causal, options.scale, options.left
     key_blocks, query_blocks, starts = tensors.key_blocks, tensors.query_blocks, tensors.document_starts
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    block_m = BLOCK_M[head_dim]
+    width = tile_width(head_dim)
+    block_m = BLOCK_M[width]
     row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that costs 2 us
     blocks = batch * heads * row_blocks
-    rows, width = SUM_BLOCK.value
-    dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves per block of queries
+    rows, columns = SUM_BLOCK.value
+    dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
-    grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
+    grid, tile = (heads, row_blocks, batch), (block_m, head_dim, width, KEYS.value)
     bounded, listed = left >= 0 or starts is not None, key_blocks is not None
     drop = drop_of(options.dropout_p)
     overlapped = not INTERPRETED  # the three kernels, by programmatic dependent launch
@@ -171,14 +173,14 @@ def backward(
 
     def prepare_delta() -> Launch:
         strides = (*out.stride()[:3], *d_out.stride()[:3])
-        return delta_kernel, grid, (*strides, q_len, _left(left), *tile, KEYS.value, overlapped), {}
+        return delta_kernel, grid, (*strides, q_len, _left(left), *tile, overlapped), {}
 
     def prepare_main() -> Launch:
         flat_heads, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
         heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
         tail_head = None
         if causal and not (bounded or listed or drop):  # with dropout it would spill 8 to 12 B
-            tail_head, in_cache = _heads_upwards(flat_heads, q_len, head_dim)
+            tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
             heads_per_group = in_cache if tail_head else heads_per_group
         sizes = (
             *(heads, flat_heads, heads_per_group, heads_per_group * columns),
@@ -187,17 +189,17 @@ def backward(
         )
         masked = causal or kv_len % KEYS.value != 0
         # With a window, documents or a block mask a work item has few steps.
-        dq_delay = 0 if bounded or listed else choose_dq_delay(head_dim, causal, row_blocks)
+        dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks)
         spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
         programs = min(flat_heads * columns, sm_count(q.device))
-        options = compile_options(head_dim, dq_delay) | after_start
+        options = compile_options(width, dq_delay) | after_start
         return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), options
 
     def prepare_round() -> Launch:
         masked_rows = max(q_len - kv_len, 0) if causal else 0
         whole = scale * (drop.SCALE.value if drop else 1.0)
         numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
-        return round_kernel, grid, (*numbers, *tile, KEYS.value, overlapped), after_start
+        return round_kernel, grid, (*numbers, *tile, overlapped), after_start
 
     lists = list_strides(key_blocks), list_strides(query_blocks)
     key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)
@@ -218,7 +220,7 @@ def backward(
 def _describe_backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, dk: Tensor, dv: Tensor, dq_sum: Tensor
 ) -> tuple[Descriptor, ...]:
-    block_m = BLOCK_M[q.shape[3]]
+    block_m = BLOCK_M[tile_width(q.shape[3])]
     return (
         rows_of(q, block_m), rows_of(k, KEYS.value), rows_of(v, KEYS.value), rows_of(d_out, block_m),
         rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, SUM_BLOCK.value),
