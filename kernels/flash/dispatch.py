@@ -30,6 +30,11 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # The Hopper kernels take others too, in tiles filled up with zeros; no GPU has timed them beside the portable ones.
 MEASURED_HEAD_DIMS = (64, 128)
+# Features that have `hopper` in the table, but not above head_dim 128.
+WIDE_LACKS = {
+    "forward": frozenset({"block_mask"}),
+    "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "window"}),
+}
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
@@ -69,10 +74,8 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return f"a head_dim that 8 divides, not {request.head_dim}"
     if others := sorted(name for name in features if which not in FEATURES[name].hopper):
         return f"attention without {others[0]}"
-    if which == "backward" and request.head_dim > 128:
-        return f"head_dim 128 or less, not {request.head_dim}"
-    if "block_mask" in features and request.head_dim > 128:
-        return f"head_dim 128 or less with block_mask, not {request.head_dim}"
+    if request.head_dim > 128 and (lacking := sorted(WIDE_LACKS[which] & features)):
+        return f"head_dim 128 or less with {lacking[0]}, not {request.head_dim}"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} beside block_mask"
     if "dropout_p" in features and (bounds or "block_mask" in features):

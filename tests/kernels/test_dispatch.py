@@ -48,7 +48,8 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128, not 80"),
         ("", {"head_dim": 256}, "triton", "triton", "head_dim 64 or 128, not 256"),
         ("", {"head_dim": 80, "tier": "hopper"}, "hopper", "hopper", None),
-        ("", {"head_dim": 256, "tier": "hopper"}, "hopper", "triton", None),
+        ("", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
+        ("window", {"head_dim": 136, "tier": "hopper"}, "hopper", "triton", None),
         ("", {"head_dim": 84, "tier": "hopper"}, "triton", "triton", "a head_dim that 8 divides, not 84"),
         (
             "block_mask",

@@ -160,6 +160,13 @@ def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -
 
 
 @CAUSAL
+@pytest.mark.parametrize("head_dim", [256, PADDED[2]])
+@pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
+def test_wide_backward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
+    check("backward", machine, q_len, kv_len, head_dim, causal)
+
+
+@CAUSAL
 @ALL_HEAD_DIMS
 @pytest.mark.parametrize(("q_len", "kv_len"), [*LENGTHS, pytest.param(2048, 200, marks=SLOW)])
 def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:

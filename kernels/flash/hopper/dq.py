@@ -142,8 +142,8 @@ def delta_kernel(
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) - d_lse; also sets the work item counter to 0, and each turn to the first block of KEYS
-    keys that the queries see.
+    """delta = rowsum(dO * O) - d_lse; with Turns also sets the work item counter to 0, and each turn to the first
+    block of KEYS keys that the queries see.
 
     Lse, DLse: both or neither (see portable/backward.py for why d_lse enters delta). DocumentStart, left: see
     bounds.py. WIDTH: `tile_width` of HEAD_DIM. Grid (heads, ceil(q_len / BLOCK_M), batch). OVERLAPPED: lets the next
@@ -168,12 +168,13 @@ def delta_kernel(
         # Where lse is -inf the row is fully masked, and its d_lse may be NaN.
         delta -= tl.load(DLse + flat_head * q_len + rows, mask=lse != float("-inf"), other=0.0)
     tl.store(Delta + flat_head * q_len + rows, delta, mask=rows < q_len)
-    first = tl.maximum(block * BLOCK_M - left, 0)
-    if DocumentStart is not None:
-        first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
-    tl.store(Turns + flat_head * tl.num_programs(1) + block, first // KEYS)
-    if flat_head + block == 0:  # the work item counter is stored behind the turns
-        tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
+    if Turns is not None:
+        first = tl.maximum(block * BLOCK_M - left, 0)
+        if DocumentStart is not None:
+            first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
+        tl.store(Turns + flat_head * tl.num_programs(1) + block, first // KEYS)
+        if flat_head + block == 0:  # the work item counter is stored behind the turns
+            tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 
 
 @triton.jit(do_not_specialize=["q_len", "masked_rows", *LISTS])

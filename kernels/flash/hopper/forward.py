@@ -26,6 +26,7 @@ from .block_masks import LISTS, Blocks, count_visited, list_of
 from .bounds import Bounds, first_keys
 from .forward_schedule import (
     ROWS,
+    WIDE_ROWS,
     ForwardSizes,
     count_key_blocks,
     count_static_tiles,
@@ -199,15 +200,7 @@ def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes, S
     if WIDTH < 256:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     else:
-        # Each warp keeps its rows, which takes one shuffle for four elements and no shared memory: there is none left
-        # for the tiles of two consumers. A thread stores 8 bytes, its neighbours the rest of 32.
-        layout: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
-            lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[ROWS, WIDTH],
-        )
+        layout: gl.constexpr = WIDE_ROWS
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
     fully_masked = row_sum == 0
     row_sum = gl.where(fully_masked, 1.0, row_sum)

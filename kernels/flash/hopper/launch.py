@@ -9,6 +9,7 @@ from ...launch import INTERPRETED, Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, list_strides
+from . import wide
 from .backward import choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
 from .descriptors import Descriptor, fits_tma, rows_of, tile_width
@@ -17,6 +18,7 @@ from .dropout import drop_of
 from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS, block_n, is_dynamic, specify
 from .primitives import OVERLAPPED, compile_options
+from .wide import WIDTH
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -122,7 +124,8 @@ def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> 
     return (
         fits_tma(q_shape, d_out_strides)
         and out_strides[3] == 1
-        and q_len <= 65535 * BLOCK_M[tile_width(head_dim)]  # blocks of queries are a grid axis
+        and q_len
+        <= 65535 * BLOCK_M.get(tile_width(head_dim), ROWS.value)  # blocks of queries are a grid axis
         and batch * heads * (q_len + 128) < 2**31  # int32 row index of lse and delta; dQ's sum has fewer rows
     )
 
@@ -155,6 +158,8 @@ def backward(
         dq, dk, dv: any strides that TMA takes. delta: like lse.
         tensors, options: as for `forward`.
     """
+    if tile_width(q.shape[3]) == WIDTH.value:
+        return _backward_wide(d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, options)
     causal, scale, left = options.causal, options.scale, options.left
     key_blocks, query_blocks, starts = tensors.key_blocks, tensors.query_blocks, tensors.document_starts
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
@@ -205,15 +210,82 @@ def backward(
     key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)
     of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
     launch(of_delta, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
-    of_heads = (dk, dv)
-    if heads != kv_heads:
-        of_heads = (q.new_empty(batch, heads, kv_len, head_dim), q.new_empty(batch, heads, kv_len, head_dim))
+    of_heads = _of_every_head(q, dk, dv)
     moved = (q, k, v, d_out, *of_heads, dq_sum)
     pointers = (lse, delta, turns, starts, tensors.document_ends, query_blocks, tensors.seed)
     launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
     launch((dq_sum, dq, key_blocks), ("round", *key, dq.stride()), prepare_round)
-    if heads != kv_heads:
-        for total, each in zip((dk, dv), of_heads, strict=True):
+    _add_up_groups((dk, dv), of_heads)
+
+
+def _backward_wide(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    delta: Tensor,
+    options: Options,
+) -> None:
+    """`backward` above head_dim 128, by the kernels of wide.py. No workspace but that of grouped heads."""
+    causal, scale, device = options.causal, options.scale, q.device
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    rows, keys = ROWS.value, wide.KEYS.value
+
+    def prepare_delta() -> Launch:
+        strides = (*out.stride()[:3], *d_out.stride()[:3])
+        tile = (rows, head_dim, WIDTH.value, keys)
+        return delta_kernel, (heads, triton.cdiv(q_len, rows), batch), (*strides, q_len, 0, *tile), {}
+
+    def prepare_dkdv() -> Launch:
+        row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
+        heads_per_group = max(1, CACHED // (4 * q_len * head_dim))  # whose Q and dO fit the L2 cache
+        sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
+        spec = (heads // kv_heads, causal)
+        programs = min(batch * heads * key_blocks, sm_count(device))
+        return wide.dkdv_kernel, (programs, 1, 1), (*sizes, scale, *spec), compile_options(WIDTH.value)
+
+    def prepare_dq() -> Launch:
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
+        tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
+        heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True) if causal else 1
+        numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, scale, spec)
+        return wide.dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
+
+    key = (q.shape, kv_heads, kv_len, causal, scale)
+    of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
+    launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
+    for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
+    of_heads = _of_every_head(q, dk, dv)
+    moved = (q, k, v, d_out, *of_heads)
+    launch((lse, delta, for_dkdv), ("wide dk dv", q.dtype, *key), prepare_dkdv, moved, _describe_wide)
+    pointers = (dq, lse, delta, for_dq)
+    launch(pointers, ("wide dq", *key, dq.stride()), prepare_dq, moved[:4], _describe_wide)
+    _add_up_groups((dk, dv), of_heads)
+
+
+def _describe_wide(*moved: Tensor) -> tuple[Descriptor, ...]:
+    return tuple(rows_of(x, ROWS.value) for x in moved)  # as many as wide.KEYS
+
+
+def _of_every_head(q: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv, or with grouped heads tensors for those of every query head."""
+    if q.shape[1] == dk.shape[1]:
+        return dk, dv
+    shape = (*q.shape[:2], *dk.shape[2:])
+    return q.new_empty(shape), q.new_empty(shape)
+
+
+def _add_up_groups(totals: tuple[Tensor, Tensor], of_heads: tuple[Tensor, Tensor]) -> None:
+    """Add up what `_of_every_head` made room for."""
+    for total, each in zip(totals, of_heads, strict=True):
+        if total is not each:
+            batch, kv_heads, kv_len, head_dim = total.shape
             torch.sum(each.view(batch, kv_heads, -1, kv_len, head_dim), 2, out=total)
 
 
