@@ -44,7 +44,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from .features import FEATURES
 from .flash import dropout
 from .flash.decode import LARGEST_TILE, decode_kernel, tile_of
-from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule, wide
+from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule, wide_dkdv, wide_dq
 from .flash.hopper.descriptors import layout_of, tile_width
 from .flash.hopper.dropout import drop_of
 from .flash.hopper.primitives import compile_options
@@ -59,8 +59,8 @@ from .other_triton import report_with
 HOPPER = {
     "hopper_forward": forward.hopper_forward_kernel,
     "hopper_backward": backward.hopper_backward_kernel,
-    "hopper_dkdv": wide.dkdv_kernel,
-    "hopper_dq": wide.dq_kernel,
+    "hopper_dkdv": wide_dkdv.dkdv_kernel,
+    "hopper_dq": wide_dq.dq_kernel,
 }
 # name -> (kernel, tiles, names of its float32 tensors)
 HISTORY = {

@@ -219,7 +219,7 @@ from kernels.flash.hopper import launch as hopper_launch
 hopper_launch.sm_count = lambda device: 132
 count_slow([hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_kernel])
 count_slow([hopper_launch.delta_kernel, hopper_launch.round_kernel])
-count_slow([hopper_launch.wide.dkdv_kernel, hopper_launch.wide.dq_kernel])
+count_slow([hopper_launch.dkdv_kernel, hopper_launch.dq_kernel])
 
 def plainly(calls):
     # Addresses by the order in which they appear: they differ from call to call, but which are equal does not.

@@ -197,10 +197,8 @@ def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes, S
     """Divide by the softmax sums, store out and lse. A fully masked row has sum 0: out 0, lse -inf."""
     WIDTH: gl.constexpr = acc.shape[1]
     row_layout: gl.constexpr = row_max.type.layout
-    if WIDTH < 256:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    else:
-        layout: gl.constexpr = WIDE_ROWS
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = WIDE_ROWS if WIDTH == 256 else narrow
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
     fully_masked = row_sum == 0
     row_sum = gl.where(fully_masked, 1.0, row_sum)

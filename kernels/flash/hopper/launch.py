@@ -9,7 +9,6 @@ from ...launch import INTERPRETED, Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, list_strides
-from . import wide
 from .backward import choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
 from .descriptors import Descriptor, fits_tma, rows_of, tile_width
@@ -19,6 +18,9 @@ from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS, block_n, is_dynamic, specify
 from .primitives import OVERLAPPED, compile_options
 from .wide import WIDTH
+from .wide_dkdv import KEYS as WIDE_KEYS
+from .wide_dkdv import WIDTH, dkdv_kernel
+from .wide_dq import dq_kernel
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -232,10 +234,10 @@ def _backward_wide(
     delta: Tensor,
     options: Options,
 ) -> None:
-    """`backward` above head_dim 128, by the kernels of wide.py. No workspace but that of grouped heads."""
+    """`backward` above head_dim 128, by wide_dkdv.py and wide_dq.py. No workspace but that of grouped heads."""
     causal, scale, device = options.causal, options.scale, q.device
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    rows, keys = ROWS.value, wide.KEYS.value
+    rows, keys = ROWS.value, WIDE_KEYS.value
 
     def prepare_delta() -> Launch:
         strides = (*out.stride()[:3], *d_out.stride()[:3])
@@ -248,14 +250,14 @@ def _backward_wide(
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
         spec = (heads // kv_heads, causal)
         programs = min(batch * heads * key_blocks, sm_count(device))
-        return wide.dkdv_kernel, (programs, 1, 1), (*sizes, scale, *spec), compile_options(WIDTH.value)
+        return dkdv_kernel, (programs, 1, 1), (*sizes, scale, *spec), compile_options(WIDTH.value)
 
     def prepare_dq() -> Launch:
         spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True) if causal else 1
         numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, scale, spec)
-        return wide.dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
+        return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 
     key = (q.shape, kv_heads, kv_len, causal, scale)
     of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
@@ -270,7 +272,7 @@ def _backward_wide(
 
 
 def _describe_wide(*moved: Tensor) -> tuple[Descriptor, ...]:
-    return tuple(rows_of(x, ROWS.value) for x in moved)  # as many as wide.KEYS
+    return tuple(rows_of(x, ROWS.value) for x in moved)  # as many as WIDE_KEYS
 
 
 def _of_every_head(q: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
