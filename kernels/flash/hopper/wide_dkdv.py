@@ -5,8 +5,8 @@ add 64 KB to the sum of dQ for every 64 KB of Q and dO that it loads, more than 
 cores multiply. Two kernels compute seven products, but no sum: nothing is added in an order, and no memory is needed.
 
 A work item is 64 keys of a head against all blocks of 64 queries that see them. S^T and dP^T are split between the
-two consumer warpgroups by queries, dK and dV by dimensions: each multiplies all of P and dS, which pass through shared
-memory. P's product runs under the arithmetic of dS, dP's under the exponentials.
+two consumer warpgroups by queries, dK and dV by dimensions: each multiplies all of P and dS, which pass through
+shared memory. P's product runs under the arithmetic of dS, dP's under the exponentials.
 
 Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention. With grouped heads, every query
 head has its own dK and dV.
@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .backward import sync_consumers
-from .backward_schedule import WorkItem
 from .forward_schedule import ROWS
 from .masks import masked_bias
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring
@@ -47,6 +46,20 @@ class Sizes(NamedTuple):
     kv_len: gl.tensor
     row_blocks: gl.tensor
     key_blocks: gl.tensor
+
+
+class WorkItem(NamedTuple):
+    """A block of keys of one head, and `steps` blocks of queries, from the last one downwards. The steps from
+    `masked_from` on cross the diagonal."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    flat_head: gl.tensor  # batch * heads + head
+    key_block: gl.tensor
+    last_block: gl.tensor
+    steps: gl.tensor
+    masked_from: gl.tensor
+    diagonal_row: gl.tensor  # first row that sees the first key, relative to the first row of `last_block`
 
 
 class Shared(NamedTuple):
@@ -82,10 +95,9 @@ def decode_keys(index, sizes, CAUSAL: gl.constexpr):
     if CAUSAL:
         steps -= gl.maximum(first_row, 0) // ROWS
         masked_from -= gl.cdiv(gl.maximum(first_row + KEYS - 1, 0), ROWS)
-    return WorkItem(
-        flat_head // sizes.heads, flat_head % sizes.heads, flat_head, key_block, last_block, steps, 0, masked_from,
-        sizes.kv_len - first_key, first_row - last_block * ROWS,
-    )  # fmt: skip
+    batch, head = flat_head // sizes.heads, flat_head % sizes.heads
+    diagonal_row = first_row - last_block * ROWS
+    return WorkItem(batch, head, flat_head, key_block, last_block, steps, masked_from, diagonal_row)
 
 
 @gluon.jit
