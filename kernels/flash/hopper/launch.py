@@ -17,7 +17,6 @@ from .dropout import drop_of
 from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS, block_n, is_dynamic, specify
 from .primitives import OVERLAPPED, compile_options
-from .wide import WIDTH
 from .wide_dkdv import KEYS as WIDE_KEYS
 from .wide_dkdv import WIDTH, dkdv_kernel
 from .wide_dq import dq_kernel
@@ -149,8 +148,8 @@ def backward(
 ) -> None:
     """Write the gradients of attention to dq, dk, dv, and delta, for inputs that `fits_backward` accepts.
 
-    Workspace, freed on return: 4 * head_dim bytes per query and head for the float32 sum of dQ; with grouped heads,
-    as many per key and query head, for dk and dv before they are summed over a group.
+    Workspace, freed on return: up to head_dim 128, 4 * `tile_width` bytes per query and head for the float32 sum of
+    dQ; with grouped heads, 4 * head_dim per key and query head, for dk and dv before they are summed over a group.
 
     Args:
         d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, kv_heads, kv_len, head_dim).
@@ -311,15 +310,15 @@ def _backward_heads_per_group(causal: bool, row_blocks: int, device: torch.devic
     return max(1, sm_count(device) // items_at_once)
 
 
-def _heads_upwards(flat_heads: int, q_len: int, head_dim: int) -> tuple[int, int]:
+def _heads_upwards(flat_heads: int, q_len: int, width: int) -> tuple[int, int]:
     """How many heads go upwards (backward_schedule.py), all but the last group, and the heads of a group.
 
     A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. Not a
-    function of the device: dQ's order of sums would be another on another GPU. At head_dim 128 it is 9 % slower at
+    function of the device: dQ's order of sums would be another on another GPU. At width 128 it is 9 % slower at
     512 and 2 % at 1024 tokens, and 10 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
     """
-    if head_dim == 128 and q_len < 2048:
+    if width == 128 and q_len < 2048:
         return 0, flat_heads
-    groups = triton.cdiv(flat_heads * 8 * q_len * head_dim, CACHED)
+    groups = triton.cdiv(flat_heads * 8 * q_len * width, CACHED)
     heads_per_group = triton.cdiv(flat_heads, groups)
     return (flat_heads - 1) // heads_per_group * heads_per_group, heads_per_group
