@@ -240,7 +240,7 @@ def _backward_wide(
 
     def prepare_delta() -> Launch:
         strides = (*out.stride()[:3], *d_out.stride()[:3])
-        tile = (rows, head_dim, WIDTH.value, keys)
+        tile = (rows, head_dim, WIDTH.value, keys, False)  # the next kernel waits for the end of this one
         return delta_kernel, (heads, triton.cdiv(q_len, rows), batch), (*strides, q_len, 0, *tile), {}
 
     def prepare_dkdv() -> Launch:
