@@ -229,10 +229,9 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
         return {"SPEC": spec}
     if job.kernel == "hopper_forward":
         return {"SPEC": spec, **absent} | ({} if spec.DYNAMIC.value else {"Counter": None})
-    row_blocks = job.length // backward_schedule.BLOCK_M[tile_width(job.head_dim)]
-    dq_delay = (
-        0 if bounded or listed else backward.choose_dq_delay(tile_width(job.head_dim), job.causal, row_blocks)
-    )
+    width = tile_width(job.head_dim)
+    row_blocks = job.length // backward_schedule.BLOCK_M[width]
+    dq_delay = 0 if bounded or listed else backward.choose_dq_delay(width, job.causal, row_blocks)
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
     drop = drop_of(0.1 if job.feature.startswith("dropout_p") else 0.0)
     if drop is None:
@@ -339,10 +338,9 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:
-            for head_dim in head_dims:
-                jobs += (
-                    _narrow(head_dim) if head_dim in (64, 128) else _wide(head_dim) if head_dim == 256 else []
-                )
+            forms = {64: _narrow, 128: _narrow, 256: _wide}
+            for head_dim in sorted(forms.keys() & set(head_dims)):
+                jobs += forms[head_dim](head_dim)
     return jobs
 
 

@@ -100,7 +100,9 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"attention.tier={request.tier} is none of {', '.join(TIERS)}"
     if reason := refuses_kernels(request):
         return reason
-    if request.tier == "hopper" and (needed := choose("forward", request).why):
+    if request.tier == "hopper" and (
+        needed := choose("forward", request).why or choose("backward", request).why
+    ):
         return f"attention.tier=hopper needs {needed} (attention.tier=auto takes what serves)"
     return None
 

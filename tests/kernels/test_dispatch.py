@@ -71,6 +71,14 @@ def test_a_request_gets_its_kernels_and_the_reason_why_not_others(
     assert dispatch.tier_of(request) == (forward if forward == backward else f"{forward} and {backward}")
 
 
+def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it() -> None:
+    asked = torch.device("cuda"), torch.float16, 136, frozenset({"window"})
+    refused = dispatch.refuses(AttentionRequest(*asked, tier="hopper"))
+    assert refused is not None
+    assert "head_dim 128 or less with window, not 136" in refused
+    assert dispatch.refuses(AttentionRequest(*asked)) is None
+
+
 def chosen(
     tensors: Tensors, options: Options, q_len=512, kv_len=512, forced=False, fits=True
 ) -> tuple[str, str]:
