@@ -158,6 +158,9 @@ def delta_kernel(
     dims = tl.arange(0, WIDTH)[None, :]
     if WIDTH > HEAD_DIM:
         inside = inside & (dims < HEAD_DIM)
+    if HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and loads single elements otherwise
+        stride_ob, stride_oh, stride_om = stride_ob // 8 * 8, stride_oh // 8 * 8, stride_om // 8 * 8
+        stride_dob, stride_doh, stride_dom = stride_dob // 8 * 8, stride_doh // 8 * 8, stride_dom // 8 * 8
     Out += batch * stride_ob + head * stride_oh
     DOut += batch * stride_dob + head * stride_doh
     out = tl.load(Out + rows[:, None].to(tl.int64) * stride_om + dims, mask=inside, other=0.0)
@@ -203,6 +206,8 @@ def round_kernel(
         List = KeyBlocks + batch * stride_lb + head * stride_lh + block * BLOCK_M // KEYS * width
         masked_rows = tl.where(tl.load(List) > 0, masked_rows, q_len)
     dq = tl.where(rows >= masked_rows, dq.reshape(BLOCK_M, WIDTH), 0.0)
+    if HEAD_DIM % 16 != 0:
+        stride_qb, stride_qh, stride_qm = stride_qb // 8 * 8, stride_qh // 8 * 8, stride_qm // 8 * 8
     DQ += batch * stride_qb + head * stride_qh
     inside = rows < q_len
     if WIDTH > HEAD_DIM:
