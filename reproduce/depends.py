@@ -48,6 +48,14 @@ UNTOUCHED |= dict.fromkeys(
     ("e704e6037d", "c4cc18d987", "eaf3ebc29b", "b5d6729e04", "8266e48c70", "7c4b6748ff"),
     "kernels of the fused layers: options of the loss, RMSNorm, no bias; off, they leave the PTX as it was",
 )
+UNTOUCHED |= dict.fromkeys(
+    (
+        *("6733e0309b", "a2193c75fe", "252a2596de", "e72987c2c5", "13133c6932", "55c5956f63", "2ed264e9a5"),
+        *("10eb2d0dd5", "7b0b3efca7", "03a214e629", "a95f1058a4", "aeab2c3cea", "46b4ad3a54", "62fa1d3947"),
+        "48d3e58734",
+    ),
+    "Hopper's forward, and the passes beside its backward: other head_dims; at 64 and 128 the PTX is as it was",
+)
 # Likewise, but of `perplexity` alone: its losses are as before, its times may have fallen.
 SAME_LOSS = dict.fromkeys(
     (

@@ -89,8 +89,9 @@ def test_the_portable_kernels_compile_for_amd_without_ptx(report) -> None:
 
 HOPPER = """
 from kernels.compile_report import Job, compile_job
-for kernel in "hopper_forward", "hopper_backward":
-    job = Job(90, kernel, 128, True, None)
+narrow, wide = ("hopper_forward", "hopper_backward"), ("hopper_forward", "hopper_dkdv", "hopper_dq")
+for kernel, head_dim in [(name, 128) for name in narrow] + [(name, 256) for name in wide]:
+    job = Job(90, kernel, head_dim, True, None)
     report = compile_job(job)
     print(kernel, report.async_loads, *report.problems(job))
 """
@@ -99,7 +100,8 @@ for kernel in "hopper_forward", "hopper_backward":
 @needs_gluon
 def test_the_hopper_kernels_keep_to_their_budgets(printed) -> None:
     """One form of each; .ci/run compiles all of them."""
-    assert printed(HOPPER) == [["hopper_forward", "TMA"], ["hopper_backward", "TMA"]]
+    names = ("hopper_forward", "hopper_backward", "hopper_forward", "hopper_dkdv", "hopper_dq")
+    assert printed(HOPPER) == [[name, "TMA"] for name in names]
 
 
 SPLIT = """
