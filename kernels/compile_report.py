@@ -226,7 +226,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
     lengths = job.length, job.length + ragged
     if job.kernel == "hopper_dkdv":
-        return {"GROUP": 1, "CAUSAL": job.causal}
+        return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
     spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec}
@@ -381,7 +381,8 @@ def _wide(head_dim: int) -> list[Job]:
     jobs += [Job(90, "hopper_dkdv", head_dim, causal, None) for causal in (True, False)]
     for feature in ("cu_seqlens", "window"):
         jobs.append(Job(90, "hopper_forward", head_dim, True, None, feature=feature))
-    return jobs + [Job(90, name, 136, True, None) for name in ("hopper_forward", "hopper_dq")]
+    kernels = ("hopper_forward", "hopper_dkdv", "hopper_dq")
+    return jobs + [Job(90, name, 136, causal, None) for name in kernels for causal in (True, False)]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -247,9 +247,10 @@ def _backward_wide(
         row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
         heads_per_group = max(1, CACHED // (4 * q_len * head_dim))  # whose Q and dO fit the L2 cache
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
-        spec = (heads // kv_heads, causal)
+        strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
+        numbers = (*strides, *sizes, scale, heads // kv_heads, head_dim, causal)
         programs = min(batch * heads * key_blocks, sm_count(device))
-        return dkdv_kernel, (programs, 1, 1), (*sizes, scale, *spec), compile_options(WIDTH.value)
+        return dkdv_kernel, (programs, 1, 1), numbers, compile_options(WIDTH.value)
 
     def prepare_dq() -> Launch:
         spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
@@ -262,11 +263,10 @@ def _backward_wide(
     of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
     launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
     for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
-    of_heads = _of_every_head(q, dk, dv)
-    moved = (q, k, v, d_out, *of_heads)
-    launch((lse, delta, for_dkdv), ("wide dk dv", q.dtype, *key), prepare_dkdv, moved, _describe_wide)
-    pointers = (dq, lse, delta, for_dq)
-    launch(pointers, ("wide dq", *key, dq.stride()), prepare_dq, moved[:4], _describe_wide)
+    of_heads, moved = _of_every_head(q, dk, dv), (q, k, v, d_out)
+    pointers = (*of_heads, lse, delta, for_dkdv)
+    launch(pointers, ("dk dv", *key, *[x.stride() for x in of_heads]), prepare_dkdv, moved, _describe_wide)
+    launch((dq, lse, delta, for_dq), ("dq", *key, dq.stride()), prepare_dq, moved, _describe_wide)
     _add_up_groups((dk, dv), of_heads)
 
 
