@@ -11,8 +11,8 @@ BUDGET = {
     "kernels": 11429,
     "data": 3467,
     "training": 6178,
-    "reproduce": 10539,
-    "benchmarks": 2303,
+    "reproduce": 10007,
+    "benchmarks": 2090,
 }
 
 
