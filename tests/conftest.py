@@ -17,6 +17,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 import pytest
 import torch
 
+from tests import warm
 from training.command_line import launch
 from training.config import Config, DataConfig
 
@@ -28,6 +29,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
 
 ROOT = Path(__file__).parents[1]
+SERVERS = pytest.StashKey[warm.Servers]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have this process's children forked from servers that all workers share. A GPU allows no fork."""
+    if torch.cuda.is_available() or sys.platform != "linux" or "COLD" in os.environ:
+        return
+    if warm.SERVERS not in os.environ:
+        os.environ[warm.SERVERS] = config.stash.setdefault(SERVERS, warm.Servers()).folder
+    warm.install(os.environ[warm.SERVERS])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SERVERS in config.stash:
+        config.stash[SERVERS].end()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
