@@ -1,9 +1,9 @@
-"""Python processes that begin with the libraries imported: `install` makes subprocess fork them from a server.
+"""Python processes that begin with torch imported: `install` makes subprocess fork them from a server.
 
-Of the 2.3 seconds of processor time of a small run, 2.1 were imports of torch, and the tests begin some 200 processes,
-on ranks of torchrun too. The server has imported other people's libraries, and none of ours. A fork of it runs the
-script or module as a new Python would: with its own arguments, environment, directory, files, session, signals and exit
-status. What does not begin like that, `python -c` for example, is started as ever; with COLD=1 in its environment, all.
+Of the 2.3 s of processor time of a small run, 2 s were imports of libraries, and the tests begin some 200 processes,
+ranks of torchrun among them. The server has imported other people's libraries, and nothing of ours. Its fork runs the
+script or module as a new Python would: with arguments, environment, directory, files, signals and exit status of its
+own. What does not begin with torch, or not like that (`python -c`), is started as ever; with COLD=1, everything is.
 """
 
 import functools
@@ -42,15 +42,14 @@ def install(servers: str) -> None:
     def poll_or_ask(self: subprocess.Popen, *rest: Any, **named: Any) -> int | None:
         if not hasattr(self, "keeper"):
             return poll(self, *rest, **named)
-        if self.returncode is None and select.select([self.keeper], [], [], 0)[0]:
+        if self.returncode is None and _ready(self.keeper):
             self._handle_exitstatus(_number(self.keeper))
         return self.returncode
 
     def wait_or_ask(self: subprocess.Popen, flags: int) -> tuple[int, int]:
         if not hasattr(self, "keeper"):
             return wait(self, flags)
-        ended = not flags or select.select([self.keeper], [], [], 0)[0]
-        return (self.pid, _number(self.keeper)) if ended else (0, 0)
+        return (self.pid, _number(self.keeper)) if not flags or _ready(self.keeper) else (0, 0)
 
     subprocess.Popen._internal_poll, subprocess.Popen._try_wait = poll_or_ask, wait_or_ask
 
@@ -71,15 +70,17 @@ def _or_forked(execute: Callable[..., None], servers: str) -> Callable[..., None
             "environment": environment,
             "folder": os.path.join(os.getcwd(), cwd or ""),
             "file_size": resource.getrlimit(resource.RLIMIT_FSIZE),
+            "parent": os.getpid(),
         }
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(request).encode())
             file.flush()
             standard = (pipes[0], pipes[3], pipes[5])
             files = [theirs if theirs >= 0 else ours for ours, theirs in enumerate(standard)]
-            self.keeper = socket.socket(socket.AF_UNIX)
-            self.keeper.connect(f"{servers}/{environment.get('TRITON_INTERPRET', '0')}")
-            socket.send_fds(self.keeper, [b"!"], [*files, file.fileno()])
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(f"{servers}/{environment.get('TRITON_INTERPRET', '0')}")
+            socket.send_fds(connection, [b"!"], [*files, file.fileno()])
+            self.keeper = connection.detach()
             self.pid = _number(self.keeper)
         self._child_created = True
         self._close_pipe_fds(*pipes[:6])
@@ -101,15 +102,25 @@ def _is_warm(command: list[str], environment: dict[str, str]) -> bool:
     return at_start(environment) == at_start(os.environ)
 
 
-def _number(of: socket.socket) -> int:
+def _ready(keeper: int) -> bool:
+    return bool(select.select([keeper], [], [], 0)[0])
+
+
+def _number(keeper: int) -> int:
     """A process id, or a status as of os.waitpid."""
-    received = of.recv(8, socket.MSG_WAITALL)
+    received = os.read(keeper, 8)
     assert len(received) == 8, "the server of warm processes is gone"
     return int.from_bytes(received, "big", signed=True)
 
 
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank -> process id, of the ranks that it has started here: to /proc they are the children of a server."""
+    found = Path(os.environ[SERVERS]).glob(f"{launcher}.*") if SERVERS in os.environ else ()
+    return {int(file.suffix[1:]): int(file.read_text()) for file in found}
+
+
 class Servers:
-    """One for each value of TRITON_INTERPRET, which Triton reads when it is imported. They import at a first request."""
+    """One for each value of TRITON_INTERPRET, which Triton reads when imported. They import at a first request."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="warm")
@@ -189,8 +200,12 @@ def keep(connection: socket.socket) -> dict[str, Any]:
         return json.loads(file.read())
 
 
-def become(command: list[str], environment: dict[str, str], folder: str, file_size: list[int]) -> list[str]:
+def become(
+    command: list[str], environment: dict[str, str], folder: str, file_size: list[int], parent: int
+) -> list[str]:
     """Make this process what a new Python of that command would be; returns the words that name the program."""
+    if "RANK" in environment:
+        Path(sys.argv[1], f"{parent}.{environment['RANK']}").write_text(str(os.getpid()))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
