@@ -26,7 +26,7 @@ from typing import Any
 
 LIBRARIES = ("hydra", "numpy", "safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint",
              "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.tensor")  # fmt: skip
-MODULES = ("benchmarks", "reproduce", "torch.distributed.run", "training.export")  # that begin with torch
+PACKAGES = ("benchmarks", "reproduce", "torch", "training")  # whose modules, run with -m, begin with torch
 SERVERS = "TESTS_WARM_SERVERS"  # the folder of the servers' sockets
 # Read by Python or a library when it begins: a process in which they differ from the server's is started as ever.
 AT_START = ("LANG", "LC_", "LD_", "OMP_", "PYTHON")
@@ -92,7 +92,7 @@ def _is_warm(command: list[str], environment: dict[str, str]) -> bool:
     if not command or command[0] != sys.executable or "COLD" in environment:
         return False
     words = command[2:] if command[1:2] == ["-u"] else command[1:]
-    if not (words[0].endswith(".py") or (words[0] == "-m" and words[1] in MODULES)):
+    if not (words[0].endswith(".py") or (words[0] == "-m" and words[1].split(".")[0] in PACKAGES)):
         return False
 
     def at_start(variables: Any) -> dict[str, str]:
