@@ -17,7 +17,8 @@ def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(text
     out = tmp_path / "scaling.json"
     small = [
         *("trainer.device=cpu", "attention=naive", "model.seq_len=16", "model.n_head=2", "model.n_embd=32"),
-        *("trainer.batch_tokens=128", "data=text_files", f"data.files={text_file}", "data.workers=1"),
+        *("trainer.batch_tokens=128", "data=text_files", f"data.files={text_file}", r"data.separator='\n\n'"),
+        *("data.val_fraction=0.1", "data.workers=1"),
     ]
     tiny = ["scaling", "--models", "tiny", "--steps", "1", "--out", str(out), "--gpus", "1", "2"]
     assert main([*tiny, "--layouts", "whole", "full", "context", "--", *small]) == 0

@@ -89,7 +89,9 @@ def test_another_seed_changes_weights_and_batches(short_text_file, tmp_path):
 
 def test_another_init_seed_changes_the_weights_and_not_the_batches(short_text_file, tmp_path):
     first = Trainer(config(short_text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
-    other = Trainer(replace(config(short_text_file, "sdpa"), init_seed=1), tmp_path, World(torch.device("cpu")))
+    other = Trainer(
+        replace(config(short_text_file, "sdpa"), init_seed=1), tmp_path, World(torch.device("cpu"))
+    )
     assert not torch.equal(first.model.wte.weight, other.model.wte.weight)
     assert np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])
 
@@ -134,7 +136,9 @@ def test_layers_are_fused_by_default_on_a_gpu_only(short_text_file, tmp_path):
 
 
 def test_attention_options_reach_the_unpacked_and_the_packed_function(short_text_file, tmp_path):
-    precise = replace(config(short_text_file, "flash"), attention=AttentionConfig("flash", precise_delta=True))
+    precise = replace(
+        config(short_text_file, "flash"), attention=AttentionConfig("flash", precise_delta=True)
+    )
     attention = Trainer(precise, tmp_path, World(torch.device("cpu"))).model.h[0].attn
     assert attention.attention.keywords == attention.packed.keywords == {"precise_delta": True}
 
