@@ -79,7 +79,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def short_text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 24 bytes, for runs in the interpreter: of `text_file`, one to evaluate takes half of their time."""
+    """Documents of 24 bytes, for runs in the interpreter: to evaluate one of `text_file` took half of it."""
     path = tmp_path_factory.mktemp("short") / "text.txt"
     path.write_text("\n\n".join(f"{i * i} wizards, {i * 7919} quips" for i in range(1, 61)))
     return path
