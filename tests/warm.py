@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROOT = str(Path(__file__).parents[1])
 LIBRARIES = ("hydra", "numpy", "safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint",
              "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.tensor")  # fmt: skip
 PACKAGES = ("benchmarks", "reproduce", "torch", "training")  # whose modules, run with -m, begin with torch
@@ -89,7 +90,9 @@ def _or_forked(execute: Callable[..., None], servers: str) -> Callable[..., None
 
 
 def _is_warm(command: list[str], environment: dict[str, str]) -> bool:
-    if not command or command[0] != sys.executable or "COLD" in environment:
+    if len(command) < 2 or command[0] != sys.executable or "COLD" in environment:
+        return False
+    if environment.get("PYTHONPATH") not in (None, ROOT):  # it may hide a library
         return False
     words = command[2:] if command[1:2] == ["-u"] else command[1:]
     if not (words[0].endswith(".py") or (words[0] == "-m" and words[1].split(".")[0] in PACKAGES)):
@@ -163,16 +166,14 @@ def serve(folder: str, name: str) -> dict[str, Any]:
             listener.close()
             return keep(connection)
         connection.close()
-        while _reaped(os.WNOHANG):
+        while _reaped():
             pass
-    while _reaped(0):
-        pass
     os._exit(0)
 
 
-def _reaped(flags: int) -> bool:
+def _reaped() -> bool:
     try:
-        return os.waitpid(-1, flags)[0] > 0
+        return os.waitpid(-1, os.WNOHANG)[0] > 0
     except ChildProcessError:
         return False
 
@@ -219,8 +220,7 @@ def become(
     module = words[0] == "-m"
     sys.argv = words[1:] if module else words
     first = folder if module else str(Path(words[0]).resolve().parent)
-    more = environment.get("PYTHONPATH", "")
-    sys.path[:1] = [first, *(more.split(":") if more else [])]  # in place of this file's folder
+    sys.path[:1] = [first, *([ROOT] if "PYTHONPATH" in environment else [])]  # in place of this file's folder
     return words
 
 
