@@ -178,8 +178,12 @@ def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) 
     check("forward", machine, q_len, kv_len, head_dim, causal)
 
 
-@ONE_QUICK_HEAD_DIM
-@pytest.mark.parametrize("bound", ["causal", "full", "window", "documents", "blocks"])
+@pytest.mark.parametrize(
+    ("bound", "head_dim"),
+    [(bound, 64) for bound in ("causal", "full", "window", "documents", "blocks")]
+    + [pytest.param(bound, 128, marks=SLOW) for bound in ("causal", "full", "window", "documents", "blocks")]
+    + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 256)],
+)
 def test_precise_delta(machine, bound: str, head_dim: int) -> None:
     """The forward keeps what rounding takes from out: of equal scores, P is 1 and sums of V are exact up to float32.
     The backward adds it (`run` compares delta)."""

@@ -141,12 +141,14 @@ def test_packed_views_and_grouped_heads(heads: int, kv_heads: int, head_dim: int
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bound", ["causal", "full", "window", "documents", "blocks"])
 def test_precise_delta_keeps_what_rounding_takes_from_out(
     bound: str, head_dim: int, dtype: torch.dtype
 ) -> None:
     """Of equal scores, P is 1 and sums of V are exact up to float32."""
+    if bound == "blocks" and head_dim > 128:
+        pytest.skip("the portable kernels have block masks there")
     for length in (129, 1000, 2100, 4100):  # 4100: three consumers
         q, k, v = normal(length, length, head_dim, dtype, batch=2, heads=4, kv_heads=2)
         q = torch.zeros_like(q.transpose(1, 2)).transpose(1, 2)  # tokens before heads, as in a packed qkv
