@@ -18,8 +18,8 @@ that `python -m reproduce` lists the experiments at once.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -91,10 +91,16 @@ class Experiment:
         title: one line for the list and the report.
         claims: the claims it tests, as numbered in `claims.py`.
         needs: "cpu" if a CPU gives meaningful figures, "cuda" if only its --tiny form runs without a GPU.
-        minutes: about what it takes on one GPU in all its processes, and so its share of a budget for `all`.
+        minutes: about what it takes on one GPU in all its processes.
         measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
         package: the package that its module is in.
         gpus: how many it takes at least.
+        alone: nothing may run beside it: it times the host, or takes all GPUs itself.
+        seconds: about what a sample of each kind takes on an H100 once its kernels are compiled, on average also over
+            those that are refused; by these `plan.py` tells what is left to measure and how long it takes. Without
+            them, and with all GPUs (`alone`), it takes `minutes`.
+        compiles: the kinds whose measuring compiles: before anything is timed, all cores do so side by side.
+        first: settings that select what README and its picture show: measured before all else.
     """
 
     name: str
@@ -105,6 +111,10 @@ class Experiment:
     measures: tuple[str, ...]
     package: str = "reproduce"
     gpus: int = 1
+    alone: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    compiles: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -125,7 +135,7 @@ _STEP = (
     *("kernels", *ATTENTIONS, "model.gpt.GPT", "training.optimizer.build_optimizer"),
     *("training.optimizer.update", "training.precision.compiled", "training.cuda_graphs.compiled_to_graphs"),
 )
-# The most useful first: `all` runs them in this order.
+# The most useful first: `all` runs them in this order, those that need all GPUs at the end.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each
     for each in (
@@ -136,6 +146,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=35.0,
             measures=ATTENTIONS,
+            seconds={"matrix_rate": 2.0, "check": 0.5, "memory": 0.15, "time": 4.8},
+            compiles=("check", "memory"),
+            first=("figures=gpt2,fa2",),
         ),
         Experiment(
             name="traffic",
@@ -144,6 +157,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=4.0,
             measures=ATTENTIONS,
+            seconds={"check": 0.5, "time": 6.0, "passes": 2.0, "tiles": 1.0, "copy rate": 2.0, "ncu": 6.0},
+            compiles=("check",),
         ),
         Experiment(
             name="training",
@@ -152,6 +167,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cuda",
             minutes=50.0,
             measures=_STEP,
+            seconds={"machine": 3.0, "memory": 4.2, "speed": 50.0},
+            compiles=("memory",),
+            first=("parts=compiled,whole",),
         ),
         Experiment(
             name="numerics",
@@ -160,6 +178,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=4.0,
             measures=ATTENTIONS,
+            seconds={"errors": 0.12, "outliers": 0.1, "fp8": 1.0},
+            compiles=("errors", "outliers"),
         ),
         Experiment(
             name="sparse",
@@ -168,6 +188,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=3.0,
             measures=ATTENTIONS,
+            seconds={"exact": 0.5, "shares": 0.3, "butterfly": 0.5},
+            compiles=("exact",),
         ),
         Experiment(
             name="history",
@@ -176,6 +198,15 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=14.0,
             measures=ATTENTIONS,
+            seconds={
+                "check": 0.3,
+                "order": 5.5,
+                "ablation": 1.0,
+                "tiles": 1.6,
+                "programs": 2.0,
+                "softmax": 0.4,
+            },
+            compiles=("check",),
         ),
         Experiment(
             name="encoders",
@@ -184,6 +215,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cuda",
             minutes=10.0,
             measures=_STEP,
+            seconds={"bert": 35.0, "listops": 22.0, "path": 20.0, "accuracy": 75.0},
         ),
         Experiment(
             name="ring",
@@ -201,6 +233,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "kernels.ring.group.RingGroup",
             ),
             gpus=2,
+            alone=True,
         ),
         Experiment(
             name="perplexity",
@@ -217,6 +250,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 ),
                 *("data.loader.Batches", "data.permutation.Permutation"),
             ),
+            alone=True,
         ),
     )
 }

@@ -1,0 +1,145 @@
+"""What a call will do: which samples are missing, in which order they are measured, and about how long that takes.
+
+An experiment's `run` is called with options that measure nothing and remember what it asks for. So the plan is what
+the run would do, and a run that was cut goes on with what its document lacks, sample by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .experiment import Experiment, Options, Sample, parse_settings, text_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from .results import Store
+
+# Starting a process: imports, CUDA, and the first use of each kernel that is already compiled.
+STARTING_S = 12.0
+# What stands in for a sample that is not measured yet: whoever takes part is right, and fits.
+ASSUMED = {
+    **{"passed": True, "agrees": True, "finite": True, "worst": 0.0, "peak_bytes": 0},
+    **{"limits": {}, "row_errors": {}, "logit_error": 0.0},
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A process of an experiment, or of its first part.
+
+    Attributes:
+        settings: what the document records.
+        selected: what is run: the same, or the part of it that README and its picture show.
+        process: which of the settings' `processes` this is, of `processes`.
+        samples: how many are missing; None if the experiment does not tell.
+        seconds: about what they take.
+        fresh: whether the process has no step before this one, which would have tried what failed again.
+    """
+
+    experiment: Experiment
+    settings: Any
+    selected: Any
+    process: int
+    processes: int
+    samples: int | None
+    seconds: float
+    fresh: bool = True
+
+    @property
+    def name(self) -> str:
+        part = "" if self.selected == self.settings else " (README's figures)"
+        return f"{self.experiment.name}{part}, process {self.process + 1} of {self.processes}"
+
+
+def missing(
+    experiment: Experiment, store: Store, settings: Any, device: torch.device, tiny: bool
+) -> list[Sample]:
+    """The coordinates of what the document lacks, of all processes; none if the experiment does not tell."""
+    if not experiment.seconds:
+        return []
+    found: dict[str, Sample] = {}
+
+    def sample(measure: object, **where: Any) -> Sample:
+        known = store.find(**where)
+        if known is None and where.get("process", 0) == options.process:
+            found[str(where)] = where
+        return known or {**where, **ASSUMED}
+
+    for process in range(processes_of(settings, device, tiny)):
+        options = Options(device, tiny, settings, sample, process, store.find, say=lambda line: None)
+        experiment.module.run(options)
+    return list(found.values())
+
+
+def processes_of(settings: Any, device: torch.device, tiny: bool) -> int:
+    """How many processes measure. A CPU counts, and counts are the same in each."""
+    return getattr(settings, "processes", 1) if device.type == "cuda" or tiny else 1
+
+
+def steps(
+    experiment: Experiment, store: Store, settings: Any, device: torch.device, tiny: bool
+) -> Iterator[Step]:
+    """What is left of an experiment, its first part before the rest."""
+    count = processes_of(settings, device, tiny)
+    if not experiment.seconds:
+        if not store.finished:
+            for process in range(count):
+                seconds = 60 * experiment.minutes / count
+                yield Step(experiment, settings, settings, process, count, None, seconds)
+        return
+    planned: set[str] = set()
+    begun: set[int] = set()
+    for selected in dict.fromkeys((parse_settings(settings, list(experiment.first)), settings)):
+        left = [
+            each for each in missing(experiment, store, selected, device, tiny) if str(each) not in planned
+        ]
+        planned |= set(map(str, left))
+        for process in range(count):
+            own = [each for each in left if each.get("process", 0) == process]
+            if own:
+                seconds = STARTING_S + sum(_price(experiment, store, each["kind"]) for each in own)
+                fresh = process not in begun
+                begun.add(process)
+                yield Step(experiment, settings, selected, process, count, len(own), seconds, fresh)
+
+
+def _price(experiment: Experiment, store: Store, kind: str) -> float:
+    """Seconds of a sample: the mean of those in the document, or else what the experiment says."""
+    count, seconds = store.document["took"].get(kind, (0, 0.0))
+    return seconds / count if count else experiment.seconds.get(kind, 1.0)
+
+
+def wall_seconds(plan: list[Step], devices: int) -> float:
+    """How long the steps take on so many devices, in their order, an experiment's first process before its others."""
+    free, ended, waiting = [0.0] * devices, {}, list(plan)
+    while waiting:
+        free.sort()
+        starts = [max(free[0], ended.get(each.experiment.name, 0.0)) for each in waiting]
+        step = waiting.pop(starts.index(min(starts)))
+        free[0] = min(starts) + step.seconds
+        if step.process == 0:
+            ended[step.experiment.name] = free[0]
+    return max(free)
+
+
+def shown(plan: list[Step], devices: list[torch.device]) -> str:
+    """The plan for a terminal: a row for each part of an experiment, in the order in which they start."""
+    rows, on_gpu = {}, devices[0].type == "cuda"
+    for step in plan:
+        name = step.name.partition(", process")[0]
+        count, seconds, processes = rows.get(name, (0, 0.0, 0))
+        rows[name] = (count + (step.samples or 0), seconds + step.seconds, processes + 1)
+    lines = [
+        [name, str(count or ""), str(processes), f"{seconds / 60:.1f}" if on_gpu else ""]
+        for name, (count, seconds, processes) in rows.items()
+    ]
+    text = text_table(["to measure", "samples", "processes", "minutes"], lines)
+    if on_gpu:
+        shared = [each for each in plan if not each.experiment.alone]
+        alone = sum(each.seconds for each in plan if each.experiment.alone)
+        wall = (wall_seconds(shared, len(devices)) if shared else 0.0) + alone
+        text += f"\nabout {wall / 60:.0f} minutes on {len(devices)} GPU{'s' * (len(devices) > 1)}"
+    return text
