@@ -18,6 +18,8 @@ BENCHMARKS: dict[str, Experiment] = {
                 "training.precision.compiled",
             ),
             package="benchmarks",
+            seconds={"check": 2.0, "memory": 1.0, "time": 10.0},
+            compiles=("check", "memory"),
         ),
         Experiment(
             name="documents",
@@ -27,6 +29,19 @@ BENCHMARKS: dict[str, Experiment] = {
             minutes=2.5,
             measures=ATTENTIONS,
             package="benchmarks",
+            seconds={"check": 0.5, "time": 2.0},
+            compiles=("check",),
+        ),
+        Experiment(
+            name="neighbour",
+            title="whether a busy GPU beside it changes what a GPU or the host takes",
+            claims=(),
+            needs="cuda",
+            minutes=2.0,
+            measures=("kernels.flash", "kernels.naive.naive_attention", "kernels.library.sdpa"),
+            package="benchmarks",
+            gpus=2,
+            alone=True,
         ),
         Experiment(
             name="host",
@@ -36,6 +51,7 @@ BENCHMARKS: dict[str, Experiment] = {
             minutes=0.5,
             measures=("kernels.flash.api.flash_attention", "kernels.launch.launch"),
             package="benchmarks",
+            alone=True,
         ),
         Experiment(
             name="huggingface",
@@ -50,6 +66,7 @@ BENCHMARKS: dict[str, Experiment] = {
                 "kernels.under_transformers.mask_of",
             ),
             package="benchmarks",
+            alone=True,
         ),
         Experiment(
             name="decode",
@@ -59,6 +76,7 @@ BENCHMARKS: dict[str, Experiment] = {
             minutes=1.5,
             measures=("kernels.flash.decode", "model.decode.Decoder", "model.decode.generate_batch"),
             package="benchmarks",
+            alone=True,
         ),
     )
 }

@@ -34,8 +34,8 @@ PADDED, DROPPED = "padding", "padding+dropout"
 # They store the length x length scores; the most memory first.
 HOLD_SCORES = ("sdpa_math", "naive", peers.COMPILED, STANDARD)
 
-# The longest at which they take part, unless `backends` names them. Beyond, they took three quarters of the time of the
-# whole experiment on an H200, and nothing is judged of them: naive and math are slower there than standard attention.
+# The longest at which they take part, unless `backends` names them. Beyond, they took three quarters of the time of
+# the whole experiment on an H200, and nothing is judged of them: there, standard attention is faster than naive.
 LONGEST = {
     **dict.fromkeys(("naive", "sdpa_math"), 4096),
     **dict.fromkeys(("sdpa", "sdpa_flash", "sdpa_efficient", peers.DETERMINISTIC), 16384),

@@ -148,10 +148,11 @@ def _measure(program: Program, arguments: argparse.Namespace, command: list[str]
     if arguments.plan:
         return 0
     end = began + arguments.budget if arguments.budget else None
-    unfinished, status = _run(plan, devices, call, end, arguments)
+    unfinished, own = _run(plan, devices, call, end, arguments)
+    status = max(own.values(), default=0)
     late = end is not None and time.monotonic() >= began + RESERVED * arguments.budget
     for each in chosen:
-        if each.name in settings and (len(chosen) == 1 or not each.alone):
+        if each.name in settings and each.name not in own:
             store = call.store(each, settings[each.name], device, retry=[])
             whole = each.name not in unfinished and not missing(
                 each, store, settings[each.name], device, tiny
@@ -166,35 +167,45 @@ def _run(
     call: Call,
     end: float | None,
     arguments: argparse.Namespace,
-) -> tuple[set[str], int]:
-    """The experiments that did not come to their end, and the exit status of those that ran as their own command."""
+) -> tuple[set[str], dict[str, int]]:
+    """The experiments that did not come to their end, and the exit status of each that ran as its own command."""
     from .side_by_side import compile_all, measure, measure_all
 
     if len(plan) == 1:
         try:
             measure(devices[0], plan[0], replace(call, deadline=end))
         except OutOfTime:
-            return {plan[0].experiment.name}, 0
-        return set(), 0
+            return {plan[0].experiment.name}, {}
+        return set(), {}
     if end is not None:  # a running sample is not cut before the end
         call = replace(call, deadline=end - (1 - RESERVED) * arguments.budget)
+    alone = {step.experiment.name: step.experiment for step in plan if step.experiment.alone}
+    if len({step.experiment.name for step in plan}) == 1 and alone:
+        return measure_all(plan, devices[:1], call, end), {}
     shared = [step for step in plan if not step.experiment.alone]
     compile_all(shared, devices, call, end)
-    unfinished, status = measure_all(shared, devices, call, end), 0
-    for each in {step.experiment.name: step.experiment for step in plan if step.experiment.alone}.values():
-        status = max(status, _start(each, arguments, end))
-    return unfinished, status
+    unfinished = measure_all(shared, devices, call, end)
+    return unfinished, {name: _start(each, arguments, end) for name, each in alone.items()}
 
 
 def _conclude(store: Store, whole: bool, late: bool) -> int:
-    """Print and draw what the document has, and the exit status."""
-    experiment, module = store.experiment, store.experiment.module
+    """Finish a document that is whole, show it, and return the exit status."""
+    experiment = store.experiment
     if whole:
         store.finish()
     elif late:
-        print(
-            f"{experiment.name}: out of time; what is done is in {store.partial}, and the same command continues"
-        )
+        done = f"what is done is in {store.partial}, and " if store.document["samples"] else ""
+        print(f"{experiment.name}: out of time; {done}the same command continues")
+    if store.document["samples"]:
+        _show(store)
+    if not whole:
+        return OUT_OF_TIME if late else 1
+    return int(bool(store.failures))
+
+
+def _show(store: Store) -> None:
+    """Print and draw the document."""
+    experiment, module = store.experiment, store.experiment.module
     print(getattr(module, "table", tables.table)(store.document))
     print(tables.verdicts(getattr(module, "judge", lambda results: [])(store.document)))
     if can_draw():
@@ -204,9 +215,6 @@ def _conclude(store: Store, whole: bool, late: bool) -> int:
     print(
         f"{experiment.name}: {store.document['state']} in {store.document['seconds']:.0f} s, {store.folder}"
     )
-    if not whole:
-        return OUT_OF_TIME if late else 1
-    return int(bool(store.failures))
 
 
 def _chosen(program: Program, words: list[str]) -> dict[str, list[str]]:

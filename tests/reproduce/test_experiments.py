@@ -282,30 +282,6 @@ def test_a_finished_result_is_kept_unless_again_or_other_settings(tmp_path, caps
     assert len(document(tmp_path, "sparse")["samples"]) == 2
 
 
-def test_all_divides_its_budget_and_retries_what_ran_out_of_time(tmp_path, capsys, monkeypatch):
-    started = []
-
-    def process(command, check):
-        started.append((command[3], float(command[command.index("--budget") + 1][:-1])))
-        first = len(started) <= len(EXPERIMENTS)
-        return subprocess.CompletedProcess(command, 75 if command[3] == "traffic" and first else 0)
-
-    monkeypatch.setattr(subprocess, "run", process)
-    assert main(["all", "--tiny", "--device", "cpu", "--budget", "20m30s", "--results", str(tmp_path)]) == 0
-    assert [name for name, _ in started] == [*EXPERIMENTS, "traffic"]
-    shares = dict(started[: len(EXPERIMENTS)])
-    total = sum(each.minutes for each in EXPERIMENTS.values())
-    assert shares["attention"] == pytest.approx(1230 * EXPERIMENTS["attention"].minutes / total, abs=1)
-    assert started[-1][1] == pytest.approx(0.95 * 1230, abs=10)  # what is left
-
-    started.clear()
-    capsys.readouterr()
-    assert main(["all", "--tiny", "--device", "cpu", "--budget", "1s"]) == 0
-    assert not started
-    said = capsys.readouterr().out
-    assert said == f"the budget is spent; the same command continues with {', '.join(EXPERIMENTS)}\n"
-
-
 def test_a_budget_of_zero_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["all", "--tiny", "--budget", "0s"])

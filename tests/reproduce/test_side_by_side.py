@@ -1,0 +1,147 @@
+"""Experiments in several processes: planned, killed, continued, none of their samples lost. 60 s on 2 cores."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from reproduce import history, timing
+from reproduce.__main__ import main
+from reproduce.experiment import EXPERIMENTS, parse_settings
+from reproduce.plan import missing, steps, wall_seconds
+from reproduce.results import Store
+from reproduce.side_by_side import Call, compile_share, measure_all
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+QUICK = ("history.processes=2", "history.row_lengths=100,200")
+COMMAND = ["history", "sparse", "--tiny", "--device", "cpu", *QUICK]
+
+
+def samples(folder: Path, name: str) -> list[dict]:
+    for path in (folder / "cpu" / f"{name}.json", folder / "cpu" / f"{name}.partial.json"):
+        if path.exists():
+            return json.loads(path.read_text())["samples"]
+    return []
+
+
+def planned(folder: Path, capsys: pytest.CaptureFixture) -> dict[str, int]:
+    """How many samples the plan names of each experiment."""
+    assert main([*COMMAND, "--results", str(folder), "--plan"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    return {row.split()[0]: int(row.split()[1]) for row in rows}
+
+
+def test_a_run_that_is_killed_goes_on_where_it_stopped(tmp_path, capsys):
+    whole = planned(tmp_path, capsys)
+    assert whole.keys() == {"history", "sparse"}
+    assert not list(tmp_path.iterdir())  # a plan measures nothing
+    command = [sys.executable, "-m", "reproduce", *COMMAND, "--results", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    while len(samples(tmp_path, "history")) < 5:
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = samples(tmp_path, "history")
+    left = planned(tmp_path, capsys)
+    assert left == {"history": whole["history"] - len(before), "sparse": whole["sparse"]}
+
+    assert main([*COMMAND, "--results", str(tmp_path)]) == 0
+    assert samples(tmp_path, "history")[: len(before)] == before  # kept, not measured again
+    assert len(samples(tmp_path, "history")) == whole["history"]
+    assert sorted(path.name for path in (tmp_path / "cpu").glob("*.json")) == ["history.json", "sparse.json"]
+    results = json.loads((tmp_path / "cpu" / "history.json").read_text())
+    assert len(timing.took(timing.timed(results, kind="softmax")[0], "safe")) == 2
+    capsys.readouterr()
+    assert main([*COMMAND, "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("already done") == 2
+
+
+def history_store(folder: Path, settings: history.Settings) -> Store:
+    return Store(folder, EXPERIMENTS["history"], device=CPU, settings=settings, tiny=True, command=[])
+
+
+def test_processes_that_write_the_same_document_lose_nothing(tmp_path):
+    settings = parse_settings(history.TINY, ["processes=3", "row_lengths=100,200,300"])
+    plan = list(steps(EXPERIMENTS["history"], history_store(tmp_path, settings), settings, CPU, True))
+    assert [step.process for step in plan] == [0, 1, 2]
+    asked = {step.process: step.samples for step in plan}
+    call = Call(tmp_path, tiny=True, command=())
+    assert measure_all(plan, [CPU, CPU], call, None) == set()  # the second and third process at the same time
+    store = history_store(tmp_path, settings)
+    assert not missing(EXPERIMENTS["history"], store, settings, CPU, True)
+    found = [sample.get("process", 0) for sample in store.document["samples"]]
+    assert {process: found.count(process) for process in asked} == asked
+    count, seconds = store.document["took"]["softmax"]
+    assert count == 9
+    assert seconds > 0
+
+
+def test_what_is_cut_at_the_end_of_its_time_is_continued(tmp_path, capsys):
+    assert main([*COMMAND, "--results", str(tmp_path), "--budget", "1s"]) == 75
+    assert "out of time; " in capsys.readouterr().out
+    assert planned(tmp_path, capsys).keys() == {"history", "sparse"}
+
+
+def test_compiling_takes_each_sample_that_compiles_once_and_keeps_nothing(tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr(history, "_checked", lambda name, *rest: taken.append(name) or {"passed": True})
+    store = history_store(tmp_path, history.TINY)
+    plan = list(steps(EXPERIMENTS["history"], store, history.TINY, CPU, True))
+    call = Call(tmp_path, tiny=True, command=())
+    for share in range(2):
+        compile_share(CPU, plan, call, share, 2)
+    assert sorted(taken) == sorted(2 * history.ATTENTIONS)  # full and causal
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_readme_shows_is_planned_before_the_rest(tmp_path, capsys):
+    assert (
+        main(["history", "attention", "--tiny", "--device", "cpu", "--results", str(tmp_path), "--plan"]) == 0
+    )
+    rows = [row.partition("  ")[0] for row in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == ["attention (README's figures)", "history", "attention"]
+
+
+def test_others_wait_for_an_experiments_first_process_alone():
+    store = type("Nothing", (), {"find": lambda self, **where: None, "document": {"took": {}}})()
+    settings = parse_settings(history.Settings(), [])
+    plan = list(steps(EXPERIMENTS["history"], store, settings, torch.device("cuda"), False))
+    first, second, third = (step.seconds for step in plan)
+    assert wall_seconds(plan, 1) == pytest.approx(first + second + third)
+    assert wall_seconds(plan, 2) == pytest.approx(first + max(second, third))
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(0.001, 20), (0.2, 60)])
+def test_a_steady_call_takes_no_more_than_the_least_rounds(noise, rounds, monkeypatch):
+    def phases(call, number, device, sleep):
+        return [1.0 + noise * (number % 7)], False
+
+    monkeypatch.setattr(timing, "_phases", phases)
+    timed = timing.time_alternating({"a": None}, CPU, seconds=60.0, rounds=(20, 60))
+    assert len(timed.ms["a"][0]) == rounds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["history", "sprase", "--tiny"], "sprase is not key=value, nor an experiment"),
+        (
+            ["history", "sparse", "length=3"],
+            "length=3: settings apply to one experiment: write NAME.length=3",
+        ),
+        (["length=3"], "length=3: name an experiment first"),
+    ],
+)
+def test_a_mistake_in_a_list_of_experiments_is_a_one_line_error(arguments, words, capsys):
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
