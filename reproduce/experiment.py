@@ -100,7 +100,7 @@ class Experiment:
             those that are refused; by these `plan.py` tells what is left to measure and how long it takes. Without
             them, and with all GPUs (`alone`), it takes `minutes`.
         compiles: the kinds whose measuring compiles: before anything is timed, all cores do so side by side.
-        first: settings that select what README and its picture show: measured before all else.
+        first: the values of its settings that README and its picture show, which are measured before all else.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Experiment:
     alone: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiles: tuple[str, ...] = ()
-    first: tuple[str, ...] = ()
+    first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -148,7 +148,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             measures=ATTENTIONS,
             seconds={"matrix_rate": 2.0, "check": 0.5, "memory": 0.15, "time": 4.8},
             compiles=("check", "memory"),
-            first=("figures=gpt2,fa2",),
+            first={"figures": ("gpt2", "fa2")},
         ),
         Experiment(
             name="traffic",
@@ -169,7 +169,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             measures=_STEP,
             seconds={"machine": 3.0, "memory": 4.2, "speed": 50.0},
             compiles=("memory",),
-            first=("parts=compiled,whole",),
+            first={"parts": ("compiled", "whole")},
         ),
         Experiment(
             name="numerics",

@@ -7,10 +7,10 @@ the run would do, and a run that was cut goes on with what its document lacks, s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .experiment import Experiment, Options, Sample, parse_settings, text_table
+from .experiment import Experiment, Options, Sample, text_table
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,11 @@ def steps(
         return
     planned: set[str] = set()
     begun: set[int] = set()
-    for selected in dict.fromkeys((parse_settings(settings, list(experiment.first)), settings)):
+    chosen = {
+        key: [each for each in getattr(settings, key) if each in its] for key, its in experiment.first.items()
+    }
+    parts = [replace(settings, **{key: tuple(its) for key, its in chosen.items()})] * all(chosen.values())
+    for selected in dict.fromkeys((*parts, settings)):
         left = [
             each for each in missing(experiment, store, selected, device, tiny) if str(each) not in planned
         ]

@@ -183,7 +183,7 @@ class Store:
         """By which a partial document is known to be the one that was read or written last."""
         try:
             found = self.partial.stat()
-        except FileNotFoundError:
+        except OSError:
             return (0, 0)
         return found.st_ino, found.st_mtime_ns
 

@@ -20,7 +20,7 @@ from reproduce.side_by_side import Call, compile_share, measure_all
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-QUICK = ("history.processes=2", "history.row_lengths=100,200")
+QUICK = ("history.processes=2", "history.row_lengths=100,200", "history.lengths=", "history.heads=")
 COMMAND = ["history", "sparse", "--tiny", "--device", "cpu", *QUICK]
 
 
@@ -68,8 +68,9 @@ def history_store(folder: Path, settings: history.Settings) -> Store:
     return Store(folder, EXPERIMENTS["history"], device=CPU, settings=settings, tiny=True, command=[])
 
 
+@pytest.mark.slow
 def test_processes_that_write_the_same_document_lose_nothing(tmp_path):
-    settings = parse_settings(history.TINY, ["processes=3", "row_lengths=100,200,300"])
+    settings = parse_settings(history.TINY, ["processes=3", "row_lengths=100,200,300", "lengths=", "heads="])
     plan = list(steps(EXPERIMENTS["history"], history_store(tmp_path, settings), settings, CPU, True))
     assert [step.process for step in plan] == [0, 1, 2]
     asked = {step.process: step.samples for step in plan}
