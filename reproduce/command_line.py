@@ -83,7 +83,7 @@ def listing(program: Program) -> str:
         f"{start} NAME NAME ... --plan  what is left to measure, and how long it takes",
         *(f"{start} {name:22}{what}" for name, (_, what) in program.tools.items()),
         "",
-        "takes: on an H200, about. needs cpu: without a GPU, a CPU counts what it can.",
+        "takes: on one H100, about. needs cpu: without a GPU, a CPU counts what it can.",
         "--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing.",
     ]
     return "\n".join(lines)

@@ -47,6 +47,10 @@ UNTOUCHED |= dict.fromkeys(
     ("e704e6037d", "c4cc18d987", "eaf3ebc29b", "b5d6729e04", "8266e48c70", "7c4b6748ff"),
     "kernels of the fused layers: options of the loss, RMSNorm, no bias; off, they leave the PTX as it was",
 )
+UNTOUCHED |= dict.fromkeys(
+    ("7df027823e", "57d24909f0", "5852a1659a", "f6a09f3963"),
+    "run of attention, traffic, sparse, history on a CPU, which counts: what is new is of what a GPU times",
+)
 # Likewise, but of `perplexity` alone: its losses are as before, its times may have fallen.
 SAME_LOSS = dict.fromkeys(
     (

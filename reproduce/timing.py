@@ -8,9 +8,9 @@ may include waiting for the host: the round is measured again after a longer sle
 longest sleep is too short.
 
 Contenders take turns in an order drawn anew for each round, on inputs that are not in cache, while clock and power
-are recorded. A process times each of them at least 20 times, and three processes do so one after another. What is
-stated is the median of the processes' medians with their range, and "faster" only where ranges do not overlap
-(`beside`).
+are recorded. A process times each of them at least 20 times, and three processes do so, each on a GPU of its own or
+one after another. What is stated is the median of the processes' medians with their range, and "faster" only where
+ranges do not overlap (`beside`).
 """
 
 from __future__ import annotations
