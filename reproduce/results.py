@@ -170,8 +170,9 @@ class Store:
         """Write a sample to the partial document, to which another process may have written since."""
         with writing(self.partial, "--results FOLDER"), FileLock(self.partial.with_suffix(".lock")):
             if self._stamp() != self.stamp and (other := read(self.partial)):
-                held = [*self.document["samples"], *self.forgotten]
-                self.document["samples"] += [each for each in other["samples"] if each not in held]
+                held = set(map(json.dumps, [*self.document["samples"], *self.forgotten]))
+                new = [each for each in other["samples"] if json.dumps(each) not in held]
+                self.document["samples"] += new
                 self.document["took"] = other["took"]
             self.document["samples"].append(sample)
             count, so_far = self.document["took"].get(sample.get("kind", ""), (0, 0.0))

@@ -22,7 +22,7 @@ import torch
 
 from .experiment import Experiment, Options, OutOfTime, Sample
 from .fleet import DONE, Fleet, Job
-from .plan import ASSUMED, Step
+from .plan import ASSUMED, Step, missing
 from .results import Store
 
 # Processes that compile on a GPU at once: their contenders, of up to 20 GiB each, have to fit beside each other.
@@ -90,9 +90,9 @@ def measure_all(plan: list[Step], devices: list[torch.device], call: Call, end: 
 
 def compile_all(plan: list[Step], devices: list[torch.device], call: Call, end: float | None) -> None:
     """Compile what the steps need, in as many processes as cores and memory allow."""
-    steps = [step for step in plan if step.process == 0 and step.experiment.compiles]
+    steps = [*{step.experiment.name: step for step in plan if step.experiment.compiles}.values()]
     each = min(MOST_COMPILING, (os.cpu_count() or 1) // (2 * len(devices)))
-    if not steps or devices[0].type != "cuda" or each * len(devices) < 2:
+    if not steps or devices[0].type != "cuda" or not each:
         return
     number, began = each * len(devices), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -107,34 +107,47 @@ def compile_all(plan: list[Step], devices: list[torch.device], call: Call, end: 
 
 
 def compile_share(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
-    """Measure one in `of` of the samples whose kinds compile, and keep nothing."""
+    """Measure one in `of` of the samples by which what is missing is compiled, and keep nothing."""
     for step in steps:
         store = call.store(step.experiment, step.settings, device, again=call.again)
-        sample = _Compiling(store, step.experiment.compiles, share, of)
-        step.experiment.module.run(
-            Options(device, call.tiny, step.selected, sample, 0, store.find, say=lambda line: None)
-        )
+        left = missing(step.experiment, store, step.settings, device, call.tiny)
+        sample = _Compiling(store, step.experiment.compiles, left, share, of)
+        options = Options(device, call.tiny, step.settings, sample, 0, store.find, say=lambda line: None)
+        step.experiment.module.run(options)
 
 
 class _Compiling:
-    """`Options.sample` of a process that compiles."""
+    """`Options.sample` of a process that compiles; on a new machine, also what an earlier run measured."""
 
-    def __init__(self, store: Store, kinds: tuple[str, ...], share: int, of: int) -> None:
-        self.store, self.kinds, self.share, self.of, self.number = store, kinds, share, of, 0
+    def __init__(self, store: Store, kinds: tuple[str, ...], left: list[Sample], share: int, of: int) -> None:
+        self.store, self.kinds, self.left, self.share, self.of = store, kinds, left, share, of
+        self.asked: set[str] = set()
 
     def __call__(self, measure: Callable[[], Sample], **where: Any) -> Sample:
-        if known := self.store.find(**where):
+        known = self.store.find(**where) or {**where, **ASSUMED}
+        if {"refused", "out_of_memory", "failed"} & known.keys() or not self._serves(where):
             return known
-        if where["kind"] in self.kinds and where.get("length", 0) <= LONGEST_COMPILED:
-            self.number += 1
-            if self.number % self.of == self.share:
-                try:
-                    measure()
-                except Exception as error:  # refused, out of memory beside the others: measuring will tell
-                    print(f"{where}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-        return {**where, **ASSUMED}
+        if str(where) in self.asked:
+            return known
+        self.asked.add(str(where))
+        if len(self.asked) % self.of == self.share:
+            try:
+                measure()
+            except Exception as error:  # refused, out of memory beside the others: measuring will tell
+                print(f"{where}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return known
+
+    def _serves(self, where: Sample) -> bool:
+        """Whether a missing sample needs what this one compiles: all coordinates that they share are equal."""
+        if where["kind"] not in self.kinds or where.get("length", 0) > LONGEST_COMPILED:
+            return False
+        for each in self.left:
+            shared = [key for key in where if key in each and key != "kind"]
+            if shared and all(where[key] == each[key] for key in shared):
+                return True
+        return False
 
 
 class Follow:
@@ -168,6 +181,7 @@ def _measure(device: torch.device, step: Step, call: Call) -> None:
 def _compile(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
     """`compile_share` as a job."""
     _end_with_parent()
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the processes are many enough
     compile_share(device, steps, call, share, of)
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from reproduce import history, timing
 from reproduce.__main__ import main
+from reproduce.attention import Workload
 from reproduce.experiment import EXPERIMENTS, parse_settings
 from reproduce.plan import missing, steps, wall_seconds
 from reproduce.results import Store
@@ -91,16 +93,35 @@ def test_what_is_cut_at_the_end_of_its_time_is_continued(tmp_path, capsys):
     assert planned(tmp_path, capsys).keys() == {"history", "sparse"}
 
 
-def test_compiling_takes_each_sample_that_compiles_once_and_keeps_nothing(tmp_path, monkeypatch):
+def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr(history, "_checked", lambda name, *rest: taken.append(name) or {"passed": True})
-    store = history_store(tmp_path, history.TINY)
-    plan = list(steps(EXPERIMENTS["history"], store, history.TINY, CPU, True))
+    monkeypatch.setattr(
+        history, "_checked", lambda name, workload, options: taken.append((name, workload.causal))
+    )
+    settings = parse_settings(history.TINY, ["lengths=64,32", "heads=", "row_lengths=", "tile_keys="])
     call = Call(tmp_path, tiny=True, command=())
-    for share in range(2):
-        compile_share(CPU, plan, call, share, 2)
-    assert sorted(taken) == sorted(2 * history.ATTENTIONS)  # full and causal
+
+    def compile_with(shares: int) -> set:
+        taken.clear()
+        store = history_store(tmp_path, settings)
+        plan = list(steps(EXPERIMENTS["history"], store, settings, CPU, True))
+        for share in range(shares):
+            compile_share(CPU, plan, call, share, shares)
+        assert len(taken) == len(set(taken))
+        return set(taken)
+
+    every = {(name, causal) for name in history.ATTENTIONS for causal in (False, True)}
+    assert compile_with(2) == every
     assert not list(tmp_path.iterdir())
+    # Another machine: the checks are measured, and full attention is timed; causal attention is not.
+    store = history_store(tmp_path, settings)
+    for name, causal in every:
+        store.sample(lambda: {"passed": True}, kind="check", head_dim=32, causal=causal, backend=name)
+    shapes = [("order", "fa2", 1, 64), ("order", "fa2", 2, 32), ("ablation", "ablation", 1, 64)]
+    for kind, figure, batch, length in shapes:
+        full = asdict(Workload(figure, batch, 1, length, 32, False))
+        store.sample(lambda: {"ms": {}}, kind=kind, process=0, **full)
+    assert compile_with(1) == {(name, True) for name in history.ATTENTIONS}
 
 
 def test_what_readme_shows_is_planned_before_the_rest(tmp_path, capsys):
@@ -146,3 +167,12 @@ def test_a_mistake_in_a_list_of_experiments_is_a_one_line_error(arguments, words
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_all_gpus_compile_and_then_measure(tmp_path, capsys):
+    command = ["history", "numerics", "--tiny", "history.processes=2", "--results", str(tmp_path)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "compiled in " in said
+    assert said.count(": complete in ") == 2
