@@ -19,7 +19,7 @@ BENCHMARKS: dict[str, Experiment] = {
             ),
             package="benchmarks",
             seconds={"check": 2.0, "memory": 1.0, "time": 10.0},
-            compiles=("check", "memory"),
+            compiles=({"kind": "check"}, {"kind": "memory"}),
         ),
         Experiment(
             name="documents",
@@ -30,7 +30,7 @@ BENCHMARKS: dict[str, Experiment] = {
             measures=ATTENTIONS,
             package="benchmarks",
             seconds={"check": 0.5, "time": 2.0},
-            compiles=("check",),
+            compiles=({"kind": "check"},),
         ),
         Experiment(
             name="neighbour",

@@ -99,7 +99,7 @@ class Experiment:
         seconds: about what a sample of each kind takes on an H100 once its kernels are compiled, on average also over
             those that are refused; by these `plan.py` tells what is left to measure and how long it takes. Without
             them, and with all GPUs (`alone`), it takes `minutes`.
-        compiles: the kinds whose measuring compiles: before anything is timed, all cores do so side by side.
+        compiles: coordinates of samples whose measuring compiles; several processes do so before anything is timed.
         first: the values of its settings that README and its picture show, which are measured before all else.
     """
 
@@ -113,7 +113,7 @@ class Experiment:
     gpus: int = 1
     alone: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
-    compiles: tuple[str, ...] = ()
+    compiles: tuple[Sample, ...] = ()
     first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -147,7 +147,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=20.0,
             measures=ATTENTIONS,
             seconds={"matrix_rate": 2.0, "check": 0.5, "memory": 0.15, "time": 5.0},
-            compiles=("check", "memory"),
+            compiles=({"kind": "check"}, {"kind": "memory"}),
             first={"figures": ("gpt2", "fa2")},
         ),
         Experiment(
@@ -158,7 +158,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=2.0,
             measures=ATTENTIONS,
             seconds={"check": 0.5, "time": 6.0, "passes": 2.0, "tiles": 1.0, "copy rate": 2.0, "ncu": 6.0},
-            compiles=("check",),
+            compiles=({"kind": "check"},),
         ),
         Experiment(
             name="training",
@@ -168,7 +168,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=46.0,
             measures=_STEP,
             seconds={"machine": 3.0, "memory": 4.2, "speed": 43.0},
-            compiles=("memory",),
+            compiles=({"kind": "memory", "mode": "compiled"},),
             first={"parts": ("compiled", "whole")},
         ),
         Experiment(
@@ -179,7 +179,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=2.0,
             measures=ATTENTIONS,
             seconds={"errors": 0.12, "outliers": 0.1, "fp8": 1.0},
-            compiles=("errors", "outliers"),
+            compiles=({"kind": "errors"}, {"kind": "outliers"}),
         ),
         Experiment(
             name="sparse",
@@ -189,7 +189,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=3.0,
             measures=ATTENTIONS,
             seconds={"exact": 0.5, "shares": 0.3, "butterfly": 0.5},
-            compiles=("exact",),
+            compiles=({"kind": "exact"},),
         ),
         Experiment(
             name="history",
@@ -206,7 +206,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "programs": 2.0,
                 "softmax": 0.4,
             },
-            compiles=("check",),
+            compiles=({"kind": "check"},),
         ),
         Experiment(
             name="encoders",

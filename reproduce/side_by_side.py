@@ -25,8 +25,8 @@ from .fleet import DONE, Fleet, Job
 from .plan import ASSUMED, Step, missing
 from .results import Store
 
-# Processes that compile on a GPU at once: their contenders, of up to 20 GiB each, have to fit beside each other.
-MOST_COMPILING = 6
+# Processes that compile on a GPU at once: their contenders, of some 20 GiB each, have to fit beside each other.
+MOST_COMPILING = 4
 # Of a sample that is measured to be compiled: no longer one needs another kernel.
 LONGEST_COMPILED = 4096
 
@@ -119,8 +119,10 @@ def compile_share(device: torch.device, steps: list[Step], call: Call, share: in
 class _Compiling:
     """`Options.sample` of a process that compiles; on a new machine, also what an earlier run measured."""
 
-    def __init__(self, store: Store, kinds: tuple[str, ...], left: list[Sample], share: int, of: int) -> None:
-        self.store, self.kinds, self.left, self.share, self.of = store, kinds, left, share, of
+    def __init__(
+        self, store: Store, compiles: tuple[Sample, ...], left: list[Sample], share: int, of: int
+    ) -> None:
+        self.store, self.compiles, self.left, self.share, self.of = store, compiles, left, share, of
         self.asked: set[str] = set()
 
     def __call__(self, measure: Callable[[], Sample], **where: Any) -> Sample:
@@ -141,7 +143,8 @@ class _Compiling:
 
     def _serves(self, where: Sample) -> bool:
         """Whether a missing sample needs what this one compiles: all coordinates that they share are equal."""
-        if where["kind"] not in self.kinds or where.get("length", 0) > LONGEST_COMPILED:
+        compiles = any(each.items() <= where.items() for each in self.compiles)
+        if not compiles or where.get("length", 0) > LONGEST_COMPILED:
             return False
         for each in self.left:
             shared = [key for key in where if key in each and key != "kind"]
@@ -181,7 +184,7 @@ def _measure(device: torch.device, step: Step, call: Call) -> None:
 def _compile(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
     """`compile_share` as a job."""
     _end_with_parent()
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the processes are many enough
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # the processes are many enough
     compile_share(device, steps, call, share, of)
 
 
