@@ -133,32 +133,32 @@ def _measure(program: Program, arguments: argparse.Namespace, command: list[str]
     directory = arguments.results or Path(TINY_RESULTS if tiny else RESULTS)
     call = Call(directory, tiny, tuple(command), again=arguments.again)
     plan: list[Step] = []
-    settings: dict[str, Any] = {}  # of those that are not finished
+    unfinished: dict[str, Any] = {}  # experiment -> its settings
     for each in chosen:
-        own = parse_settings(each.module.TINY if tiny else each.module.Settings(), overrides[each.name])
-        store = call.store(each, own, device, again=call.again)
+        settings = parse_settings(each.module.TINY if tiny else each.module.Settings(), overrides[each.name])
+        store = call.store(each, settings, device, again=call.again)
         if store.finished:
             print(f"{each.name}: already done with the same code: {store.complete} (--again repeats it)")
             continue
-        settings[each.name] = own
-        plan += steps(each, store, own, device, tiny)
+        unfinished[each.name] = settings
+        plan += steps(each, store, settings, device, tiny)
     plan.sort(key=lambda step: step.selected == step.settings)  # of all experiments, first what README shows
     if len(plan) > 1 or arguments.plan:
         print(shown(plan, devices), flush=True)
     if arguments.plan:
         return 0
     end = began + arguments.budget if arguments.budget else None
-    unfinished, own = _run(plan, devices, call, end, arguments)
-    status = max(own.values(), default=0)
+    cut, statuses = _run(plan, devices, call, end, arguments)
     late = end is not None and time.monotonic() >= began + RESERVED * arguments.budget
     for each in chosen:
-        if each.name in settings and each.name not in own:
-            store = call.store(each, settings[each.name], device, retry=[])
-            whole = each.name not in unfinished and not missing(
-                each, store, settings[each.name], device, tiny
-            )
-            status = max(status, _conclude(store, whole, late))
-    return status
+        if each.name in unfinished and each.name not in statuses:
+            store = call.store(each, unfinished[each.name], device, retry=[])
+            left = missing(each, store, unfinished[each.name], device, tiny)
+            whole = not left if each.seconds else each.name not in cut
+            statuses[each.name] = _conclude(store, whole, late)
+            if store.document["samples"] and (whole or len(chosen) == 1):
+                _show(store)
+    return max(statuses.values(), default=0)
 
 
 def _run(
@@ -168,7 +168,7 @@ def _run(
     end: float | None,
     arguments: argparse.Namespace,
 ) -> tuple[set[str], dict[str, int]]:
-    """The experiments that did not come to their end, and the exit status of each that ran as its own command."""
+    """The experiments that did not come to their end, and the exit statuses of those that ran on their own."""
     from .side_by_side import compile_all, measure, measure_all
 
     if len(plan) == 1:
@@ -184,23 +184,19 @@ def _run(
         return measure_all(plan, devices[:1], call, end), {}
     shared = [step for step in plan if not step.experiment.alone]
     compile_all(shared, devices, call, end)
-    unfinished = measure_all(shared, devices, call, end)
-    return unfinished, {name: _start(each, arguments, end) for name, each in alone.items()}
+    cut = measure_all(shared, devices, call, end)
+    return cut, {name: _start(each, arguments, end) for name, each in alone.items()}
 
 
 def _conclude(store: Store, whole: bool, late: bool) -> int:
-    """Finish a document that is whole, show it, and return the exit status."""
-    experiment = store.experiment
+    """Finish a document that is whole, and return the exit status."""
     if whole:
         store.finish()
-    elif late:
-        done = f"what is done is in {store.partial}, and " if store.document["samples"] else ""
-        print(f"{experiment.name}: out of time; {done}the same command continues")
-    if store.document["samples"]:
-        _show(store)
-    if not whole:
-        return OUT_OF_TIME if late else 1
-    return int(bool(store.failures))
+        return int(bool(store.failures))
+    done = f"what is done is in {store.partial}, and " if store.document["samples"] else ""
+    why = "out of time" if late else "not finished"
+    print(f"{store.experiment.name}: {why}; {done}the same command continues")
+    return OUT_OF_TIME if late else 1
 
 
 def _show(store: Store) -> None:

@@ -116,34 +116,36 @@ def _price(experiment: Experiment, store: Store, kind: str) -> float:
     return seconds / count if count else experiment.seconds.get(kind, 1.0)
 
 
-def wall_seconds(plan: list[Step], devices: int) -> float:
-    """How long the steps take on so many devices, in their order, an experiment's first process before its others."""
-    free, ended, waiting = [0.0] * devices, {}, list(plan)
+def ends(plan: list[Step], devices: int) -> dict[str, float]:
+    """By a step's name, when it ends: each on the first device that is free, an experiment's first process before its
+    others, and what shares with nobody after all others."""
+    free, first, found = [0.0] * devices, {}, {}
+    waiting = [step for step in plan if not step.experiment.alone]
     while waiting:
         free.sort()
-        starts = [max(free[0], ended.get(each.experiment.name, 0.0)) for each in waiting]
+        starts = [max(free[0], first.get(step.experiment.name, 0.0)) for step in waiting]
         step = waiting.pop(starts.index(min(starts)))
-        free[0] = min(starts) + step.seconds
+        free[0] = found[step.name] = min(starts) + step.seconds
         if step.process == 0:
-            ended[step.experiment.name] = free[0]
-    return max(free)
+            first[step.experiment.name] = free[0]
+    now = max(free)
+    for step in (each for each in plan if each.experiment.alone):
+        now = found[step.name] = now + step.seconds
+    return found
 
 
 def shown(plan: list[Step], devices: list[torch.device]) -> str:
     """The plan for a terminal: a row for each part of an experiment, in the order in which they start."""
-    rows, on_gpu = {}, devices[0].type == "cuda"
+    rows: dict[str, list[Step]] = {}
     for step in plan:
-        name = step.name.partition(", process")[0]
-        count, seconds, processes = rows.get(name, (0, 0.0, 0))
-        rows[name] = (count + (step.samples or 0), seconds + step.seconds, processes + 1)
-    lines = [
-        [name, str(count or ""), str(processes), f"{seconds / 60:.1f}" if on_gpu else ""]
-        for name, (count, seconds, processes) in rows.items()
-    ]
-    text = text_table(["to measure", "samples", "processes", "minutes"], lines)
-    if on_gpu:
-        shared = [each for each in plan if not each.experiment.alone]
-        alone = sum(each.seconds for each in plan if each.experiment.alone)
-        wall = (wall_seconds(shared, len(devices)) if shared else 0.0) + alone
-        text += f"\nabout {wall / 60:.0f} minutes on {len(devices)} GPU{'s' * (len(devices) > 1)}"
-    return text
+        rows.setdefault(step.name.partition(", process")[0], []).append(step)
+    header, lines = ["to measure", "samples", "processes"], []
+    end = ends(plan, len(devices))
+    for name, own in rows.items():
+        samples, seconds = sum(step.samples or 0 for step in own), sum(step.seconds for step in own)
+        minutes = [f"{each / 60:.1f}" for each in (seconds, max(end[step.name] for step in own))]
+        lines.append([name, str(samples or ""), str(len(own)), *minutes])
+    header += ["GPU minutes", f"done by, on {len(devices)}"]
+    if devices[0].type != "cuda":  # the seconds are a GPU's
+        header, lines = header[:3], [line[:3] for line in lines]
+    return text_table(header, lines)

@@ -26,7 +26,7 @@ from .plan import ASSUMED, Step, missing
 from .results import Store
 
 # Processes that compile on a GPU at once: their contenders, of some 20 GiB each, have to fit beside each other.
-MOST_COMPILING = 4
+MOST_COMPILING = 6
 # Of a sample that is measured to be compiled: no longer one needs another kernel.
 LONGEST_COMPILED = 4096
 
@@ -184,7 +184,7 @@ def _measure(device: torch.device, step: Step, call: Call) -> None:
 def _compile(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
     """`compile_share` as a job."""
     _end_with_parent()
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # the processes are many enough
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the processes are many enough
     compile_share(device, steps, call, share, of)
 
 

@@ -182,7 +182,7 @@ class Times(tuple[float, ...]):
         return max(self)
 
     def __truediv__(self, other: Times) -> Times:
-        return Times(a / b for a, b in zip(self, other, strict=True))
+        return Times(a / b for a, b in zip(self, other, strict=False))  # of a cut run, one may have more
 
     def inverse(self, scale: float = 1.0) -> Times:
         """A rate: `scale` over each time."""

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduce import history, timing
+from reproduce import attention, history, timing
 from reproduce.__main__ import main
 from reproduce.attention import Workload
 from reproduce.experiment import EXPERIMENTS, parse_settings
-from reproduce.plan import missing, steps, wall_seconds
+from reproduce.plan import ends, missing, steps
 from reproduce.results import Store
 from reproduce.side_by_side import Call, compile_share, measure_all
 
@@ -137,8 +137,24 @@ def test_others_wait_for_an_experiments_first_process_alone():
     settings = parse_settings(history.Settings(), [])
     plan = list(steps(EXPERIMENTS["history"], store, settings, torch.device("cuda"), False))
     first, second, third = (step.seconds for step in plan)
-    assert wall_seconds(plan, 1) == pytest.approx(first + second + third)
-    assert wall_seconds(plan, 2) == pytest.approx(first + max(second, third))
+    assert max(ends(plan, 1).values()) == pytest.approx(first + second + third)
+    assert max(ends(plan, 2).values()) == pytest.approx(first + max(second, third))
+
+
+def test_a_document_that_was_cut_between_processes_is_judged():
+    def time(causal, length, process):
+        ms = {
+            "flash": {"forward": [1.0] * 3, "backward": [1.0] * 3},
+            "standard": {"forward": [4.0] * 3, "backward": [4.0] * 3},
+        }
+        workload = asdict(Workload("fa2", 1, 1, length, 64, causal))
+        return {"kind": "time", **workload, "process": process, "ms": ms, "late": {}}
+
+    lengths = (1024, 2048)
+    samples = [time(causal, n, p) for causal in (False, True) for n in lengths for p in range(3)]
+    cut = samples[:-2]  # causal attention at 2048 has one process, the others three
+    found = attention.judge({"device": "NVIDIA H100", "settings": {}, "samples": cut})
+    assert [each.ours for each in found if each.claim == "C20"] == ["1.00x", "1.00x"]
 
 
 @pytest.mark.parametrize(("noise", "rounds"), [(0.001, 20), (0.2, 60)])
