@@ -57,7 +57,7 @@ def run(program: Program, argv: list[str]) -> int:
             return 0
         if argv[0] in program.tools:
             return importlib.import_module(program.tools[argv[0]][0]).main(argv[1:])
-        return _measure(program, _parser(program).parse_intermixed_args(argv), argv)
+        return _measure(program, _parser(program).parse_intermixed_args(argv))
     except ValueError as error:
         if not is_users_mistake(error):
             raise
@@ -119,7 +119,7 @@ def _seconds(text: str) -> float:
     return total
 
 
-def _measure(program: Program, arguments: argparse.Namespace, command: list[str]) -> int:
+def _measure(program: Program, arguments: argparse.Namespace) -> int:
     """Measure what is missing of the experiments named, and print what is known of them."""
     from .side_by_side import Call  # imports torch
 
@@ -131,7 +131,7 @@ def _measure(program: Program, arguments: argparse.Namespace, command: list[str]
     devices = _devices(arguments.device, device)
     chosen = _able([program.experiments[name] for name in overrides], device, len(devices), tiny)
     directory = arguments.results or Path(TINY_RESULTS if tiny else RESULTS)
-    call = Call(directory, tiny, tuple(command), again=arguments.again)
+    call = Call(directory, tiny, overrides, again=arguments.again)
     plan: list[Step] = []
     unfinished: dict[str, Any] = {}  # experiment -> its settings
     for each in chosen:

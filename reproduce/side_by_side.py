@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,21 +35,23 @@ LONGEST_COMPILED = 4096
 class Call:
     """What the command line says of every step.
 
+    settings: key=value, by experiment.
     deadline: on the clock of `time.monotonic`, which all processes of a machine share: no sample starts after it.
     again: ignore earlier runs.
     """
 
     directory: Path
     tiny: bool
-    command: tuple[str, ...]
+    settings: Mapping[str, list[str]]
     deadline: float | None = None
     again: bool = False
 
     def store(self, experiment: Experiment, settings: Any, device: torch.device, **how: Any) -> Store:
         """The experiment's document; `how`: arguments of `Store`."""
+        command = [experiment.name, *self.settings.get(experiment.name, []), *["--tiny"] * self.tiny]
         return Store(
-            self.directory, experiment, device=device, settings=settings, tiny=self.tiny,
-            command=list(self.command), deadline=self.deadline, **how,
+            self.directory, experiment, device=device, settings=settings, tiny=self.tiny, command=command,
+            deadline=self.deadline, **how,
         )  # fmt: skip
 
 

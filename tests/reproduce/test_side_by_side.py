@@ -61,6 +61,8 @@ def test_a_run_that_is_killed_goes_on_where_it_stopped(tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "cpu").glob("*.json")) == ["history.json", "sparse.json"]
     results = json.loads((tmp_path / "cpu" / "history.json").read_text())
     assert len(timing.took(timing.timed(results, kind="softmax")[0], "safe")) == 2
+    own = [setting.removeprefix("history.") for setting in QUICK]
+    assert results["command"] == ["python", "-m", "reproduce", "history", *own, "--tiny"]
     capsys.readouterr()
     assert main([*COMMAND, "--results", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("already done") == 2
@@ -76,7 +78,7 @@ def test_processes_that_write_the_same_document_lose_nothing(tmp_path):
     plan = list(steps(EXPERIMENTS["history"], history_store(tmp_path, settings), settings, CPU, True))
     assert [step.process for step in plan] == [0, 1, 2]
     asked = {step.process: step.samples for step in plan}
-    call = Call(tmp_path, tiny=True, command=())
+    call = Call(tmp_path, tiny=True, settings={})
     assert measure_all(plan, [CPU, CPU], call, None) == set()  # the second and third process at the same time
     store = history_store(tmp_path, settings)
     assert not missing(EXPERIMENTS["history"], store, settings, CPU, True)
@@ -99,7 +101,7 @@ def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tm
         history, "_checked", lambda name, workload, options: taken.append((name, workload.causal))
     )
     settings = parse_settings(history.TINY, ["lengths=64,32", "heads=", "row_lengths=", "tile_keys="])
-    call = Call(tmp_path, tiny=True, command=())
+    call = Call(tmp_path, tiny=True, settings={})
 
     def compile_with(shares: int) -> set:
         taken.clear()
