@@ -208,7 +208,7 @@ def timed(results: Results, **where: Any) -> list[Sample]:
     `Timed`, of all processes.
     """
     merged: dict[tuple[Any, ...], Sample] = {}
-    for sample in pick(results, **where):
+    for sample in sorted(pick(results, **where), key=lambda sample: sample.get("process", 0)):
         coordinates = {key: value for key, value in sample.items() if key not in MEASURED}
         found = merged.setdefault(
             tuple(map(str, coordinates.items())), {**coordinates, "late": Counter(), "turns": []}

@@ -159,6 +159,14 @@ def test_a_document_that_was_cut_between_processes_is_judged():
     assert [each.ours for each in found if each.claim == "C20"] == ["1.00x", "1.00x"]
 
 
+def test_times_are_in_the_order_of_processes_whoever_wrote_first():
+    samples = [
+        {"kind": "time", "process": process, "ms": {"a": {"all": [1.0 + process]}}} for process in (0, 2, 1)
+    ]
+    (sample,) = timing.timed({"samples": samples}, kind="time")
+    assert timing.took(sample, "a") == (1.0, 2.0, 3.0)
+
+
 @pytest.mark.parametrize(("noise", "rounds"), [(0.001, 20), (0.2, 60)])
 def test_a_steady_call_takes_no_more_than_the_least_rounds(noise, rounds, monkeypatch):
     def phases(call, number, device, sleep):
