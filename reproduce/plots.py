@@ -150,20 +150,28 @@ def _lines(
 
 
 def bars(
-    title: str, rows: Mapping[str, Mapping[str, float]], *, across: str, ends: Mapping[str, str] | None = None
-) -> Panel:
-    """A panel of a horizontal bar for each row, of parts one after another; `ends`: what stands at a bar's end."""
-    return partial(_bars, title, rows, across, ends or {})
+    title: str, rows: Mapping[str, Mapping[str, float]], *, across: str, ends: Mapping[str, str] | None = None,
+    backends: bool = False,
+) -> Panel:  # fmt: skip
+    """A panel of a horizontal bar for each row, of parts one after another.
+
+    ends: what stands at a bar's end. backends: each row is one, of a single part, and has its colour.
+    """
+    return partial(_bars, title, rows, across, ends or {}, backends)
 
 
 def _bars(
-    title: str, rows: Mapping[str, Mapping[str, float]], across: str, ends: Mapping[str, str], axis: Axes
-) -> None:
+    title: str, rows: Mapping[str, Mapping[str, float]], across: str, ends: Mapping[str, str], backends: bool,
+    axis: Axes,
+) -> None:  # fmt: skip
     left = dict.fromkeys(rows, 0.0)
     for part in dict.fromkeys(part for parts in rows.values() for part in parts):
         those = [row for row in rows if part in rows[row]]
         widths = [rows[row][part] for row in those]
-        axis.barh(those, widths, left=[left[row] for row in those], height=0.65, label=part or None)
+        shades = [colour(row, tuple(rows)) for row in those] if backends else None
+        axis.barh(
+            those, widths, left=[left[row] for row in those], height=0.65, label=part or None, color=shades
+        )
         left |= {row: left[row] + rows[row][part] for row in those}
     for row, end in left.items():
         beside(axis, end, list(rows).index(row), ends.get(row, f"{end:.3g}"), fontsize=7)
