@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from .claims import CLAIMS, PAPERS, Claim
+from .common import html_table
 from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
 from .report import HOW_TO_READ, IN_PART, STATES, Figure, Page, ratio_of, summary, texts, unrepeated
 from .report_markdown import RUN_COLUMNS, runs
@@ -52,7 +53,7 @@ def as_html(page: Page) -> str:
         "<h2 id=appendix>Appendix: counted on a CPU</h2>",
         "".join(_counted(page, name, claim) for name, claim in CLAIMS.items()),
         "<h2 id=runs>Appendix: runs</h2>",
-        _table(RUN_COLUMNS, [[escape(cell) for cell in row] for row in runs(page)]),
+        html_table(RUN_COLUMNS, [[escape(cell) for cell in row] for row in runs(page)]),
         *(f"<h3>Written by {escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in texts(page)),
     ]
     return (
@@ -74,7 +75,7 @@ def _first(page: Page) -> str:
         ]
         for subject, figure in page.first()
     ]
-    return _table(("", "figure", "the paper", "ours", "verdict", "on"), rows, "first") if rows else ""
+    return html_table(("", "figure", "the paper", "ours", "verdict", "on"), rows, "first") if rows else ""
 
 
 def _filter(page: Page) -> str:
@@ -121,17 +122,7 @@ def _figures(figures: list[Figure]) -> str:
         source = f'<a href="{escape(figure.source)}">{escape(v.basis)}</a>' if figure.source else ""
         code = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(why))
         rows.append([escape(v.what), escape(v.paper), ours, _chip(v.status), code, source])
-    return _table(("figure", "paper", "ours", "verdict", "why", "from"), rows) if rows else ""
-
-
-def _table(header: tuple[str, ...], rows: list[list[str]], style: str = "") -> str:
-    """A table; its cells are HTML. On a narrow screen each row becomes a block, its cells named."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = ""
-    for row in rows:
-        cells = zip(header, row, strict=True)
-        body += "<tr>" + "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in cells) + "</tr>"
-    return f'<table class="{style}"><tr>{head}</tr>{body}</table>'
+    return html_table(("figure", "paper", "ours", "verdict", "why", "from"), rows) if rows else ""
 
 
 def _chip(status: str) -> str:
