@@ -137,8 +137,8 @@ def warnings(runs: list[Run]) -> list[str]:
     ]
     if interpreted := named(run for run in runs if run.interpreted):
         said.append(
-            f"Triton's kernels were interpreted, not compiled (TRITON_INTERPRET=1): {interpreted}. The speed of their "
-            "Triton kernels is that of the interpreter."
+            f"Triton's kernels were interpreted, not compiled (TRITON_INTERPRET=1): {interpreted}. The speed of "
+            "their Triton kernels is that of the interpreter."
         )
     said += _noise(runs)
     if len(runs) == 1:
