@@ -8,7 +8,7 @@ those of transformers' eager attention in float32 before any is timed; they take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,8 @@ from model.config import GPTConfig
 from model.decode import attend_masked, generate_batch
 from model.gpt import GPT
 from model.huggingface import to_huggingface
-from reproduce import plots, timing
+from reproduce import plots
+from reproduce.attention import race
 from reproduce.experiment import Options, Results, Sample, Timing
 from reproduce.timing import timed, took
 
@@ -121,17 +122,10 @@ def time_all(batch: int, options: Options) -> Sample:
     settings, tokens = options.settings, prompts(batch, options)
     n = settings.length - settings.prompt
 
-    def call_of(generate: Generate) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            generate(tokens, n)
-            yield
-
-        return call
-
     racing = contenders(options, getattr(torch, settings.dtype))
-    calls = {name: call_of(generate) for name, generate in racing.items()}
-    raced = timing.race(calls, options, ("token",), warmup=1, patience=1)
-    ms = {name: {"token": [ms / n for ms in each["token"]]} for name, each in raced["ms"].items()}
+    calls = {name: lambda _, number, go=generate: go(tokens, n) for name, generate in racing.items()}
+    raced = race(calls, [None], options, backward=False, warmup=1, patience=1)
+    ms = {name: {"token": [ms / n for ms in each["all"]]} for name, each in raced["ms"].items()}
     return {**raced, "ms": ms}
 
 

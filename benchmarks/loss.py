@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from kernels import AttentionError
 from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from model.gpt import LossFn, cross_entropy
 from reproduce import plots, timing
-from reproduce.attention import compare
+from reproduce.attention import compare, race
 from reproduce.experiment import Options, Results, Sample, Timing, pick
 from reproduce.timing import timed, took
 from training.precision import compiled
@@ -171,22 +173,16 @@ def memory(loss: LossFn, rows: int, options: Options) -> Sample:
 
 
 def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
-    """`timing.race` of the contenders' forward and backward."""
-    settings, device = options.settings, options.device
-    count = timing.input_sets(rows * settings.width * 2, device)
-    sets = [make_inputs(rows, options) for _ in range(count)]
+    """`attention.race` of the contenders' forward and backward."""
+    settings = options.settings
+    count = timing.input_sets(rows * settings.width * 2, options.device)
+    every = [make_inputs(rows, options) for _ in range(count)]
+    sets = [SimpleNamespace(inputs=inputs, qkv=inputs[:2], d_out=None) for inputs in every]
 
-    def call_of(loss: LossFn) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            inputs = sets[number % count]
-            value = forward(loss, inputs, settings.vocab_size, options)
-            yield
-            torch.autograd.grad(value, inputs[:2])
-            yield
+    def call_of(loss: LossFn) -> Callable[[Any, int], Tensor]:
+        return lambda one, number: forward(loss, one.inputs, settings.vocab_size, options)
 
-        return call
-
-    return timing.race({name: call_of(loss) for name, loss in losses.items()}, options, PHASES)
+    return race({name: call_of(loss) for name, loss in losses.items()}, sets, options)
 
 
 def memory_of(results: Results, rows: int, name: str) -> Sample:

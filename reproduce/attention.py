@@ -294,9 +294,10 @@ def input_sets(workload: Workload, dtype: torch.dtype, device: torch.device) -> 
 
 
 def race(
-    attends: Mapping[str, Callable[[Any, int], Any]], sets: list[Any], options: Options, backward: bool = True
-) -> Sample:
-    """`timing.race` of attention functions (inputs, number of the turn) -> out: both passes, or the forward as "all".
+    attends: Mapping[str, Callable[[Any, int], Any]], sets: Sequence[Any], options: Options, backward: bool = True,
+    **how: Any,
+) -> Sample:  # fmt: skip
+    """`timing.race` of functions (inputs, number of the turn) -> out: both passes, or what it does at all as "all".
 
     sets: inputs for them, used in rotation; `qkv` holds the autograd leaves, `d_out` the output's gradient.
     """
@@ -313,7 +314,7 @@ def race(
         return call
 
     calls = {name: call_of(attend) for name, attend in attends.items()}
-    return timing.race(calls, options, ("forward", "backward") if backward else ("all",))
+    return timing.race(calls, options, ("forward", "backward") if backward else ("all",), **how)
 
 
 def run(options: Options) -> None:
