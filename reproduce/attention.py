@@ -297,7 +297,7 @@ def race(
     attends: Mapping[str, Callable[[Any, int], Any]], sets: Sequence[Any], options: Options, backward: bool = True,
     **how: Any,
 ) -> Sample:  # fmt: skip
-    """`timing.race` of functions (inputs, number of the turn) -> out: both passes, or what it does at all as "all".
+    """`timing.race` of functions (inputs, number of the turn) -> out: "forward" and "backward", or the call as "all".
 
     sets: inputs for them, used in rotation; `qkv` holds the autograd leaves, `d_out` the output's gradient.
     """
