@@ -121,7 +121,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("results/cpu/nanogpt_step.json"))
     arguments = parser.parse_args(argv)
     command = f"python -m benchmarks step --nanogpt model.py --shapes {' '.join(arguments.shapes)}"
-    machine = {**environment(torch.device("cpu")), "load_average": os.getloadavg()}
+    machine = environment(torch.device("cpu")) | {"load_average": os.getloadavg()}
+    del machine["command"]  # the paths of this machine
     report = {"command": f"{command} --seconds {arguments.seconds:g}", "environment": machine, "shapes": {}}
     print(f"{'shape':<12}{'nanoGPT':<20}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}   quartiles")
     for name in arguments.shapes:
