@@ -66,31 +66,25 @@ def run(options: Options) -> None:
 
 def _count(options: Options) -> None:
     settings = options.settings
-    names = backend_names(settings.backends)
-    for length in settings.lengths:
-        for mask in ("plain", PADDED) if length == settings.lengths[0] else ("plain",):
-            workload = Workload("figure2", 1, 1, length, 64, False, mask)
-            for backend in names:
-                options.sample(
-                    lambda b=backend, w=workload: count(b, w, settings.architecture),
-                    kind="count", backend=backend, **asdict(workload),
-                )  # fmt: skip
+    first, *others = settings.lengths
+    for length, mask in ((first, "plain"), (first, PADDED), *((length, "plain") for length in others)):
+        workload = Workload("figure2", 1, 1, length, 64, False, mask)
+        for name in backend_names(settings.backends):
+            measure = partial(count, name, workload, settings.architecture)
+            options.sample(measure, kind="count", backend=name, **asdict(workload))
     workload = Workload("figure2", 1, 1, settings.lengths[-1], 64, False)
     for block_m in settings.block_m:
-        options.sample(
-            lambda m=block_m: count(OURS, workload, settings.architecture, (m, settings.block_n)),
-            kind="tile count", backend=OURS, block_m=block_m, block_n=settings.block_n, **asdict(workload),
-        )  # fmt: skip
+        tile = {"block_m": block_m, "block_n": settings.block_n}
+        measure = partial(count, OURS, workload, settings.architecture, **tile)
+        options.sample(measure, kind="tile count", backend=OURS, **tile, **asdict(workload))
 
 
-def count(
-    backend: str, workload: Workload, architecture: int, forward_tile: tuple[int, int] | None = None
-) -> Sample:
+def count(backend: str, workload: Workload, architecture: int, **forward_tile: int) -> Sample:
     """{"forward": {"read", "written", "flops"}, "backward": ..., "tiles"}; "tiles" are those our kernels used."""
     peers.refuse(backend, workload, torch.float16, torch.device("cpu"))
     tiles = _tiles(architecture, workload) if backend == OURS else {}
-    if forward_tile is not None:
-        tiles["forward"] = replace(tiles["forward"], block_m=forward_tile[0], block_n=forward_tile[1])
+    if forward_tile:
+        tiles["forward"] = replace(tiles["forward"], **forward_tile)
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
     attend = attend_with(backend)
     with torch.no_grad():
@@ -99,7 +93,8 @@ def count(
         out = attend(inputs, 0)
         forward = traffic.copy()
         torch.autograd.grad(out, inputs.qkv, inputs.d_out)
-    return {"forward": asdict(forward), "backward": asdict(traffic.since(forward)), "tiles": _shapes(tiles)}
+    shapes = {kernel: (tile.block_m, tile.block_n) for kernel, tile in tiles.items()}
+    return {"forward": asdict(forward), "backward": asdict(traffic.since(forward)), "tiles": shapes}
 
 
 def _tiles(architecture: int, workload: Workload) -> dict[str, Tile]:
@@ -108,43 +103,29 @@ def _tiles(architecture: int, workload: Workload) -> dict[str, Tile]:
     return {kernel: tile_for(kernel, architecture, *shape) for kernel in KERNELS}
 
 
-def _shapes(tiles: dict[str, Tile]) -> dict[str, tuple[int, int]]:
-    return {kernel: (tile.block_m, tile.block_n) for kernel, tile in tiles.items()}
-
-
 # ---- what a GPU times and reads -------------------------------------------------------------------
 
 
 def _time(options: Options) -> None:
     settings, device = options.settings, options.device
-    length = settings.lengths[0]
     names = backend_names(settings.backends, (BASELINE, peers.COMPILED))
-    names = [each for each in names if each not in settings.compiled]
-    for mask in (PADDED, "plain"):
-        workload = Workload("figure2", settings.batch, settings.heads, length, 64, False, mask)
-        able = [each for each in names if _able(each, workload, options)]
-        options.timed(
-            partial(time_all, able, workload, options, torch.float16), kind="time", **asdict(workload)
-        )
-    dropped = replace(workload, mask=DROPPED)
+    plain = Workload("figure2", settings.batch, settings.heads, settings.lengths[0], 64, False)
+    for workload in (replace(plain, mask=PADDED), plain):
+        able = [each for each in names if each not in settings.compiled and _able(each, workload, options)]
+        measure = partial(time_all, able, workload, options, torch.float16)
+        options.timed(measure, kind="time", **asdict(workload))
+    dropped = replace(plain, mask=DROPPED)
     options.timed(partial(time_passes, dropped, options), kind="passes", **asdict(dropped))
-    options.sample(
-        lambda: {"rate": timing.copy_rate(device, 2**22 if options.tiny else 2**32)}, kind="copy rate"
-    )
-    plain = replace(workload, mask="plain")
+    size = 2**22 if options.tiny else 2**32
+    options.sample(lambda: {"rate": timing.copy_rate(device, size)}, kind="copy rate")
     options.timed(partial(time_tiles, plain, options), kind="tiles", **asdict(plain))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the profiled program is a separate process that needs memory on the same device
-    found = [
-        options.sample(
-            lambda b=backend: hardware_counters.read_counters(b, workload), kind="ncu", backend=backend,
-            **asdict(workload),
-        )
-        for backend in (BASELINE, OURS)
-    ]  # fmt: skip
-    if refused := [each for each in found if "refused" in each]:
-        one = refused[0]  # the other's command differs only in the backend's name
-        options.say(f"  hardware counters: {one['refused']}; where they can be read:\n  {one['command']}")
+    for name in (BASELINE, OURS):
+        measure = partial(hardware_counters.read_counters, name, plain)
+        found = options.sample(measure, kind="ncu", backend=name, **asdict(plain))
+    if "refused" in found:  # the other's command differs only in the backend's name
+        options.say(f"  hardware counters: {found['refused']}; where they can be read:\n  {found['command']}")
 
 
 def _able(backend: str, workload: Workload, options: Options) -> bool:
@@ -157,15 +138,15 @@ def time_passes(workload: Workload, options: Options) -> Sample:
     """Each pass of the standard forward, and, as a single pass, our forward and that of torch.compile."""
     inputs = Inputs(workload, torch.float16, options.device)
 
+    @torch.no_grad()
     def standard(number: int) -> Iterator[None]:
-        with torch.no_grad():
-            for _ in standard_passes(*inputs.qkv, inputs.bias(), inputs.dropout_p):
-                yield
+        for _ in standard_passes(*inputs.qkv, inputs.bias(), inputs.dropout_p):
+            yield
 
     def forward_of(attend: peers.Attend) -> timing.Call:
+        @torch.no_grad()
         def call(number: int) -> Iterator[None]:
-            with torch.no_grad():
-                attend(inputs, number)
+            attend(inputs, number)
             yield
 
         return call
@@ -213,15 +194,6 @@ def phase_total(sample: Sample, phase: str, what: str = "bytes") -> int:
     return sum(sample[phase][key] for key in (("read", "written") if what == "bytes" else ("flops",)))
 
 
-def _counted(results: Results) -> dict[tuple[str, int, str], Sample]:
-    return {(s["backend"], s["length"], s["mask"]): s for s in pick(results, kind="count")}
-
-
-def _formula(sample: Sample) -> int:
-    tiles = {kernel: tuple(tile) for kernel, tile in sample["tiles"].items()}
-    return sum(counting.flash_bytes(sample["length"], sample["head_dim"], tiles).values())
-
-
 def _compulsory(length: int, head_dim: int) -> int:
     return sum(counting.compulsory_bytes(length, head_dim).values())
 
@@ -246,11 +218,10 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
         series = {OURS: {int(m): took(sample, m).median for m in sample["ms"]}}
         yield plots.lines(title, series, across=across, up="ms", log="x")
     for sample in timed(results, kind="passes"):
-        rows = {name: {phase: took(sample, name, phase).median for phase in phases}
-                for name, phases in sample["ms"].items()}  # fmt: skip
-        rows = {
-            name: parts if len(parts) > 1 else {"in one": sum(parts.values())} for name, parts in rows.items()
-        }
+        rows = {}
+        for name, phases in sample["ms"].items():
+            parts = {phase: took(sample, name, phase).median for phase in phases}
+            rows[name] = parts if len(parts) > 1 else {"in one": sum(parts.values())}
         yield plots.bars("Where the time of a forward goes", rows, across="ms, forward with mask and dropout")
 
 
@@ -267,36 +238,42 @@ def judge(results: Results) -> list[Verdict]:
 
 
 def _judge_counts(results: Results, found: Verdicts) -> None:
-    counted, basis = _counted(results), "counted on one head, times 1024"
-    standard, flash = (counted.get((name, 1024, PADDED)) for name in (BASELINE, OURS))
-    if not standard or not flash:
+    counted = {s["backend"]: s for s in pick(results, kind="count", length=1024, mask=PADDED)}
+    if not {BASELINE, OURS} <= counted.keys():
         return
+    standard, flash, basis = counted[BASELINE], counted[OURS], "counted on one head, times 1024"
     standard_gb, flash_gb = (total(s) * paper.FIGURE_2_HEADS / 1e9 for s in (standard, flash))
-    work = total(flash, "flops") / total(standard, "flops")
     floor_gb = _compulsory(1024, flash["head_dim"]) * paper.FIGURE_2_HEADS / 1e9
     ratio, most = standard_gb / flash_gb, standard_gb / floor_gb
-    found.add(
-        "C3", "bytes of standard attention, GPT-2 medium, batch 64", "40.3 GB (NeurIPS: 35.3)",
-        f"{standard_gb:.1f} GB", 30 <= standard_gb <= 41, "30 to 41 GB; each pass reads and writes whole matrices",
-        ratio=standard_gb / paper.FIGURE_2["arXiv v2"]["standard_gb"], basis=basis,
-    )  # fmt: skip
-    found.add(
-        "C3", "bytes standard/flash", DRAM_RATIO, f"{ratio:.1f}x to {most:.0f}x", None,
+    what, shown = "bytes of standard attention, GPT-2 medium, batch 64", f"{standard_gb:.1f} GB"
+    passed, why = 30 <= standard_gb <= 41, "30 to 41 GB; each pass reads and writes whole matrices"
+    of_papers = standard_gb / paper.FIGURE_2["arXiv v2"]["standard_gb"]
+    found.add("C3", what, "40.3 GB (NeurIPS: 35.3)", shown, passed, why, ratio=of_papers, basis=basis)
+    why = (
         f"bounds: ours moves {flash_gb:.1f} GB if no cache serves re-reads of K, V, Q, d_out, "
-        f"{floor_gb:.1f} GB if L2 serves all; the paper has 4.4; hardware counters tell where ours lies", basis=basis,
-    )  # fmt: skip
-    found.times(
-        "C3", "FLOPs flash/standard", paper.FIGURE_2_FLOPS_RATIO, work, work <= 1.25,
+        f"{floor_gb:.1f} GB if L2 serves all; the paper has 4.4; hardware counters tell where ours lies"
+    )
+    found.add(
+        "C3", "bytes standard/flash", DRAM_RATIO, f"{ratio:.1f}x to {most:.0f}x", None, why, basis=basis
+    )
+    work = total(flash, "flops") / total(standard, "flops")
+    why = (
         "1.25x at most; more arithmetic for fewer bytes, as claimed, but 9 matrix products to the paper's 7: "
         "padding runs on the portable kernels, whose backward recomputes the scores for dq and again for dk, dv; "
-        "without padding, the Hopper kernels do 7, 1.17x by arithmetic", basis=basis,
-    )  # fmt: skip
+        "without padding, the Hopper kernels do 7, 1.17x by arithmetic"
+    )
+    found.times(
+        "C3", "FLOPs flash/standard", paper.FIGURE_2_FLOPS_RATIO, work, work <= 1.25, why, basis=basis
+    )
 
 
 def _judge_formula(results: Results, found: Verdicts) -> None:
     basis = "counted on one head"
     if plain := [s for s in pick(results, kind="count", mask="plain") if s["tiles"]]:
-        equal = all(total(s) == _formula(s) for s in plain)
+        equal = all(
+            total(s) == sum(counting.flash_bytes(s["length"], s["head_dim"], s["tiles"]).values())
+            for s in plain
+        )
         lengths = ", ".join(str(s["length"]) for s in plain)
         what = "count against the formula (2 T_r + 2) N d + N of FlashAttention-2's order, and its backward's"
         ours = "equal" if equal else "differs"
@@ -319,10 +296,11 @@ def _judge_times(results: Results, found: Verdicts) -> None:
     for sample in timed(results, kind="time"):
         if gain := speedup(sample):
             why = f"the paper's two versions disagree; 3.0 is the bar; {over(sample)}"
-            what = f"time standard/flash, {sample['mask']}"
-            found.times(
-                "C3", what, 3.0, gain, gain.low >= 3.0, why, form="{:.1f}x", theirs="3.0x (arXiv: 5.7x)"
+            what, how = (
+                f"time standard/flash, {sample['mask']}",
+                {"theirs": "3.0x (arXiv: 5.7x)", "form": "{:.1f}x"},
             )
+            found.times("C3", what, 3.0, gain, gain.low >= 3.0, why, **how)
 
 
 def _judge_tiles(results: Results, found: Verdicts) -> None:
