@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 from . import plots
 from .experiment import Results, Sample, pick, text_table
@@ -22,7 +23,16 @@ NAMES = {
     "flash_triton": "flash, portable kernels",
     "recipe_naive": "naive, the paper's recipe",
     "recipe_flash": "flash, the paper's recipe",
+    "stability_precise": "flash with precise_delta",
+    "stability_sdpa": "sdpa",
+    "stability_half_lr": "half the rate",
 }
+WEIGHTS = {  # whose numerics are compared
+    "start": "before the first step",
+    "end": "at the end of training",
+    "context": "of the longest context at its lowest loss",
+}
+DIVERGED = 0.5  # nats from a run's lowest validation loss to its last
 
 
 def runs(results: Results, part: str) -> dict[str, Sample]:
@@ -38,6 +48,12 @@ def compares(results: Results) -> bool:
 def final_loss(run: Sample) -> float:
     """Validation loss in nats after the last step."""
     return run["validation"][-1][1]
+
+
+def diverged_from(run: Sample) -> int | None:
+    """The step of a run's lowest validation loss, if it ended far above that."""
+    step, lowest = min(run["validation"], key=lambda each: each[1])
+    return step if final_loss(run) > lowest + DIVERGED else None
 
 
 def gap(run: Sample, other: Sample) -> tuple[float, float]:
@@ -61,18 +77,17 @@ def seed_gap(compared: dict[str, Sample]) -> tuple[float, float] | None:
 
 def table(results: Results) -> str:
     parts = [_runs_table(results, "gpt2"), _runs_table(results, "recipe")]
-    parts += [
-        *map(_numerics_table, pick(results, kind="numerics")),
-        _context_table(results),
-        _extend_table(results),
-    ]
+    parts += map(_numerics_table, pick(results, kind="numerics"))
+    parts += [_context_table(results), _stability_table(results), _extend_table(results)]
     refused = [f"{s['name']}: {s['failed']}" for s in results["samples"] if s.get("failed") and "name" in s]
     return "\n\n".join([*filter(None, parts), *refused])
 
 
 def _reached(run: Sample) -> list[str]:
-    """Steps, validation loss, perplexity."""
-    loss, steps = final_loss(run), f"{run['partial']} (cut)" if "partial" in run else f"{run['steps']}"
+    """How far it came, and from where on it no longer learned; validation loss, perplexity."""
+    loss, lowest = final_loss(run), diverged_from(run)
+    steps = f"{run['partial']} (cut)" if "partial" in run else f"{run['steps']}"
+    steps += "" if lowest is None else f" (diverged from {lowest} on)"
     return [steps, f"{loss:.4f}", f"{math.exp(loss):.2f}"]
 
 
@@ -95,7 +110,7 @@ def _runs_table(results: Results, part: str) -> str:
 
 
 def _numerics_table(sample: Sample) -> str:
-    header = [f"weights at the {sample['when']}", "dtype", "loss", "- naive float32"]
+    header = [f"weights {WEIGHTS[sample['when']]}", "dtype", "loss", "- naive float32"]
     header += ["gradients: worst", "median"]
     rows, exact = [], (BASELINE, "float32")
     base = next(row["loss"] for row in sample["rows"] if (row["backend"], row["dtype"]) == exact)
@@ -127,6 +142,19 @@ def _context_table(results: Results) -> str:
     return f"{text_table(header, rows)}\n{below}"
 
 
+def _stability_table(results: Results) -> str:
+    again = list(runs(results, "stability").values())
+    longest = sorted(runs(results, "context").values(), key=lambda run: -run["context"])[:1]
+    rows = []
+    for run in [*longest, *again] if again else []:
+        steps, last, _ = _reached(run)
+        lowest, speed = min(loss for _, loss in run["validation"]), run["tokens_per_second"] or math.nan
+        what = NAMES.get(run["name"], f"as context {run['context']}")
+        rows.append([what, steps, f"{lowest:.4f}", last, f"{speed / 1e3:.0f}"])
+    header = ["longest context again", "steps", "lowest val loss", "last", "k tokens/s"]
+    return text_table(header, rows) if rows else ""
+
+
 def _extend_table(results: Results) -> str:
     extended = sorted(runs(results, "extend").values(), key=lambda run: run["context"])
     header = ["extended to", "steps", *(f"val loss {n}/4" for n in range(1, 5))]
@@ -150,7 +178,10 @@ def draw(results: Results, path: Path) -> None:
     if BASELINE in compared and len(compared) > 1:
         panels += [(draw_gaps, compared)]
     if trained:
+        trained |= runs(results, "stability")
         panels += [(_draw_contexts, trained)]
+    if any(run.get("gradient_norms") for run in trained.values()):
+        panels += [(_draw_norms, trained)]
     if any(run.get("cut") for run in trained.values()):
         panels += [(_draw_cut, trained), (_draw_positions, trained)]
     with plots.picture(path, max(1, len(panels)), title=f"Perplexity on {results['device']}") as axes:
@@ -211,22 +242,43 @@ def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     plots.legend(axis)
 
 
-def _shades(trained: dict[str, Sample]) -> dict[int, str]:
-    """The colour of each context."""
-    contexts = sorted({run["context"] for run in trained.values()})
-    return {context: plots.COLOURS[place % len(plots.COLOURS)] for place, context in enumerate(contexts)}
+def _context_style(name: str, run: Sample, trained: dict[str, Sample]) -> dict[str, Any]:
+    contexts = sorted({each["context"] for each in trained.values()})
+    return {
+        "color": plots.COLOURS[contexts.index(run["context"]) % len(plots.COLOURS)],
+        "linestyle": "--" if name.endswith("_seed") else ":" if name in NAMES else "-",
+        "linewidth": 1.3,
+        "label": NAMES.get(name) or (None if name.endswith("_seed") else f"{run['context']}"),
+    }
 
 
 def _draw_contexts(axis: plots.Axes, trained: dict[str, Sample]) -> None:
+    """A run that diverged is drawn up to its lowest loss."""
     for name, run in trained.items():
-        line, label = ("--", None) if name.endswith("_seed") else ("-", f"{run['context']}")
-        how = {"linestyle": line, "label": label, "color": _shades(trained)[run["context"]], "linewidth": 1.3}
-        _draw_losses(axis, "Longer context, same tokens", "M tokens", run, 1e6, **how)
+        style, lowest = _context_style(name, run, trained), diverged_from(run)
+        kept = [each for each in run["validation"] if lowest is None or each[0] <= lowest]
+        _draw_losses(
+            axis, "Longer context, same tokens", "M tokens", run | {"validation": kept}, 1e6, **style
+        )
+        if lowest is not None:
+            axis.plot(lowest * run["batch_tokens"] / 1e6, kept[-1][1], "x", color=style["color"])
+    plots.legend(axis, title="context" + " (x: diverged)" * any(map(diverged_from, trained.values())))
+
+
+def _draw_norms(axis: plots.Axes, trained: dict[str, Sample]) -> None:
+    for name, run in trained.items():
+        if norms := run.get("gradient_norms"):
+            tokens = [step * run["batch_tokens"] / 1e6 for step, _ in norms]
+            axis.plot(tokens, [norm for _, norm in norms], **_context_style(name, run, trained))
+    axis.set_yscale("log")
+    axis.set(title="Gradient norm before clipping", xlabel="M tokens", ylabel="norm")
     plots.legend(axis, title="context")
 
 
 def _draw_cut(axis: plots.Axes, trained: dict[str, Sample]) -> None:
-    longest = max((run for run in trained.values() if run.get("cut")), key=lambda run: run["context"])
+    views = [run for run in trained.values() if run.get("cut")]
+    learning = [run for run in views if diverged_from(run) is None]
+    longest = max(learning or views, key=lambda run: run["context"])
     axis.plot(*zip(*longest["cut"], strict=True), "o-")
     plots.length_axis(axis, [context for context, _ in longest["cut"]])
     title = f"The {longest['context']} model, windows cut"
@@ -235,9 +287,9 @@ def _draw_cut(axis: plots.Axes, trained: dict[str, Sample]) -> None:
 
 def _draw_positions(axis: plots.Axes, trained: dict[str, Sample]) -> None:
     for name, run in trained.items():
-        if not name.endswith("_seed") and run.get("positions"):
+        if not name.endswith("_seed") and run.get("positions") and diverged_from(run) is None:
             _, last, losses = zip(*run["positions"], strict=True)
-            shade = _shades(trained)[run["context"]]
+            shade = _context_style(name, run, trained)["color"]
             axis.plot(last, losses, "o-", color=shade, label=f"{run['context']}", linewidth=1.3)
     axis.set_xscale("log", base=2)
     axis.set(title="By position in the window", xlabel="up to token", ylabel="validation loss (nats)")
