@@ -1,81 +1,63 @@
 """`python -m benchmarks`: list and run the benchmarks, and hold them to this project's own aims."""
 
+from functools import partial
+
 from reproduce.command_line import Program, run, start
 from reproduce.experiment import ATTENTIONS, Experiment
 
+_Benchmark = partial(Experiment, claims=(), needs="cuda", package="benchmarks")
 BENCHMARKS: dict[str, Experiment] = {
     each.name: each
     for each in (
-        Experiment(
+        _Benchmark(
             name="loss",
             title="GPT-2's head and its loss: time and peak memory beside torch's and Liger-Kernel's",
-            claims=(),
-            needs="cuda",
             minutes=1.0,
             measures=(
-                "kernels.layers.softmax_gradient",
-                "model.gpt.cross_entropy",
+                *("kernels.layers.softmax_gradient", "model.gpt.cross_entropy"),
                 "training.precision.compiled",
             ),
-            package="benchmarks",
             seconds={"check": 2.0, "memory": 1.0, "time": 10.0},
             compiles=({"kind": "check"}, {"kind": "memory"}),
         ),
-        Experiment(
+        _Benchmark(
             name="documents",
             title="packed documents and sliding windows: time over attention without them, beside PyTorch's",
-            claims=(),
-            needs="cuda",
             minutes=2.5,
             measures=ATTENTIONS,
-            package="benchmarks",
             seconds={"check": 0.5, "time": 2.0},
             compiles=({"kind": "check"},),
         ),
-        Experiment(
+        _Benchmark(
             name="neighbour",
             title="whether a busy GPU beside it changes what a GPU or the host takes",
-            claims=(),
-            needs="cuda",
             minutes=2.0,
             measures=("kernels.flash", "kernels.naive.naive_attention", "kernels.library.sdpa"),
-            package="benchmarks",
             gpus=2,
             alone=True,
         ),
-        Experiment(
+        _Benchmark(
             name="host",
             title="what a call of attention costs the host, beside PyTorch's and a function that does nothing",
-            claims=(),
-            needs="cuda",
             minutes=0.5,
             measures=("kernels.flash.api.flash_attention", "kernels.launch.launch"),
-            package="benchmarks",
             alone=True,
         ),
-        Experiment(
+        _Benchmark(
             name="huggingface",
             title="transformers' GPT-2 and Llama on our kernels, beside its own attentions",
-            claims=(),
-            needs="cuda",
-            minutes=2.0,
+            minutes=6.0,
             measures=(
-                "kernels.flash.portable",
-                "kernels.flash.hopper",
-                "kernels.under_transformers.attention",
-                "kernels.under_transformers.mask_of",
+                *("kernels.flash.portable", "kernels.flash.hopper"),
+                *("kernels.under_transformers.attention", "kernels.under_transformers.mask_of"),
             ),
-            package="benchmarks",
             alone=True,
         ),
-        Experiment(
+        _Benchmark(
             name="decode",
             title="a generated token's time, beside transformers' generate with sdpa on the same weights",
-            claims=(),
-            needs="cuda",
-            minutes=1.5,
+            minutes=4.0,
             measures=("kernels.flash.decode", "model.decode.Decoder", "model.decode.generate_batch"),
-            package="benchmarks",
             alone=True,
         ),
     )

@@ -8,8 +8,6 @@ those of transformers' eager attention in float32 before any is timed; they take
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +24,9 @@ from model.decode import attend_masked, generate_batch
 from model.gpt import GPT
 from model.huggingface import to_huggingface
 from reproduce import plots
-from reproduce.common import text_table
-from reproduce.experiment import Options, Results, Sample, pick
+from reproduce.attention import race
+from reproduce.experiment import Options, Results, Sample, Timing
+from reproduce.timing import timed, took
 
 from .aims import Aim
 
@@ -36,7 +35,7 @@ Generate = Callable[[Tensor, int], Tensor]  # prompts (B, T), how many tokens mo
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Timing):
     batches: tuple[int, ...] = (1, 8, 64)
     dtype: str = "bfloat16"
     layers: int = 12
@@ -49,10 +48,12 @@ class Settings:
     # Generated tokens that must agree in float32.
     check: int = 8
     rounds: int = 3
+    seconds: float = 0.0
 
 
 TINY = Settings(
-    batches=(2,), dtype="float32", layers=1, heads=2, width=32, vocab_size=50, length=12, prompt=4, check=4, rounds=1
+    batches=(2,), dtype="float32", layers=1, heads=2, width=32, vocab_size=50, length=12, prompt=4, check=4,
+    processes=1, rounds=1,
 )  # fmt: skip
 
 
@@ -102,16 +103,14 @@ def run(options: Options) -> None:
     """Run the experiment; see `experiment.py`."""
     for batch in options.settings.batches:
         options.sample(partial(check, batch, options), kind="check", batch=batch)
-        options.sample(partial(time_all, batch, options), kind="time", batch=batch)
+        options.timed(partial(time_all, batch, options), kind="time", batch=batch)
 
 
 def check(batch: int, options: Options) -> Sample:
     """{"agree"}: the contenders whose first tokens are eager's; raises if one's are not."""
     tokens = prompts(batch, options)
-    found = {
-        name: generate(tokens, options.settings.check)
-        for name, generate in contenders(options, torch.float32).items()
-    }
+    racing, n = contenders(options, torch.float32), options.settings.check
+    found = {name: generate(tokens, n) for name, generate in racing.items()}
     wrong = [name for name, text in found.items() if not torch.equal(text, found["transformers, eager"])]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: other tokens than transformers' eager attention")
@@ -119,57 +118,31 @@ def check(batch: int, options: Options) -> Sample:
 
 
 def time_all(batch: int, options: Options) -> Sample:
-    """Milliseconds a generated token, of the whole batch, in every round: {"ms": {contender: [...]}}."""
+    """`timing.race` of whole generations, their milliseconds divided by the tokens; waiting for the host counts."""
     settings, tokens = options.settings, prompts(batch, options)
     n = settings.length - settings.prompt
-    ms: dict[str, list[float]] = {}
-    timed = contenders(options, getattr(torch, settings.dtype))
-    for number in range(-1, settings.rounds):  # the first is a warm-up
-        for name, generate in timed.items():
-            took = _seconds(partial(generate, tokens, n), options.device)
-            if number >= 0:
-                ms.setdefault(name, []).append(float(f"{1e3 * took / n:.4g}"))
-    return {"ms": ms}
 
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """By the host's clock, as a user waits; the tokens are on the host when it ends."""
-    begin = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def table(results: Results) -> str:
-    """Median milliseconds a token."""
-    samples = pick(results, kind="time")
-    names = list(samples[0]["ms"]) if samples else []
-    header = ["ms a token", *(f"batch {sample['batch']}" for sample in samples)]
-    rows = [[name, *(f"{statistics.median(sample['ms'][name]):.2f}" for sample in samples)] for name in names]
-    return text_table(header, rows)
+    racing = contenders(options, getattr(torch, settings.dtype))
+    calls = {name: lambda _, number, go=generate: go(tokens, n) for name, generate in racing.items()}
+    raced = race(calls, [None], options, backward=False, warmup=1, patience=1)
+    ms = {name: {"token": [ms / n for ms in each["all"]]} for name, each in raced["ms"].items()}
+    return {**raced, "ms": ms}
 
 
 def draw(results: Results, path: Path) -> None:
     """A panel for each batch, with a bar for each contender."""
-    samples = pick(results, kind="time")
-    title = f"A generated token on {results['device']}"
-    with plots.picture(path, len(samples), columns=2, title=title) as axes:
-        for axis, sample in zip(axes, samples, strict=True):
-            names = list(sample["ms"])
-            values = [statistics.median(each) for each in sample["ms"].values()]
-            axis.barh(names, values, height=0.6, color=[plots.colour(name, tuple(names)) for name in names])
-            axis.set_title(f"batch {sample['batch']}")
-            axis.set_xlabel("ms a token")
+    panels = []
+    for sample in timed(results, kind="time"):
+        rows = {name: {"": took(sample, name).median} for name in sample["ms"]}
+        panels.append(plots.bars(f"batch {sample['batch']}", rows, across="ms a token", backends=True))
+    plots.draw(path, f"A generated token on {results['device']}", panels, columns=2)
 
 
 def aims(results: Results) -> list[Aim]:
     """At least as fast a token as transformers with sdpa."""
     found = []
-    for sample in pick(results, kind="time"):
-        ms = {name: statistics.median(values) for name, values in sample["ms"].items()}
-        if OURS in ms:
-            ratio = ms[OURS] / ms[PEER]
-            what = f"a token of {sample['batch']} sequences"
-            found.append(Aim(what, f"{ratio:.2f}x the time of {PEER}", "1.00x", ratio <= 1.0))
+    for sample in timed(results, kind="time"):
+        if OURS in sample["ms"]:
+            ratio, what = took(sample, OURS) / took(sample, PEER), f"a token of {sample['batch']} sequences"
+            found.append(Aim(what, f"{ratio.shown()} the time of {PEER}", "1.00x", ratio.median <= 1.0))
     return found

@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
 from kernels.library import compiled_flex_attention
 from reproduce import plots, timing
-from reproduce.attention import gradients, race, relative_error
+from reproduce.attention import compare, gradients, race
 from reproduce.attention_figures import OURS, PORTABLE
 from reproduce.experiment import Options, Results, Sample, Timing
 from reproduce.timing import timed, took, waited
@@ -75,9 +75,8 @@ class Workload:
 
 def workloads(settings: Settings) -> list[Workload]:
     """The workloads to run."""
-    bounds = [(DOCUMENTS, size) for size in settings.documents] + [
-        (WINDOW, size) for size in settings.windows
-    ]
+    bounds = [(DOCUMENTS, size) for size in settings.documents]
+    bounds += [(WINDOW, size) for size in settings.windows]
     return [
         Workload(bound, size, settings.tokens // length, settings.hidden // head_dim, length, head_dim)
         for length in settings.lengths
@@ -199,38 +198,30 @@ def run(options: Options) -> None:
         for name, attend in contenders().items():
             if name == FLEX and workload.length not in settings.flex_lengths:
                 continue
-            kind = {"contender": name, "bound": workload.bound, "size": workload.size}
-            kind["head_dim"] = workload.head_dim
-            found = options.sample(
-                lambda n=name, a=attend, w=workload: check(n, a, w, options), kind="check", **kind
-            )
+            kind = {"contender": name} | {
+                key: getattr(workload, key) for key in ("bound", "size", "head_dim")
+            }
+            found = options.sample(partial(check, name, attend, workload, options), kind="check", **kind)
             if found.get("passed"):
                 right[name] = attend
         options.timed(partial(time_all, right, workload, options), kind="time", **asdict(workload))
 
 
 def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sample:
-    """Errors of out and the gradients against float64; the limit is twice naive attention's errors in this dtype."""
+    """`attention.compare` of out and the gradients."""
     device, dtype = options.device, getattr(torch, options.settings.dtype)
     if name in (FLEX, VARLEN) and device.type != "cuda":
         raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
     if name in ATTENTION and name != FLEX:
         resolve_attention(name, device=device, dtype=dtype, head_dim=workload.head_dim, **workload.features)
-    length = max(
-        options.settings.check_length, 3 * workload.size
-    )  # long enough for the documents or the window to mask something
-    small = replace(workload, batch=2, heads=2, length=length)
-    inputs = Inputs(small, dtype, device)
+    # Long enough for the documents or the window to mask something.
+    length = max(options.settings.check_length, 3 * workload.size)
+    inputs = Inputs(replace(workload, batch=2, heads=2, length=length), dtype, device)
     naive = _unbounded("naive") if name == WHOLE else _registered("naive")
     found, theirs = gradients(attend, inputs), gradients(naive, inputs)
     inputs.qkv = [x.detach().double().requires_grad_() for x in inputs.qkv]
     inputs.d_out = inputs.d_out.double()
-    exact = gradients(naive, inputs)
-    errors, limits = {}, {}
-    for part, x, y, reference in zip(("out", "dq", "dk", "dv"), found, theirs, exact, strict=True):
-        errors[part] = relative_error(x, reference)
-        limits[part] = 2 * relative_error(y, reference) + 0.1 * torch.finfo(dtype).eps
-    return {"errors": errors, "limits": limits, "passed": all(errors[x] <= limits[x] for x in errors)}
+    return compare(found, theirs, gradients(naive, inputs), dtype)
 
 
 def time_all(attends: dict[str, Attend], workload: Workload, options: Options) -> Sample:
@@ -254,29 +245,28 @@ def draw(results: Results, path: Path) -> None:
     Contenders for which the device waited are not drawn.
     """
     whole = [sample for sample in timed(results, kind="time") if WHOLE in sample["ms"]]
-    shapes = list(dict.fromkeys((sample["length"], sample["head_dim"]) for sample in whole))
     pairs = [(sample, name) for sample in whole for name in sample["ms"] if name != WHOLE]
     names = list(dict.fromkeys(name for sample, name in pairs if not waited(sample, name)))
     hidden = ", ".join(dict.fromkeys(name for sample, name in pairs if waited(sample, name)))
+    shapes: dict[tuple[int, int], list[Sample]] = {}
+    for sample in whole:
+        shapes.setdefault((sample["length"], sample["head_dim"]), []).append(sample)
     title = f"Forward + backward with documents or windows over without, {results['device']}"
     title += f"\nnot shown where it waited for the host: {hidden}" if hidden else ""
     with plots.picture(path, max(1, len(shapes)), columns=2, title=title) as axes:
-        for axis, (length, head_dim) in zip(axes, shapes, strict=False):
-            samples = [s for s in whole if (s["length"], s["head_dim"]) == (length, head_dim)]
+        for axis, ((length, head_dim), samples) in zip(axes, shapes.items(), strict=False):
             for place, name in enumerate(names):
                 ratios = [_over_whole(sample, name) for sample in samples]
                 at = [row + 0.8 * (place + 0.5) / len(names) - 0.4 for row in range(len(samples))]
                 axis.barh(at, ratios, 0.8 / len(names), color=plots.colour(name, tuple(names)), label=name)
             for row, sample in enumerate(samples):
-                axis.plot(
-                    [sample["share"]] * 2, [row - 0.4, row + 0.4], "k:", label=None if row else "pairs seen"
-                )
+                seen, label = [sample["share"]] * 2, None if row else "pairs seen"
+                axis.plot(seen, [row - 0.4, row + 0.4], "k:", label=label)
             axis.axvline(1, color="#888888", zorder=0.9)
             axis.set_yticks(range(len(samples)), [f"{s['bound']} of {s['size']}" for s in samples])
             axis.set_ylim(len(samples) - 0.5, -0.5)
             axis.grid(axis="y", visible=False)
-            axis.set_xlabel("time over unbounded")
-            axis.set_title(f"length {length}, head_dim {head_dim}")
+            axis.set(xlabel="time over unbounded", title=f"length {length}, head_dim {head_dim}")
         plots.legend(axes[-1], loc="center right")
 
 
@@ -297,17 +287,14 @@ def aims(results: Results) -> list[Aim]:
         if sample["share"] <= 0.5 and WHOLE in sample["ms"] and not waited(sample, WHOLE):
             ratio, why = _over_whole(sample, OURS), f"{sample['share']:.0%} of the pairs are seen"
             found.append(Aim(f"{where}: time over no bound", f"{ratio:.2f}x", "less than 1x", ratio < 1, why))
+        hidden = [name for name in sample["ms"] if waited(sample, name)]
         peers = {
-            name: took(sample, name)
-            for name in sample["ms"]
-            if name not in (OURS, PORTABLE, WHOLE) and not waited(sample, name)
+            name: took(sample, name) for name in sample["ms"] if name not in (OURS, PORTABLE, WHOLE, *hidden)
         }
         if peers:
             best = min(peers, key=lambda name: peers[name].median)
-            gain = took(sample, OURS) / peers[best]
-            hidden = ", ".join(name for name in sample["ms"] if waited(sample, name))
-            why = f"the fastest other is {best}"
-            why += f", without {hidden}, which waited for the host" if hidden else ""
+            gain, why = took(sample, OURS) / peers[best], f"the fastest other is {best}"
+            why += f", without {', '.join(hidden)}, which waited for the host" if hidden else ""
             what = f"{where}: time over the fastest other's"
             found.append(Aim(what, gain.shown(), "1x at most", gain.high <= 1, why))
     return found

@@ -142,48 +142,41 @@ def _host_us(call: Callable[[], object], calls: int, device: torch.device) -> fl
     return 1e6 * (time.perf_counter() - begin) / calls
 
 
-def _medians(sample: Sample) -> dict[str, dict[str, float]]:
-    return {
-        name: {phase: statistics.median(values) for phase, values in each.items()}
-        for name, each in sample["us"].items()
-    }
+def _medians(results: Results) -> list[dict[str, dict[str, float]]]:
+    """Of each timing: contender -> phase -> microseconds."""
+    return [
+        {
+            name: {p: statistics.median(us) for p, us in phases.items()}
+            for name, phases in sample["us"].items()
+        }
+        for sample in pick(results, kind="time")
+    ]
 
 
 def table(results: Results) -> str:
     """Median microseconds per call, and which backends were left out."""
     lines = [f"left out: {s['backend']}: {s['refused']}" for s in results["samples"] if s.get("refused")]
-    for sample in pick(results, kind="time"):
-        medians = _medians(sample)
-        header = ["us of the host a call", *next(iter(medians.values()))]
+    for medians in _medians(results):
         rows = [[name, *(f"{us:.0f}" for us in each.values())] for name, each in medians.items()]
-        lines.append(text_table(header, rows))
+        lines.append(text_table(["us of the host a call", *medians[NOTHING]], rows))
     return "\n".join(lines)
 
 
 def draw(results: Results, path: Path) -> None:
     """A panel for each phase, with a bar for each contender."""
-    timed = pick(results, kind="time")
-    with plots.picture(
-        path, 4, columns=2, title=f"What a call costs the host of {results['device']}"
-    ) as axes:
-        for axis, phase in zip(axes, (FORWARD, GRAPH, BOTH, STACKED), strict=True):
-            for medians in map(_medians, timed):
-                names, values = list(medians), [each[phase] for each in medians.values()]
-                colours = [plots.colour(name, tuple(names)) for name in names]
-                axis.barh(names, values, height=0.6, color=colours)
-                for place, value in enumerate(values):
-                    axis.text(value, place, f" {value:.0f}", va="center", fontsize=8)
-                axis.set_xlim(0, 1.15 * max(values))
-                axis.set_ylim(len(names) - 0.5, -0.5)
-            axis.set_xlabel("microseconds a call")
-            axis.set_title(phase)
-            axis.grid(axis="y", visible=False)
+    panels = [
+        plots.bars(phase, {name: {"": us[phase]} for name, us in medians.items()}, across="microseconds a call",
+                   backends=True)
+        for medians in _medians(results)
+        for phase in medians[NOTHING]
+    ]  # fmt: skip
+    plots.draw(path, f"What a call costs the host of {results['device']}", panels, columns=2)
 
 
 def aims(results: Results) -> list[Aim]:
     """At short lengths the host's time decides, not the device's."""
     found = []
-    for medians in map(_medians, pick(results, kind="time")):
+    for medians in _medians(results):
         if "flash" not in medians:
             continue
         for phase, aim in AIMS.items():

@@ -8,7 +8,6 @@ loss and gradient are compared with those of "eager" first; those that pass take
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,8 @@ from torch import Tensor
 
 import kernels
 from reproduce import plots, timing
-from reproduce.common import text_table
-from reproduce.experiment import Options, Results, Sample, pick
+from reproduce.experiment import Options, Results, Sample, Timing
+from reproduce.timing import timed, took
 
 from .aims import Aim
 
@@ -30,7 +29,7 @@ FORWARD, STEP = "forward", "forward and backward"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Timing):
     # "gpt2" and "llama".
     models: tuple[str, ...] = ("gpt2", "llama")
     attentions: tuple[str, ...] = (OURS, "sdpa", "flash_attention_4")
@@ -45,15 +44,9 @@ class Settings:
 
 
 TINY = Settings(
-    attentions=(OURS, "sdpa"),
-    dtype="float32",
-    batch=2,
-    length=16,
-    width=64,
-    layers=1,
-    vocab_size=50,
-    seconds=0.0,
-)
+    attentions=(OURS, "sdpa"), dtype="float32", batch=2, length=16, width=64, layers=1, vocab_size=50, processes=1,
+    rounds=1, seconds=0.0,
+)  # fmt: skip
 
 
 def build(name: str, attention: str, options: Options) -> Any:
@@ -109,7 +102,7 @@ def run(options: Options) -> None:
                     partial(check, name, attention, padded, options), kind="check", attention=attention, **key
                 )
                 passed += [attention] * ("loss_error" in sample)
-            options.sample(partial(time_all, name, passed, padded, options), kind="time", **key)
+            options.timed(partial(time_all, name, passed, padded, options), kind="time", **key)
 
 
 def check(name: str, attention: str, padded: bool, options: Options) -> Sample:
@@ -134,7 +127,7 @@ def check(name: str, attention: str, padded: bool, options: Options) -> Sample:
 
 
 def time_all(name: str, attentions: list[str], padded: bool, options: Options) -> Sample:
-    """Milliseconds in every round: {"ms": {attention: [[forward], [forward and backward]]}}."""
+    """`timing.race` of a forward, and of a forward and backward; waiting for the host counts."""
     batch = batch_of(padded, options)
 
     def calls(attention: str) -> timing.Call:
@@ -150,54 +143,28 @@ def time_all(name: str, attentions: list[str], padded: bool, options: Options) -
 
         return call
 
-    contenders = {attention: calls(attention) for attention in attentions}
-    timed = timing.time_alternating(contenders, options.device, seconds=options.settings.seconds, patience=1)
-    return {"ms": timed.ms, "late": timed.late}
+    return timing.race({each: calls(each) for each in attentions}, options, (FORWARD, STEP), patience=1)
 
 
-def table(results: Results) -> str:
-    """Median milliseconds, and what was left out."""
-    lines = [
-        f"left out: {sample['attention']}: {sample['refused']}"
-        for sample in results["samples"]
-        if sample.get("refused")
-    ]
-    header = ["ms", "attention", FORWARD, STEP]
-    rows = [
-        [f"{sample['model']}, {'padded' if sample['padded'] else 'whole'}", attention, *medians(phases)]
-        for sample in pick(results, kind="time")
-        for attention, phases in sample["ms"].items()
-    ]
-    return "\n".join([*lines, text_table(header, rows)])
-
-
-def medians(phases: list[list[float]]) -> list[str]:
-    return [f"{statistics.median(each):.1f}" for each in phases]
+def _title(sample: Sample) -> str:
+    return f"{sample['model']}, {'padded' if sample['padded'] else 'whole'} rows"
 
 
 def draw(results: Results, path: Path) -> None:
     """A panel for each model and batch, with a bar of the training step for each attention."""
-    samples = pick(results, kind="time")
-    with plots.picture(
-        path, len(samples), columns=2, title=f"transformers' models on {results['device']}"
-    ) as axes:
-        for axis, sample in zip(axes, samples, strict=True):
-            names = list(sample["ms"])
-            values = [statistics.median(sample["ms"][name][1]) for name in names]
-            axis.barh(names, values, height=0.6, color=[plots.colour(name, tuple(names)) for name in names])
-            axis.set_title(f"{sample['model']}, {'padded' if sample['padded'] else 'whole'} rows")
-            axis.set_xlabel("ms of a forward and backward")
+    panels = []
+    for sample in timed(results, kind="time"):
+        rows = {name: {"": took(sample, name, STEP).median} for name in sample["ms"]}
+        panels.append(plots.bars(_title(sample), rows, across="ms of a forward and backward", backends=True))
+    plots.draw(path, f"transformers' models on {results['device']}", panels, columns=2)
 
 
 def aims(results: Results) -> list[Aim]:
     """No slower than the attention that a model would run otherwise."""
     found = []
-    for sample in pick(results, kind="time"):
-        ms = {name: statistics.median(phases[1]) for name, phases in sample["ms"].items()}
-        if OURS in ms and "sdpa" in ms:
-            what = (
-                f"transformers' {sample['model']}, {'padded' if sample['padded'] else 'whole'} rows, a step"
-            )
-            ratio = ms[OURS] / ms["sdpa"]
-            found.append(Aim(what, f"{ratio:.2f}x sdpa's time", "1.00x", ratio <= 1.0))
+    for sample in timed(results, kind="time"):
+        if {OURS, "sdpa"} <= sample["ms"].keys():
+            ratio = took(sample, OURS, STEP) / took(sample, "sdpa", STEP)
+            what = f"transformers' {_title(sample)}, a step"
+            found.append(Aim(what, f"{ratio.shown()} sdpa's time", "1.00x", ratio.median <= 1.0))
     return found

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from kernels import AttentionError
 from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from model.gpt import LossFn, cross_entropy
 from reproduce import plots, timing
+from reproduce.attention import compare, race
 from reproduce.experiment import Options, Results, Sample, Timing, pick
 from reproduce.timing import timed, took
 from training.precision import compiled
@@ -139,23 +142,14 @@ def run(options: Options) -> None:
 
 
 def check(name: str, loss: LossFn, options: Options) -> Sample:
-    """Errors of the loss and both gradients against float64; the limit is twice eager's errors."""
+    """`attention.compare` of the loss and both gradients, with eager in naive's place."""
     settings = options.settings
     inputs = make_inputs(settings.check_rows, options)
     vocab_size = settings.padded_vocab if name == LIGER else settings.vocab_size
-    found = both(loss, inputs, vocab_size, options)
-    eager = both(cross_entropy, inputs, vocab_size, options)
-    errors, limits = {}, {}
-    for part, ours, theirs, reference in zip(
-        ("loss", "d_hidden", "d_weight"), found, eager, exact(inputs, vocab_size), strict=True
-    ):
-        norm = reference.norm()
-        errors[part] = float((ours.double() - reference).norm() / norm)
-        rounding = 0.1 * torch.finfo(inputs[0].dtype).eps
-        limits[part] = 2 * float((theirs.double() - reference).norm() / norm) + rounding
-    passed = all(errors[part] <= limits[part] for part in errors)
+    found, eager = (both(each, inputs, vocab_size, options) for each in (loss, cross_entropy))
+    names = ("loss", "d_hidden", "d_weight")
     version = {"version": importlib.metadata.version("liger-kernel")} if name == LIGER else {}
-    return {"errors": errors, "limits": limits, "passed": passed, **version}
+    return compare(found, eager, exact(inputs, vocab_size), inputs[0].dtype, names) | version
 
 
 def memory(loss: LossFn, rows: int, options: Options) -> Sample:
@@ -179,22 +173,16 @@ def memory(loss: LossFn, rows: int, options: Options) -> Sample:
 
 
 def time_all(losses: dict[str, LossFn], rows: int, options: Options) -> Sample:
-    """`timing.race` of the contenders' forward and backward."""
-    settings, device = options.settings, options.device
-    count = timing.input_sets(rows * settings.width * 2, device)
-    sets = [make_inputs(rows, options) for _ in range(count)]
+    """`attention.race` of the contenders' forward and backward."""
+    settings = options.settings
+    count = timing.input_sets(rows * settings.width * 2, options.device)
+    every = [make_inputs(rows, options) for _ in range(count)]
+    sets = [SimpleNamespace(inputs=inputs, qkv=inputs[:2], d_out=None) for inputs in every]
 
-    def call_of(loss: LossFn) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            inputs = sets[number % count]
-            value = forward(loss, inputs, settings.vocab_size, options)
-            yield
-            torch.autograd.grad(value, inputs[:2])
-            yield
+    def call_of(loss: LossFn) -> Callable[[Any, int], Tensor]:
+        return lambda one, number: forward(loss, one.inputs, settings.vocab_size, options)
 
-        return call
-
-    return timing.race({name: call_of(loss) for name, loss in losses.items()}, options, PHASES)
+    return race({name: call_of(loss) for name, loss in losses.items()}, sets, options)
 
 
 def memory_of(results: Results, rows: int, name: str) -> Sample:
@@ -204,31 +192,15 @@ def memory_of(results: Results, rows: int, name: str) -> Sample:
 
 def draw(results: Results, path: Path) -> None:
     """Time by phase and peak memory of every contender, a pair of panels for each number of rows."""
-    samples = timed(results, kind="time")
-    panels = max(1, 2 * len(samples))
-    with plots.picture(path, panels, columns=2, title=f"Head and loss on {results['device']}") as axes:
-        for sample, times, peaks in zip(samples, axes[::2], axes[1::2], strict=False):
-            names, left = list(sample["ms"]), [0.0] * len(sample["ms"])
-            for phase in PHASES:
-                widths = [took(sample, name, phase).median for name in names]
-                times.barh(names, widths, left=left, height=0.6, label=phase)
-                left = [a + b for a, b in zip(left, widths, strict=True)]
-            memory = [memory_of(results, sample["rows"], name) for name in names]
-            gib = [each["peak_bytes"] / 2**30 for each in memory]
-            peaks.barh(names, gib, height=0.6, color=plots.COLOURS[2])
-            logits = memory[0]["logits_bytes"] / 2**30
-            # behind the bars and their labels
-            peaks.axvline(logits, color="#888888", linestyle=":", zorder=0.9)
-            memory_label = "GiB at the peak (dotted: the logits alone)"
-            for axis, values, what in ((times, left, "ms"), (peaks, gib, memory_label)):
-                for place, value in enumerate(values):
-                    plots.beside(axis, value, place, f"{value:.3g}", fontsize=8)
-                axis.set_xlim(0, 1.2 * max(values))
-                axis.set_ylim(len(names) - 0.5, -0.5)
-                axis.set_xlabel(what)
-                axis.set_title(f"{sample['rows']} rows")
-                axis.grid(axis="y", visible=False)
-                plots.legend(axis, loc="best")
+    panels = []
+    for sample in timed(results, kind="time"):
+        names, title = sample["ms"], f"{sample['rows']} rows"
+        times = {name: {phase: took(sample, name, phase).median for phase in PHASES} for name in names}
+        memory = {name: memory_of(results, sample["rows"], name) for name in names}
+        gib = {name: {"": each["peak_bytes"] / 2**30} for name, each in memory.items()}
+        gib["the logits alone"] = {"": memory[next(iter(names))]["logits_bytes"] / 2**30}
+        panels += [plots.bars(title, times, across="ms"), plots.bars(title, gib, across="GiB at the peak")]
+    plots.draw(path, f"Head and loss on {results['device']}", panels, columns=2)
 
 
 def aims(results: Results) -> list[Aim]:

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from data.corpora import PythonSource, make_corpus
 from data.loader import Corpus
@@ -43,6 +44,7 @@ from data.prepare import prepare
 from data.tokenizer import load_tokenizer
 from data.workers import cpu_count
 from reproduce.common import as_lines
+from training.environment import device_name
 
 KINDS = ("bare", "one", "all", "nanogpt", "tuned")
 VAL_FRACTION = 0.2
@@ -81,52 +83,48 @@ def main(argv: list[str]) -> int:
 
 def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Run every kind in turn and return the figures."""
-    kinds = [kind for kind in KINDS if options.nanogpt or kind not in ("nanogpt", "tuned")]
+    kinds = KINDS if options.nanogpt else KINDS[:3]
     turns: list[dict[str, Any]] = []
     loads = [os.getloadavg()[0]]
     for turn in range(options.repeats):
         # the order is turned around every time, so that no kind always comes first
-        results = {
-            kind: measure(kind, options, scratch / f"{turn}-{kind}")
-            for kind in kinds[:: -1 if turn % 2 else 1]
-        }
-        turns.append(results)
+        order = kinds[:: -1 if turn % 2 else 1]
+        turns.append({kind: measure(kind, options, scratch / f"{turn}-{kind}") for kind in order})
         loads.append(os.getloadavg()[0])
-    loads.sort()
-    folders = {kind: scratch / f"{options.repeats - 1}-{kind}" for kind in kinds}
-    documents, text_bytes = turns[0]["bare"]["documents"], turns[0]["bare"]["text_bytes"]
+    size = turns[0]["bare"]["text_bytes"]
 
     def ratio(slow: str, fast: str) -> dict[str, Any]:
-        def each(key: str) -> list[float]:
-            return [round(turn[slow][key] / turn[fast][key], 3) for turn in turns]
+        seconds, cpu = (
+            [round(turn[slow][key] / turn[fast][key], 3) for turn in turns]
+            for key in ("seconds", "cpu_seconds")
+        )
+        medians = {"median": statistics.median(seconds), "cpu_median": statistics.median(cpu)}
+        return {**medians, "each": seconds, "cpu_each": cpu}
 
-        seconds, cpu = each("seconds"), each("cpu_seconds")
-        return {
-            "median": statistics.median(seconds),
-            "each": seconds,
-            "cpu_median": statistics.median(cpu),
-            "cpu_each": cpu,
-        }
+    def speed(kind: str) -> float:
+        return round(statistics.median(size / turn[kind]["seconds"] / 1e6 for turn in turns), 2)
 
-    ratios = {"one / all": ratio("one", "all"), "bare / one": ratio("bare", "one")}
-    if options.nanogpt:
-        ratios["nanogpt / all"] = ratio("nanogpt", "all")
-        ratios["tuned / all"] = ratio("tuned", "all")
+    pairs = [("one", "all"), ("bare", "one"), ("nanogpt", "all"), ("tuned", "all")]
+    ratios = {f"{slow} / {fast}": ratio(slow, fast) for slow, fast in pairs if slow in kinds}
+    command = f"python -m benchmarks preparation --megabytes {options.megabytes} --repeats {options.repeats}"
+    last = [scratch / f"{options.repeats - 1}-{kind}" for kind in ("all", "nanogpt")]
     return {
-        "command": f"python -m benchmarks preparation --megabytes {options.megabytes} --repeats {options.repeats}"
-        + (" --nanogpt CHECKOUT" if options.nanogpt else ""),
-        "load": f"the machine's load average was {loads[0]:.1f} to {loads[-1]:.1f} on {cpu_count()} cores meanwhile; "
-        "above that number, seconds say little and CPU seconds are what to compare",
-        "machine": {"cpu": _cpu_model(), "cores": cpu_count(), "python": platform.python_version()},
-        "text": {"documents": documents, "bytes": text_bytes, "tokenizer": Path(options.tokenizer).stem},
-        "megabytes_per_second": {
-            kind: round(statistics.median(text_bytes / turn[kind]["seconds"] / 1e6 for turn in turns), 2)
-            for kind in kinds
+        "command": command + (" --nanogpt CHECKOUT" if options.nanogpt else ""),
+        "load": f"the machine's load average was {min(loads):.1f} to {max(loads):.1f} on {cpu_count()} cores "
+        "meanwhile; above that number, seconds say little and CPU seconds are what to compare",
+        "machine": {
+            "cpu": device_name(torch.device("cpu")),
+            "cores": cpu_count(),
+            "python": platform.python_version(),
         },
+        "text": {
+            "documents": turns[0]["bare"]["documents"],
+            "bytes": size,
+            "tokenizer": Path(options.tokenizer).stem,
+        },
+        "megabytes_per_second": {kind: speed(kind) for kind in kinds},
         "ratios": ratios,
-        "same_tokens_as_nanogpt": same_tokens(folders["all"], folders["nanogpt"])
-        if options.nanogpt
-        else "not measured",
+        "same_tokens_as_nanogpt": same_tokens(*last) if options.nanogpt else "not measured",
         "turns": turns,
     }
 
@@ -149,20 +147,13 @@ class Clock:
     """Measures from its making: seconds, CPU seconds of this process and its finished children, largest memory."""
 
     def __init__(self):
-        self._start = time.perf_counter(), self._cpu()
+        self._start = time.perf_counter(), sum(os.times()[:4])
 
     def read(self) -> dict[str, float]:
-        peaks = (
-            resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        )
-        return {
-            "seconds": round(time.perf_counter() - self._start[0], 3),
-            "cpu_seconds": round(self._cpu() - self._start[1], 2),
-            "peak_rss_mb": max(peaks) >> 10,
-        }
-
-    def _cpu(self) -> float:
-        return sum(os.times()[:4])
+        seconds, cpu = time.perf_counter() - self._start[0], sum(os.times()[:4]) - self._start[1]
+        both = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        peak = max(resource.getrusage(who).ru_maxrss for who in both) >> 10
+        return {"seconds": round(seconds, 3), "cpu_seconds": round(cpu, 2), "peak_rss_mb": peak}
 
 
 def run_one(kind: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -261,9 +252,3 @@ def make_parquet(folder: Path, text_bytes: int) -> Path:
         table = pyarrow.table({"text": texts[index * each : (index + 1) * each]})
         pyarrow.parquet.write_table(table, folder / f"{index:05d}.parquet", row_group_size=_ROWS_PER_GROUP)
     return folder
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
-    return models[0] if models else platform.processor()

@@ -120,32 +120,23 @@ def vocabulary(folder: Path) -> Path:
 
 def table(samples: list[Sample]) -> str:
     """A row a layout: beside one GPU, beside the layout that is whole, and beside its own second run."""
-    alone = {s["model"]: s for s in samples if s["ranks"] == 1 and "failed" not in s}
+    alone = {
+        s["model"]: s["perf/tokens_per_second"] for s in samples if s["ranks"] == 1 and "failed" not in s
+    }
+    header = ["model", "GPUs", "layout", "tokens/s", "x one", "exchange ms", "GiB a GPU", "loss", "two runs"]
     rows = []
-    for (model, ranks, name), group in itertools.groupby(
-        samples, lambda s: (s["model"], s["ranks"], s["name"])
-    ):
-        first, *again = list(group)
+    for key, group in itertools.groupby(samples, lambda s: (s["model"], s["ranks"], s["name"])):
+        first, *again = group
+        row = [str(each) for each in key]
         if "failed" in first:
-            rows.append([model, str(ranks), name, first["failed"][:40], *[""] * 5])
+            rows.append([*row, first["failed"][:40], *[""] * 5])
             continue
-        speed = first["perf/tokens_per_second"]
-        one = alone.get(model, {}).get("perf/tokens_per_second")
-        peak = first.get("perf/peak_allocated_gib", first.get("perf/peak_resident_gib"))
-        exchange = first.get("perf/exchange_ms")
-        rows.append(
-            [
-                *(model, str(ranks), name, f"{speed:,.0f}"),
-                f"{speed / one:.3f}" if one else "",
-                "" if exchange is None else f"{exchange:.1f}",
-                f"{peak:.1f}",
-                f"{first['losses'][-1]:.5f}",
-                equal(first, again[0]) if again else "",
-            ]
-        )
-    return text_table(
-        ["model", "GPUs", "layout", "tokens/s", "x one", "exchange ms", "GiB a GPU", "loss", "two runs"], rows
-    )
+        speed, one = first["perf/tokens_per_second"], alone.get(key[0])
+        row += [f"{speed:,.0f}", f"{speed / one:.3f}" if one else ""]
+        row += [f"{first['perf/exchange_ms']:.1f}" if "perf/exchange_ms" in first else ""]
+        row += [f"{first.get('perf/peak_allocated_gib', first.get('perf/peak_resident_gib')):.1f}"]
+        rows.append([*row, f"{first['losses'][-1]:.5f}", equal(first, again[0]) if again else ""])
+    return text_table(header, rows)
 
 
 def equal(first: Sample, second: Sample) -> str:
@@ -167,20 +158,15 @@ def main(argv: list[str]) -> int:
     if device.type == "cuda" and max(asked.gpus) > torch.cuda.device_count():
         parser.error(f"--gpus {max(asked.gpus)}: this machine has {torch.cuda.device_count()}")
     out = asked.out or Path(f"results/{slug(device_name(device))}x{max(asked.gpus)}/scaling.json")
-    report: dict[str, Any] = {
-        "command": f"python -m benchmarks scaling {' '.join(argv)}".strip(),
-        "environment": environment(device),
-        "samples": [],
-    }
+    command = f"python -m benchmarks scaling {' '.join(argv)}".strip()
+    report: dict[str, Any] = {"command": command, "environment": environment(device), "samples": []}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         common = [f"data.tokenizer={vocabulary(folder)}", f"data.cache_dir={folder / 'cache'}", *asked.more]
         for model, gpus in itertools.product(asked.models, sorted(asked.gpus)):
-            named = [
-                [name, [*MODELS[model], *common, *layout]]
-                for name, layout in layouts_of(model, gpus, asked.layouts)
-            ]
+            layouts = layouts_of(model, gpus, asked.layouts)
+            named = [[name, [*MODELS[model], *common, *layout]] for name, layout in layouts]
             for sample in launched(named, gpus, asked.steps, folder, asked.minutes):
                 report["samples"].append({"model": model, **sample})
                 out.write_text(as_lines(report))  # a killed session keeps what it has

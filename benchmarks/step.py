@@ -7,20 +7,17 @@ torch's scaled_dot_product_attention. Three comparisons per shape, each a ratio 
     as published        nanoGPT as it is: exact-erf GELU, and GPT-2's vocabulary padded to 50304 inside the softmax
     its own optimizer   the same, stepped by its own configure_optimizers (on a CPU: AdamW, not fused)
 
-Ours always takes tanh GELU and torch's fused AdamW, and so does nanoGPT in the first two. Steps alternate, so a
+Ours always takes tanh GELU and torch's fused AdamW, and so does nanoGPT in the first two. Steps take turns, so a
 busy machine slows both; the ratio is the median over pairs, with its quartiles. Every sample goes into the JSON.
 """
 
 import argparse
 import contextlib
+import io
 import os
-import platform
 import statistics
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +25,9 @@ from torch.nn import functional as F
 
 from model.config import GPTConfig
 from model.gpt import GPT
+from reproduce import nanogpt, timing
 from reproduce.common import as_lines
-from reproduce.nanogpt import load_nanogpt
+from training.environment import environment
 
 SHAPES = {  # name: (config, sequences per step)
     "nano": (GPTConfig(vocab_size=257, seq_len=64, n_layer=4, n_head=4, n_embd=128), 8),
@@ -42,26 +40,16 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tens
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
-def build_nanogpt(nanogpt: ModuleType, ours: GPT, vocab_size: int, *, tanh: bool) -> nn.Module:
+def build(path: str, ours: GPT, *, same: bool) -> nn.Module:
     """nanoGPT's model in our shape with our weights (names agree but for `transformer.`)."""
-    config = ours.config
-    theirs = nanogpt.GPT(
-        nanogpt.GPTConfig(
-            block_size=config.seq_len,
-            vocab_size=vocab_size,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_embd=config.n_embd,
-        )
-    )
+    vocab_size = ours.config.vocab_size if same else None
+    theirs = nanogpt.build(path, ours.config, biases=True, vocab_size=vocab_size)
     with torch.no_grad():
         for name, weight in ours.named_parameters():
-            theirs.get_parameter(f"transformer.{name}").copy_(
-                weight[:vocab_size] if name == "wte.weight" else weight
-            )
-    if tanh:
-        for block in theirs.transformer.h:
-            block.mlp.gelu = nn.GELU(approximate="tanh")
+            to = theirs.get_parameter(f"transformer.{name}")
+            to.copy_(weight[: len(to)] if name == "wte.weight" else weight)
+    for block in theirs.transformer.h if same else ():
+        block.mlp.gelu = nn.GELU(approximate="tanh")
     return theirs
 
 
@@ -74,46 +62,35 @@ def check_agreement(ours: GPT, theirs: nn.Module, tokens: Tensor, targets: Tenso
     worst = 0.0
     for name, weight in ours.named_parameters():
         grad = theirs.get_parameter(f"transformer.{name}").grad
-        difference = (weight.grad[: len(grad)] - grad).norm() / grad.norm()
-        worst = max(worst, difference.item())
+        worst = max(worst, ((weight.grad[: len(grad)] - grad).norm() / grad.norm()).item())
     assert worst < 1e-4, f"gradients differ by {worst:.1e}"
-    ours.zero_grad()
-    theirs.zero_grad()
-    return {
-        "loss": our_loss.item(),
-        "nanogpt_loss": their_loss.item(),
-        "worst_relative_gradient_difference": worst,
-    }
+    losses = {"loss": our_loss.item(), "nanogpt_loss": their_loss.item()}
+    return {**losses, "worst_relative_gradient_difference": worst}
 
 
-def stepper(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    """A function that takes one step and returns its seconds."""
-
-    def step() -> float:
-        start = time.perf_counter()
+def stepper(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> timing.Call:
+    def step(number: int) -> Iterator[None]:
         loss().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter() - start
+        yield
 
     return step
 
 
-def compare(nanogpt: ModuleType, name: str, duration: float) -> dict:
+def compare(path: str, name: str, duration: float) -> dict:
     """All three comparisons of one shape, their steps taken in turn for `duration` seconds."""
     config, batch = SHAPES[name]
     stream = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(config.vocab_size, (2, batch, config.seq_len), generator=stream)
     ours = GPT(config, sdpa)
-    own_vocab = 50304 if config.vocab_size == 50257 else config.vocab_size
-    with contextlib.redirect_stdout(sys.stderr):  # nanoGPT prints as it is built
-        same = build_nanogpt(nanogpt, ours, config.vocab_size, tanh=True)
-        published = build_nanogpt(nanogpt, ours, own_vocab, tanh=False)
-        own = build_nanogpt(nanogpt, ours, own_vocab, tanh=False)
-        own_optimizer = own.configure_optimizers(0.0, LR, (0.9, 0.999), "cpu")
+    same, published, own = (build(path, ours, same=same) for same in (True, False, False))
     agreement = check_agreement(ours, same, tokens, targets)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints
+        own_optimizer = own.configure_optimizers(0.0, LR, (0.9, 0.999), "cpu")
 
     def fused(model: nn.Module) -> torch.optim.Optimizer:
+        model.zero_grad()
         return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
     steps = {
@@ -122,22 +99,13 @@ def compare(nanogpt: ModuleType, name: str, duration: float) -> dict:
         "as published": stepper(lambda: published(tokens, targets)[1], fused(published)),
         "its own optimizer": stepper(lambda: own(tokens, targets)[1], own_optimizer),
     }
-    seconds = {key: [] for key in steps}
-    order = list(steps)
-    for key in order * 2:  # warm up allocator and optimizer state
-        steps[key]()
-    deadline = time.perf_counter() + duration
-    while time.perf_counter() < deadline or len(seconds["ours"]) < 5:
-        for key in order:
-            seconds[key].append(steps[key]())
-        order.append(order.pop(0))  # nobody is always first
+    how = {"seconds": duration / len(steps), "rounds": (5, 1_000_000)}
+    timed = timing.time_alternating(steps, torch.device("cpu"), **how)
+    seconds = {key: [ms / 1e3 for ms in step] for key, (step,) in timed.ms.items()}
     ratios = {key: summary(seconds["ours"], seconds[key]) for key in steps if key != "ours"}
-    return {
-        "shape": vars(config) | {"batch": batch},
-        "agreement": agreement,
-        "ratios": ratios,
-        "seconds": seconds,
-    }
+    sizes = ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd")
+    shape = {size: getattr(config, size) for size in sizes} | {"batch": batch}
+    return {"shape": shape, "agreement": agreement, "ratios": ratios, "seconds": seconds}
 
 
 def summary(ours: list[float], theirs: list[float]) -> dict[str, float]:
@@ -145,45 +113,25 @@ def summary(ours: list[float], theirs: list[float]) -> dict[str, float]:
     return {"median": middle, "quartile_1": low, "quartile_3": high}
 
 
-def environment() -> dict:
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks step", description=__doc__.splitlines()[0])
-    parser.add_argument("--nanogpt", type=Path, required=True, help="path of nanoGPT's model.py")
+    parser.add_argument("--nanogpt", required=True, help="path of nanoGPT's model.py")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=90, help="time spent on each shape")
     parser.add_argument("--out", type=Path, default=Path("results/cpu/nanogpt_step.json"))
     arguments = parser.parse_args(argv)
-    nanogpt = load_nanogpt(arguments.nanogpt)
     command = f"python -m benchmarks step --nanogpt model.py --shapes {' '.join(arguments.shapes)}"
-    report = {
-        "command": f"{command} --seconds {arguments.seconds:g}",
-        "environment": environment(),
-        "shapes": {},
-    }
+    machine = environment(torch.device("cpu")) | {"load_average": os.getloadavg()}
+    del machine["command"]  # the paths of this machine
+    report = {"command": f"{command} --seconds {arguments.seconds:g}", "environment": machine, "shapes": {}}
     print(f"{'shape':<12}{'nanoGPT':<20}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}   quartiles")
     for name in arguments.shapes:
-        result = report["shapes"][name] = compare(nanogpt, name, arguments.seconds)
-        ours = 1e3 * statistics.median(result["seconds"]["ours"])
+        result = report["shapes"][name] = compare(arguments.nanogpt, name, arguments.seconds)
+        medians = {key: 1e3 * statistics.median(seconds) for key, seconds in result["seconds"].items()}
         for key, ratio in result["ratios"].items():
-            theirs = 1e3 * statistics.median(result["seconds"][key])
             spread = f"{ratio['quartile_1']:.3f} to {ratio['quartile_3']:.3f}"
             print(
-                f"{name:<12}{key:<20}{ours:>9.1f}{theirs:>11.1f}{ratio['median']:>8.3f}   {spread}",
-                flush=True,
+                f"{name:<12}{key:<20}{medians['ours']:>9.1f}{medians[key]:>11.1f}{ratio['median']:>8.3f}   {spread}"
             )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(as_lines(report))

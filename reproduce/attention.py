@@ -11,7 +11,7 @@ timed. The forward is the one used in training: it saves what the backward needs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -187,29 +187,34 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def check(backend: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> Sample:
-    """Errors of out, dq, dk, dv against float64 on a small shape; the limit is twice naive's error in this dtype."""
-    length, heads = (
-        (min(workload.length, 1024), 2) if device.type == "cuda" else (min(workload.length, 64), 1)
-    )
-    small = replace(
-        workload, batch=2, heads=heads, length=length, mask=PADDED if workload.mask != "plain" else "plain"
-    )
-    inputs = Inputs(small, dtype, device)
-    exact = gradients(attend_with("naive"), inputs.to(torch.float64))
-    errors, limits = {}, {}
-    attend = attend_with(backend)
-    found = gradients(attend, inputs)
-    naive = gradients(attend_with("naive"), inputs)
-    for name, ours, theirs, reference in zip(("out", "dq", "dk", "dv"), found, naive, exact, strict=True):
-        errors[name] = relative_error(ours, reference)
-        limits[name] = 2 * relative_error(theirs, reference) + 0.1 * torch.finfo(dtype).eps
-    passed = all(errors[name] <= limits[name] for name in errors)
+    """`compare` of out, dq, dk, dv on a small shape; AttentionError if the backend cannot take the workload."""
+    peers.refuse(backend, workload, dtype, device)
+    if backend in peers.APPROXIMATE:
+        return {"errors": {}, "limits": {}, "passed": True}
+    length, heads = (1024, 2) if device.type == "cuda" else (64, 1)
+    mask = PADDED if workload.mask != "plain" else "plain"
+    small = replace(workload, batch=2, heads=heads, length=min(workload.length, length), mask=mask)
+    inputs, naive, attend = Inputs(small, dtype, device), attend_with("naive"), attend_with(backend)
+    exact = gradients(naive, inputs.to(torch.float64))
+    found = compare(gradients(attend, inputs), gradients(naive, inputs), exact, dtype)
     if workload.mask == DROPPED:
-        errors["dropout"], limits["dropout"] = _dropout_bias(
-            attend, replace(small, mask=DROPPED), dtype, device
-        )
-        passed = passed and errors["dropout"] <= limits["dropout"]
-    return {"errors": errors, "limits": limits, "passed": passed}
+        bias, limit = _dropout_bias(attend, replace(small, mask=DROPPED), dtype, device)
+        found["errors"]["dropout"], found["limits"]["dropout"] = bias, limit
+        found["passed"] = found["passed"] and bias <= limit
+    return found
+
+
+def compare(
+    found: Sequence[torch.Tensor], naive: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], dtype: torch.dtype,
+    names: tuple[str, ...] = ("out", "dq", "dk", "dv"),
+) -> Sample:  # fmt: skip
+    """Relative errors against float64; the limit is twice naive's in this dtype: {"errors", "limits", "passed"}."""
+    least = 0.1 * torch.finfo(dtype).eps
+    errors = {name: relative_error(*pair) for name, *pair in zip(names, found, exact, strict=True)}
+    limits = {
+        name: 2 * relative_error(*pair) + least for name, *pair in zip(names, naive, exact, strict=True)
+    }
+    return {"errors": errors, "limits": limits, "passed": all(errors[each] <= limits[each] for each in names)}
 
 
 def _dropout_bias(
@@ -286,8 +291,8 @@ def time_all(backends: list[str], workload: Workload, options: Options, dtype: t
 
 
 def _time(backends: list[str], workload: Workload, options: Options, dtype: torch.dtype) -> Sample:
-    sets = input_sets(workload, dtype, options.device)
-    return race({backend: attend_with(backend) for backend in backends}, sets, options)
+    attends = {backend: attend_with(backend) for backend in backends}
+    return race(attends, input_sets(workload, dtype, options.device), options)
 
 
 def input_sets(workload: Workload, dtype: torch.dtype, device: torch.device) -> list[Inputs]:
@@ -296,25 +301,27 @@ def input_sets(workload: Workload, dtype: torch.dtype, device: torch.device) -> 
 
 
 def race(
-    attends: Mapping[str, Callable[[Any, int], torch.Tensor]], sets: list[Any], options: Options
-) -> Sample:
-    """`timing.race` of attention functions (inputs, number of the turn) -> out, forward and backward.
+    attends: Mapping[str, Callable[[Any, int], Any]], sets: Sequence[Any], options: Options, backward: bool = True,
+    **how: Any,
+) -> Sample:  # fmt: skip
+    """`timing.race` of functions (inputs, number of the turn) -> out: "forward" and "backward", or the call as "all".
 
     sets: inputs for them, used in rotation; `qkv` holds the autograd leaves, `d_out` the output's gradient.
     """
 
-    def call_of(attend: Callable[[Any, int], torch.Tensor]) -> timing.Call:
+    def call_of(attend: Callable[[Any, int], Any]) -> timing.Call:
         def call(number: int) -> Iterator[None]:
             inputs = sets[number % len(sets)]
             out = attend(inputs, number)
             yield
-            torch.autograd.grad(out, inputs.qkv, inputs.d_out)
-            yield
+            if backward:
+                torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+                yield
 
         return call
 
     calls = {name: call_of(attend) for name, attend in attends.items()}
-    return timing.race(calls, options, ("forward", "backward"))
+    return timing.race(calls, options, ("forward", "backward") if backward else ("all",), **how)
 
 
 def run(options: Options) -> None:
@@ -363,21 +370,12 @@ def _names(settings: Settings, workload: Workload) -> list[str]:
 
 def _ready(backend: str, workload: Workload, options: Options, dtype: torch.dtype) -> bool:
     """Whether to time `backend`: it supports the workload, its results are right, and it fits in memory."""
-    device = options.device
-
-    def checked() -> Sample:
-        peers.refuse(backend, workload, dtype, device)
-        if backend in peers.APPROXIMATE:
-            return {"errors": {}, "limits": {}, "passed": True}
-        return check(backend, workload, dtype, device)
-
+    how = (backend, workload, dtype, options.device)
     kind = {"head_dim": workload.head_dim, "causal": workload.causal, "mask": workload.mask}
-    verdict = options.sample(checked, kind="check", backend=backend, **kind)
+    verdict = options.sample(lambda: check(*how), kind="check", backend=backend, **kind)
     if "passed" not in verdict:
         return False
-    used = options.sample(
-        partial(memory, backend, workload, dtype, device), kind="memory", backend=backend, **asdict(workload)
-    )
+    used = options.sample(lambda: memory(*how), kind="memory", backend=backend, **asdict(workload))
     if "peak_bytes" not in used:
         return False
     rows, limits = used["row_errors"], verdict["limits"]

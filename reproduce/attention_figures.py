@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
         # A CPU counts one head of one sequence, so the paper's memory, of 128 heads, is drawn divided by 128.
         heads = 1 if _on_cpu(results) else 128
         lengths = {n for _, n in peaks}
-        names = sorted({name for name, _ in peaks}, key=lambda name: name == OURS)
+        names = sorted({name for name, _ in peaks}, key=lambda name: (name == OURS, name))
         series = {name: {n: b / 2**20 for (each, n), b in peaks.items() if each == name} for name in names}
         theirs = {
             f"{name} of FA1, Table 21": {n: mib * heads / 128 for n, mib in table.items() if n in lengths}
@@ -119,31 +120,27 @@ def _judge_speed(results: Results, found: Verdicts) -> None:
     for mask, words in MASK_NAMES.items():
         for sample in timed(results, kind="time", figure="fa1", mask=mask):
             n, gain = sample["length"], speedup(sample)
-            if n not in MIDDLE or gain is None:
-                continue
-            standard, flash = (paper.FA1_MS[mask, name][n] for name in (BASELINE, OURS))
-            theirs = standard / flash
-            what, passed = (
-                f"{BASELINE}/{OURS} time, {words}, {n} tokens",
-                round(gain.low, 2) >= round(theirs, 2),
-            )
-            found.times("C7", what, theirs, gain, passed, f"at least the paper's speed-up; {over(sample)}")
+            if n in MIDDLE and gain:
+                theirs = paper.FA1_MS[mask, BASELINE][n] / paper.FA1_MS[mask, OURS][n]
+                passed, why = (
+                    round(gain.low, 2) >= round(theirs, 2),
+                    f"at least the paper's speed-up; {over(sample)}",
+                )
+                found.times("C7", f"{BASELINE}/{OURS} time, {words}, {n} tokens", theirs, gain, passed, why)
     for sample in timed(results, kind="time", figure="fa2", head_dim=256):
         if sample["length"] in MIDDLE and (gain := speedup(sample)):
             causal = "causal" if sample["causal"] else "full"
             what = f"{BASELINE}/{OURS} time, head_dim 256, {causal}, {sample['length']} tokens"
-            passed = beside(took(sample, OURS), fastest(sample, EAGER)[1]) == FASTER
-            found.add("C7", what, NOT_STATED, gain.shown(), passed, f"faster; {over(sample)}")
+            passed, why = _beside_eager(sample) == FASTER, f"faster; {over(sample)}"
+            found.add("C7", what, NOT_STATED, gain.shown(), passed, why)
     if samples := [s for s in timed(results, kind="time", figure="fa1") if speedup(s)]:
-        slower = [
-            f"{s['length']} {s['mask']}"
-            for s in samples
-            if beside(took(s, OURS), fastest(s, EAGER)[1]) == SLOWER
-        ]
-        what = "lengths where ours is slower than standard attention"
-        found.add(
-            "C7", what, "none", ", ".join(slower) or "none", not slower, f"over {len(samples)} workloads"
-        )
+        slower = [f"{s['length']} {s['mask']}" for s in samples if _beside_eager(s) == SLOWER]
+        what, why = "lengths where ours is slower than standard attention", f"over {len(samples)} workloads"
+        found.add("C7", what, "none", ", ".join(slower) or "none", not slower, why)
+
+
+def _beside_eager(sample: Sample) -> str:
+    return beside(took(sample, OURS), fastest(sample, EAGER)[1])
 
 
 def _judge_first_paper(results: Results, found: Verdicts) -> None:
@@ -177,11 +174,11 @@ def _judge_memory(results: Results, found: Verdicts) -> None:
         if (BASELINE, n) in peaks and (OURS, n) in peaks:
             ours = peaks[BASELINE, n] / peaks[OURS, n]
             theirs = paper.FA1_MIB[BASELINE][n] / paper.FA1_MIB[OURS][n]
-            why = "within a third either way"
+            what, why = f"{BASELINE}/{OURS} peak memory at {n} tokens", "within a third either way"
             if ours > 1.05 * theirs and not _on_cpu(results):  # a CPU counts one head, the paper 128
                 mib = peaks[OURS, n] / 2**20
                 why += f"; above it because {OURS} takes {mib:.0f} MiB, the paper's {paper.FA1_MIB[OURS][n]}"
-            what, passed = f"{BASELINE}/{OURS} peak memory at {n} tokens", abs(ours / theirs - 1) <= 1 / 3
+            passed = abs(ours / theirs - 1) <= 1 / 3
             found.times("C8", what, theirs, ours, passed, why, basis=basis, form="{:.1f}x")
     for name in (OURS, BASELINE):
         measured = {n: peak for (backend, n), peak in peaks.items() if backend == name and n >= 1024}
@@ -213,19 +210,18 @@ def log_slope(values: dict[int, float]) -> float | None:
 def _judge_approximate(results: Results, found: Verdicts) -> None:
     """C9: the shortest length from which on an approximation is faster than exact attention."""
     for name in APPROXIMATE:
-        samples = [
-            s for s in timed(results, kind="time", figure="fa1", mask="plain") if {name, OURS} <= {*s["ms"]}
-        ]
+        every = timed(results, kind="time", figure="fa1", mask="plain")
+        samples = [sample for sample in every if {name, OURS} <= {*sample["ms"]}]
         if len(samples) < 2:
             continue
         faster = [s["length"] for s in samples if beside(took(s, OURS), took(s, name)) == SLOWER]
         slower = [s["length"] for s in samples if s["length"] not in faster]
         overtakes = min((n for n in faster if n > max(slower, default=0)), default=None)
-        shown = f"from {overtakes} tokens on" if overtakes else f"nowhere up to {samples[-1]['length']}"
-        last = took(samples[-1], OURS) / took(samples[-1], name)
+        longest, last = samples[-1]["length"], took(samples[-1], OURS) / took(samples[-1], name)
+        shown = f"from {overtakes} tokens on" if overtakes else f"nowhere up to {longest}"
         why = (
             "a length exists; in eager PyTorch, as the paper timed it, and nothing is said of its quality; at "
-            f"{samples[-1]['length']} tokens flash takes {last.shown()} its time"
+            f"{longest} tokens flash takes {last.shown()} its time"
         )
         theirs = "between 512 and 1024 tokens" if name == APPROXIMATE[0] else NOT_STATED
         found.add("C9", f"where {name} overtakes flash", theirs, shown, overtakes is not None, why)
@@ -233,16 +229,14 @@ def _judge_approximate(results: Results, found: Verdicts) -> None:
 
 def _judge_head_dim(results: Results, found: Verdicts) -> None:
     means = {}
-    for d in (64, 128):
-        for causal in (False, True):
-            samples = timed(results, kind="time", figure="fa2", head_dim=d, causal=causal)
-            gains = [gain for s in samples if 1024 <= s["length"] <= 8192 and (gain := speedup(s))]
-            if not gains:
-                return
-            means[d, causal] = Times(map(statistics.geometric_mean, zip(*gains, strict=False)))
-    ours = ", ".join(
-        f"d{d}{' causal' if causal else ''} {gain.shown('{:.1f}x')}" for (d, causal), gain in means.items()
-    )
+    for d, causal in itertools.product((64, 128), (False, True)):
+        samples = timed(results, kind="time", figure="fa2", head_dim=d, causal=causal)
+        gains = [gain for s in samples if 1024 <= s["length"] <= 8192 and (gain := speedup(s))]
+        if not gains:
+            return
+        means[d, causal] = Times(map(statistics.geometric_mean, zip(*gains, strict=False)))
+    shown = {key: gain.shown("{:.1f}x") for key, gain in means.items()}
+    ours = ", ".join(f"d{d}{' causal' if causal else ''} {gain}" for (d, causal), gain in shown.items())
     passed = means[128, False].high < means[64, False].low and means[128, True].low > means[128, False].high
     what, theirs = f"{BASELINE}/{OURS} time, mean over 1k to 8k", "lower at d128 than d64, larger when causal"
     why = "the claim is the order, by ranges that do not overlap; over the fastest of eager PyTorch"
@@ -251,16 +245,15 @@ def _judge_head_dim(results: Results, found: Verdicts) -> None:
 
 def _judge_causal(results: Results, found: Verdicts) -> None:
     """C20, a row for each length."""
+    why = "1.7x at least, at every length; in short rows a larger share of the blocks is on the diagonal"
     for d in (64, 128, 256):
-        times = {
-            (s["length"], s["causal"]): t
-            for s in timed(results, kind="time", figure="fa2", head_dim=d)
-            if (t := took(s, OURS))
-        }
-        for n in sorted({n for n, causal in times if (n, not causal) in times}):
-            gain = times[n, False] / times[n, True]
-            what = f"full over causal time, head_dim {d}, {n} tokens"
-            why = "1.7x at least, at every length; in short rows a larger share of the blocks is on the diagonal"
+        full, causal = (
+            {s["length"]: t for s in timed(results, kind="time", figure="fa2", head_dim=d, causal=causal)
+             if (t := took(s, OURS))}
+            for causal in (False, True)
+        )  # fmt: skip
+        for n in sorted(full.keys() & causal.keys()):
+            gain, what = full[n] / causal[n], f"full over causal time, head_dim {d}, {n} tokens"
             found.times("C20", what, 1.75, gain, gain.low >= 1.7, why, theirs="1.7 to 1.8x")
 
 
@@ -307,18 +300,16 @@ def _judge_chunks(results: Results, found: Verdicts) -> None:
 def _judge_stored(results: Results, found: Verdicts) -> None:
     """C30: torch.compile's standard attention stores the probabilities for the backward, ours computes them again."""
     for sample in timed(results, kind="time", figure="stored"):
-        if not {COMPILED, OURS} <= {*sample["ms"]} or sample["length"] not in paper.STORED_OVER_FLASH:
+        length, phases = sample["length"], ("forward", "backward", "both")
+        if not {COMPILED, OURS} <= {*sample["ms"]} or length not in paper.STORED_OVER_FLASH:
             continue
-        forward, backward, both = (
-            took(sample, COMPILED, phase) / took(sample, OURS, phase)
-            for phase in ("forward", "backward", "both")
-        )
+        gains = {phase: took(sample, COMPILED, phase) / took(sample, OURS, phase) for phase in phases}
         faster = beside(took(sample, OURS, "forward"), took(sample, COMPILED, "forward")) == FASTER
-        shown = f"{forward.shown()} forward, {backward.shown()} backward, {both.shown()} both"
-        theirs = "{:.2f}x forward, {:.2f}x both".format(*paper.STORED_OVER_FLASH[sample["length"]])
-        what = f"time with stored probabilities over ours, {sample['length']} tokens"
+        shown = ", ".join(f"{gain.shown()} {phase}" for phase, gain in gains.items())
+        theirs = "{:.2f}x forward, {:.2f}x both".format(*paper.STORED_OVER_FLASH[length])
         why = (
             "faster forward, and both together 0.9x at least; stored by torch.compile in two matrix products and a "
             "fused softmax, where the paper's was one kernel, which would take a kernel of its own here"
         )
-        found.add("C30", what, theirs, shown, faster and both.low >= 0.9, why)
+        what, passed = f"time with stored probabilities over ours, {length} tokens", gains["both"].low >= 0.9
+        found.add("C30", what, theirs, shown, faster and passed, why)

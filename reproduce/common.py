@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,14 @@ def writing(path: Path, option: str) -> Iterator[None]:
         ) from None
 
 
-def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Align columns for a terminal: the first column to the left, the others to the right."""
+def text_table(header: Sequence[str], rows: list[list[str]], numbers: bool = True) -> str:
+    """Align columns for a terminal: all to the left, or, of numbers, all but the first to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [header, *rows]
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    first, others = str.ljust, str.rjust if numbers else str.ljust
+    lines = []
+    for name, *cells in [header, *rows]:
+        lines.append("  ".join([first(name, widths[0]), *map(others, cells, widths[1:])]).rstrip())
+    return "\n".join(lines)
 
 
 def rounded(value: Any) -> Any:
@@ -71,3 +70,15 @@ def markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
         cells = " | ".join(cell.replace("|", r"\|") for cell in row)
         lines.append(f"| {cells} |")
     return [*lines, ""]
+
+
+def html_table(header: Sequence[str], rows: list[list[str]], style: str = "") -> str:
+    """A table whose cells are HTML. Each knows its column's name, to show it where a row becomes a block."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = ""
+    for row in rows:
+        cells = zip(header, row, strict=True)
+        body += (
+            "<tr>" + "".join(f'<td data-label="{escape(name)}">{cell}</td>' for name, cell in cells) + "</tr>"
+        )
+    return f'<table class="{style}"><tr>{head}</tr>{body}</table>'

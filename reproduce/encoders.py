@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,14 @@ from model.config import GPTConfig
 from model.gpt import AttentionFn
 from training.optimizer import OptimizerConfig, build_optimizer, update
 
-from . import paper, plots, timing
+from . import paper, plots
+from .attention import race
 from .attention_figures import BASELINE, OURS
 from .contenders import initial_model
 from .experiment import NOT_STATED, Options, Results, Sample, Timing, Verdict, Verdicts, pick
 from .sparse import butterfly_mask
 from .standard import standard_attention
-from .timing import timed, took
+from .timing import Times, timed, took
 
 IN_TRANSFORMERS = "tilegpt"  # the name of our attention there
 SPARSE = f"{OURS}+butterfly"  # block-sparse, as in FlashAttention's Tables 3 and 6
@@ -96,17 +97,6 @@ def run(options: Options) -> None:
         options.sample(partial(train, name, options), **where)
 
 
-def _race(steps: dict[str, Callable[[int], None]], options: Options) -> Sample:
-    def call_of(step: Callable[[int], None]) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            step(number)
-            yield
-
-        return call
-
-    return timing.race({name: call_of(step) for name, step in steps.items()}, options, ("step",), patience=1)
-
-
 # ---- BERT ----------------------------------------------------------------------------------------------
 
 
@@ -116,33 +106,25 @@ def time_bert(options: Options) -> Sample:
     shape = (settings.sequences, settings.bert_length)
     tokens, labels = torch.randint(settings.bert_vocabulary, (2, *shape), device=device)
     labels = labels.masked_fill(torch.rand(shape, device=device) > 0.15, -100)  # a 15 % share is predicted
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: None, number: int) -> None:
+        with _autocast(options):
+            loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        update(model, optimizer, scaler)
+
     steps, logits = {}, {}
     for name in settings.bert:
         model = _bert(name, options)
         with torch.no_grad(), _autocast(options):
             logits[name] = model.eval()(input_ids=tokens[:1]).logits.float()
-        steps[name] = partial(
-            _bert_step, model.train(), build_optimizer(model, OptimizerConfig()), tokens, labels, options
-        )
+        steps[name] = partial(step, model.train(), build_optimizer(model, OptimizerConfig()))
     first = logits[settings.bert[0]]
     errors = {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
     if max(errors.values()) > 0.02:  # as in `training`
         raise ValueError(f"logits differ: {errors}")
-    return {**_race(steps, options), "logit_errors": errors}
-
-
-def _bert_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tokens: Tensor,
-    labels: Tensor,
-    options: Options,
-    number: int,
-) -> None:
-    with _autocast(options):
-        loss = model(input_ids=tokens, labels=labels).loss
-    loss.backward()
-    update(model, optimizer, torch.amp.GradScaler(options.device.type, enabled=False))
+    return {**race(steps, [None], options, backward=False, patience=1), "logit_errors": errors}
 
 
 def _bert(name: str, options: Options) -> nn.Module:
@@ -150,9 +132,8 @@ def _bert(name: str, options: Options) -> nn.Module:
     from transformers import AttentionInterface, BertConfig, BertForMaskedLM
 
     settings = options.settings
-    request = {"device": options.device, "dtype": getattr(torch, settings.dtype)}
-    request |= {"dropout_p": settings.dropout} if settings.dropout else {}
-    _, flash = resolve_attention(OURS, head_dim=settings.width // settings.bert_heads, **request)
+    features = {"dropout_p": settings.dropout} if settings.dropout else {}
+    flash = _resolve(OURS, settings.width // settings.bert_heads, options, **features)
 
     def ours(
         module: object, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float = 0.0, **rest: object
@@ -169,6 +150,11 @@ def _bert(name: str, options: Options) -> nn.Module:
     )  # fmt: skip
     torch.manual_seed(0)
     return BertForMaskedLM(config).to(options.device)
+
+
+def _resolve(name: str, head_dim: int, options: Options, **features: object) -> AttentionFn:
+    dtype = getattr(torch, options.settings.dtype)
+    return resolve_attention(name, device=options.device, dtype=dtype, head_dim=head_dim, **features)[1]
 
 
 def _autocast(options: Options) -> torch.autocast:
@@ -230,8 +216,7 @@ def both_ways(name: str, config: GPTConfig, options: Options) -> AttentionFn:
     if name == BASELINE:
         return lambda q, k, v, **_: standard_attention(*(x.to(v.dtype) for x in (q, k, v)))
     mask = {"block_mask": butterfly_mask(config.seq_len).to(options.device)} if name == SPARSE else {}
-    request = {"device": options.device, "dtype": getattr(torch, options.settings.dtype)}
-    _, attend = resolve_attention(name.partition("+")[0], **request, head_dim=config.head_dim, **mask)
+    attend = _resolve(name.partition("+")[0], config.head_dim, options, **mask)
     return lambda q, k, v, **_: attend(q, k, v, causal=False, **mask)
 
 
@@ -240,7 +225,7 @@ def time_task(length: int, vocabulary: int, options: Options) -> Sample:
     batch = max(1, options.settings.tokens // length)
     tokens = torch.randint(vocabulary, (batch, length), device=options.device)
     answers = torch.randint(10, (batch,), device=options.device)
-    steps: dict[str, Callable[[int], None]] = {}
+    steps: dict[str, Callable[[None, int], None]] = {}
     for name in options.settings.tasks:
         try:
             encoder = Encoder(name, length, vocabulary, options)
@@ -248,8 +233,8 @@ def time_task(length: int, vocabulary: int, options: Options) -> Sample:
         except torch.OutOfMemoryError:
             options.say(f"  {name}: out of memory at {length} tokens")
             continue
-        steps[name] = lambda number, encoder=encoder: encoder.step(tokens, answers)
-    return {**_race(steps, options), "batch": batch}
+        steps[name] = lambda inputs, number, encoder=encoder: encoder.step(tokens, answers)
+    return {**race(steps, [None], options, backward=False, patience=1), "batch": batch}
 
 
 def train(name: str, options: Options) -> Sample:
@@ -296,51 +281,48 @@ def judge(results: Results) -> list[Verdict]:
     found = Verdicts(results["device"])
     for sample in timed(results, kind="bert"):
         for name, words in (("eager", "eager attention"), ("sdpa", "PyTorch's SDPA")):
-            theirs, ours = took(sample, name), took(sample, IN_TRANSFORMERS)
-            if theirs and ours:
+            if gain := _gain(sample, name, IN_TRANSFORMERS):
                 what = f"BERT-large, a step at {sample['length']}: {words} over flash"
                 why = "the ratio only: the paper's is of a whole run, over Nvidia's MLPerf 1.1 code, fused"
-                found.times("C15", what, 1.15, theirs / ours, None, why)
+                found.times("C15", what, 1.15, gain, None, why)
     for name, theirs in ((OURS, 2.4), (SPARSE, 2.8)):
         for sample in timed(results, kind="listops"):
-            standard, ours = took(sample, BASELINE), took(sample, name)
-            if standard and ours:
-                what, gain = f"ListOps, a step at {sample['length']}: standard over {name}", standard / ours
+            if gain := _gain(sample, BASELINE, name):
+                what = f"ListOps, a step at {sample['length']}: standard over {name}"
                 why = "at least the paper's, a mean over five tasks of 1k to 4k with their own encoder"
                 found.times("C16", what, theirs, gain, gain.low >= theirs, why)
     _judge_accuracy(results, found)
     for sample in timed(results, kind="path"):
-        standard, ours = took(sample, BASELINE), took(sample, OURS)
-        shown = (standard / ours).shown() if standard and ours else "standard does not fit"
+        gain = _gain(sample, BASELINE, OURS)
         why = "the paper states accuracy alone, after training that takes days; this is a step at its length"
         what = f"Path-X's length, a step at {sample['length']}: standard over flash"
-        found.add("C16", what, NOT_STATED, shown, None, why)
+        found.add("C16", what, NOT_STATED, gain.shown() if gain else "standard does not fit", None, why)
     return found
+
+
+def _gain(sample: Sample, name: str, ours: str) -> Times | None:
+    """The time of a contender over ours."""
+    theirs, own = took(sample, name), took(sample, ours)
+    return theirs / own if theirs and own else None
 
 
 def _judge_accuracy(results: Results, found: Verdicts) -> None:
     right = {s["contender"]: s["right"] / s["of"] for s in pick(results, kind="accuracy")}
     for name in (OURS, SPARSE):
-        if {BASELINE, name} <= right.keys():
-            (sample,) = pick(results, kind="accuracy", contender=name)
-            mean = (right[name] + right[BASELINE]) / 2
-            guessed = sample["most_frequent"] / sample["of"]
-            noise = 2 * math.sqrt(2 * mean * (1 - mean) / sample["of"])
-            theirs, shown = (
-                f"{100 * a:.1f} and {100 * b:.1f} %"
-                for a, b in (paper.LISTOPS_ACCURACY[name], (right[BASELINE], right[name]))
-            )
-            why = (
-                f"within {100 * noise:.1f} points, two standard errors of {sample['of']} answers, after "
-                f"{sample['steps']} steps; the most frequent answer alone is right in {100 * guessed:.1f} %"
-            )
-            what, passed = (
-                f"ListOps, answers right with standard and with {name}",
-                abs(right[name] - right[BASELINE]) <= noise,
-            )
-            if mean <= guessed + noise:
-                passed, why = (
-                    None,
-                    f"nothing to compare: no more than the most frequent answer was learned; {why}",
-                )
-            found.add("C16", what, theirs, shown, passed, why)
+        if not {BASELINE, name} <= right.keys():
+            continue
+        (sample,) = pick(results, kind="accuracy", contender=name)
+        mean = (right[name] + right[BASELINE]) / 2
+        guessed = sample["most_frequent"] / sample["of"]
+        noise = 2 * math.sqrt(2 * mean * (1 - mean) / sample["of"])
+        pairs = paper.LISTOPS_ACCURACY[name], (right[BASELINE], right[name])
+        theirs, shown = (f"{100 * a:.1f} and {100 * b:.1f} %" for a, b in pairs)
+        passed = abs(right[name] - right[BASELINE]) <= noise
+        why = (
+            f"within {100 * noise:.1f} points, two standard errors of {sample['of']} answers, after "
+            f"{sample['steps']} steps; the most frequent answer alone is right in {100 * guessed:.1f} %"
+        )
+        if mean <= guessed + noise:
+            passed, nothing = None, "nothing to compare: no more than the most frequent answer was learned"
+            why = f"{nothing}; {why}"
+        found.add("C16", f"ListOps, answers right with standard and with {name}", theirs, shown, passed, why)

@@ -334,14 +334,6 @@ def _parse(key: str, text: str, kind: Any) -> Any:
         raise ReproduceError(f"{key}={text}: it must be of type {kind.__name__}") from None
 
 
-def judged(
-    claim: str, what: str, paper: str, ours: str, ratio: float | None, passed: bool, why: str, basis: str
-) -> Verdict:
-    """The verdict on a measured figure that a paper states too: reproduced if it `passed`."""
-    status = REPRODUCED if passed else NOT_REPRODUCED
-    return Verdict(claim, what, paper, ours, ratio, status, why, basis)
-
-
 class Verdicts(list[Verdict]):
     """Verdicts as they are found; `basis` is where their figures come from, unless one names another."""
 

@@ -12,13 +12,13 @@ shapes are timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
 
-from kernels import AttentionError, get_attention, resolve_attention
+from kernels import AttentionError, get_attention
 from kernels.flash.portable.tiles import Tile
 from kernels.launch import sm_count
 
@@ -76,25 +76,19 @@ def run(options: Options) -> None:
 
 def _count(options: Options) -> None:
     settings = options.settings
-    for name in ("safe", "online", "safe, top-k", "online, top-k", "online with top-k"):
-        options.sample(
-            lambda n=name: count_softmax(n, settings.counted_row, settings.top[0]),
-            kind="softmax count", softmax=name, length=settings.counted_row,
-        )  # fmt: skip
+    for name in softmaxes(1):
+        count = partial(count_softmax, name, settings.counted_row, settings.top[0])
+        options.sample(count, kind="softmax count", softmax=name, length=settings.counted_row)
     workload = Workload("figure2", 1, 1, settings.length, 64, False)
     for keys in settings.tile_keys:
-        options.sample(
-            lambda n=keys: count_tile(tile_of(n), workload), kind="tile count", keys=keys, **asdict(workload)
-        )
+        count = partial(count_tile, tile_of(keys), workload)
+        options.sample(count, kind="tile count", keys=keys, **asdict(workload))
     workload = replace(workload, length=settings.length // 4)
-    for backend in ATTENTIONS:
-        options.sample(
-            lambda b=backend: count_backward(b, workload), kind="backward count", backend=backend,
-            **asdict(workload),
-        )  # fmt: skip
-        options.sample(
-            lambda b=backend: check(b, workload, torch.float16, options.device), kind="check", backend=backend
-        )
+    for name in ATTENTIONS:
+        count = partial(count_backward, name, workload)
+        options.sample(count, kind="backward count", backend=name, **asdict(workload))
+        right = partial(check, name, workload, torch.float16, options.device)
+        options.sample(right, kind="check", backend=name)
 
 
 def softmaxes(k: int) -> dict[str, Callable[[torch.Tensor], object]]:
@@ -120,12 +114,10 @@ def count_softmax(name: str, length: int, k: int) -> Sample:
 
 def tile_of(keys: int) -> Tile:
     """FlashAttention's forward tile with that many keys, and the number of warps that spills least on sm_90."""
-    return (
-        Tile(64, keys, 4 if keys <= 64 else 8, 1) if keys < 256 else Tile(32, keys, 4 if keys < 512 else 8, 1)
-    )
+    return Tile(64 if keys < 256 else 32, keys, 4 if keys <= 64 or keys == 256 else 8, 1)
 
 
-def _flash1_forward(tile: Tile, inputs: Inputs) -> torch.Tensor:
+def _flash1_forward(tile: Tile, inputs: Inputs, number: int = 0) -> torch.Tensor:
     from kernels.history.flash1 import forward_with
 
     workload = inputs.workload
@@ -181,7 +173,9 @@ def _time(options: Options) -> None:
                 workload = Workload("fa2", *shape, causal)
                 where = {"kind": "check", "head_dim": head_dim, "causal": causal}
                 checks = {
-                    name: options.sample(partial(_checked, name, workload, options), backend=name, **where)
+                    name: options.sample(
+                        partial(check, name, workload, torch.float16, options.device), backend=name, **where
+                    )
                     for name in ATTENTIONS
                 }
                 right = [name for name, found in checks.items() if found.get("passed")]
@@ -201,12 +195,6 @@ def _time(options: Options) -> None:
                 options.timed(partial(time_softmax, options=options, **where), kind="softmax", **where)
 
 
-def _checked(name: str, workload: Workload, options: Options) -> Sample:
-    """`attention.check`, with a refusal by name."""
-    resolve_attention(name, device=options.device, dtype=torch.float16, head_dim=workload.head_dim)
-    return check(name, workload, torch.float16, options.device)
-
-
 def time_order(right: list[str], workload: Workload, options: Options) -> Sample:
     """`attention.race` of the historical attentions, flash, and flash's portable kernels, if all are right."""
     if wrong := ", ".join(name for name in ATTENTIONS if name not in right):
@@ -220,44 +208,31 @@ def time_order(right: list[str], workload: Workload, options: Options) -> Sample
 
 def time_forms(workload: Workload, options: Options) -> Sample:
     """The forward by the device's kernels, which on Hopper are specialised and pipelined by hand, and portable."""
-    portable = partial(get_attention(OURS), tier="triton")
 
-    def forward_of(function: Callable[..., object]) -> Callable[[Inputs], object]:
-        return lambda inputs: function(*(x.detach() for x in inputs.qkv), causal=False)
+    def forward_of(function: Callable[..., object]) -> Callable[[Inputs, int], object]:
+        return lambda inputs, number: function(*(x.detach() for x in inputs.qkv), causal=False)
 
-    calls = {OURS: forward_of(get_attention(OURS)), PORTABLE: forward_of(portable)}
-    return _race(calls, input_sets(workload, torch.float16, options.device), options)
-
-
-def _race(calls: dict[str, Callable[[object], object]], sets: list[object], options: Options) -> Sample:
-    """`timing.race` of functions of one of the inputs."""
-
-    def call_of(function: Callable[[object], object]) -> timing.Call:
-        def call(number: int) -> Iterator[None]:
-            function(sets[number % len(sets)])
-            yield
-
-        return call
-
-    return timing.race({name: call_of(each) for name, each in calls.items()}, options)
+    ours = get_attention(OURS)
+    forms = {OURS: forward_of(ours), PORTABLE: forward_of(partial(ours, tier="triton"))}
+    return race(forms, input_sets(workload, torch.float16, options.device), options, backward=False)
 
 
 def time_tiles(workload: Workload, options: Options) -> Sample:
     """FlashAttention's forward by the number of keys in its tile."""
-    calls = {str(keys): partial(_flash1_forward, tile_of(keys)) for keys in options.settings.tile_keys}
-    return _race(calls, input_sets(workload, torch.float16, options.device), options)
+    forms = {str(keys): partial(_flash1_forward, tile_of(keys)) for keys in options.settings.tile_keys}
+    return race(forms, input_sets(workload, torch.float16, options.device), options, backward=False)
 
 
 def time_programs(workload: Workload, options: Options) -> Sample:
     """The two-pass forward with one program per head and with many, one per tile; and the GPU's processors."""
     from kernels.history.two_pass import forward_in
 
-    def forward(programs: int | None, inputs: Inputs) -> object:
+    def forward(programs: int | None, inputs: Inputs, number: int) -> object:
         q, k, v = (x.detach() for x in inputs.qkv)
         return forward_in(programs, q, k, v, workload.causal, workload.head_dim**-0.5)
 
-    inputs = Inputs(workload, torch.float16, options.device)
-    timed = _race({"one": partial(forward, 1), "many": partial(forward, None)}, [inputs], options)
+    forms = {"one": partial(forward, 1), "many": partial(forward, None)}
+    timed = race(forms, [Inputs(workload, torch.float16, options.device)], options, backward=False)
     return {**timed, "processors": sm_count(options.device)}
 
 
@@ -265,4 +240,5 @@ def time_softmax(rows: int, length: int, k: int, options: Options) -> Sample:
     """The softmaxes of float32 rows."""
     count = timing.input_sets(8 * rows * length, options.device)
     sets = [torch.randn(rows, length, device=options.device) for _ in range(count)]
-    return _race(softmaxes(k), sets, options)
+    forms = {name: lambda x, number, form=form: form(x) for name, form in softmaxes(k).items()}
+    return race(forms, sets, options, backward=False)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,44 +48,31 @@ class Settings:
 
 
 TINY = Settings(
-    backends=(BASELINE, "naive", OURS),
-    dtypes=("float16",),
-    lengths=(37,),
-    head_dims=(32,),
-    heads=1,
-    outlier_lengths=(64,),
-    outlier_head_dims=(64,),
-    fp8_length=64,
-    repeats=1,
-)
+    backends=(BASELINE, "naive", OURS), dtypes=("float16",), lengths=(37,), head_dims=(32,), heads=1,
+    outlier_lengths=(64,), outlier_head_dims=(64,), fp8_length=64, repeats=1,
+)  # fmt: skip
 
 
 def run(options: Options) -> None:
     """Run the experiment; see `experiment.py`."""
-    settings = options.settings
+    settings, device = options.settings, options.device
     names = [each for each in backend_names(settings.backends) if each not in settings.compiled]
+    wide = [(n, d) for n in settings.outlier_lengths for d in settings.outlier_head_dims]
     for repeat in range(settings.repeats):
-        for length in settings.outlier_lengths:
-            for head_dim in settings.outlier_head_dims:
-                workload = Workload("outliers", 1, settings.heads, length, head_dim, False)
-                for backend in names:
-                    options.sample(
-                        lambda b=backend, w=workload, r=repeat: outliers(b, w, options.device, r),
-                        kind="outliers", backend=backend, repeat=repeat, **asdict(workload),
-                    )  # fmt: skip
+        for length, head_dim in wide:
+            workload = Workload("outliers", 1, settings.heads, length, head_dim, False)
+            for name in names:
+                where = {"kind": "outliers", "backend": name, "repeat": repeat, **asdict(workload)}
+                options.sample(partial(outliers, name, workload, device, repeat), **where)
         workload = Workload("fp8", 1, settings.heads, settings.fp8_length, settings.fp8_head_dim, False)
         for form in fp8.FORMS:
-            options.sample(
-                lambda f=form, w=workload, r=repeat: fp8_outliers(f, w, options.device, r),
-                kind="fp8", form=form, repeat=repeat, **asdict(workload),
-            )  # fmt: skip
+            where = {"kind": "fp8", "form": form, "repeat": repeat, **asdict(workload)}
+            options.sample(partial(fp8_outliers, form, workload, device, repeat), **where)
     for workload in cases(settings):
         for dtype in settings.dtypes:
-            for backend in names:
-                options.sample(
-                    lambda b=backend, w=workload, d=dtype: errors(b, w, getattr(torch, d), options.device),
-                    kind="errors", backend=backend, dtype=dtype, **asdict(workload),
-                )  # fmt: skip
+            for name in names:
+                where = {"kind": "errors", "backend": name, "dtype": dtype, **asdict(workload)}
+                options.sample(partial(errors, name, workload, getattr(torch, dtype), device), **where)
 
 
 def cases(settings: Settings) -> list[Workload]:
@@ -105,14 +94,10 @@ def errors(backend: str, workload: Workload, dtype: torch.dtype, device: torch.d
     inputs = Inputs(workload, dtype, device)
     naive = attend_with("naive")
     exact = gradients(naive, inputs.to(torch.float64))
-    found, baseline = gradients(attend, inputs), gradients(naive, inputs)
+    all_three = zip(TENSORS, gradients(attend, inputs), gradients(naive, inputs), exact, strict=True)
     return {
-        name: {
-            "max": _max(ours - reference),
-            "naive_max": _max(theirs - reference),
-            "rmse": _rms(ours - reference),
-        }
-        for name, ours, theirs, reference in zip(TENSORS, found, baseline, exact, strict=True)
+        name: {"max": _max(ours - right), "naive_max": _max(theirs - right), "rmse": _rms(ours - right)}
+        for name, ours, theirs, right in all_three
     }
 
 
@@ -176,35 +161,26 @@ def _worst(results: Results) -> dict[tuple[str, str], dict[str, float]]:
     return worst
 
 
-def _rmse(results: Results) -> dict[tuple[int, int, str], float]:
-    """(length, head_dim, backend) -> median RMSE of the outlier test."""
-    found: dict[tuple[int, int, str], list[float]] = {}
-    for sample in pick(results, kind="outliers"):
-        found.setdefault((sample["length"], sample["head_dim"], sample["backend"]), []).append(sample["rmse"])
+def _rmse(results: Results, kind: str, *keys: str) -> dict[tuple[Any, ...], float]:
+    """The values of `keys` -> median RMSE of the outlier tests of a kind."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for sample in pick(results, kind=kind):
+        found.setdefault(tuple(sample[key] for key in keys), []).append(sample["rmse"])
     return {key: statistics.median(values) for key, values in found.items()}
-
-
-def _fp8(results: Results) -> dict[str, float]:
-    """Form of quantisation -> median RMSE in FP8."""
-    found: dict[str, list[float]] = {}
-    for sample in pick(results, kind="fp8"):
-        found.setdefault(sample["form"], []).append(sample["rmse"])
-    return {form: statistics.median(values) for form, values in found.items()}
 
 
 def draw(results: Results, path: Path) -> None:
     """RMSE with outliers; largest errors relative to naive's."""
-    rmse = {f"{backend}, {n} tokens, d {d}": {"": each} for (n, d, backend), each in _rmse(results).items()}
+    measured = _rmse(results, "outliers", "length", "head_dim", "backend")
+    rmse = {f"{name}, {n} tokens, d {d}": {"": each} for (n, d, name), each in measured.items()}
     rmse |= {f"FA3's {name}": {"": value} for name, value in paper.FA3_RMSE.items()}
-    worst = sorted(
-        ((dtype, name, max(r.values())) for (name, dtype), r in _worst(results).items()), reverse=True
-    )
-    ratios = {f"{name} {dtype}": {"": ratio} for dtype, name, ratio in worst if name != "naive"}
+    worst = {(dtype, name): max(each.values()) for (name, dtype), each in _worst(results).items()}
+    ordered = sorted(((*key, ratio) for key, ratio in worst.items()), reverse=True)
+    ratios = {f"{name} {dtype}": {"": ratio} for dtype, name, ratio in ordered if name != "naive"}
     panels = [plots.bars("RMSE with outliers, float16", rmse, across="root mean square error")]
     if ratios:
-        panels.append(
-            plots.bars("Largest error, worst tensor", ratios, across="over naive's (2 at most: exact)")
-        )
+        across = "over naive's (2 at most: exact)"
+        panels.append(plots.bars("Largest error, worst tensor", ratios, across=across))
     plots.draw(path, f"Numerics, {results['device']}", panels)
 
 
@@ -218,39 +194,36 @@ def judge(results: Results) -> list[Verdict]:
             cases = len(pick(results, kind="errors", backend=OURS, dtype=dtype))
             what = f"largest error over naive's, {dtype}, out, dq, dk, dv"
             why = f"{cases} cases: full, causal, odd lengths, head_dim 32 to 256; worst is {where}"
-            if dtype == "float32":
-                why += "; the papers' kernels take 16 bits"
+            why += "; the papers' kernels take 16 bits" if dtype == "float32" else ""
             found.add("C1", what, "2x at most", f"{ours:.2f}x", ours <= 2, why, ratio=ours / 2)
-    rmse, theirs = _rmse(results), paper.FA3_RMSE[BASELINE] / paper.FA3_RMSE[OURS]
+    rmse = _rmse(results, "outliers", "length", "head_dim", "backend")
+    theirs = paper.FA3_RMSE[BASELINE] / paper.FA3_RMSE[OURS]
     for length, head_dim, backend in sorted(rmse):
         baseline = rmse.get((length, head_dim, BASELINE))
         if backend == OURS and baseline:
             ours = rmse[length, head_dim, OURS]
             what = f"RMSE with outliers, standard/flash, {length} tokens, head_dim {head_dim}"
-            paper_s = f"{theirs:.1f}x (3.2e-4 / 1.9e-4)"
             shown = f"{baseline / ours:.1f}x ({baseline:.1e} / {ours:.1e})"
             why = "90 % at least: flash keeps scores and softmax in float32; the paper does not state its length"
             if interpreted:
                 why += "; the roundings to float16 are the kernel's, the dot products' order of summation numpy's"
             ratio = baseline / ours / theirs
-            found.add("C2", what, paper_s, shown, ratio >= 0.9, why, ratio=ratio)
+            stated = f"{theirs:.1f}x (3.2e-4 / 1.9e-4)"
+            found.add("C2", what, stated, shown, ratio >= 0.9, why, ratio=ratio)
     _judge_fp8(results, found)
     return found
 
 
 def _judge_fp8(results: Results, found: Verdicts) -> None:
-    rmse, theirs = _fp8(results), paper.FA3_FP8_RMSE
+    rmse, theirs = {form: each for (form,), each in _rmse(results, "fp8", "form").items()}, paper.FA3_FP8_RMSE
     for form in ("block and incoherent", "incoherent", "block"):
-        if not {form, "per tensor"} <= rmse.keys():
-            continue
-        gain, expected = (x["per tensor"] / x[form] for x in (rmse, theirs))
-        shown = [
-            f"{ratio:.1f}x ({x['per tensor']:.1e} / {x[form]:.1e})"
-            for ratio, x in ((expected, theirs), (gain, rmse))
-        ]
-        what = f"RMSE with outliers in FP8, one scale a tensor over {form}"
-        why = (
-            "within 25 %: the paper does not state its shape; rounded to e4m3 and back, without an FP8 kernel"
-        )
-        passed, basis = abs(gain / expected - 1) <= 0.25, f"emulated on {results['device']}"
-        found.add("C26", what, *shown, passed, why, ratio=gain / expected, basis=basis)
+        if {form, "per tensor"} <= rmse.keys():
+            gain, expected = (x["per tensor"] / x[form] for x in (rmse, theirs))
+            shown = [
+                f"{x['per tensor'] / x[form]:.1f}x ({x['per tensor']:.1e} / {x[form]:.1e})"
+                for x in (theirs, rmse)
+            ]
+            what = f"RMSE with outliers in FP8, one scale a tensor over {form}"
+            why = "within 25 %: the paper does not state its shape; rounded to e4m3 and back, without an FP8 kernel"
+            passed, basis = abs(gain / expected - 1) <= 0.25, f"emulated on {results['device']}"
+            found.add("C26", what, *shown, passed, why, ratio=gain / expected, basis=basis)

@@ -76,10 +76,19 @@ def seed_gap(compared: dict[str, Sample]) -> tuple[float, float] | None:
 
 
 def table(results: Results) -> str:
-    parts = [_runs_table(results, "gpt2"), _runs_table(results, "recipe"), _numerics_table(results)]
+    parts = [_runs_table(results, "gpt2"), _runs_table(results, "recipe")]
+    parts += map(_numerics_table, pick(results, kind="numerics"))
     parts += [_context_table(results), _stability_table(results), _extend_table(results)]
     refused = [f"{s['name']}: {s['failed']}" for s in results["samples"] if s.get("failed") and "name" in s]
     return "\n\n".join([*filter(None, parts), *refused])
+
+
+def _reached(run: Sample) -> list[str]:
+    """How far it came, and from where on it no longer learned; validation loss, perplexity."""
+    loss, lowest = final_loss(run), diverged_from(run)
+    steps = f"{run['partial']} (cut)" if "partial" in run else f"{run['steps']}"
+    steps += "" if lowest is None else f" (diverged from {lowest} on)"
+    return [steps, f"{loss:.4f}", f"{math.exp(loss):.2f}"]
 
 
 def _runs_table(results: Results, part: str) -> str:
@@ -90,109 +99,70 @@ def _runs_table(results: Results, part: str) -> str:
     header = [part, "steps", "val loss", "perplexity", "- naive", "second half", "k tokens/s", "GiB"]
     rows = []
     for name, run in compared.items():
-        apart = ["", ""]
-        if base and run is not base:
-            apart = [f"{each:.1e}" for each in gap(run, base)]
-        loss, speed = final_loss(run), run["tokens_per_second"] or math.nan
-        rows.append(
-            [
-                NAMES[name],
-                f"{run.get('partial', run['steps'])}{' (cut)' * ('partial' in run)}",
-                *(f"{loss:.4f}", f"{math.exp(loss):.2f}", *apart),
-                *(f"{speed / 1e3:.0f}", f"{run['peak_gib'] or 0:.1f}"),
-            ]
-        )
-    tokens = {run["steps"] * run["batch_tokens"] for run in compared.values()}
-    below = f"{max(tokens) / 1e6:.0f} M tokens a run; |difference| of the validation loss in nats, at the end and on"
-    return text_table(header, rows) + f"\n{below} average over the second half"
+        apart = [f"{each:.1e}" for each in gap(run, base)] if base and run is not base else ["", ""]
+        measured = [f"{(run['tokens_per_second'] or math.nan) / 1e3:.0f}", f"{run['peak_gib'] or 0:.1f}"]
+        rows.append([NAMES[name], *_reached(run), *apart, *measured])
+    tokens = max(run["steps"] * run["batch_tokens"] for run in compared.values())
+    below = (
+        "a run; |difference| of the validation loss in nats, at the end and on average over the second half"
+    )
+    return f"{text_table(header, rows)}\n{tokens / 1e6:.0f} M tokens {below}"
 
 
-def _numerics_table(results: Results) -> str:
-    lines = []
-    for sample in pick(results, kind="numerics"):
-        rows, base = sample["rows"], _exact_loss(sample)
-        header = [
-            f"weights {WEIGHTS[sample['when']]}",
-            "dtype",
-            "loss",
-            "- naive float32",
-            "gradients: worst",
-            "median",
-        ]
-        cells = []
-        for row in rows:
-            if "refused" in row:
-                cells.append([row["backend"], row["dtype"], row["refused"][:60], "", "", ""])
-                continue
-            errors = row["gradient_errors"]
+def _numerics_table(sample: Sample) -> str:
+    header = [f"weights {WEIGHTS[sample['when']]}", "dtype", "loss", "- naive float32"]
+    header += ["gradients: worst", "median"]
+    rows, exact = [], (BASELINE, "float32")
+    base = next(row["loss"] for row in sample["rows"] if (row["backend"], row["dtype"]) == exact)
+    for row in sample["rows"]:
+        cells = [row["refused"][:60], "", "", ""] if "refused" in row else []
+        if errors := row.get("gradient_errors"):
             worst = max(errors, key=errors.get)
-            cells.append(
-                [
-                    *(row["backend"], row["dtype"], f"{row['loss']:.5f}", f"{row['loss'] - base:+.1e}"),
-                    *(f"{errors[worst]:.1e} ({worst})", f"{statistics.median(errors.values()):.1e}"),
-                ]
-            )
-        lines.append(
-            text_table(header, cells)
-            + f"\nloss of {sample['tokens']:,} validation tokens; gradients of {sample['gradient_tokens']:,} "
-            "training tokens, |g - g64| / |g64| by tensor"
-        )
-    return "\n\n".join(lines)
-
-
-def _exact_loss(numerics: Sample) -> float:
-    return next(r["loss"] for r in numerics["rows"] if (r["backend"], r["dtype"]) == (BASELINE, "float32"))
-
-
-def _context_table(results: Results) -> str:
-    trained = runs(results, "context")
-    if not trained:
-        return ""
-    contexts = sorted({run["context"] for run in trained.values()})
-    header = ["context", "steps", "val loss", "perplexity", *(f"cut to {c}" for c in contexts)]
-    rows = []
-    for name, run in sorted(trained.items(), key=lambda item: item[1]["context"]):
-        loss, cut = final_loss(run), dict(map(tuple, run.get("cut", [])))
-        rows.append(
-            [f"{run['context']}{', other weights' * name.endswith('_seed')}"]
-            + [_steps(run), f"{loss:.4f}", f"{math.exp(loss):.2f}"]
-            + [f"{cut[c]:.4f}" if c in cut else "" for c in contexts]
-        )
+            cells = [f"{row['loss']:.5f}", f"{row['loss'] - base:+.1e}", f"{errors[worst]:.1e} ({worst})"]
+            cells += [f"{statistics.median(errors.values()):.1e}"]
+        rows.append([row["backend"], row["dtype"], *cells])
     return (
-        text_table(header, rows) + "\nthe same tokens at every step; every validation token is predicted once"
+        f"{text_table(header, rows)}\nloss of {sample['tokens']:,} validation tokens; gradients of "
+        f"{sample['gradient_tokens']:,} training tokens, |g - g64| / |g64| by tensor"
     )
 
 
-def _steps(run: Sample) -> str:
-    """How far a run came, and from where on it was no longer learning."""
-    lowest = diverged_from(run)
-    return f"{run.get('partial', run['steps'])}{'' if lowest is None else f' (diverged from {lowest} on)'}"
+def _context_table(results: Results) -> str:
+    trained = sorted(runs(results, "context").values(), key=lambda run: run["context"])
+    if not trained:
+        return ""
+    contexts = list(dict.fromkeys(run["context"] for run in trained))
+    rows = []
+    for run in trained:
+        cut = dict(map(tuple, run.get("cut", [])))
+        name = f"{run['context']}{', other weights' * run['name'].endswith('_seed')}"
+        rows.append([name, *_reached(run), *(f"{cut[c]:.4f}" if c in cut else "" for c in contexts)])
+    header = ["context", "steps", "val loss", "perplexity", *(f"cut to {c}" for c in contexts)]
+    below = "the same tokens at every step; every validation token is predicted once"
+    return f"{text_table(header, rows)}\n{below}"
 
 
 def _stability_table(results: Results) -> str:
-    again = runs(results, "stability")
-    if not again:
-        return ""
-    longest = max(runs(results, "context").values(), key=lambda run: run["context"], default=None)
+    again = list(runs(results, "stability").values())
+    longest = sorted(runs(results, "context").values(), key=lambda run: -run["context"])[:1]
     rows = []
-    for run in [*([longest] if longest else []), *again.values()]:
-        lowest = min(loss for _, loss in run["validation"])
-        speed = run["tokens_per_second"] or math.nan
+    for run in [*longest, *again] if again else []:
+        steps, last, _ = _reached(run)
+        lowest, speed = min(loss for _, loss in run["validation"]), run["tokens_per_second"] or math.nan
         what = NAMES.get(run["name"], f"as context {run['context']}")
-        rows.append([what, _steps(run), f"{lowest:.4f}", f"{final_loss(run):.4f}", f"{speed / 1e3:.0f}"])
-    return text_table(["longest context again", "steps", "lowest val loss", "last", "k tokens/s"], rows)
+        rows.append([what, steps, f"{lowest:.4f}", last, f"{speed / 1e3:.0f}"])
+    header = ["longest context again", "steps", "lowest val loss", "last", "k tokens/s"]
+    return text_table(header, rows) if rows else ""
 
 
 def _extend_table(results: Results) -> str:
-    extended = runs(results, "extend")
-    rows = [
-        [f"{run['context']}", f"{run['steps']}", *(f"{loss:.4f}" for _, loss in run["validation"][-4:])]
-        for run in sorted(extended.values(), key=lambda run: run["context"])
-    ]
-    if not rows:
-        return ""
+    extended = sorted(runs(results, "extend").values(), key=lambda run: run["context"])
     header = ["extended to", "steps", *(f"val loss {n}/4" for n in range(1, 5))]
-    return text_table(header, [row + [""] * (len(header) - len(row)) for row in rows])
+    rows = []
+    for run in extended:
+        losses = [f"{loss:.4f}" for _, loss in run["validation"][-4:]]
+        rows.append([f"{run['context']}", f"{run['steps']}", *losses, *[""] * (4 - len(losses))])
+    return text_table(header, rows) if rows else ""
 
 
 # ---- picture -----------------------------------------------------------------------------------------
@@ -204,55 +174,56 @@ def draw(results: Results, path: Path) -> None:
     There is no panel for what was not measured.
     """
     compared, trained = runs(results, "gpt2"), runs(results, "context")
-    panels = []
-    if compared:
-        panels += [draw_tokens, draw_clock]
+    panels = [(draw_tokens, compared), (draw_clock, compared)] if compared else []
     if BASELINE in compared and len(compared) > 1:
-        panels += [draw_gaps]
+        panels += [(draw_gaps, compared)]
     if trained:
-        panels += [_draw_contexts]
         trained |= runs(results, "stability")
+        panels += [(_draw_contexts, trained)]
     if any(run.get("gradient_norms") for run in trained.values()):
-        panels += [_draw_norms]
+        panels += [(_draw_norms, trained)]
     if any(run.get("cut") for run in trained.values()):
-        panels += [_draw_cut, _draw_positions]
+        panels += [(_draw_cut, trained), (_draw_positions, trained)]
     with plots.picture(path, max(1, len(panels)), title=f"Perplexity on {results['device']}") as axes:
-        for axis, panel in zip(axes, panels, strict=False):
-            panel(axis, compared if panel in (draw_tokens, draw_clock, draw_gaps) else trained)
+        for axis, (panel, of) in zip(axes, panels, strict=False):
+            panel(axis, of)
 
 
 def _style(name: str) -> dict:
-    attention = name.split("_")[0]
-    dashed = name in (CONTROL, "flash_triton") or name.endswith("_seed")
-    width = 3.5 if name == BASELINE else 1.3
+    seed = name.endswith("_seed")
     return {
-        "color": "#999999" if name.endswith("_seed") else plots.colour(attention),
-        "linestyle": "--" if dashed else "-",
-        "linewidth": width,
+        "color": "#999999" if seed else plots.colour(name.split("_")[0]),
+        "linestyle": "--" if seed or name in (CONTROL, "flash_triton") else "-",
+        "linewidth": 3.5 if name == BASELINE else 1.3,
         "alpha": 0.5 if name == BASELINE else 1.0,
         "label": NAMES[name],
     }
 
 
+def _draw_losses(
+    axis: plots.Axes, title: str, across: str, run: Sample, unit: float, **style: object
+) -> None:
+    """The validation curve against tokens, in units of `unit`."""
+    tokens = [step * run["batch_tokens"] / unit for step, _ in run["validation"]]
+    axis.plot(tokens, [loss for _, loss in run["validation"]], **style)
+    axis.set(title=title, xlabel=across, ylabel="validation loss (nats)")
+
+
 def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     """Validation loss against tokens: this panel and the next two are in README's picture too."""
-    for name, run in compared.items():
-        tokens = [step * run["batch_tokens"] / 1e6 for step, _ in run["validation"]]
-        axis.plot(tokens, [loss for _, loss in run["validation"]], **_style(name))
     title = "Loss curve"
     if BASELINE in compared and len(compared) > 1:
         apart = max(gap(run, compared[BASELINE])[0] for run in compared.values())
         title = f"The same curve to {apart:.1g} nats"
-    axis.set(title=title, xlabel="M tokens", ylabel="validation loss (nats)")
+    for name, run in compared.items():
+        _draw_losses(axis, title, "M tokens", run, 1e6, **_style(name))
     plots.legend(axis)
 
 
 def draw_clock(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     for name, run in compared.items():
         if speed := run["tokens_per_second"]:
-            minutes = [step * run["batch_tokens"] / speed / 60 for step, _ in run["validation"]]
-            axis.plot(minutes, [loss for _, loss in run["validation"]], **_style(name))
-    axis.set(title="... on the clock", xlabel="minutes of training", ylabel="validation loss (nats)")
+            _draw_losses(axis, "... on the clock", "minutes of training", run, 60 * speed, **_style(name))
 
 
 def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
@@ -262,42 +233,36 @@ def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
         if other is None or name == BASELINE:
             continue
         theirs = dict(map(tuple, other["validation"]))
-        points = [
-            (step * run["batch_tokens"] / 1e6, loss - theirs[step])
-            for step, loss in run["validation"]
-            if step in theirs
-        ]
-        label = f"{NAMES[name]}, minus {NAMES[other['name']]}" if other["name"] != BASELINE else NAMES[name]
+        common = [(step, loss) for step, loss in run["validation"] if step in theirs]
+        points = [(step * run["batch_tokens"] / 1e6, loss - theirs[step]) for step, loss in common]
+        label = NAMES[name] + (f", minus {NAMES[other['name']]}" if other["name"] != BASELINE else "")
         axis.plot(*zip(*points, strict=True), **{**_style(name), "label": label})
     axis.axhline(0, **{**_style(BASELINE), "label": None})
     axis.set(title="How far apart", xlabel="M tokens", ylabel="validation loss above naive's (nats)")
     plots.legend(axis)
 
 
-def _draw_contexts(axis: plots.Axes, trained: dict[str, Sample]) -> None:
-    """A run that diverged is drawn up to its lowest loss."""
-    for name, run in trained.items():
-        lowest = diverged_from(run)
-        curve = [(step * run["batch_tokens"] / 1e6, loss) for step, loss in run["validation"]
-                 if lowest is None or step <= lowest]  # fmt: skip
-        axis.plot(*zip(*curve, strict=True), **_context_style(name, run, trained))
-        if lowest is not None:
-            axis.plot(*curve[-1], "x", color=_context_style(name, run, trained)["color"])
-    axis.set(title="Longer context, same tokens", xlabel="M tokens", ylabel="validation loss (nats)")
-    plots.legend(
-        axis, title="context (x: diverged)" if any(map(diverged_from, trained.values())) else "context"
-    )
-
-
 def _context_style(name: str, run: Sample, trained: dict[str, Sample]) -> dict[str, Any]:
     contexts = sorted({each["context"] for each in trained.values()})
-    label = NAMES.get(name) or (None if name.endswith("_seed") else f"{run['context']}")
     return {
         "color": plots.COLOURS[contexts.index(run["context"]) % len(plots.COLOURS)],
         "linestyle": "--" if name.endswith("_seed") else ":" if name in NAMES else "-",
         "linewidth": 1.3,
-        "label": label,
+        "label": NAMES.get(name) or (None if name.endswith("_seed") else f"{run['context']}"),
     }
+
+
+def _draw_contexts(axis: plots.Axes, trained: dict[str, Sample]) -> None:
+    """A run that diverged is drawn up to its lowest loss."""
+    for name, run in trained.items():
+        style, lowest = _context_style(name, run, trained), diverged_from(run)
+        kept = [each for each in run["validation"] if lowest is None or each[0] <= lowest]
+        _draw_losses(
+            axis, "Longer context, same tokens", "M tokens", run | {"validation": kept}, 1e6, **style
+        )
+        if lowest is not None:
+            axis.plot(lowest * run["batch_tokens"] / 1e6, kept[-1][1], "x", color=style["color"])
+    plots.legend(axis, title="context" + " (x: diverged)" * any(map(diverged_from, trained.values())))
 
 
 def _draw_norms(axis: plots.Axes, trained: dict[str, Sample]) -> None:
@@ -314,25 +279,18 @@ def _draw_cut(axis: plots.Axes, trained: dict[str, Sample]) -> None:
     views = [run for run in trained.values() if run.get("cut")]
     learning = [run for run in views if diverged_from(run) is None]
     longest = max(learning or views, key=lambda run: run["context"])
-    lengths = [context for context, _ in longest["cut"]]
-    axis.plot(lengths, [loss for _, loss in longest["cut"]], "o-")
-    plots.length_axis(axis, lengths)
-    axis.set(
-        title=f"The {longest['context']} model, windows cut", xlabel="window", ylabel="validation loss (nats)"
-    )
+    axis.plot(*zip(*longest["cut"], strict=True), "o-")
+    plots.length_axis(axis, [context for context, _ in longest["cut"]])
+    title = f"The {longest['context']} model, windows cut"
+    axis.set(title=title, xlabel="window", ylabel="validation loss (nats)")
 
 
 def _draw_positions(axis: plots.Axes, trained: dict[str, Sample]) -> None:
-    contexts = sorted({run["context"] for run in trained.values()})
     for name, run in trained.items():
-        if name.endswith("_seed") or not run.get("positions") or diverged_from(run) is not None:
-            continue
-        shade = plots.COLOURS[contexts.index(run["context"]) % len(plots.COLOURS)]
-        axis.plot(
-            [last for _, last, _ in run["positions"]],
-            [loss for _, _, loss in run["positions"]],
-            "o-", color=shade, label=f"{run['context']}", linewidth=1.3,
-        )  # fmt: skip
+        if not name.endswith("_seed") and run.get("positions") and diverged_from(run) is None:
+            _, last, losses = zip(*run["positions"], strict=True)
+            shade = _context_style(name, run, trained)["color"]
+            axis.plot(last, losses, "o-", color=shade, label=f"{run['context']}", linewidth=1.3)
     axis.set_xscale("log", base=2)
     axis.set(title="By position in the window", xlabel="up to token", ylabel="validation loss (nats)")
     plots.legend(axis, title="context")

@@ -75,43 +75,13 @@ class Settings:
 
 
 TINY = Settings(
-    only=(
-        "naive",
-        "naive_half",
-        "sdpa",
-        "naive_seed",
-        "numerics_end",
-        "context_8",
-        "context_32",
-        "numerics_context",
-        "stability_sdpa",
-        "extend_16",
-        "extend_32",
-    ),
-    seed_backend="naive",
-    dtype="float32",
-    n_layer=1,
-    n_head=2,
-    n_embd=32,
-    context=16,
-    batch_tokens=128,
-    micro_batch=8,
-    steps=12,
-    recipe_steps=12,
-    eval_every=3,
-    contexts=(8, 32),
-    context_seeds=(),
-    context_layers=1,
-    context_heads=2,
-    context_width=32,
-    context_steps=12,
-    context_micro_tokens=128,
-    extend_from="naive",
-    extended=(16, 32),
-    extend_steps=4,
-    numerics_tokens=256,
-    numerics_batch=2,
-)
+    only=("naive", "naive_half", "sdpa", "naive_seed", "numerics_end", "context_8", "context_32",
+          "numerics_context", "stability_sdpa", "extend_16", "extend_32"),
+    seed_backend="naive", dtype="float32", n_layer=1, n_head=2, n_embd=32, context=16, batch_tokens=128,
+    micro_batch=8, steps=12, recipe_steps=12, eval_every=3, contexts=(8, 32), context_seeds=(), context_layers=1,
+    context_heads=2, context_width=32, context_steps=12, context_micro_tokens=128, extend_from="naive",
+    extended=(16, 32), extend_steps=4, numerics_tokens=256, numerics_batch=2,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,66 +112,71 @@ def lines(
     across: label of x; without one, x is a sequence length. log: "x", "y" or both. ticks: label just the x that there
     are. paper: dotted lines of a paper's figures, in the colour of the series that its label begins with.
     """
-    return partial(_lines, title, series, across, up, log, ticks, paper or {})
-
-
-def _lines(
-    title: str, series: Mapping[str, Mapping[float, float]], across: str, up: str, log: str, ticks: bool,
-    paper: Mapping[str, Mapping[float, float]], axis: Axes,
-) -> None:  # fmt: skip
-    named = {name: name.split(",")[0].partition("+")[0] for name in (*series, *paper)}
+    named = {name: name.split(",")[0].partition("+")[0] for name in (*series, *(paper or {}))}
     of_backends = any(each in FIXED for each in named.values())  # other series take the colours in order
-    for name, points in series.items():
-        if points:  # a variant, such as standard+compiled, is dashed in the colour of what it varies
-            line = "o--" if "+" in name else "o-"
-            shade = colour(named[name], tuple(named.values())) if of_backends else None
-            axis.plot(*zip(*sorted(points.items()), strict=True), line, color=shade, label=name)
-    for name, points in paper.items():
-        if points:
-            shade = colour(named[name].split()[0].rstrip(":"))
-            axis.plot(*zip(*points.items(), strict=True), ":", color=shade, label=name)
-    xs = sorted({x for points in series.values() for x in points})
-    if not across:
-        length_axis(axis, xs)
-    else:
-        axis.set_xlabel(across)
-        if "x" in log:
-            axis.set_xscale("log")
-        if ticks:
-            axis.set_xticks(xs, [f"{x:g}" for x in xs])
-            axis.minorticks_off()
-    if "y" in log:
-        axis.set_yscale("log")
-    else:
-        axis.set_ylim(bottom=0)
-    axis.set_ylabel(up)
-    axis.set_title(title)
+
+    def panel(axis: Axes) -> None:
+        for name, points in series.items():
+            if points:  # a variant, such as standard+compiled, is dashed in the colour of what it varies
+                line = "o--" if "+" in name else "o-"
+                shade = colour(named[name], tuple(named.values())) if of_backends else None
+                axis.plot(*zip(*sorted(points.items()), strict=True), line, color=shade, label=name)
+        for name, points in (paper or {}).items():
+            if points:
+                shade = colour(named[name].split()[0].rstrip(":"))
+                axis.plot(*zip(*points.items(), strict=True), ":", color=shade, label=name)
+        xs = sorted({x for points in series.values() for x in points})
+        if not across:
+            length_axis(axis, xs)
+        else:
+            axis.set_xlabel(across)
+            if "x" in log:
+                axis.set_xscale("log")
+            if ticks:
+                axis.set_xticks(xs, [f"{x:g}" for x in xs])
+                axis.minorticks_off()
+        if "y" in log:
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
+        axis.set_ylabel(up)
+        axis.set_title(title)
+
+    return panel
 
 
 def bars(
-    title: str, rows: Mapping[str, Mapping[str, float]], *, across: str, ends: Mapping[str, str] | None = None
+    title: str,
+    rows: Mapping[str, Mapping[str, float]],
+    *,
+    across: str,
+    ends: Mapping[str, str] | None = None,
+    backends: bool = False,
 ) -> Panel:
-    """A panel of a horizontal bar for each row, of parts one after another; `ends`: what stands at a bar's end."""
-    return partial(_bars, title, rows, across, ends or {})
+    """A panel of a horizontal bar for each row, of parts one after another.
 
+    ends: what stands at a bar's end. backends: each row is one, of a single part, and has its colour.
+    """
 
-def _bars(
-    title: str, rows: Mapping[str, Mapping[str, float]], across: str, ends: Mapping[str, str], axis: Axes
-) -> None:
-    left = dict.fromkeys(rows, 0.0)
-    for part in dict.fromkeys(part for parts in rows.values() for part in parts):
-        those = [row for row in rows if part in rows[row]]
-        widths = [rows[row][part] for row in those]
-        axis.barh(those, widths, left=[left[row] for row in those], height=0.65, label=part or None)
-        left |= {row: left[row] + rows[row][part] for row in those}
-    for row, end in left.items():
-        beside(axis, end, list(rows).index(row), ends.get(row, f"{end:.3g}"), fontsize=7)
-    axis.set_xlim(0, max(left.values()) * (1.55 if ends else 1.15))
-    axis.set_ylim(max(len(rows), 4) - 0.5, -0.5)
-    axis.tick_params(axis="y", labelsize=min(8, 180 / max(1, len(rows))))
-    axis.grid(axis="y", visible=False)
-    axis.set_xlabel(across)
-    axis.set_title(title, fontsize=9)
+    def panel(axis: Axes) -> None:
+        left = dict.fromkeys(rows, 0.0)
+        for part in dict.fromkeys(part for parts in rows.values() for part in parts):
+            those = [row for row in rows if part in rows[row]]
+            widths = [rows[row][part] for row in those]
+            shades = [colour(row, tuple(rows)) for row in those] if backends else None
+            how = {"height": 0.65, "label": part or None, "color": shades}
+            axis.barh(those, widths, left=[left[row] for row in those], **how)
+            left |= {row: left[row] + rows[row][part] for row in those}
+        for place, (row, end) in enumerate(left.items()):
+            beside(axis, end, place, (ends or {}).get(row, f"{end:.3g}"), fontsize=7)
+        axis.set_xlim(0, max(left.values()) * (1.55 if ends else 1.15))
+        axis.set_ylim(max(len(rows), 4) - 0.5, -0.5)
+        axis.tick_params(axis="y", labelsize=min(8, 180 / max(1, len(rows))))
+        axis.grid(axis="y", visible=False)
+        axis.set_xlabel(across)
+        axis.set_title(title, fontsize=9)
+
+    return panel
 
 
 def length_axis(axis: Axes, lengths: list[int]) -> None:

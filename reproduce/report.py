@@ -8,6 +8,7 @@ measured". A file that cannot be used loses only its own rows, and the page says
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,20 @@ HOW_TO_READ = (
 IN_PART = "reproduced in part"
 # The states of a claim, in the order in which they are counted.
 STATES = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
+# Headers: of the first screen, of a claim's figures, and of what produced them. Cells are Markdown.
+FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict", "on")
+COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
+RUN_COLUMNS = (
+    "experiment",
+    "state",
+    "device",
+    "command",
+    "took",
+    "date",
+    "versions",
+    "commit",
+    "changed since",
+)
 # The figures of the first screen: subject -> (claim, words in the figure's name). Like for like, so that the least
 # flattering of several figures is shown: eager steps for speed, the same shape for memory.
 FIRST = {
@@ -87,11 +102,7 @@ class Page:
     def state(self, claim: str) -> str:
         """One of STATES, by the figures that could be compared."""
         found = {figure.verdict.status for figure in self.counted(claim)}
-        if {REPRODUCED, NOT_REPRODUCED} <= found:
-            return IN_PART
-        return next(
-            each for each in (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED) if each in found
-        )
+        return IN_PART if {REPRODUCED, NOT_REPRODUCED} <= found else next(s for s in STATES if s in found)
 
     def tally(self, claim: str) -> str:
         """How many of the figures that could be compared are reproduced: "3 of 4"."""
@@ -99,13 +110,38 @@ class Page:
         compared = counts[REPRODUCED] + counts[NOT_REPRODUCED]
         return f"{counts[REPRODUCED]} of {compared}" if compared else ""
 
-    def first(self) -> list[tuple[str, Figure]]:
-        """The figures of the first screen, each with its subject."""
-        found = []
+    def first(self) -> list[list[str]]:
+        """The rows of the first screen."""
+        rows = []
         for subject, (claim, words) in FIRST.items():
             figures = self.on_gpu(claim)
-            found += [(subject, f) for f in figures if words in f.verdict.what][:1] or [(subject, figures[0])]
-        return found
+            v = next((each for each in figures if words in each.verdict.what), figures[0]).verdict
+            rows.append([subject, v.what, v.paper, v.ours or NOT_MEASURED, v.status, v.basis])
+        return rows
+
+
+def figure_rows(figures: list[Figure]) -> list[list[str]]:
+    """A row for each, in COLUMNS; what it had to reach is "as above" where the one before had to reach the same."""
+    rows, before = [], None
+    for figure in figures:
+        v = figure.verdict
+        why = "as above" if v.why and v.why == before else v.why
+        ratio, before = "" if v.ratio is None else f"{v.ratio:.2f}", v.why
+        source = f"[{v.basis}]({figure.source})" if figure.source and v.basis else v.basis
+        rows.append([v.what, v.paper, v.ours or NOT_MEASURED, ratio, v.status, why, source])
+    return rows
+
+
+def run_rows(page: Page) -> list[list[str]]:
+    """A row for each document that says what produced it, in RUN_COLUMNS."""
+    rows = []
+    for document in page.documents:
+        row = [*(document[name] for name in RUN_COLUMNS[:3]), shlex.join(document["command"])]
+        row += [f"{document['seconds']:.0f} s", document["date"]]
+        environment = document["environment"]
+        row += [f"torch {environment['torch']}, triton {environment['triton']}", short_commit(document)]
+        rows.append([*row, ", ".join(changed_since(document))])
+    return rows
 
 
 def main(argv: list[str]) -> int:
@@ -243,22 +279,10 @@ def ran_on_gpu(document: Results) -> bool:
 
 # ---- words -------------------------------------------------------------------------------------------
 
-_ONES = [
-    "no",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-]
-_ONES += ["thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+_ONES = (
+    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
 _TENS = ("", "", "twenty", "thirty")
 
 
@@ -280,18 +304,6 @@ def summary(page: Page) -> str:
             verb = "is" if len(claims) == 1 else "are"
             parts.append(f"{in_words(len(claims))} {verb} {words.get(state, state)}{named}")
     return f"Of the papers' {in_words(len(CLAIMS))} claims, {'; '.join(parts)}."
-
-
-def ratio_of(verdict: Verdict) -> str:
-    return "" if verdict.ratio is None else f"{verdict.ratio:.2f}"
-
-
-def unrepeated(figures: list[Figure]) -> Iterator[str]:
-    """What each figure had to reach; "as above" where it is what the one before had to reach."""
-    before = None
-    for figure in figures:
-        yield "as above" if figure.verdict.why and figure.verdict.why == before else figure.verdict.why
-        before = figure.verdict.why
 
 
 def short_commit(document: Results) -> str:

@@ -6,15 +6,15 @@ import re
 from html import escape
 from pathlib import Path
 
+from . import report
 from .claims import CLAIMS, PAPERS, Claim
+from .common import html_table
 from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
-from .report import HOW_TO_READ, IN_PART, STATES, Figure, Page, ratio_of, summary, texts, unrepeated
-from .report_markdown import RUN_COLUMNS, runs
 
 # State of a claim or status of a figure -> CSS class.
 MARKS = {
     REPRODUCED: "good",
-    IN_PART: "part",
+    report.IN_PART: "part",
     NOT_REPRODUCED: "bad",
     NOT_COMPARABLE: "grey",
     NOT_MEASURED: "none",
@@ -34,7 +34,7 @@ open();
 """
 
 
-def as_html(page: Page) -> str:
+def as_html(page: report.Page) -> str:
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     claims = "".join(_claim(page, name, claim) for name, claim in CLAIMS.items())
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
@@ -42,9 +42,9 @@ def as_html(page: Page) -> str:
     parts = [
         "<h1>The papers' claims, reproduced</h1>",
         *map(_picture, page.headlines),
-        _first(page),
-        f"<p class=summary>{escape(summary(page))}</p>",
-        f"<p class=dim>{escape(HOW_TO_READ)} {escape(WHERE)}</p>",
+        _table(report.FIRST_COLUMNS, page.first(), "first"),
+        f"<p class=summary>{escape(report.summary(page))}</p>",
+        f"<p class=dim>{escape(report.HOW_TO_READ)} {escape(WHERE)}</p>",
         _filter(page),
         f"<section id=claims>{claims}</section>",
         f"<p class=dim>{escape(papers)}.</p>",
@@ -52,8 +52,11 @@ def as_html(page: Page) -> str:
         "<h2 id=appendix>Appendix: counted on a CPU</h2>",
         "".join(_counted(page, name, claim) for name, claim in CLAIMS.items()),
         "<h2 id=runs>Appendix: runs</h2>",
-        _table(RUN_COLUMNS, [[escape(cell) for cell in row] for row in runs(page)]),
-        *(f"<h3>Written by {escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in texts(page)),
+        _table(report.RUN_COLUMNS, report.run_rows(page)),
+        *(
+            f"<h3>Written by {escape(name)}</h3><pre>{escape(text)}</pre>"
+            for name, text in report.texts(page)
+        ),
     ]
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>tilegpt: the papers' claims</title>"
@@ -62,35 +65,20 @@ def as_html(page: Page) -> str:
     )
 
 
-def _first(page: Page) -> str:
-    rows = [
-        [
-            subject,
-            escape(figure.verdict.what),
-            escape(figure.verdict.paper),
-            escape(figure.verdict.ours or NOT_MEASURED),
-            _chip(figure.verdict.status),
-            escape(figure.verdict.basis),
-        ]
-        for subject, figure in page.first()
-    ]
-    return _table(("", "figure", "the paper", "ours", "verdict", "on"), rows, "first") if rows else ""
-
-
-def _filter(page: Page) -> str:
+def _filter(page: report.Page) -> str:
     states = [page.state(name) for name in CLAIMS]
     buttons = "".join(
         f'<button class={MARKS[state]} data-state="{state}" aria-pressed=false>{states.count(state)} {state}</button>'
-        for state in STATES
+        for state in report.STATES
         if state in states
     )
     return f"<div class=filter>{buttons}</div>"
 
 
-def _claim(page: Page, name: str, claim: Claim) -> str:
+def _claim(page: report.Page, name: str, claim: Claim) -> str:
     """A line, which opens to the claim's figures on a GPU and their pictures."""
     state, tally = page.state(name), page.tally(name)
-    chip = _chip(state) if not tally else f'<span class="chip {MARKS[state]}">{state}, {tally}</span>'
+    chip = _chip(state, f", {tally}" if tally else "")
     line = f"<b>{name}</b><span>{escape(claim.statement)} <small>{escape(claim.source)}</small></span>{chip}"
     inside = _figures(page.on_gpu(name))
     if claim.estimate:
@@ -102,7 +90,7 @@ def _claim(page: Page, name: str, claim: Claim) -> str:
     return f'<details id={name} data-state="{state}">{content}</details>'
 
 
-def _counted(page: Page, name: str, claim: Claim) -> str:
+def _counted(page: report.Page, name: str, claim: Claim) -> str:
     figures = page.on_cpu(name)
     line = f"<b>{name}</b><span>{escape(claim.statement)}</span>"
     pictures = "".join(map(_picture, page.pictures_below(name, False)))
@@ -112,30 +100,24 @@ def _counted(page: Page, name: str, claim: Claim) -> str:
     )
 
 
-def _figures(figures: list[Figure]) -> str:
-    rows = []
-    for figure, why in zip(figures, unrepeated(figures), strict=True):
-        v = figure.verdict
-        ratio = f" <small>{ratio_of(v)} of the paper's</small>" if v.ratio is not None else ""
-        ours = escape(v.ours or NOT_MEASURED) + ratio
-        source = f'<a href="{escape(figure.source)}">{escape(v.basis)}</a>' if figure.source else ""
-        code = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(why))
-        rows.append([escape(v.what), escape(v.paper), ours, _chip(v.status), code, source])
-    return _table(("figure", "paper", "ours", "verdict", "why", "from"), rows) if rows else ""
+def _figures(figures: list[report.Figure]) -> str:
+    return _table(report.COLUMNS, report.figure_rows(figures)) if figures else ""
 
 
 def _table(header: tuple[str, ...], rows: list[list[str]], style: str = "") -> str:
-    """A table; its cells are HTML. On a narrow screen each row becomes a block, its cells named."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = ""
-    for row in rows:
-        cells = zip(header, row, strict=True)
-        body += "<tr>" + "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in cells) + "</tr>"
-    return f'<table class="{style}"><tr>{head}</tr>{body}</table>'
+    return html_table(header, [[_cell(each) for each in row] for row in rows], style)
 
 
-def _chip(status: str) -> str:
-    return f'<span class="chip {MARKS[status]}">{status}</span>'
+def _cell(markdown: str) -> str:
+    """A verdict's chip; else the text, with its code and links."""
+    if markdown in MARKS:
+        return _chip(markdown)
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(markdown))
+    return re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', text)
+
+
+def _chip(status: str, more: str = "") -> str:
+    return f'<span class="chip {MARKS[status]}">{status}{more}</span>'
 
 
 def _picture(path: Path) -> str:

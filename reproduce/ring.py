@@ -11,9 +11,9 @@ its messages alone. Time is the slowest rank's, on the host's clock from barrier
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,9 @@ import torch
 import torch.multiprocessing as mp
 
 from . import plots
-from .experiment import (
-    NOT_STATED,
-    Options,
-    ReproduceError,
-    Results,
-    Sample,
-    Verdict,
-    Verdicts,
-    pick,
-    text_table,
-)
+from .experiment import NOT_STATED, Options, ReproduceError, Results, Sample, Verdict, Verdicts, text_table
 from .ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, ONE, RING, TORCH, Shape, on_rank
+from .timing import timed, took
 
 SELECTION = ("ranks", "lengths")  # settings by which more samples join those of an earlier run
 
@@ -96,12 +87,8 @@ def run(options: Options) -> None:
         )
     for ranks in settings.ranks:
         for length in settings.lengths:
-            options.sample(
-                lambda r=ranks, n=length: measure(r, n, settings, device.type),
-                kind="time",
-                ranks=ranks,
-                length=length,
-            )
+            how = partial(measure, ranks, length, settings, device.type)
+            options.sample(how, kind="time", ranks=ranks, length=length)
 
 
 def measure(ranks: int, length: int, settings: Settings, device_type: str) -> Sample:
@@ -116,11 +103,15 @@ def measure(ranks: int, length: int, settings: Settings, device_type: str) -> Sa
         return torch.load(path)
 
 
-def median(sample: Sample, name: str, *phases: str) -> float:
+def median(sample: Sample, name: str) -> float:
     """Median milliseconds of a contender's passes together; NaN if it was not timed."""
-    if name not in sample["ms"]:
-        return float("nan")
-    return sum(statistics.median(sample["ms"][name][phase]) for phase in phases or (FORWARD, BACKWARD))
+    times = took(sample, name)
+    return times.median if times else float("nan")
+
+
+def samples(results: Results) -> list[Sample]:
+    """The timings, by the number of ranks, then by length."""
+    return sorted(timed(results, kind="time"), key=lambda sample: sample["ranks"])
 
 
 def not_hidden(sample: Sample) -> float:
@@ -148,51 +139,37 @@ def table(results: Results) -> str:
     header = ["both passes", "ring ms", "predicted", f"{TORCH} ms", "one GPU ms", "ring GB", f"{TORCH} GB"]
     header += ["exchange alone ms", "not hidden"]
     rows = []
-    for sample in sorted(pick(results, kind="time"), key=lambda each: (each["ranks"], each["length"])):
-        times = [f"{median(sample, name):.4g}" for name in (RING, TORCH, ONE)]
-        times.insert(1, f"{predicted(sample, results['settings']):.4g}")
+    for sample in samples(results):
+        ours, torchs, one = (f"{median(sample, name):.4g}" for name in (RING, TORCH, ONE))
         sent = [f"{gigabytes(sample, name):.3g}" for name in (RING, TORCH)]
         rest = [f"{median(sample, EXCHANGE):.3g}", f"{not_hidden(sample):.0%}"]
+        times = [ours, f"{predicted(sample, results['settings']):.4g}", torchs, one]
         rows.append([f"{sample['length']} over {sample['ranks']}", *times, *sent, *rest])
-    left_out = [
-        f"left out: {name}: {why}"
-        for sample in results["samples"]
-        for name, why in sample.get("left_out", {}).items()
-    ]
-    return "\n".join([text_table(header, rows), *left_out])
+    left_out = [each for sample in results["samples"] for each in sample.get("left_out", {}).items()]
+    return "\n".join([text_table(header, rows), *(f"left out: {name}: {why}" for name, why in left_out)])
 
 
 def draw(results: Results, path: Path) -> None:
     """Time and bytes against length, a pair of panels for each number of ranks."""
-    timed = pick(results, kind="time")
-    numbers = sorted({sample["ranks"] for sample in timed})
-    title = f"Attention of one sequence on several GPUs, {results['device']}"
-    with plots.picture(path, max(1, 2 * len(numbers)), columns=2, title=title) as axes:
-        for place, ranks in enumerate(numbers):
-            samples = sorted((s for s in timed if s["ranks"] == ranks), key=lambda each: each["length"])
-            lengths = [sample["length"] for sample in samples]
-            left, right = axes[2 * place : 2 * place + 2]
-            for name in (RING, TORCH, ONE, EXCHANGE):
-                colour = plots.colour({RING: "flash", TORCH: "sdpa_flash"}.get(name, name), (ONE, EXCHANGE))
-                left.plot(lengths, [median(s, name) for s in samples], "o-", label=name, color=colour)
-                if name in (RING, TORCH):
-                    right.plot(lengths, [gigabytes(s, name) for s in samples], "o-", label=name, color=colour)
-            for axis, unit in ((left, "ms, forward and backward"), (right, "GB sent, all ranks")):
-                axis.set_yscale("log")
-                axis.set_ylabel(unit)
-                axis.set_title(f"{ranks} ranks")
-                plots.length_axis(axis, lengths)
-                plots.legend(axis)
+    panels, measured = [], samples(results)
+    for ranks in dict.fromkeys(sample["ranks"] for sample in measured):
+        own = [sample for sample in measured if sample["ranks"] == ranks]
+        times = {name: {s["length"]: median(s, name) for s in own} for name in (RING, TORCH, ONE, EXCHANGE)}
+        sent = {name: {s["length"]: gigabytes(s, name) for s in own} for name in (RING, TORCH)}
+        title = f"{ranks} ranks"
+        panels += [plots.lines(title, times, up="ms, forward and backward", log="y")]
+        panels += [plots.lines(title, sent, up="GB sent, all ranks", log="y")]
+    plots.draw(path, f"Attention of one sequence on several GPUs, {results['device']}", panels, columns=2)
 
 
 def judge(results: Results) -> list[Verdict]:
     """C33. The paper has no figure, so ours are compared with no one's."""
     found = Verdicts(results["device"])
-    for sample in sorted(pick(results, kind="time"), key=lambda each: (each["ranks"], each["length"])):
-        if RING not in sample["ms"]:
-            continue
-        where = f"{sample['length']:,} tokens on {sample['ranks']} GPUs"
-        why = f"{gigabytes(sample, RING):.2g} GB between GPUs, {not_hidden(sample):.0%} of their time not hidden"
-        ours = f"{median(sample, ONE) / median(sample, RING):.2f}x one GPU"
-        found.add("C33", f"{where}: forward and backward", NOT_STATED, ours, None, why)
+    for sample in samples(results):
+        if RING in sample["ms"]:
+            where = f"{sample['length']:,} tokens on {sample['ranks']} GPUs"
+            hidden = f"{not_hidden(sample):.0%} of their time not hidden"
+            why = f"{gigabytes(sample, RING):.2g} GB between GPUs, {hidden}"
+            ours = f"{median(sample, ONE) / median(sample, RING):.2f}x one GPU"
+            found.add("C33", f"{where}: forward and backward", NOT_STATED, ours, None, why)
     return found

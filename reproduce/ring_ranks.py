@@ -20,7 +20,7 @@ from kernels.ring.blocks import Layout
 from kernels.ring.compute import Flash, Whole
 from kernels.ring.group import Arriving
 
-from .attention import relative_error
+from .attention import compare
 from .experiment import Sample
 
 if TYPE_CHECKING:
@@ -153,30 +153,33 @@ def counted_collectives() -> Iterator[list[int]]:
         yield sent
 
 
-def _gradients(contender: Contender, inputs: Inputs) -> list[Tensor]:
-    """This rank's part of out, dq, dk and dv."""
+def _passes(contender: Contender, inputs: Inputs) -> Iterator[list[Tensor]]:
+    """Nothing, the output of a forward, the gradients of a backward: each as soon as it is there."""
     attend, is_whole = contender
     *qkv, d_out = inputs.whole if is_whole else inputs.part
     qkv = [x.detach().requires_grad_() for x in qkv]
+    yield []
     out = attend(*qkv)
-    results = [out.detach(), *torch.autograd.grad(out, qkv, d_out)]
-    return [inputs.mine(x) for x in results] if is_whole else results
+    yield [out.detach()]
+    yield list(torch.autograd.grad(out, qkv, d_out))
+
+
+def _gradients(contender: Contender, inputs: Inputs) -> list[Tensor]:
+    """This rank's part of out, dq, dk and dv."""
+    results = [x for each in _passes(contender, inputs) for x in each]
+    return [inputs.mine(x) for x in results] if contender[1] else results
 
 
 def _errors(contender: Contender, settings: Settings, device: torch.device) -> dict[str, float]:
-    """The largest error of any rank over its limit, twice naive's in this dtype: 1 or less passes."""
-    shape = Shape(settings.batch, 2, settings.check_length, settings.head_dim)
-    inputs = Inputs(shape, getattr(torch, settings.dtype), device)
+    """The largest error of any rank over its limit, by `attention.compare`: 1 or less passes."""
+    dtype = getattr(torch, settings.dtype)
+    inputs = Inputs(Shape(settings.batch, 2, settings.check_length, settings.head_dim), dtype, device)
     naive: Contender = (get_attention("naive"), True)
     found, theirs = _gradients(contender, inputs), _gradients(naive, inputs)
     inputs.whole = [x.double() for x in inputs.whole]
-    exact = _gradients(naive, inputs)
-    least = 0.1 * torch.finfo(found[0].dtype).eps
-    ratios = [
-        relative_error(x, e) / (2 * relative_error(y, e) + least)
-        for x, y, e in zip(found, theirs, exact, strict=True)
-    ]
-    return dict(zip(("out", "dq", "dk", "dv"), _slowest(ratios, device), strict=True))
+    compared = compare(found, theirs, _gradients(naive, inputs), dtype)
+    errors, limits = compared["errors"], compared["limits"]
+    return dict(zip(errors, _slowest([errors[each] / limits[each] for each in errors], device), strict=True))
 
 
 def _slowest(values: list[float], device: torch.device) -> list[float]:
@@ -188,14 +191,7 @@ def _slowest(values: list[float], device: torch.device) -> list[float]:
 
 def _time(contender: Contender, inputs: Inputs, device: torch.device) -> list[float]:
     """Milliseconds of the forward and the backward."""
-    attend, is_whole = contender
-    *qkv, d_out = inputs.whole if is_whole else inputs.part
-    qkv = [x.detach().requires_grad_() for x in qkv]
-    stamps = [_now(device)]
-    out = attend(*qkv)
-    stamps.append(_now(device))
-    torch.autograd.grad(out, qkv, d_out)
-    stamps.append(_now(device))
+    stamps = [_now(device) for _ in _passes(contender, inputs)]
     return _slowest([1e3 * (b - a) for a, b in pairwise(stamps)], device)
 
 
@@ -222,12 +218,7 @@ def _now(device: torch.device) -> float:
 
 def _messages(inputs: Inputs, sent: list[Any], contender: Contender) -> dict[str, list[Any]]:
     """What a contender adds to `sent` in each pass."""
-    attend, _ = contender
-    *qkv, d_out = inputs.part
-    qkv = [x.detach().requires_grad_() for x in qkv]
-    out = attend(*qkv)
-    forward = len(sent)
-    torch.autograd.grad(out, qkv, d_out)
+    _, forward, _ = (len(sent) for _ in _passes(contender, inputs))
     return {FORWARD: sent[:forward], BACKWARD: sent[forward:]}
 
 
@@ -255,46 +246,28 @@ def _sample(inputs: Inputs, racing: dict[str, Contender], settings: Settings, de
     """See `ring.measure`."""
     counting = Counting()
     messages = _messages(inputs, counting.sent, (lambda *qkv: Attend.apply(*qkv, counting), False))
-    sent = {RING: {name: sum(x.nbytes for x in each) for name, each in messages.items()}}
+    sent = {RING: {phase: sum(x.nbytes for x in each) for phase, each in messages.items()}}
     errors, left_out = {}, {}
     for name in [each for each in racing if each != COMPUTE]:  # in one order on all ranks
         try:
             errors[name] = _errors(racing[name], settings, device)
             if name == TORCH:
                 with counted_collectives() as counted:
-                    sent[TORCH] = {
-                        name: sum(each) for name, each in _messages(inputs, counted, racing[TORCH]).items()
-                    }
+                    found = _messages(inputs, counted, racing[TORCH])
+                sent[TORCH] = {phase: sum(each) for phase, each in found.items()}
         except RuntimeError as error:  # PyTorch's is a prototype
             left_out[name] = str(error).splitlines()[0]
         else:
             worst = max(errors[name].values())
             left_out |= {name: f"{worst:.2g} of the error that is allowed"} if worst > 1 else {}
     racing = {name: each for name, each in racing.items() if name not in left_out}
-    return {
-        "ms": _race(racing, inputs, messages, settings, device),
-        "sent_bytes": sent,
-        "errors": errors,
-        "left_out": left_out,
+    times: dict[str, dict[str, list[float]]] = {
+        name: {FORWARD: [], BACKWARD: []} for name in (*racing, EXCHANGE)
     }
-
-
-def _race(
-    racing: dict[str, Contender],
-    inputs: Inputs,
-    messages: dict[str, list[Tensor]],
-    settings: Settings,
-    device: torch.device,
-) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds: contender -> pass -> rounds. They take turns."""
-    times: dict[str, dict[str, list[float]]] = {}
-    for number in range(-settings.warmup, settings.rounds):
+    for number in range(-settings.warmup, settings.rounds):  # they take turns
         taken = {name: _time(each, inputs, device) for name, each in racing.items()}
         taken[EXCHANGE] = _time_messages(messages, device)
-        if number < 0:
-            continue
-        for name, each in taken.items():
-            phases = times.setdefault(name, {FORWARD: [], BACKWARD: []})
-            for phase, milliseconds in zip(phases.values(), each, strict=True):
+        for name, each in taken.items() if number >= 0 else ():
+            for phase, milliseconds in zip(times[name].values(), each, strict=True):
                 phase.append(milliseconds)
-    return times
+    return {"ms": times, "sent_bytes": sent, "errors": errors, "left_out": left_out}

@@ -80,7 +80,7 @@ def run(options: Options) -> None:
     for backend in backend_names(settings.backends):
         if backend == STANDARD:
             continue
-        found = options.sample(lambda b=backend: exactness(b, options), kind="exact", backend=backend)
+        found = options.sample(partial(exactness, backend, options), kind="exact", backend=backend)
         if "worst" not in found or backend == "naive":
             continue
         for percent in (*settings.percents, 100) if device.type == "cpu" else ():
@@ -95,14 +95,11 @@ def run(options: Options) -> None:
 
 def exactness(backend: str, options: Options) -> Sample:
     """{"worst", "share"}: the largest relative error of out, dq, dk, dv against masked dense attention in float64."""
-    settings, device = options.settings, options.device
+    settings, device, dtype = options.settings, options.device, torch.float16
     mask = random_mask(settings.small_length, 40)
-    resolve_attention(
-        backend, device=device, dtype=torch.float16, head_dim=settings.head_dim, block_mask=mask.to(device)
-    )
-    inputs = Inputs(
-        Workload("sparse", 1, 2, settings.small_length, settings.head_dim, False), torch.float16, device
-    )
+    request = {"head_dim": settings.head_dim, "block_mask": mask.to(device)}
+    resolve_attention(backend, device=device, dtype=dtype, **request)
+    inputs = Inputs(Workload("sparse", 1, 2, settings.small_length, settings.head_dim, False), dtype, device)
     found = gradients(masked(backend, mask, device), inputs)
     exact = gradients(masked("naive", mask, device), inputs.to(torch.float64))
     worst = max(relative_error(a, b) for a, b in zip(found, exact, strict=True))
@@ -126,11 +123,9 @@ def _share(mask: torch.Tensor) -> float:
 
 def time_shares(backend: str, options: Options) -> Sample:
     """Forward plus backward at every share of blocks, and "dense": without a mask."""
-    settings = options.settings
-    masks = [random_mask(settings.length, percent) for percent in settings.percents]
-    return _time(
-        backend, settings.length, {"dense": None, **{str(_share(mask)): mask for mask in masks}}, options
-    )
+    masks = [random_mask(options.settings.length, percent) for percent in options.settings.percents]
+    named = {str(_share(mask)): mask for mask in masks}
+    return _time(backend, options.settings.length, {"dense": None, **named}, options)
 
 
 def time_butterfly(backend: str, length: int, options: Options) -> Sample:
@@ -152,6 +147,9 @@ def _relative_times(sample: Sample) -> dict[float, Times]:
     return {float(name): took(sample, name) / dense for name in sample["ms"] if name != "dense"}
 
 
+PAPERS_SHARES = {p: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
+
+
 def draw(results: Results, path: Path) -> None:
     """Time (or counted work) against the share of blocks, and the butterfly against length."""
     series = {}
@@ -160,16 +158,12 @@ def draw(results: Results, path: Path) -> None:
     counted = sorted(pick(results, kind="work", backend=OURS), key=lambda s: s["share"])
     if counted:
         series["FLOPs counted"] = {100 * s["share"]: s["flops"] / counted[-1]["flops"] for s in counted}
-    theirs = {p: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
-    panels = [
-        plots.lines("Cost against sparsity", series, across="% of blocks not zero", up="over dense", ticks=False,
-                    paper={"paper, Figure 2": theirs})
-    ]  # fmt: skip
+    how = {"across": "% of blocks not zero", "up": "over dense", "ticks": False}
+    panels = [plots.lines("Cost against sparsity", series, paper={"paper, Figure 2": PAPERS_SHARES}, **how)]
     if butterflies := timed(results, kind="butterfly", backend=OURS):
         series = {n: {s["length"]: took(s, n).median for s in butterflies} for n in ("dense", "butterfly")}
-        panels.append(
-            plots.lines("Butterfly mask against length", series, up="ms, forward and backward", log="y")
-        )
+        up = "ms, forward and backward"
+        panels.append(plots.lines("Butterfly mask against length", series, up=up, log="y"))
     plots.draw(path, f"Block-sparse attention, {results['device']}", panels)
 
 
@@ -183,38 +177,25 @@ def judge(results: Results) -> list[Verdict]:
             found.append(Verdict("C10", "butterfly mask against length", "linear", why=why))
             return found
     for sample in pick(results, kind="exact", backend=OURS):
-        what, why = (
-            "skipping blocks against masking them",
-            "relative difference in float16, out and gradients",
-        )
-        found.add("C5", what, "equal", f"{sample['worst']:.1e}", sample["worst"] < 5e-3, why)
+        worst, why = sample["worst"], "relative difference in float16, out and gradients"
+        found.add("C5", "skipping blocks against masking them", "equal", f"{worst:.1e}", worst < 5e-3, why)
     counted = {s["share"]: s["flops"] for s in pick(results, kind="work", backend=OURS)}
     if len(counted) > 2:
         slope, intercept, fit = affine(counted)
         why = f"work, not time: {intercept / (slope + intercept):.0%} of dense is left at 0 blocks"
         what, ours = "FLOPs affine in the share of blocks", f"R^2 = {fit:.4f}"
         found.add("C5", what, "R^2 > 0.99", ours, fit > 0.99, why, basis="counted on one head")
-    length = results["settings"]["length"]
     for sample in timed(results, kind="shares", backend=OURS):
         times = {share: each.median for share, each in _relative_times(sample).items()}
         if len(times) < 3:
             continue
         _, _, fit = affine(times)
-        what = f"time affine in the share of blocks, {length} tokens"
+        what = f"time affine in the share of blocks, {results['settings']['length']} tokens"
         found.add("C5", what, "R^2 > 0.99", f"R^2 = {fit:.4f}", fit > 0.99)
-        theirs = {p / 100: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
-        off = max(
-            abs(time - theirs[min(theirs, key=lambda p: abs(p - share))]) for share, time in times.items()
-        )
+        theirs = {x: PAPERS_SHARES[min(PAPERS_SHARES, key=lambda p: abs(p / 100 - x))] for x in times}
+        passed, why = all(abs(times[x] - theirs[x]) <= 0.1 for x in times), "within 0.1 of the figure's"
         ours = ", ".join(f"{t:.2f}" for t in times.values())
-        found.add(
-            "C5",
-            "time over dense, 10 to 90 %",
-            "0.14 to 0.93",
-            ours,
-            off <= 0.1,
-            "within 0.1 of the figure's",
-        )
+        found.add("C5", "time over dense, 10 to 90 %", "0.14 to 0.93", ours, passed, why)
     _judge_butterfly(results, found)
     return found
 
@@ -233,14 +214,12 @@ def _judge_butterfly(results: Results, found: Verdicts) -> None:
     sparse = {n: took(s, "butterfly").median for n, s in times.items()}
     blocks = {n: s["share"] * n**2 for n, s in times.items()}
     if lengths := [n for n in times if n >= 4096 and 2 * n in times]:
-        ours, allowed = (
-            statistics.geometric_mean([of[2 * n] / of[n] for n in lengths]) for of in (sparse, blocks)
-        )
+        growths = ([of[2 * n] / of[n] for n in lengths] for of in (sparse, blocks))
+        ours, allowed = map(statistics.geometric_mean, growths)
+        most = 1.1 * allowed
+        why = f"{most:.2f}x at most, 10 % over the growth of the mask's N log N blocks, {allowed:.2f}x"
         what = "growth of time when the length doubles, from 4096"
-        why = (
-            f"{1.1 * allowed:.2f}x at most, 10 % over the growth of the mask's N log N blocks, {allowed:.2f}x"
-        )
-        found.add("C10", what, "2.0x", f"{ours:.2f}x", ours <= 1.1 * allowed, why, ratio=ours / 2)
+        found.add("C10", what, "2.0x", f"{ours:.2f}x", ours <= most, why, ratio=ours / 2)
     if 65536 in times:
         sample, theirs = times[65536], paper.BLOCK_SPARSE_SPEEDUP_64K["plain"]
         gain, share = took(sample, "dense") / took(sample, "butterfly"), sample["share"]

@@ -7,24 +7,25 @@ times 1024.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 
-from . import counting, hardware_counters, peers, timing
-from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, backend_names, check, time_all
-from .attention_figures import BASELINE, OURS
-from .experiment import Options, Sample, Timing
+from . import counting, hardware_counters, paper, peers, plots, timing
+from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, backend_names, check, race, time_all
+from .attention_figures import BASELINE, EAGER, OURS, over, speedup
+from .experiment import Options, Results, Sample, Timing, Verdict, Verdicts, pick
 from .standard import standard_passes
-from .traffic_figures import draw, judge
-
-__all__ = ["TINY", "Settings", "draw", "judge", "run"]
+from .timing import Times, fastest, timed, took
 
 PASSES = ("matmul", "mask", "softmax", "dropout", "matmul 2")
+DRAM_RATIO = "9.2x (NeurIPS: 8.0x)"  # the paper's
 
 
 @dataclass(frozen=True)
@@ -65,31 +66,25 @@ def run(options: Options) -> None:
 
 def _count(options: Options) -> None:
     settings = options.settings
-    names = backend_names(settings.backends)
-    for length in settings.lengths:
-        for mask in ("plain", PADDED) if length == settings.lengths[0] else ("plain",):
-            workload = Workload("figure2", 1, 1, length, 64, False, mask)
-            for backend in names:
-                options.sample(
-                    lambda b=backend, w=workload: count(b, w, settings.architecture),
-                    kind="count", backend=backend, **asdict(workload),
-                )  # fmt: skip
+    first, *others = settings.lengths
+    for length, mask in ((first, "plain"), (first, PADDED), *((length, "plain") for length in others)):
+        workload = Workload("figure2", 1, 1, length, 64, False, mask)
+        for name in backend_names(settings.backends):
+            measure = partial(count, name, workload, settings.architecture)
+            options.sample(measure, kind="count", backend=name, **asdict(workload))
     workload = Workload("figure2", 1, 1, settings.lengths[-1], 64, False)
     for block_m in settings.block_m:
-        options.sample(
-            lambda m=block_m: count(OURS, workload, settings.architecture, (m, settings.block_n)),
-            kind="tile count", backend=OURS, block_m=block_m, block_n=settings.block_n, **asdict(workload),
-        )  # fmt: skip
+        tile = {"block_m": block_m, "block_n": settings.block_n}
+        measure = partial(count, OURS, workload, settings.architecture, **tile)
+        options.sample(measure, kind="tile count", backend=OURS, **tile, **asdict(workload))
 
 
-def count(
-    backend: str, workload: Workload, architecture: int, forward_tile: tuple[int, int] | None = None
-) -> Sample:
+def count(backend: str, workload: Workload, architecture: int, **forward_tile: int) -> Sample:
     """{"forward": {"read", "written", "flops"}, "backward": ..., "tiles"}; "tiles" are those our kernels used."""
     peers.refuse(backend, workload, torch.float16, torch.device("cpu"))
     tiles = _tiles(architecture, workload) if backend == OURS else {}
-    if forward_tile is not None:
-        tiles["forward"] = replace(tiles["forward"], block_m=forward_tile[0], block_n=forward_tile[1])
+    if forward_tile:
+        tiles["forward"] = replace(tiles["forward"], **forward_tile)
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
     attend = attend_with(backend)
     with torch.no_grad():
@@ -98,7 +93,8 @@ def count(
         out = attend(inputs, 0)
         forward = traffic.copy()
         torch.autograd.grad(out, inputs.qkv, inputs.d_out)
-    return {"forward": asdict(forward), "backward": asdict(traffic.since(forward)), "tiles": _shapes(tiles)}
+    shapes = {kernel: (tile.block_m, tile.block_n) for kernel, tile in tiles.items()}
+    return {"forward": asdict(forward), "backward": asdict(traffic.since(forward)), "tiles": shapes}
 
 
 def _tiles(architecture: int, workload: Workload) -> dict[str, Tile]:
@@ -107,66 +103,50 @@ def _tiles(architecture: int, workload: Workload) -> dict[str, Tile]:
     return {kernel: tile_for(kernel, architecture, *shape) for kernel in KERNELS}
 
 
-def _shapes(tiles: dict[str, Tile]) -> dict[str, tuple[int, int]]:
-    return {kernel: (tile.block_m, tile.block_n) for kernel, tile in tiles.items()}
-
-
 # ---- what a GPU times and reads -------------------------------------------------------------------
 
 
 def _time(options: Options) -> None:
     settings, device = options.settings, options.device
-    length = settings.lengths[0]
     names = backend_names(settings.backends, (BASELINE, peers.COMPILED))
-    names = [each for each in names if each not in settings.compiled]
-    for mask in (PADDED, "plain"):
-        workload = Workload("figure2", settings.batch, settings.heads, length, 64, False, mask)
-        able = [each for each in names if _able(each, workload, options)]
-        options.timed(
-            partial(time_all, able, workload, options, torch.float16), kind="time", **asdict(workload)
-        )
-    dropped = replace(workload, mask=DROPPED)
+    plain = Workload("figure2", settings.batch, settings.heads, settings.lengths[0], 64, False)
+    for workload in (replace(plain, mask=PADDED), plain):
+        able = [each for each in names if each not in settings.compiled and _able(each, workload, options)]
+        measure = partial(time_all, able, workload, options, torch.float16)
+        options.timed(measure, kind="time", **asdict(workload))
+    dropped = replace(plain, mask=DROPPED)
     options.timed(partial(time_passes, dropped, options), kind="passes", **asdict(dropped))
-    options.sample(
-        lambda: {"rate": timing.copy_rate(device, 2**22 if options.tiny else 2**32)}, kind="copy rate"
-    )
-    plain = replace(workload, mask="plain")
+    size = 2**22 if options.tiny else 2**32
+    options.sample(lambda: {"rate": timing.copy_rate(device, size)}, kind="copy rate")
     options.timed(partial(time_tiles, plain, options), kind="tiles", **asdict(plain))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the profiled program is a separate process that needs memory on the same device
-    found = [
-        options.sample(
-            lambda b=backend: hardware_counters.read_counters(b, workload), kind="ncu", backend=backend,
-            **asdict(workload),
-        )
-        for backend in (BASELINE, OURS)
-    ]  # fmt: skip
-    if refused := [each for each in found if "refused" in each]:
-        one = refused[0]  # the other's command differs only in the backend's name
-        options.say(f"  hardware counters: {one['refused']}; where they can be read:\n  {one['command']}")
+    for name in (BASELINE, OURS):
+        measure = partial(hardware_counters.read_counters, name, plain)
+        found = options.sample(measure, kind="ncu", backend=name, **asdict(plain))
+    if "refused" in found:  # the other's command differs only in the backend's name
+        options.say(f"  hardware counters: {found['refused']}; where they can be read:\n  {found['command']}")
 
 
 def _able(backend: str, workload: Workload, options: Options) -> bool:
-    def checked() -> Sample:
-        peers.refuse(backend, workload, torch.float16, options.device)
-        return check(backend, workload, torch.float16, options.device)
-
-    return bool(options.sample(checked, kind="check", backend=backend, mask=workload.mask).get("passed"))
+    how = (backend, workload, torch.float16, options.device)
+    found = options.sample(lambda: check(*how), kind="check", backend=backend, mask=workload.mask)
+    return bool(found.get("passed"))
 
 
 def time_passes(workload: Workload, options: Options) -> Sample:
     """Each pass of the standard forward, and, as a single pass, our forward and that of torch.compile."""
     inputs = Inputs(workload, torch.float16, options.device)
 
+    @torch.no_grad()
     def standard(number: int) -> Iterator[None]:
-        with torch.no_grad():
-            for _ in standard_passes(*inputs.qkv, inputs.bias(), inputs.dropout_p):
-                yield
+        for _ in standard_passes(*inputs.qkv, inputs.bias(), inputs.dropout_p):
+            yield
 
     def forward_of(attend: peers.Attend) -> timing.Call:
+        @torch.no_grad()
         def call(number: int) -> Iterator[None]:
-            with torch.no_grad():
-                attend(inputs, number)
+            attend(inputs, number)
             yield
 
         return call
@@ -180,21 +160,19 @@ def time_passes(workload: Workload, options: Options) -> Sample:
 
 def time_tiles(workload: Workload, options: Options) -> Sample:
     """Our forward with each BLOCK_M; the default tile's other parameters stay."""
-    inputs = Inputs(workload, torch.float16, options.device)
-    attend = attend_with(OURS)
-    forward = _tiles(_architecture(options.device), workload)["forward"]
+    attend, default = attend_with(OURS), _tiles(_architecture(options.device), workload)["forward"]
 
-    def call_of(block_m: int) -> timing.Call:
-        tile = replace(forward, block_m=block_m, block_n=options.settings.block_n)
+    def with_rows(block_m: int) -> Callable[[Inputs, int], None]:
+        tile = replace(default, block_m=block_m, block_n=options.settings.block_n)
 
-        def call(number: int) -> Iterator[None]:
+        def forward(inputs: Inputs, number: int) -> None:
             with torch.no_grad(), forced(forward=tile):
                 attend(inputs, number)
-            yield
 
-        return call
+        return forward
 
-    return timing.race({str(m): call_of(m) for m in options.settings.block_m}, options)
+    attends = {str(block_m): with_rows(block_m) for block_m in options.settings.block_m}
+    return race(attends, [Inputs(workload, torch.float16, options.device)], options, backward=False)
 
 
 def _architecture(device: torch.device) -> int:
@@ -202,3 +180,178 @@ def _architecture(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+# ---- the page ----------------------------------------------------------------------------------------
+
+
+def total(sample: Sample, what: str = "bytes") -> int:
+    """Bytes (read + written) or FLOPs of forward and backward together."""
+    return sum(phase_total(sample, phase, what) for phase in ("forward", "backward"))
+
+
+def phase_total(sample: Sample, phase: str, what: str = "bytes") -> int:
+    return sum(sample[phase][key] for key in (("read", "written") if what == "bytes" else ("flops",)))
+
+
+def _compulsory(length: int, head_dim: int) -> int:
+    return sum(counting.compulsory_bytes(length, head_dim).values())
+
+
+def draw(results: Results, path: Path) -> None:
+    """Bytes against length, the tile sweep, and the passes of the standard forward."""
+    plots.draw(path, f"Memory traffic, {results['device']}", _panels(results))
+
+
+def _panels(results: Results) -> Iterator[plots.Panel]:
+    if counted := [s for s in pick(results, kind="count") if s["mask"] == "plain"]:
+        names = [name for name in (BASELINE, "naive", OURS) if any(s["backend"] == name for s in counted)]
+        series = {n: {s["length"]: total(s) / 1e6 for s in counted if s["backend"] == n} for n in names}
+        floor = {s["length"]: _compulsory(s["length"], 64) / 1e6 for s in counted}
+        title, up = "Read and written, forward and backward", "MB, one head, counted"
+        yield plots.lines(title, series, up=up, log="y", paper={"paper: compulsory": floor})
+    title, across = "Tile size of the forward kernel", "BLOCK_M, queries a program owns"
+    if tiles := pick(results, kind="tile count"):
+        series = {OURS: {s["block_m"]: phase_total(s, "forward") / 1e6 for s in tiles}}
+        yield plots.lines(title, series, across=across, up="MB, one head, counted", log="x")
+    for sample in timed(results, kind="tiles"):
+        series = {OURS: {int(m): took(sample, m).median for m in sample["ms"]}}
+        yield plots.lines(title, series, across=across, up="ms", log="x")
+    for sample in timed(results, kind="passes"):
+        rows = {}
+        for name, phases in sample["ms"].items():
+            parts = {phase: took(sample, name, phase).median for phase in phases}
+            rows[name] = parts if len(parts) > 1 else {"in one": sum(parts.values())}
+        yield plots.bars("Where the time of a forward goes", rows, across="ms, forward with mask and dropout")
+
+
+def judge(results: Results) -> list[Verdict]:
+    """C3, C6, C29 and C31."""
+    found = Verdicts(results["device"])
+    _judge_counts(results, found)
+    _judge_formula(results, found)
+    _judge_times(results, found)
+    _judge_tiles(results, found)
+    _judge_passes(results, found)
+    _judge_counters(results, found)
+    return found
+
+
+def _judge_counts(results: Results, found: Verdicts) -> None:
+    counted = {s["backend"]: s for s in pick(results, kind="count", length=1024, mask=PADDED)}
+    if not {BASELINE, OURS} <= counted.keys():
+        return
+    standard, flash, basis = counted[BASELINE], counted[OURS], "counted on one head, times 1024"
+    standard_gb, flash_gb = (total(s) * paper.FIGURE_2_HEADS / 1e9 for s in (standard, flash))
+    floor_gb = _compulsory(1024, flash["head_dim"]) * paper.FIGURE_2_HEADS / 1e9
+    ratio, most = standard_gb / flash_gb, standard_gb / floor_gb
+    what, shown = "bytes of standard attention, GPT-2 medium, batch 64", f"{standard_gb:.1f} GB"
+    passed, why = 30 <= standard_gb <= 41, "30 to 41 GB; each pass reads and writes whole matrices"
+    of_papers = standard_gb / paper.FIGURE_2["arXiv v2"]["standard_gb"]
+    found.add("C3", what, "40.3 GB (NeurIPS: 35.3)", shown, passed, why, ratio=of_papers, basis=basis)
+    why = (
+        f"bounds: ours moves {flash_gb:.1f} GB if no cache serves re-reads of K, V, Q, d_out, "
+        f"{floor_gb:.1f} GB if L2 serves all; the paper has 4.4; hardware counters tell where ours lies"
+    )
+    found.add(
+        "C3", "bytes standard/flash", DRAM_RATIO, f"{ratio:.1f}x to {most:.0f}x", None, why, basis=basis
+    )
+    work = total(flash, "flops") / total(standard, "flops")
+    why = (
+        "1.25x at most; more arithmetic for fewer bytes, as claimed, but 9 matrix products to the paper's 7: "
+        "padding runs on the portable kernels, whose backward recomputes the scores for dq and again for dk, dv; "
+        "without padding, the Hopper kernels do 7, 1.17x by arithmetic"
+    )
+    found.times(
+        "C3", "FLOPs flash/standard", paper.FIGURE_2_FLOPS_RATIO, work, work <= 1.25, why, basis=basis
+    )
+
+
+def _judge_formula(results: Results, found: Verdicts) -> None:
+    basis = "counted on one head"
+    if plain := [s for s in pick(results, kind="count", mask="plain") if s["tiles"]]:
+        equal = all(
+            total(s) == sum(counting.flash_bytes(s["length"], s["head_dim"], s["tiles"]).values())
+            for s in plain
+        )
+        lengths = ", ".join(str(s["length"]) for s in plain)
+        what = "count against the formula (2 T_r + 2) N d + N of FlashAttention-2's order, and its backward's"
+        ours = "equal" if equal else "differs"
+        found.add("C29", what, "equal", ours, equal, f"to the byte, at {lengths} tokens", basis=basis)
+    sweep = sorted(pick(results, kind="tile count"), key=lambda s: s["block_m"])
+    if len(sweep) > 1:
+        first, last = sweep[0], sweep[-1]
+        # A tile of twice as many queries halves the re-reads of K and V; the compulsory traffic stays.
+        floor = counting.compulsory_bytes(first["length"], first["head_dim"])["forward"]
+        floor -= 2 * first["length"] * first["head_dim"] * 2
+        fall = (phase_total(first, "forward") - floor) / (phase_total(last, "forward") - floor)
+        growth = last["block_m"] / first["block_m"]
+        what = f"reads of K and V, BLOCK_M {first['block_m']} over {last['block_m']}"
+        passed, why = abs(fall / growth - 1) < 0.01, "traffic beyond Q and O falls as 1/M, Theorem 2"
+        shown = (f"{growth:.0f}x", f"{fall:.1f}x")
+        found.add("C29", what, *shown, passed, why, ratio=fall / growth, basis=basis)
+
+
+def _judge_times(results: Results, found: Verdicts) -> None:
+    for sample in timed(results, kind="time"):
+        if gain := speedup(sample):
+            why = f"the paper's two versions disagree; 3.0 is the bar; {over(sample)}"
+            what, how = (
+                f"time standard/flash, {sample['mask']}",
+                {"theirs": "3.0x (arXiv: 5.7x)", "form": "{:.1f}x"},
+            )
+            found.times("C3", what, 3.0, gain, gain.low >= 3.0, why, **how)
+
+
+def _judge_tiles(results: Results, found: Verdicts) -> None:
+    """C31: a tile of fewer queries stands in for a chip with less on-chip memory."""
+    standard = [fastest(s, EAGER, "forward") for s in timed(results, kind="time", mask="plain")]
+    for sample in timed(results, kind="tiles"):
+        if not standard or not standard[0] or len(sample["ms"]) < 2:
+            continue
+        gains = {int(m): standard[0][1] / took(sample, m) for m in sample["ms"]}
+        shrinks = all(gains[a].low <= 1.05 * gains[b].high for a, b in pairwise(sorted(gains)))
+        shrinks = shrinks and gains[min(gains)].high < 0.5 * max(each.low for each in gains.values())
+        ours = ", ".join(f"{gains[m].median:.1f}x" for m in sorted(gains))
+        why = (
+            "the smallest tile's under half of the best; portable kernel; below 64 queries, a tile also falls back "
+            "from Hopper's tensor core instruction to Ampere's"
+        )
+        what = f"time standard/flash, forward, tiles of {', '.join(map(str, sorted(gains)))} queries"
+        found.add("C31", what, "lower on a T4 than on an A100", ours, shrinks, why)
+
+
+def _judge_passes(results: Results, found: Verdicts) -> None:
+    for sample in timed(results, kind="passes"):
+        whole, ours = took(sample, BASELINE), took(sample, OURS)
+        products = [took(sample, BASELINE, phase) for phase in ("matmul", "matmul 2")]
+        share = Times(1 - sum(parts) / all_ for *parts, all_ in zip(*products, whole, strict=True))
+        what = "mask, softmax and dropout, share of the standard forward"
+        found.times("C6", what, 0.76, share, share.low >= 0.6, "60 % at least", form="{:.0%}")
+        gain, why = whole / ours, "5x at least"
+        if compiled := took(sample, peers.COMPILED):
+            why += f"; compiled, the standard forward takes {(compiled / ours).shown()} our time"
+        what = "standard/flash time, forward with mask and dropout"
+        found.times("C6", what, 7.6, gain, gain.low >= 5, why, form="{:.1f}x")
+
+
+def _judge_counters(results: Results, found: Verdicts) -> None:
+    read = {s["backend"]: s for s in pick(results, kind="ncu")}
+    if not {BASELINE, OURS} <= read.keys():
+        reasons = [s["refused"] for s in results["samples"] if s["kind"] == "ncu" and "refused" in s]
+        for why in reasons[:1]:
+            found.append(Verdict("C3", "DRAM bytes standard/flash", DRAM_RATIO, why=why, basis=found.basis))
+        return
+    moved = {name: s["dram_read"] + s["dram_written"] for name, s in read.items()}
+    ours = read[OURS]
+    floor = ours["batch"] * ours["heads"] * _compulsory(ours["length"], ours["head_dim"])
+    ratio, excess = moved[BASELINE] / moved[OURS], moved[OURS] / floor
+    what = f"DRAM bytes standard/flash, {ours['mask']}"
+    why = f"hardware counters: {moved[BASELINE] / 1e9:.1f} and {moved[OURS] / 1e9:.2f} GB; 8x at least"
+    found.add("C3", what, DRAM_RATIO, f"{ratio:.1f}x", ratio >= 8, why, ratio=ratio / 9.2)
+    what, theirs = (
+        f"DRAM bytes over compulsory, {ours['length']} tokens",
+        "about 1 when K and V fit the L2 cache",
+    )
+    why = "1.5x at most: the paper does not say how near to 1, so this wide limit is our own"
+    found.add("C29", what, theirs, f"{excess:.2f}x", excess <= 1.5, why, ratio=excess)

@@ -75,24 +75,10 @@ class Settings(Timing):
 
 
 TINY = Settings(
-    dtype="float32",
-    compiled_dtype="float32",
-    backends=("naive", "sdpa"),
-    core=(STANDARD, "naive"),
-    compiler="aot_eager",
-    small="tiny",
-    medium="tiny",
-    large="tiny",
-    contexts=(8, 16),
-    gpt3_contexts=(16,),
-    step_tokens=32,
-    micro_tokens=16,
-    gpt3_step_tokens=32,
-    gpt3_micro_tokens=16,
-    processes=1,
-    rounds=2,
-    seconds=0.01,
-)
+    dtype="float32", compiled_dtype="float32", backends=("naive", "sdpa"), core=(STANDARD, "naive"),
+    compiler="aot_eager", small="tiny", medium="tiny", large="tiny", contexts=(8, 16), gpt3_contexts=(16,),
+    step_tokens=32, micro_tokens=16, gpt3_step_tokens=32, gpt3_micro_tokens=16, processes=1, rounds=2, seconds=0.01,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,47 +113,43 @@ def run(options: Options) -> None:
 
 def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
     """The groups with their contenders, the most useful first."""
-    base, small, core = settings.contexts[0], settings.small, settings.core
+    base, small, medium, core = settings.contexts[0], settings.small, settings.medium, settings.core
     everyone = settings.backends or tuple(contenders.backends())
+    fused = core[-1] + FUSED
     peers = (NANOGPT, NANOGPT_BIASES) if settings.nanogpt else ()
     # The attention that the paper compares with, and today's default in transformers.
     huggingface = (HF_EAGER, HF_SDPA)
     # Naive draws its dropout mask in integer arithmetic, which took most of its step.
     dropped = tuple(name for name in core if name != "naive")
     padded = tuple(name + PADDED for name in huggingface)
+    found: list[tuple[Group, tuple[str, ...]]] = []
 
-    def group(part: str, model: str, context: int, dropout: float = 0.0, mode: str = "eager") -> Group:
+    def add(
+        part: str, model: str, context: int, names: tuple[str, ...], mode: str = "eager", dropout: float = 0.0
+    ) -> None:
         large = part == "gpt3"
         step = settings.gpt3_step_tokens if large else settings.step_tokens
         micro = step if part == "whole" else settings.gpt3_micro_tokens if large else settings.micro_tokens
         dtype = settings.dtype if mode == "eager" else settings.compiled_dtype
-        sequences = max(1, micro // context)
-        return Group(part, model, context, dropout, mode, dtype, sequences, step // max(micro, context))
+        batch = (max(1, micro // context), step // max(micro, context))
+        found.append((Group(part, model, context, dropout, mode, dtype, *batch), names))
 
-    found = [
-        (group("small", small, base), (*huggingface, *everyone, core[-1] + FUSED)),
-        (group("compiled", small, base, mode="compiled"), (*core, core[-1] + FUSED, *peers)),
-        (group("today", small, base, mode="compiled"), (*huggingface, core[-1] + FUSED)),
-        (group("padded", small, base, mode="compiled"), (*padded, core[-1] + FUSED)),
-        (group("dropout", small, base, settings.dropout), (*huggingface, *dropped, core[-1] + FUSED)),
-        *(
-            (group("whole", model, base, mode="compiled"), (core[-1], core[-1] + FUSED, *peers))
-            for model in (small, settings.medium)
-        ),
-        *(
+    add("small", small, base, (*huggingface, *everyone, fused))
+    add("compiled", small, base, (*core, fused, *peers), "compiled")
+    add("today", small, base, (*huggingface, fused), "compiled")
+    add("padded", small, base, (*padded, fused), "compiled")
+    add("dropout", small, base, (*huggingface, *dropped, fused), dropout=settings.dropout)
+    for model in (small, medium):
+        add("whole", model, base, (core[-1], fused, *peers), "compiled")
+    for mode in ("eager", "compiled"):
+        for context in settings.contexts[mode == "eager" :]:  # eager, `small` has the first one
             # What the claim sets beside each other: flash at every length, standard attention at the first.
-            (group("context", small, context, mode=mode), core if context == base else core[-2:])
-            for mode in ("eager", "compiled")
-            for context in settings.contexts[mode == "eager" :]  # eager, `small` has the first one
-        ),
-        (group("medium", settings.medium, base), (*huggingface, *core, core[-1] + FUSED)),
-        *(
-            (group("gpt3", settings.large, context, mode=mode), core)
-            for mode in ("eager", "compiled")
-            for context in settings.gpt3_contexts
-        ),
-        (group("dropout", small, base, settings.dropout, "compiled"), (*dropped, core[-1] + FUSED)),
-    ]
+            add("context", small, context, core if context == base else core[-2:], mode)
+    add("medium", medium, base, (*huggingface, *core, fused))
+    for mode in ("eager", "compiled"):
+        for context in settings.gpt3_contexts:
+            add("gpt3", settings.large, context, core, mode)
+    add("dropout", small, base, (*dropped, fused), "compiled", settings.dropout)
     return [(group, names) for group, names in found if group.part in settings.parts]
 
 
@@ -184,7 +166,8 @@ def _machine(options: Options) -> Sample:
 
 
 def _run_group(options: Options, group: Group, names: tuple[str, ...]) -> None:
-    _forget_compiled()
+    # torch.compile falls back to eager after recompiling a function a few times.
+    torch.compiler.reset()
     built: dict[str, Contender] = {}
     ready = []
     for name in names:
@@ -193,22 +176,23 @@ def _run_group(options: Options, group: Group, names: tuple[str, ...]) -> None:
         if sample.get("agrees"):
             ready.append(name)
         elif group.mode == "compiled":
-            _forget_compiled()  # after a failure torch.compile would compile the next model only in pieces
+            torch.compiler.reset()  # after a failure it would compile the next model only in pieces
         _report(options, group, name, sample)
     if ready:
-        timed = options.timed(
-            partial(_speed_of_all, options, group, ready, built), kind="speed", **asdict(group)
-        )
-        _say_rates(options, timed)
+        measure = partial(_speed_of_all, options, group, ready, built)
+        sample = options.timed(measure, kind="speed", **asdict(group))
+        for name, parts in sample.get("ms", {}).items():
+            step = sum(map(sum, parts.values())) / len(parts["optimizer"])
+            options.say(f"  {name}: {1e3 * sample['step_tokens'] / step:,.0f} tokens/s")
 
 
 def _report(options: Options, group: Group, name: str, sample: Sample) -> None:
-    where = f"{group.model}, context {group.context}, {group.mode}, {group.micro_batch} sequences, {name}"
+    found = sample.get("refused") or sample.get("failed") or "out of memory"
     if "peak_bytes" in sample:
         agrees = "" if sample["agrees"] else f"; its logits are off by {sample['logit_error']:.1%}: not timed"
-        options.say(f"{where}: {sample['peak_bytes'] / 2**30:.2f} GiB{agrees}")
-    else:
-        options.say(f"{where}: {sample.get('refused') or sample.get('failed') or 'out of memory'}")
+        found = f"{sample['peak_bytes'] / 2**30:.2f} GiB{agrees}"
+    where = f"{group.model}, context {group.context}, {group.mode}, {group.micro_batch} sequences"
+    options.say(f"{where}, {name}: {found}")
 
 
 def _build(options: Options, group: Group, name: str) -> Contender:
@@ -273,9 +257,8 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
 def _logit_error(contender: Contender, group: Group) -> float:
     """Relative error of the logits (norm of the difference over norm) against our model with naive in float32."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(group.config.vocab_size, (1, group.context), generator=generator).to(
-        contender.device
-    )
+    tokens = torch.randint(group.config.vocab_size, (1, group.context), generator=generator)
+    tokens = tokens.to(contender.device)
     exact = initial_model(group.config, get_attention("naive"), contender.device).eval()
     with torch.no_grad():
         expected = exact(tokens)
@@ -319,12 +302,6 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
     }
 
 
-def _say_rates(options: Options, sample: Sample) -> None:
-    for name, parts in sample.get("ms", {}).items():
-        step = sum(map(sum, parts.values())) / len(parts["optimizer"])
-        options.say(f"  {name}: {1e3 * sample['step_tokens'] / step:,.0f} tokens/s")
-
-
 def _flops_per_token(config: GPTConfig) -> int:
     """6 N + 12 L H Q T, as in the trainer; the same for every contender, since all compute the same function."""
     with torch.device("meta"):
@@ -337,13 +314,8 @@ def _flops_per_token(config: GPTConfig) -> int:
 def _discard(options: Options, built: dict[str, Contender]) -> None:
     """Free the contenders and what they recorded."""
     built.clear()
-    _forget_compiled()
-    _collect(options.device)
-
-
-def _forget_compiled() -> None:
-    """Drop compiled code: torch.compile falls back to eager after recompiling a function a few times."""
     torch.compiler.reset()
+    _collect(options.device)
 
 
 def _collect(device: torch.device) -> None:

@@ -11,8 +11,8 @@ BUDGET = {
     "kernels": 10398,
     "data": 3460,
     "training": 5984,
-    "reproduce": 10875,
-    "benchmarks": 2534,
+    "reproduce": 10341,
+    "benchmarks": 2324,
 }
 
 

@@ -7,12 +7,13 @@ Points are compared at equal tokens; the run's loss is interpolated between its 
 from __future__ import annotations
 
 import argparse
-import bisect
 import csv
 import functools
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +65,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plot", type=Path, help="default: RUN/milestones.svg")
     arguments = parser.parse_args(argv)
     run = _only(find_runs([arguments.run]), arguments.run)
-    tokens, losses = validation_curve(run)
-    if not tokens:
+    curve = validation_curve(run)
+    if not curve:
         raise ReproduceError(
             f"{arguments.run} has no validation loss yet; trainer.eval_every sets when it is evaluated"
         )
     reference = arguments.reference or nearest_reference(run)
-    if not arguments.reference and (other := _other_model(departures(run, reference))):
+    left = departures(run, reference)
+    if not arguments.reference and (other := _other_model(left)):
         raise ReproduceError(
             f"no published curve is for this model; the closest, {reference}, differs "
             f"({', '.join(_told(other))}); --reference {reference} compares with it anyway"
         )
-    milestones = read_reference(reference)
-    verdicts = [verdict(each, tokens, losses) for each in milestones]
-    print(_text(run, reference, milestones, verdicts))
+    verdicts = [(each, *verdict(each, curve)) for each in read_reference(reference)]
+    print("\n".join(_lines(run, reference, left, verdicts)))
     plot = arguments.plot or Path(os.path.relpath(run.path / "milestones.svg"))
     if can_draw():
         with writing(plot, "--plot FILE"):
-            draw(plot, run, reference, milestones, tokens, losses)
+            draw(plot, run, reference, curve)
         print(f"plot: {plot}")
     else:
         print("no plot: matplotlib is not installed")
-    return int(any(state == FAIL for state, _ in verdicts))
+    return int(any(state == FAIL for _, state, _ in verdicts))
 
 
 def _only(runs: list[Run], argument: str) -> Run:
@@ -103,34 +104,27 @@ def references() -> list[str]:
 
 def read_reference(name: str) -> list[Milestone]:
     with (CURVES / f"{name}.csv").open(newline="") as file:
-        return [
-            Milestone(
-                int(row["step"]),
-                int(row["tokens"]),
-                row["metric"],
-                float(row["value"]),
-                float(row["error"]),
-                row["source"],
-            )
-            for row in csv.DictReader(file)
-        ]
+        rows = list(csv.DictReader(file))
+    numbers = {"step": int, "tokens": int, "value": float, "error": float}
+    return [Milestone(**row | {key: kind(row[key]) for key, kind in numbers.items()}) for row in rows]
 
 
 # ---- the run -----------------------------------------------------------------------------------------
 
 
-def validation_curve(run: Run) -> tuple[list[float], list[float]]:
-    """(tokens, validation loss) of the run, preceded by those of the runs it was resumed from, if they exist."""
-    tokens, losses = run.curve("val/loss")
-    seen = {run.path}
+Curve = dict[float, float]  # tokens -> validation loss
+
+
+def validation_curve(run: Run) -> Curve:
+    """That of the run, preceded by those of the runs it was resumed from, if they exist."""
+    curve, seen = dict(zip(*run.curve("val/loss"), strict=True)), {run.path}
     while (earlier := _resumed_from(run)) and earlier not in seen:
         seen.add(earlier)
         begins = run.rows[0]["tokens"] if run.rows else math.inf
         run = find_runs([str(earlier)])[0]
-        before = [(x, y) for x, y in zip(*run.curve("val/loss"), strict=True) if x < begins]
-        tokens = [x for x, _ in before] + tokens
-        losses = [y for _, y in before] + losses
-    return tokens, losses
+        before = zip(*run.curve("val/loss"), strict=True)
+        curve = {tokens: loss for tokens, loss in before if tokens < begins} | curve
+    return curve
 
 
 def _resumed_from(run: Run) -> Path | None:
@@ -141,17 +135,17 @@ def _resumed_from(run: Run) -> Path | None:
     return next((each for each in (path, *path.parents[:2]) if (each / "config.yaml").is_file()), None)
 
 
-def verdict(milestone: Milestone, tokens: list[float], losses: list[float]) -> tuple[str, float | None]:
-    """(PASS, FAIL, AHEAD or UNKNOWN; the run's loss at the milestone, or None)."""
-    if milestone.tokens > tokens[-1]:
+def verdict(milestone: Milestone, curve: Curve) -> tuple[str, float | None]:
+    """(PASS, FAIL, AHEAD or UNKNOWN; the run's loss at the milestone, on a line between two evaluations, or None)."""
+    at = milestone.tokens
+    if at > max(curve):
         return AHEAD, None
-    if milestone.tokens < tokens[0]:
+    if at < min(curve):
         return UNKNOWN, None
-    i = bisect.bisect_left(tokens, milestone.tokens)
-    loss = losses[i]
-    if tokens[i] != milestone.tokens:
-        part = (milestone.tokens - tokens[i - 1]) / (tokens[i] - tokens[i - 1])
-        loss = losses[i - 1] + part * (losses[i] - losses[i - 1])
+    loss = curve.get(at)
+    if loss is None:
+        left, right = next(pair for pair in pairwise(curve) if pair[0] < at < pair[1])
+        loss = curve[left] + (at - left) / (right - left) * (curve[right] - curve[left])
     return (PASS if loss <= milestone.bound else FAIL), loss
 
 
@@ -204,73 +198,48 @@ def _told(left: Departures) -> list[str]:
 # ---- what is shown -----------------------------------------------------------------------------------
 
 
-def _text(
-    run: Run, reference: str, milestones: list[Milestone], verdicts: list[tuple[str, float | None]]
-) -> str:
-    lines = [f"{run.path.name} against experiment={reference}"]
-    if left := departures(run, reference):
-        lines.append("! the run's settings differ from the reference's, so a pass or a fail says little:")
-        lines += [f"    {each}" for each in _told(left)]
-    shown = [pair for pair in zip(milestones, verdicts, strict=True) if pair[1][0] != AHEAD]
-    ahead = len(milestones) - len(shown)
-    if shown:
+def _lines(
+    run: Run, reference: str, left: Departures, verdicts: list[tuple[Milestone, str, float | None]]
+) -> Iterator[str]:
+    yield f"{run.path.name} against experiment={reference}"
+    if left:
+        yield "! the run's settings differ from the reference's, so a pass or a fail says little:"
+        yield from (f"    {each}" for each in _told(left))
+    ahead = [milestone for milestone, state, _ in verdicts if state == AHEAD]
+    if len(ahead) < len(verdicts):
         header = ["verdict", "step", "published", "reading error", "run: perplexity", "loss", "source"]
-        rows = [_row(milestone, *found) for milestone, found in shown]
-        lines += ["", text_table(header, rows)]
+        yield "\n" + text_table(header, [_row(*each) for each in verdicts if each[1] != AHEAD])
     if ahead:
-        following = next(m for m, (state, _) in zip(milestones, verdicts, strict=True) if state == AHEAD)
-        lines += [
-            "",
-            f"{ahead} milestones not reached yet; the next is at step {following.step:,}, "
-            f"{following.tokens / 1e9:.2f} B tokens: {following.metric} {following.value}",
-        ]
-    failed = sum(state == FAIL for state, _ in verdicts)
-    passed = sum(state == PASS for state, _ in verdicts)
-    return "\n".join([*lines, "", f"{passed} passed, {failed} failed, of {len(milestones)} milestones"])
+        yield (
+            f"\n{len(ahead)} milestones not reached yet; the next is at step {ahead[0].step:,}, "
+            f"{ahead[0].tokens / 1e9:.2f} B tokens: {ahead[0].metric} {ahead[0].value}"
+        )
+    passed, failed = (sum(found == state for _, found, _ in verdicts) for state in (PASS, FAIL))
+    yield f"\n{passed} passed, {failed} failed, of {len(verdicts)} milestones"
 
 
 def _row(milestone: Milestone, state: str, loss: float | None) -> list[str]:
-    return [
-        state,
-        f"{milestone.step:,}",
-        f"{milestone.metric} {milestone.value:g}",
-        f"{milestone.error:g}",
-        "-" if loss is None else f"{math.exp(loss):.2f}",
-        "-" if loss is None else f"{loss:.4f}",
-        milestone.source,
-    ]
+    ours = ["-", "-"] if loss is None else [f"{math.exp(loss):.2f}", f"{loss:.4f}"]
+    published = [f"{milestone.metric} {milestone.value:g}", f"{milestone.error:g}"]
+    return [state, f"{milestone.step:,}", *published, *ours, milestone.source]
 
 
-def draw(
-    path: Path,
-    run: Run,
-    reference: str,
-    milestones: list[Milestone],
-    tokens: list[float],
-    losses: list[float],
-) -> None:
+def draw(path: Path, run: Run, reference: str, curve: Curve) -> None:
     """Draw the run's perplexity and the published points with their reading errors."""
+    milestones = read_reference(reference)
+    perplexities = [math.exp(min(loss, 700)) for loss in curve.values()]
+    published = [each.perplexity for each in milestones]
     with picture(path, title=f"{run.path.name} and {reference}") as (axes,):
         axes.figure.set_size_inches(8, 5)
         for shade, source in zip(COLOURS[1:], dict.fromkeys(m.source for m in milestones), strict=False):
             points = [m for m in milestones if m.source == source]
             errors = [m.error if m.metric == "perplexity" else m.perplexity * m.error for m in points]
-            axes.errorbar(
-                [m.tokens for m in points],
-                [m.perplexity for m in points],
-                yerr=errors,
-                fmt="o--" if len(points) > 2 else "D",
-                color=shade,
-                alpha=0.6,
-                capsize=2,
-                label=source,
-            )
-        perplexities = [math.exp(min(loss, 700)) for loss in losses]
-        axes.plot(
-            tokens, perplexities, color=colour("flash"), marker=".", label=f"run: {run.label}", zorder=3
-        )
+            xs, ys = [m.tokens for m in points], [m.perplexity for m in points]
+            line = {"fmt": "o--" if len(points) > 2 else "D", "color": shade, "alpha": 0.6, "capsize": 2}
+            axes.errorbar(xs, ys, errors, **line, label=source)
+        ours = {"color": colour("flash"), "marker": ".", "label": f"run: {run.label}", "zorder": 3}
+        axes.plot(list(curve), perplexities, **ours)
         axes.set(xscale="log", xlabel="tokens", ylabel="validation perplexity (bars: reading error)")
         axes.set_xlim(left=min(m.tokens for m in milestones) / 3)
-        highest = max(m.perplexity for m in milestones)
-        axes.set_ylim(min(*perplexities, *(m.perplexity for m in milestones)) * 0.95, highest * 1.6)
+        axes.set_ylim(min(*perplexities, *published) * 0.95, max(published) * 1.6)
         axes.legend(fontsize=8)

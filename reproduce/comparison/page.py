@@ -12,10 +12,11 @@ from pathlib import Path
 
 from training.console import plural
 
+from ..common import html_table
 from . import seeds
 from .charts import charts, colours, patterns
 from .runs import Run, differing_environment, differing_settings
-from .table import HEADER, notes, table, value_text, warnings
+from .table import HEADER, having, notes, table, warnings
 
 _HERE = Path(__file__).parent
 # The parts of a step, and of a whole run: name -> colour.
@@ -29,21 +30,24 @@ def page(runs: list[Run]) -> str:
     title = "Comparison of " + (f"{len(runs)} runs" if len(runs) > 1 else "one run")
     shades, drawn = colours(runs), charts(runs)
     warned = "".join(f"<li>{_escape(_sentence(each))}</li>" for each in warnings(runs))
-    rows = [[_named(run, shade), *row[1:]] for run, shade, row in zip(runs, shades, table(runs), strict=True)]
+    pairs = zip(runs, shades, strict=True)
+    names = [f'<i class="dot" style="--shade:{shade}"></i>{_escape(run.label)}' for run, shade in pairs]
+    rows = [[name, *map(_shown, cells)] for name, (_, *cells) in zip(names, table(runs), strict=True)]
+    folders = [[name, _escape(os.path.relpath(run.path))] for name, run in zip(names, runs, strict=True)]
     parts = [
         f"<h1>{title}</h1>",
         f'<p class="sub">{_escape(_shared(runs))}</p>',
         f'<ul class="warn">{warned}</ul>' if warned else "",
         _by_attention(runs),
-        _card("Runs", _table(HEADER, rows)),
+        _card("Runs", html_table(HEADER, rows)),
         f'<p class="note">{_escape(" ".join(map(_sentence, notes(runs))))}</p>',
         _charts(drawn),
         _split_bars("Where the time of a step goes", "ms", [run.step_split() for run in runs], _STEP, runs),
         _split_bars("Where the time of a run went", "s", [run.time_split() for run in runs], _RUN, runs),
-        _memory_bars(runs),
+        _memory_bars(runs, shades),
         _facts("Settings that differ", runs, differing_settings(runs)),
         _facts("Environment", runs, _environment(runs), differing_environment(runs)),
-        _card("Where the runs are", _table(("run", "folder"), _places(runs, shades))),
+        _card("Where the runs are", html_table(("run", "folder"), folders)),
     ]
     lines = zip(runs, shades, patterns(runs), strict=True)
     numbers = {
@@ -63,7 +67,8 @@ def page(runs: list[Run]) -> str:
 def _by_attention(runs: list[Run]) -> str:
     if not seeds.is_sweep(runs):
         return ""
-    return _card("By attention, over seeds", _table(seeds.HEADER, seeds.table(runs)))
+    rows = [[*map(_shown, row)] for row in seeds.table(runs)]
+    return _card("By attention, over seeds", html_table(seeds.HEADER, rows))
 
 
 def _charts(drawn: list[dict]) -> str:
@@ -83,36 +88,37 @@ def _split_bars(
 ) -> str:
     """A stacked bar for each run that shows how its time divides."""
     longest = max((sum(split.values()) for split in splits if split), default=0)
-    if not longest:
-        return ""
-    bars = ""
-    for run, split in zip(runs, splits, strict=True):
+    bars = []
+    for split in splits:
         pieces = "".join(
             f'<b style="width:{part / longest:.2%};background:{parts[name]}" title="{name} {part:.2f} {unit}"></b>'
             for name, part in (split or {}).items()
+            if longest
         )
         told = ", ".join(f"{name} {part:.2f}" for name, part in (split or {}).items())
-        told = f"{told} {unit}" if told else "not logged"
-        bars += f'<span>{_escape(run.label)}</span><div class="bar">{pieces}</div><span>{told}</span>'
-    key = " ".join(
-        f'<i class="dot" style="--shade:{shade}"></i>{_RUN_KEY.get(name, name)}&emsp;'
-        for name, shade in parts.items()
+        bars.append((pieces, f"{told} {unit}" if told else "not logged"))
+    keys = ((_RUN_KEY.get(name, name), shade) for name, shade in parts.items())
+    key = " ".join(f'<i class="dot" style="--shade:{shade}"></i>{name}&emsp;' for name, shade in keys)
+    return _bars(title, runs, bars, f'<p class="note">{key}</p>') if longest else ""
+
+
+def _memory_bars(runs: list[Run], shades: list[str]) -> str:
+    peaks = [run.peak_memory or ("not logged", 0.0) for run in runs]
+    most = max(gib for _, gib in peaks)
+    bars = []
+    for shade, (kind, gib) in zip(shades, peaks, strict=True):
+        bar = f'<b class="own" style="width:{gib / (most or 1):.2%};--shade:{shade}"></b>'
+        bars.append((bar, f"{gib:.2f} GiB {kind}" if gib else kind))
+    return _bars("Peak memory", runs, bars) if most else ""
+
+
+def _bars(title: str, runs: list[Run], bars: list[tuple[str, str]], below: str = "") -> str:
+    """A bar for each run, of (its pieces, what stands beside it)."""
+    lines = "".join(
+        f'<span>{_escape(run.label)}</span><div class="bar">{pieces}</div><span>{told}</span>'
+        for run, (pieces, told) in zip(runs, bars, strict=True)
     )
-    return _card(title, f'<div class="bars">{bars}</div><p class="note">{key}</p>')
-
-
-def _memory_bars(runs: list[Run]) -> str:
-    peaks = [run.peak_memory for run in runs]
-    most = max((gib for _, gib in filter(None, peaks)), default=0)
-    if not most:
-        return ""
-    bars = ""
-    for run, shade, peak in zip(runs, colours(runs), peaks, strict=True):
-        kind, gib = peak or ("not logged", 0)
-        bar = f'<b class="own" style="width:{gib / most:.2%};--shade:{shade}"></b>'
-        told = f"{gib:.2f} GiB {kind}" if peak else kind
-        bars += f'<span>{_escape(run.label)}</span><div class="bar">{bar}</div><span>{told}</span>'
-    return _card("Peak memory", f'<div class="bars">{bars}</div>')
+    return _card(title, f'<div class="bars">{lines}</div>{below}')
 
 
 _SHARED = (
@@ -146,52 +152,23 @@ def _facts(title: str, runs: list[Run], facts: dict[str, list], differing: dict 
 
     Runs are no columns, so no number of them cuts the table off.
     """
-    if not facts:
-        return ""
     rows = ""
     for key, values in facts.items():
-        having: dict[str, list[str]] = {}
-        for run, value in zip(runs, values, strict=True):
-            having.setdefault(value_text(value), []).append(run.label)
+        shares = having(runs, values)
         red = ' class="red"' if differing is None or key in differing else ""
-        told = "".join(
-            f"<div>{_escape(value)}"
-            + (f" <small>{_escape(', '.join(labels))}</small>" if len(having) > 1 else "")
-            + "</div>"
-            for value, labels in having.items()
-        )
+        told = ""
+        for value, labels in shares.items():
+            who = f" <small>{_escape(', '.join(labels))}</small>" if len(shares) > 1 else ""
+            told += f"<div>{_escape(value)}{who}</div>"
         rows += f"<tr{red}><td>{_escape(key)}</td><td>{told}</td></tr>"
-    return _card(title, f"<table>{rows}</table>")
+    return _card(title, f"<table>{rows}</table>") if rows else ""
 
 
-def _places(runs: list[Run], shades: list[str]) -> list[list[str]]:
-    return [[_named(run, shade), os.path.relpath(run.path)] for run, shade in zip(runs, shades, strict=True)]
-
-
-class _Markup(str):
-    """Text that is HTML already."""
-
-
-def _named(run: Run, shade: str) -> _Markup:
-    return _Markup(f'<i class="dot" style="--shade:{shade}"></i>{_escape(run.label)}')
-
-
-def _table(header: tuple[str, ...], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{_escape(name)}</th>" for name in header)
-    body = "".join(
-        "<tr>" + "".join(_cell(name, cell) for name, cell in zip(header, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def _cell(name: str, content: str) -> str:
-    """A table cell; text in brackets is set smaller, below."""
-    if isinstance(content, _Markup):
-        return f"<td>{content}</td>"
+def _shown(content: str) -> str:
+    """A table's cell; text in brackets is set smaller, below."""
     value, bracket, rest = content.partition(" (")
     small = f"<small>{_escape(rest[:-1])}</small>" if bracket and rest.endswith(")") else ""
-    return f'<td data-label="{_escape(name)}"><span>{_escape(value if small else content)}{small}</span></td>'
+    return f"<span>{_escape(value if small else content)}{small}</span>"
 
 
 def _card(title: str, content: str) -> str:

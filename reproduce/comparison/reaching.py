@@ -6,32 +6,26 @@ from itertools import pairwise
 
 from training.console import count
 
+from ..common import text_table
 from .runs import Run, same_tokens
-from .table import columns
 
 
 def to_loss(runs: list[Run], loss: float) -> str:
     """A table, with ratios to the first run. A time is all of the run's until then: compiling and evaluations too."""
     rows = [_cells(runs[0], run, loss) for run in runs]
-    return "\n".join(columns((f"to validation loss {loss:g}", "tokens", "time"), rows))
+    return text_table((f"to validation loss {loss:g}", "tokens", "time"), rows, numbers=False)
 
 
 def _cells(first: Run, run: Run, loss: float) -> list[str]:
     if not same_tokens(first, run):
         return [run.label, "other tokens", ""]
-    tokens, seconds = reached(run, loss, "tokens"), reached(run, loss, "seconds")
-    if tokens is None or seconds is None:
-        return [run.label, "not reached", ""]
-
-    def ratio(value: float, against: str) -> str:
-        theirs = reached(first, loss, against)
-        return "" if run is first or not theirs else f" ({value / theirs:.2f}x)"
-
-    return [
-        run.label,
-        count(tokens) + ratio(tokens, "tokens"),
-        f"{seconds:,.0f} s" + ratio(seconds, "seconds"),
-    ]
+    cells = []
+    for against, shown in (("tokens", count), ("seconds", "{:,.0f} s".format)):
+        ours, theirs = (reached(each, loss, against) for each in (run, first))
+        if ours is None:
+            return [run.label, "not reached", ""]
+        cells.append(shown(ours) + (f" ({ours / theirs:.2f}x)" if theirs and run is not first else ""))
+    return [run.label, *cells]
 
 
 def reached(run: Run, loss: float, against: str) -> float | None:

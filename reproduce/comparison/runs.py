@@ -12,10 +12,11 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from training.config import flatten
 from training.console import speed_range
@@ -227,60 +228,49 @@ def _wandb_file(path: Path) -> Path | None:
 
 
 def _read_directory(path: Path) -> Run:
+    environment, summary, facts = (
+        _read(path / f"{name}.json", json.load) for name in ("environment", "summary", "facts")
+    )
+    config, rows = _read(path / "config.yaml", _load_yaml), _read(path / "metrics.csv", _load_rows, list)
+    return Run(path, flatten(config), environment, rows, summary, facts)
+
+
+def _read(path: Path, load: Callable[[TextIO], Any], kind: type = dict) -> Any:
+    """The content of a file, which must be of that kind; empty if there is no file."""
+    if not path.is_file():
+        return kind()
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            found = load(file)
+        if not isinstance(found, kind):
+            raise ValueError("it has no named values")
+    except ValueError as error:  # also what is not UTF-8
+        raise ReproduceError(f"{path} cannot be read: {error}") from None
+    return found
+
+
+def _load_yaml(file: TextIO) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-        if not isinstance(config, dict):
-            raise ReproduceError(f"{path / 'config.yaml'} has no named settings, so it is not a run's")
-    except FileNotFoundError:
-        config = {}
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ReproduceError(f"{path / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}") from None
-    summary = _read_json(path / "summary.json")
-    facts = _read_json(path / "facts.json")
-    return Run(
-        path, flatten(config), _read_json(path / "environment.json"), _read_rows(path), summary, facts=facts
-    )
+        return OmegaConf.to_container(OmegaConf.load(file))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(str(error).splitlines()[0]) from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        record = json.loads(path.read_text())
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ReproduceError(f"{path} cannot be read: {error}") from None
-    if not isinstance(record, dict):
-        raise ReproduceError(f"{path} cannot be read: it has no named values")
-    return record
-
-
-def _read_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv. A killed run's last line may be incomplete, and is then ignored."""
-    file = path / "metrics.csv"
-    if not file.is_file():
-        return []
-    rows = []
-    try:
-        with file.open(newline="") as lines:
-            for cells in csv.DictReader(lines):
-                if None not in cells.values() and cells.get("step"):
-                    rows.append({name: float(cell) for name, cell in cells.items() if cell})
-    except ValueError as error:  # not a number, or not UTF-8
-        raise ReproduceError(f"{file} cannot be read: {error}") from None
-    return rows
+def _load_rows(file: TextIO) -> list[dict[str, float]]:
+    """A killed run's last line may be incomplete, and is then ignored."""
+    rows = [row for row in csv.DictReader(file) if None not in row.values() and row.get("step")]
+    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
 
 
 def _read_wandb(path: Path) -> Run:
     """Read a wandb folder that has no run directory around it, with wandb's own tool for the file format."""
-    wandb = Path(sys.executable).with_name("wandb")
+    command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", path]
     try:
-        told = subprocess.run(
-            [wandb, "leet", "inspect", "--json", path], capture_output=True, text=True, timeout=_LEET_TIMEOUT
-        )
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_LEET_TIMEOUT)
     except FileNotFoundError:
         raise ReproduceError(
             f"{path} is a wandb folder, and reading it needs wandb: pip install wandb"
@@ -303,17 +293,16 @@ def _read_wandb(path: Path) -> Run:
         if kind in ("run", "config"):
             config |= (content.get("config") or content).get("update", {})
         elif kind == "history":
-            item = content["item"]
             # Rounded as in metrics.csv: with wandb's full precision a run would differ from itself.
-            rows.append({k: float(csv_cell(v)) for k, v in item.items() if isinstance(v, int | float)})
+            numbers = {k: v for k, v in content["item"].items() if isinstance(v, int | float)}
+            rows.append({k: float(csv_cell(v)) for k, v in numbers.items()})
         elif kind == "summary":
             summary |= content.get("update", {})
         elif kind == "exit":
             finished = content.get("exit_code", 0) == 0
+    facts, environment, _ = (config.pop(name, {}) for name in ("resolved", "environment", "_wandb"))
     rows = [row for row in rows if "step" in row]
-    facts, environment = config.pop("resolved", {}), config.pop("environment", {})
-    config.pop("_wandb", None)
-    return Run(path, flatten(config), environment, rows, summary if finished else {}, facts=facts)
+    return Run(path, flatten(config), environment, rows, summary if finished else {}, facts)
 
 
 # ---- what makes runs differ --------------------------------------------------------------------------
@@ -326,30 +315,30 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     are unknown do not count.
     """
     known = [run for run in runs if run.config]
-    facts_known = all(all(fact in run.facts for fact in _FACTS) for run in known)
+    facts_known = all(fact in run.facts for run in known for fact in _FACTS)
     ignored = [*_BOOKKEEPING, "attention.name", *(_RESOLVED_SETTINGS if facts_known else ())]
     pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
     settings = dict.fromkeys(key for run in known for key in run.config if not pattern.fullmatch(key))
     values = {key: [run.config.get(key) for run in runs] for key in settings}
-    if "trainer.resume" in values and all(run.whole for run in known):
-        del values["trainer.resume"]  # each was resumed in its own directory
+    if all(run.whole for run in known):
+        values.pop("trainer.resume", None)  # each was resumed in its own directory
     if facts_known:
         values |= {fact: [run.facts.get(fact) for run in runs] for fact in _FACTS}
-    is_known = [bool(run.config) for run in runs]
-    return {key: each for key, each in values.items() if _differ(list(compress(each, is_known)))}
+    return _differing(values, [bool(run.config) for run in runs])
 
 
 def differing_environment(runs: list[Run]) -> dict[str, list[Any]]:
     """Where the environments differ: fact -> its value in each run. Runs with no environment do not count."""
-    is_known = [bool(run.environment) for run in runs]
-    known = list(compress(runs, is_known))
-    keys = dict.fromkeys(key for run in known for key in run.environment if key not in ("command", "device"))
+    keys = dict.fromkeys(key for run in runs for key in run.environment if key not in ("command", "device"))
     values = {key: [run.environment.get(key) for run in runs] for key in keys}
-    return {key: each for key, each in values.items() if _differ(list(compress(each, is_known)))}
+    return _differing(values, [bool(run.environment) for run in runs])
 
 
-def _differ(values: list[Any]) -> bool:
-    return any(value != values[0] for value in values[1:])
+def _differing(values: dict[str, list[Any]], known: list[bool]) -> dict[str, list[Any]]:
+    """Those of the values that differ between the runs that are known."""
+
+    found = {key: list(compress(each, known)) for key, each in values.items()}
+    return {key: values[key] for key, each in found.items() if any(value != each[0] for value in each)}
 
 
 def unexplained_phases(first: Run, other: Run) -> dict[str, tuple[float, float]]:

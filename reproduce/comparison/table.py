@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from training.console import SPREAD, changes
 
+from ..common import text_table
 from . import seeds
 from .runs import (
     PHASE_RATIO,
@@ -16,19 +19,8 @@ from .runs import (
     unexplained_phases,
 )
 
-HEADER = (
-    "run",
-    "val loss",
-    "perplexity",
-    "bits/byte",
-    "tokens/s",
-    "step ms",
-    "data / fwd+bwd / opt",
-    "MFU",
-    "peak GiB",
-    "time",
-    "state",
-)
+HEADER = ("run", "val loss", "perplexity", "bits/byte", "tokens/s", "step ms", "data / fwd+bwd / opt", "MFU")
+HEADER += ("peak GiB", "time", "state")
 
 
 def table(runs: list[Run]) -> list[list[str]]:
@@ -37,23 +29,30 @@ def table(runs: list[Run]) -> list[list[str]]:
 
 
 def _row(first: Run, run: Run) -> list[str]:
-    loss = run.last("val/loss")
+    speeds = [each.speed("perf/tokens_per_second") for each in (first, run)]
+    peaks = [each.peak_memory for each in (first, run)]
+    alike = None not in peaks and peaks[0][0] == peaks[1][0]
+    split = run.step_split()
     perplexity = run.last("val/perplexity") if same_tokens(first, run) else None
-    bits, mfu = run.last("val/bits_per_byte"), run.speed("perf/mfu")
-    step_ms, seconds = run.speed("perf/step_ms"), run.last("seconds")
     return [
         run.label,
-        _number(loss, ".4f") + _loss_difference(first, run),
+        _number(run.last("val/loss"), ".4f") + _loss_difference(first, run),
         _number(perplexity, ".2f"),
-        _number(bits, ".3f"),
-        _number(run.speed("perf/tokens_per_second"), ",.0f") + _speed_ratio(first, run),
-        _number(step_ms, ".1f"),
-        _step_split(run),
-        _number(mfu, ".1%"),
-        _number(run.peak_memory and run.peak_memory[1], ".2f") + _memory_ratio(first, run),
-        _duration(seconds),
+        _number(run.last("val/bits_per_byte"), ".3f"),
+        _number(speeds[1], ",.0f") + (_ratio(speeds) if run is not first else ""),
+        _number(run.speed("perf/step_ms"), ".1f"),
+        " / ".join(f"{split[name]:.2f}" for name in STEP_PHASES) if split else "-",
+        _number(run.speed("perf/mfu"), ".1%"),
+        _number(peaks[1] and peaks[1][1], ".2f")
+        + (_ratio([gib for _, gib in peaks]) if alike and run is not first else ""),
+        _duration(run.last("seconds")),
         state(run),
     ]
+
+
+def _ratio(pair: list[float | None]) -> str:
+    """Of ours to the first run's, in brackets."""
+    return f" ({pair[1] / pair[0]:.2f}x)" if all(pair) else ""
 
 
 def state(run: Run) -> str:
@@ -94,25 +93,8 @@ def _loss_difference(first: Run, run: Run) -> str:
     return f" ({_signed(ours[step] - theirs[step])} at step {step:,.0f})"
 
 
-def _step_split(run: Run) -> str:
-    split = run.step_split()
-    return " / ".join(f"{split[name]:.2f}" for name in STEP_PHASES) if split else "-"
-
-
 def _signed(difference: float) -> str:
     return f"{difference:+.2g}" if difference else "equal"
-
-
-def _speed_ratio(first: Run, run: Run) -> str:
-    speeds = [each.speed("perf/tokens_per_second") for each in (first, run)]
-    return "" if run is first or not all(speeds) else f" ({speeds[1] / speeds[0]:.2f}x)"
-
-
-def _memory_ratio(first: Run, run: Run) -> str:
-    peaks = [each.peak_memory for each in (first, run)]
-    if run is first or None in peaks or peaks[0][0] != peaks[1][0]:
-        return ""
-    return f" ({peaks[1][1] / peaks[0][1]:.2f}x)"
 
 
 # ---- what else differs -------------------------------------------------------------------------------
@@ -120,11 +102,15 @@ def _memory_ratio(first: Run, run: Run) -> str:
 
 def warnings(runs: list[Run]) -> list[str]:
     """What a reader must know before believing the table, one sentence each."""
+
+    def named(those: Iterable[Run]) -> str:
+        return ", ".join(run.label for run in those)
+
     said = []
     if seeds.is_sweep(runs):
-        if alone := [run.label for run in seeds.unmatched(runs)]:
+        if alone := named(seeds.unmatched(runs)):
             said.append(
-                f"without a run of {runs[0].attention} with equal settings, so not compared: {', '.join(alone)}."
+                f"without a run of {runs[0].attention} with equal settings, so not compared: {alone}."
             )
     elif settings := differing_settings(runs):
         said.append(
@@ -133,28 +119,26 @@ def warnings(runs: list[Run]) -> list[str]:
         )
     if environment := differing_environment(runs):
         said.append(f"they ran in different environments: {', '.join(environment)}.")
-    if silent := [run.label for run in runs if not run.config]:
-        said.append(f"settings unknown for: {', '.join(silent)}.")
-    if silent := [run.label for run in runs if not run.environment]:
-        said.append(f"environment unknown for: {', '.join(silent)}.")
-    if other := [run.label for run in runs if not same_tokens(runs[0], run)]:
-        said.append(
-            f"losses are not compared: {', '.join(other)} may have predicted other tokens than {runs[0].label}."
-        )
-    if unfinished := [run.label for run in runs if not run.finished]:
-        said.append(f"not finished: {', '.join(unfinished)}; their figures cover what has run so far.")
-    if resumed := [run.label for run in runs if run.config.get("trainer.resume") and not run.whole]:
-        said.append(f"resumed: {', '.join(resumed)}; times and curves cover only the part since then.")
+    if silent := named(run for run in runs if not run.config):
+        said.append(f"settings unknown for: {silent}.")
+    if silent := named(run for run in runs if not run.environment):
+        said.append(f"environment unknown for: {silent}.")
+    if other := named(run for run in runs if not same_tokens(runs[0], run)):
+        said.append(f"losses are not compared: {other} may have predicted other tokens than {runs[0].label}.")
+    if unfinished := named(run for run in runs if not run.finished):
+        said.append(f"not finished: {unfinished}; their figures cover what has run so far.")
+    if resumed := named(run for run in runs if run.config.get("trainer.resume") and not run.whole):
+        said.append(f"resumed: {resumed}; times and curves cover only the part since then.")
     said += [
         f"after step {step:,} {run.label} was resumed with {changes(changed)}: its losses come from both settings."
         for run in runs
         for step, changed in run.resumed.items()
         if changed
     ]
-    if interpreted := [run.label for run in runs if run.interpreted]:
+    if interpreted := named(run for run in runs if run.interpreted):
         said.append(
-            f"Triton's kernels were interpreted, not compiled (TRITON_INTERPRET=1): {', '.join(interpreted)}. The "
-            "speed of their Triton kernels is that of the interpreter."
+            f"Triton's kernels were interpreted, not compiled (TRITON_INTERPRET=1): {interpreted}. The speed of "
+            "their Triton kernels is that of the interpreter."
         )
     said += _noise(runs)
     if len(runs) == 1:
@@ -220,42 +204,35 @@ def _relative_to(runs: list[Run]) -> str:
 
 def text(runs: list[Run]) -> str:
     """The tables and the warnings for a terminal."""
-    lines = columns(HEADER, table(runs))
-    if seeds.is_sweep(runs):
-        lines += ["", *columns(seeds.HEADER, seeds.table(runs))]
+    sweep = seeds.is_sweep(runs)
+    lines = [text_table(HEADER, table(runs), numbers=False)]
+    if sweep:
+        lines += ["", text_table(seeds.HEADER, seeds.table(runs), numbers=False)]
     lines += ["", *(f"! {each}" for each in warnings(runs)), *(f"  {each}" for each in notes(runs))]
     for title, differing in (
-        ("settings that differ", {} if seeds.is_sweep(runs) else differing_settings(runs)),
+        ("settings that differ", {} if sweep else differing_settings(runs)),
         ("environment that differs", differing_environment(runs)),
     ):
         if differing:
-            lines += ["", title, *_aligned(runs, differing)]
+            width = max(map(len, differing))
+            facts = (f"  {key:<{width}}  {_shares(runs, values)}" for key, values in differing.items())
+            lines += ["", title, *facts]
     return "\n".join([*lines, ""])
 
 
-def columns(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    """Lines of a table."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)) for row in [header, *rows]]
-    return [line.rstrip() for line in lines]
-
-
-def _aligned(runs: list[Run], differing: dict[str, list]) -> list[str]:
-    width = max(map(len, differing))
-    return [f"  {key:<{width}}  {_shares(runs, values)}" for key, values in differing.items()]
+def having(runs: list[Run], values: list) -> dict[str, list[str]]:
+    """Value, as text -> the labels of the runs that have it."""
+    found: dict[str, list[str]] = {}
+    for run, value in zip(runs, values, strict=True):
+        found.setdefault("none" if value is None else str(value), []).append(run.label)
+    return found
 
 
 def _shares(runs: list[Run], values: list) -> str:
     """Which run has which value; a value that more than two runs share comes last, as that of "all others"."""
-    having: dict[str, list[str]] = {}
-    for run, value in zip(runs, values, strict=True):
-        having.setdefault(value_text(value), []).append(run.label)
-    usual = max(having, key=lambda value: len(having[value]))
-    if len(having[usual]) > 2:
-        del having[usual]
-        having[usual] = ["all others"]
-    return ", ".join(f"{label}: {value}" for value, labels in having.items() for label in labels)
-
-
-def value_text(value: object) -> str:
-    return "none" if value is None else str(value)
+    shares = having(runs, values)
+    usual = max(shares, key=lambda value: len(shares[value]))
+    if len(shares[usual]) > 2:
+        del shares[usual]
+        shares[usual] = ["all others"]
+    return ", ".join(f"{label}: {value}" for value, labels in shares.items() for label in labels)

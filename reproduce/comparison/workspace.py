@@ -28,8 +28,7 @@ def main(argv: list[str]) -> int:
         raise ReproduceError(
             f"{arguments.project} is not ENTITY/PROJECT, as in the address of a wandb project"
         )
-    workspace = build(entity, project, arguments.group)
-    print(_save(workspace))
+    print(_save(build(entity, project, arguments.group)))
     return 0
 
 
