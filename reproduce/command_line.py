@@ -143,7 +143,7 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
         unfinished[each.name] = settings
         plan += steps(each, store, settings, device, tiny)
     plan.sort(key=lambda step: step.selected == step.settings)  # of all experiments, first what README shows
-    if len(plan) > 1 or arguments.plan:
+    if len(plan) > 1 or (plan and arguments.plan):
         print(shown(plan, devices), flush=True)
     if arguments.plan:
         return 0

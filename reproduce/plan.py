@@ -92,11 +92,8 @@ def steps(
         return
     planned: set[str] = set()
     begun: set[int] = set()
-    chosen = {
-        key: [each for each in getattr(settings, key) if each in its] for key, its in experiment.first.items()
-    }
-    parts = [replace(settings, **{key: tuple(its) for key, its in chosen.items()})] * all(chosen.values())
-    for selected in dict.fromkeys((*parts, settings)):
+    counted = device.type == "cpu" and not tiny  # which README does not show
+    for selected in [settings] if counted else dict.fromkeys(_parts(experiment, settings)):
         left = [
             each for each in missing(experiment, store, selected, device, tiny) if str(each) not in planned
         ]
@@ -108,6 +105,17 @@ def steps(
                 fresh = process not in begun
                 begun.add(process)
                 yield Step(experiment, settings, selected, process, count, len(own), seconds, fresh)
+
+
+def _parts(experiment: Experiment, settings: Any) -> Iterator[Any]:
+    """What of the settings README shows, if anything, and all of them."""
+    first = {
+        key: tuple(each for each in getattr(settings, key) if each in shown)
+        for key, shown in experiment.first.items()
+    }
+    if all(first.values()):
+        yield replace(settings, **first)
+    yield settings
 
 
 def _price(experiment: Experiment, store: Store, kind: str) -> float:
