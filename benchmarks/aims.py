@@ -5,13 +5,12 @@ No paper states these figures; an aim is what we hold them to. Each benchmark's 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from reproduce.common import ReproduceError, markdown_table, writing
+from reproduce.common import markdown_table, results_folder, writing
 from reproduce.results import changed_since, read_all, slug
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
@@ -37,13 +36,7 @@ class Aim:
 
 def main(argv: list[str]) -> int:
     """Write BENCHMARKS.md and print its summary."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks aims", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
-    directory = parser.parse_args(argv).results
-    if not directory.is_dir():
-        raise ReproduceError(
-            f"{directory} does not exist: name the folder that holds results, --results FOLDER"
-        )
+    directory = results_folder("benchmarks aims", __doc__, argv)
     text, summary = page(directory)
     with writing(directory / "BENCHMARKS.md", "--results FOLDER"):
         (directory / "BENCHMARKS.md").write_text(text, encoding="utf-8")

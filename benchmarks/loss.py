@@ -199,7 +199,8 @@ def draw(results: Results, path: Path) -> None:
         memory = {name: memory_of(results, sample["rows"], name) for name in names}
         gib = {name: {"": each["peak_bytes"] / 2**30} for name, each in memory.items()}
         gib["the logits alone"] = {"": memory[next(iter(names))]["logits_bytes"] / 2**30}
-        panels += [plots.bars(title, times, across="ms"), plots.bars(title, gib, across="GiB at the peak")]
+        panels += [plots.bars(title, times, across="ms")]
+        panels += [plots.bars(title, gib, across="GiB at the peak", shade=plots.COLOURS[2])]
     plots.draw(path, f"Head and loss on {results['device']}", panels, columns=2)
 
 

@@ -114,24 +114,25 @@ def check_features(
     k: torch.Tensor,
     *,
     window: tuple[int, int] | None = None,
-    softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
+    **numbers: float | None,
 ) -> None:
-    """Check that the optional arguments match q, k and each other."""
+    """Check that the optional arguments match q, k and each other. numbers: each positive, or 0 or None for none."""
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
-    _check_python("softcap", softcap)
+    for name, number in numbers.items():
+        _check_python(name, number)
+        if number is not None and not 0 <= number < math.inf:
+            raise AttentionError(f"{name} must be positive and finite, or 0 for none, got {number}")
     for side in window if isinstance(window, tuple | list) else ():
         _check_python("window", side)
     is_pair = isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_integer, window))
     if window is not None and (not is_pair or min(window) < -1):
         raise AttentionError(f"window must be (left, right), each a count of keys or -1, got {window}")
-    if softcap is not None and not 0 <= softcap < math.inf:
-        raise AttentionError(f"softcap must be positive and finite, or 0 for none, got {softcap}")
     for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is not None:
             _check_tensor(name, tensor, q.device)
@@ -172,8 +173,9 @@ def refuse_features(name: str, features: dict[str, object]) -> None:
 
 def _check_python(name: str, number: object) -> None:
     """Check that a number is not NumPy's where torch.compile traces: it makes a tensor of that, of unknown value."""
-    python = int | float | torch.SymInt | torch.SymFloat | None
-    if torch.compiler.is_compiling() and not isinstance(number, python):
+    if torch.compiler.is_compiling() and not isinstance(
+        number, int | float | torch.SymInt | torch.SymFloat | None
+    ):
         raise AttentionError(f"{name} must be a number of Python's under torch.compile, not of NumPy's")
 
 

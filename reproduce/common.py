@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,16 @@ def writing(path: Path, option: str) -> Iterator[None]:
         raise ReproduceError(
             f"{path} cannot be written ({error.strerror}): choose another place with {option}"
         ) from None
+
+
+def results_folder(name: str, about: str | None, argv: list[str]) -> Path:
+    """The folder of a command whose only option is where the results are."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
+    folder = parser.parse_args(argv).results
+    if not folder.is_dir():
+        raise ReproduceError(f"{folder} does not exist: name the folder that holds results, --results FOLDER")
+    return folder
 
 
 def text_table(header: Sequence[str], rows: list[list[str]], numbers: bool = True) -> str:

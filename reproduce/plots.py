@@ -151,11 +151,12 @@ def bars(
     *,
     across: str,
     ends: Mapping[str, str] | None = None,
+    shade: str | None = None,
     backends: bool = False,
 ) -> Panel:
     """A panel of a horizontal bar for each row, of parts one after another.
 
-    ends: what stands at a bar's end. backends: each row is one, of a single part, and has its colour.
+    ends: what stands at a bar's end. Of a single part, shade: its colour; backends: each row has its own.
     """
 
     def panel(axis: Axes) -> None:
@@ -163,7 +164,7 @@ def bars(
         for part in dict.fromkeys(part for parts in rows.values() for part in parts):
             those = [row for row in rows if part in rows[row]]
             widths = [rows[row][part] for row in those]
-            shades = [colour(row, tuple(rows)) for row in those] if backends else None
+            shades = [colour(row, tuple(rows)) for row in those] if backends else shade
             how = {"height": 0.65, "label": part or None, "color": shades}
             axis.barh(those, widths, left=[left[row] for row in those], **how)
             left |= {row: left[row] + rows[row][part] for row in those}

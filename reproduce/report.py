@@ -7,7 +7,6 @@ measured". A file that cannot be used loses only its own rows, and the page says
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from . import headline
 from .claims import CLAIMS, Claim
-from .common import ReproduceError, writing
+from .common import results_folder, writing
 from .experiment import (
     EXPERIMENTS,
     NOT_COMPARABLE,
@@ -149,13 +148,7 @@ def main(argv: list[str]) -> int:
     from .report_html import as_html
     from .report_markdown import as_markdown
 
-    parser = argparse.ArgumentParser(prog="python -m reproduce report", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
-    directory = parser.parse_args(argv).results
-    if not directory.is_dir():
-        raise ReproduceError(
-            f"{directory} does not exist: name the folder that holds results, --results FOLDER"
-        )
+    directory = results_folder("reproduce report", __doc__, argv)
     page = build(directory)
     with writing(directory / "REPORT.md", "--results FOLDER"):
         (directory / "REPORT.md").write_text(as_markdown(page, directory), encoding="utf-8")

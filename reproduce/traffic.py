@@ -228,12 +228,8 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
 def judge(results: Results) -> list[Verdict]:
     """C3, C6, C29 and C31."""
     found = Verdicts(results["device"])
-    _judge_counts(results, found)
-    _judge_formula(results, found)
-    _judge_times(results, found)
-    _judge_tiles(results, found)
-    _judge_passes(results, found)
-    _judge_counters(results, found)
+    for part in (_judge_counts, _judge_formula, _judge_times, _judge_tiles, _judge_passes, _judge_counters):
+        part(results, found)
     return found
 
 

@@ -93,11 +93,8 @@ def judge(results: Results) -> list[Verdict]:
     found = Verdicts(results["device"])
     for model, mode in (("gpt2_small", "eager"), ("gpt2_small", "compiled"), ("gpt2_medium", "eager")):
         _judge_stack(results, model, mode, found)
-    _judge_today(results, found)
-    _judge_alone(results, found)
-    _judge_days(results, found)
-    _judge_table_4(results, found)
-    _judge_fa2(results, found)
+    for part in (_judge_today, _judge_alone, _judge_days, _judge_table_4, _judge_fa2):
+        part(results, found)
     return found
 
 

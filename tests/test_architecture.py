@@ -79,3 +79,21 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_a_number_that_attention_takes_is_named_in_six_files_of_flash() -> None:
+    """As CONTRIBUTING says; beside them are the backends and kernels that take it of their own."""
+    own = {"library.py", "under_transformers.py", "decode.py", "layers"}
+
+    def names(path: Path) -> set[str]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        return {
+            str(getattr(node, key, "")).lower() for node in nodes for key in ("id", "arg", "attr", "value")
+        }
+
+    files = [path for path in (ROOT / "kernels").rglob("*.py") if not own & set(path.parts)]
+    found = {path.relative_to(ROOT / "kernels").as_posix() for path in files if "softcap" in names(path)}
+    assert found == {
+        *("features.py", "naive.py", "flash/api.py", "flash/call.py"),
+        *("flash/portable/parameters.py", "flash/portable/score_mods.py"),
+    }

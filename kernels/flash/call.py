@@ -41,6 +41,10 @@ class Options(NamedTuple):
         right = self.right if self.right < q_len - 1 else -1
         return self._replace(left=left, right=right)
 
+    def constants(self) -> dict[str, float]:
+        """What the portable kernels are compiled for: arguments of `portable.parameters.specify`."""
+        return {name: getattr(self, name) for name in ("causal", "dropout_p", "left", "right", "softcap")}
+
 
 def unflatten(asked: tuple[object, ...]) -> tuple[Tensors, Options]:
     """The last arguments of an operator, by name. (_make would check their number, which takes longer.)"""

@@ -181,15 +181,14 @@ def _choose_for_call(
     used = {
         "dropout_p": dropout,
         "window": options.left >= 0 or (options.right >= 0 and not options.causal),
-        "softcap": options.softcap,
         "alibi_slopes": alibi,
         "sinks": sinks,
         "cu_seqlens": documents,
         "kv_lengths": padded,
         "block_mask": blocks,
-        "precise_delta": options.precise_delta,
     }
-    names = frozenset(name for name, value in used.items() if value)
+    numbers = {name: getattr(options, name) for name in FEATURES.keys() & options._fields}
+    names = frozenset(name for name, value in (numbers | used).items() if value)
     request = AttentionRequest(device, dtype, head_dim, names, options.tier, length, kv_len, options.causal)
     return Choice("triton", "no prescribed tile") if forced else choose(which, request), options
 
