@@ -2,17 +2,18 @@
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 Item = TypeVar("Item")
 _END = object()
 
 
-def ahead(items: Iterable[Item], depth: int) -> Iterator[Item]:
+def ahead(items: Iterable[Item], depth: int) -> Generator[Item, None, None]:
     """Yield the items, made by a thread that runs up to `depth` items ahead; exceptions in it are raised here.
 
-    Closing the generator ends the thread, after the item it is at.
+    Closing the generator ends the thread, after the item it is at. Close it, do not drop it: Python ignores a Ctrl-C
+    that comes while it collects a generator.
     """
     ready: queue.Queue = queue.Queue(maxsize=depth)
     closed = threading.Event()

@@ -6,7 +6,7 @@ sequences of a step do not depend on how many ranks share it.
 
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,10 +72,13 @@ class Corpus:
 
     def damaged(self, shard_file: str, reason: str) -> DataError:
         file = self.directory / shard_file  # of a mix, in another corpus's folder
-        return DataError(
-            f"{file} {reason}: rebuild just this shard with "
+        remedy = (
+            "rebuild just this shard with "
             f"python -m {__package__}.inspect {shlex.quote(str(file.parent))} --repair {file.name}"
         )
+        if self.manifest.mix and file.parent == self.directory:
+            remedy = f"delete {self.directory}, and prepare the mix again in a second"
+        return DataError(f"{file} {reason}: {remedy}")
 
 
 def open_corpus(directory: str | Path) -> Corpus:
@@ -294,7 +297,7 @@ def prefetch(
     world_size: int = 1,
     pin_memory: bool = False,
     depth: int = 2,
-) -> Iterator[tuple[Any, Any]]:
+) -> Generator[tuple[Any, Any], None, None]:
     """Yield batches start, start + 1, ... (before `stop`) as int64 torch tensors on the CPU, made by a thread.
 
     Without `stop`, evaluation ends after its last batch, and training never. pin_memory: in page-locked memory, so

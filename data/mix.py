@@ -41,6 +41,8 @@ def open_mix(mix: Mix, tokenizer: str, cache_root: str | Path, progress: Progres
         corpus.tokenizer(tokenizer)
         if corpus.manifest.mix:
             raise DataError(f"{corpus.directory} is a mix itself: name the corpora that it is made of")
+    if len({corpus.fingerprint for corpus in corpora}) < len(corpora):
+        raise DataError("data.corpora names the same tokens twice: give each corpus one weight")
     weights = mix.corpora.values()
     shares = [weight / sum(weights) for weight in weights]
     about = [(str(corpus.directory), corpus.fingerprint) for corpus in corpora]

@@ -49,19 +49,20 @@ def encode(
     documents = 0
     end_of_text = np.array([encoding.eot_token], np.uint32)
     # a thread reads the next blocks while this one tokenises, which frees the GIL
-    for block in ahead(_blocks(parts), depth=2):
-        tokens = []
-        before = documents
-        for text, ends, where in block:
-            tokens.append(_encode_text(encoding, text, where))
-            if ends:
-                tokens.append(end_of_text)
-                documents += 1
-                if documents == limit:
-                    break
-        yield np.concatenate(tokens, dtype=workshop.dtype, casting="unsafe"), documents - before
-        if documents == limit:
-            return
+    with closing(ahead(_blocks(parts), depth=2)) as blocks:
+        for block in blocks:
+            tokens = []
+            before = documents
+            for text, ends, where in block:
+                tokens.append(_encode_text(encoding, text, where))
+                if ends:
+                    tokens.append(end_of_text)
+                    documents += 1
+                    if documents == limit:
+                        break
+            yield np.concatenate(tokens, dtype=workshop.dtype, casting="unsafe"), documents - before
+            if documents == limit:
+                return
 
 
 def _encode_text(encoding: tiktoken.Encoding, text: str, where: str) -> np.ndarray:

@@ -164,11 +164,15 @@ def check_features(
             )
 
 
-def refuse_features(name: str, features: dict[str, object]) -> None:
-    """Check that all of `features`, the arguments that attention `name` lacks, have their "not used" value."""
+def refuse_features(name: str, features: dict[str, object], beside: str = "") -> None:
+    """Check that all of `features`, the arguments that attention `name` lacks, have their "not used" value.
+
+    beside: the argument with which it lacks them.
+    """
     used = used_features(features)
     if used:
-        raise AttentionError(f"attention={name} does not support {sorted(used)[0]}; attention=naive does")
+        what = f"{sorted(used)[0]} beside {beside}" if beside else sorted(used)[0]
+        raise AttentionError(f"attention={name} does not support {what}; attention=naive does")
 
 
 def _check_python(name: str, number: object) -> None:

@@ -44,26 +44,30 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from .features import FEATURES
 from .flash import dropout
 from .flash.decode import LARGEST_TILE, decode_kernel, tile_of
-from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule
-from .flash.hopper.descriptors import layout_of
+from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule, wide_dkdv, wide_dq
+from .flash.hopper.descriptors import layout_of, tile_width
 from .flash.hopper.dropout import drop_of
 from .flash.hopper.primitives import compile_options
 from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
 from .flash.portable.parameters import specify
 from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile, candidates
-from .history import flash1, two_pass
+from .history import flash1, flash2, two_pass
 from .launch import FUSION
 from .other_triton import report_with
 
 HOPPER = {
     "hopper_forward": forward.hopper_forward_kernel,
     "hopper_backward": backward.hopper_backward_kernel,
+    "hopper_dkdv": wide_dkdv.dkdv_kernel,
+    "hopper_dq": wide_dq.dq_kernel,
 }
 # name -> (kernel, tiles, names of its float32 tensors)
 HISTORY = {
     "flash1_forward": (flash1.forward_kernel, flash1.FORWARD, {"RowMax", "RowSum"}),
     "flash1_backward": (flash1.backward_kernel, flash1.BACKWARD, {"RowMax", "RowSum", "DQ"}),
+    "flash2_forward": (flash2.forward_kernel, flash2.FORWARD, {"Saved", "RowSum"}),
+    "flash2_backward": (flash2.backward_kernel, flash2.BACKWARD, {"Saved", "RowSum", "Delta", "DQ"}),
     "two_pass_forward": (two_pass.forward_kernel, two_pass.FORWARD, {"Lse"}),
     "two_pass_backward": (two_pass.backward_kernel, two_pass.BACKWARD, {"Lse", "DK", "DV"}),
 }
@@ -180,7 +184,7 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
             attributes[index,] = [["tt.divisibility", 16]]  # otherwise no vector loads
     # The Hopper kernels specify the warps of their other partitions themselves; num_warps is the first consumer's.
     if on_hopper:
-        options = {"num_warps": 4, **compile_options(job.head_dim, values.get("DQ_DELAY", 0))}
+        options = {"num_warps": 4, **compile_options(tile_width(job.head_dim), values.get("DQ_DELAY", 0))}
     else:
         assert job.tile
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
@@ -203,7 +207,8 @@ def _constants(job: Job) -> dict[str, Any]:
     """The compile-time arguments: the tile, absent optional tensors, and the token strides of a packed qkv and its
     output."""
     if job.kernel in HISTORY:
-        return {"SPEC": specify(job.tile, job.head_dim, job.causal)}
+        ways = {"ONCE": True, "SLICES": 1} if job.kernel == "flash2_forward" else {}
+        return {"SPEC": specify(job.tile, job.head_dim, job.causal), **ways}
     tokens = HEADS * job.head_dim
     packed = dict.fromkeys(["stride_qm", "stride_kn", "stride_vn"], 3 * tokens)
     plain = dict.fromkeys(["stride_om", "stride_dom", "stride_dqm", "stride_dkn", "stride_dvn"], tokens)
@@ -219,12 +224,17 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     absent = {} if job.feature == "cu_seqlens" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not listed:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
+    lengths = job.length, job.length + ragged
+    if job.kernel == "hopper_dkdv":
+        return {"GROUP": 1, "CAUSAL": job.causal}
+    spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
+    if job.kernel == "hopper_dq":
+        return {"SPEC": spec}
     if job.kernel == "hopper_forward":
-        lengths = job.length, job.length + ragged
-        spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
         return {"SPEC": spec, **absent} | ({} if spec.DYNAMIC.value else {"Counter": None})
-    row_blocks = job.length // backward_schedule.BLOCK_M[job.head_dim]
-    dq_delay = 0 if bounded or listed else backward.choose_dq_delay(job.head_dim, job.causal, row_blocks)
+    width = tile_width(job.head_dim)
+    row_blocks = job.length // backward_schedule.BLOCK_M[width]
+    dq_delay = 0 if bounded or listed else backward.choose_dq_delay(width, job.causal, row_blocks)
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
     drop = drop_of(0.1 if job.feature.startswith("dropout_p") else 0.0)
     if drop is None:
@@ -239,12 +249,13 @@ def _descriptor(name: str, job: Job) -> str:
     if name == "dq_sum_desc":
         block, dtype = dq.SUM_BLOCK.value, torch.float32
     else:
-        queries = (
-            forward_schedule.ROWS.value
-            if job.kernel == "hopper_forward"
-            else backward_schedule.BLOCK_M[job.head_dim]
+        queries, keys = (
+            (backward_schedule.BLOCK_M[tile_width(job.head_dim)], backward_schedule.KEYS.value)
+            if job.kernel == "hopper_backward"
+            else (forward_schedule.ROWS.value, forward_schedule.block_n(job.head_dim))
         )
-        block, dtype = (1, 1, queries if name in ("q_desc", "do_desc") else 128, job.head_dim), torch.bfloat16
+        rows = queries if name in ("q_desc", "do_desc") else keys
+        block, dtype = (1, 1, rows, tile_width(job.head_dim)), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 
 
@@ -330,25 +341,47 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:
-            for head_dim in sorted({64, 128} & set(head_dims)):
-                for causal, feature in itertools.product((True, False), ("", RAGGED)):
-                    # Long loops: the backward delays dQ's product, and the forward schedules tiles dynamically; from
-                    # 4096 on (2048 if not causal) the forward has three consumers at head_dim 64.
-                    for name, length in itertools.product(HOPPER, (512, 2048, 16384)):
-                        if length == 2048 and (name, head_dim, causal) != ("hopper_forward", 64, True):
-                            continue  # the same kernel as for 16384
-                        jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
-                for name, feature in itertools.product(HOPPER, ("cu_seqlens", "window")):
-                    jobs.append(Job(90, name, head_dim, True, None, feature=feature))
-                for name, causal in itertools.product(HOPPER, (True, False)):
-                    jobs.append(Job(90, name, head_dim, causal, None, feature="block_mask"))
-                # The forward always masks its last block; the backward only for the diagonal or a partial block.
-                jobs.append(Job(90, "hopper_backward", head_dim, False, None, feature=f"block_mask {RAGGED}"))
-                drops = ("dropout_p", f"dropout_p {RAGGED}")
-                for causal, length, feature in itertools.product((True, False), (512, 16384), drops):
-                    job = Job(90, "hopper_backward", head_dim, causal, None, feature=feature, length=length)
-                    jobs.append(job)
+            forms = {64: _narrow, 128: _narrow, 256: _wide}
+            for head_dim in sorted(forms.keys() & set(head_dims)):
+                jobs += forms[head_dim](head_dim)
     return jobs
+
+
+def _narrow(head_dim: int) -> list[Job]:
+    """The forms of the Hopper kernels at head_dim 64 or 128."""
+    jobs = []
+    kernels = ("hopper_forward", "hopper_backward")
+    for causal, feature in itertools.product((True, False), ("", RAGGED)):
+        # Long loops: the backward delays dQ's product, and the forward schedules tiles dynamically; from 4096 on
+        # (2048 if not causal) the forward has three consumers at head_dim 64.
+        for name, length in itertools.product(kernels, (512, 2048, 16384)):
+            if length == 2048 and (name, head_dim, causal) != ("hopper_forward", 64, True):
+                continue  # the same kernel as for 16384
+            jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
+    for name, feature in itertools.product(kernels, ("cu_seqlens", "window")):
+        jobs.append(Job(90, name, head_dim, True, None, feature=feature))
+    for name, causal in itertools.product(kernels, (True, False)):
+        jobs.append(Job(90, name, head_dim, causal, None, feature="block_mask"))
+    # The forward always masks its last block; the backward only for the diagonal or a partial block.
+    jobs.append(Job(90, "hopper_backward", head_dim, False, None, feature=f"block_mask {RAGGED}"))
+    drops = ("dropout_p", f"dropout_p {RAGGED}")
+    for causal, length, feature in itertools.product((True, False), (512, 16384), drops):
+        jobs.append(Job(90, "hopper_backward", head_dim, causal, None, feature=feature, length=length))
+    # Tiles filled up with zeros; an odd multiple of 8, at which offsets need most care.
+    return jobs + [Job(90, name, head_dim - 56, True, None) for name in kernels if head_dim == 128]
+
+
+def _wide(head_dim: int) -> list[Job]:
+    """Those of the Hopper kernels above head_dim 128."""
+    jobs = []
+    for causal, feature in itertools.product((True, False), ("", RAGGED)):
+        for length in (512, 16384):
+            jobs.append(Job(90, "hopper_forward", head_dim, causal, None, feature=feature, length=length))
+        jobs.append(Job(90, "hopper_dq", head_dim, causal, None, feature=feature))
+    jobs += [Job(90, "hopper_dkdv", head_dim, causal, None) for causal in (True, False)]
+    for feature in ("cu_seqlens", "window"):
+        jobs.append(Job(90, "hopper_forward", head_dim, True, None, feature=feature))
+    return jobs + [Job(90, name, 136, True, None) for name in ("hopper_forward", "hopper_dq")]
 
 
 def main(arguments: list[str] | None = None) -> int:

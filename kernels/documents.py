@@ -17,6 +17,7 @@ from .arguments import (
     in_autocast_dtype,
     refuse_features,
 )
+from .registry import refusal_of_call
 
 VARLEN = ("sdpa", "sdpa_flash")  # the backends that varlen_attn's kernels, of FlashAttention, stand for
 
@@ -30,7 +31,7 @@ def checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """q, k, v and scale as the attention `name` gets them; AttentionError for what does not go with documents."""
     features.pop("dropout_seed", None)  # it means nothing without dropout_p, and that is refused
-    refuse_features(name, features)
+    refuse_features(name, features, beside="cu_seqlens")
     q, k, v = in_autocast_dtype(*tensors)
     check_inputs(q, k, v)
     check_features(q, k, cu_seqlens=cu_seqlens)
@@ -52,6 +53,8 @@ def sdpa(
     """torch.nn.attention.varlen_attn where it has a kernel: on a GPU of sm_80 or later, in half precision. Elsewhere,
     and where `only`, torch's context manager, forces another kernel, SDPA with a mask of every pair of tokens."""
     q, k, v, scale = checked(name, (q, k, v), cu_seqlens, scale, features)
+    if refused := refusal_of_call(name, q, cu_seqlens=cu_seqlens):
+        raise refused
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
     if name in VARLEN and half and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0):
         from .varlen import by_document, varlen  # imports the compiler

@@ -12,7 +12,7 @@ import torch
 from . import documents
 from .arguments import check_inputs, check_scale, in_autocast_dtype, refuse_features
 from .library import HALF, needs_cuda, with_blind_rows
-from .registry import AttentionFn, AttentionRequest, register_attention
+from .registry import AttentionError, AttentionFn, AttentionRequest, register_attention
 
 
 def _refuses(request: AttentionRequest) -> str | None:
@@ -25,16 +25,22 @@ def _refuses(request: AttentionRequest) -> str | None:
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:
-        return f"it needs the package flash-attn-4, pip install flash-attn-4 ({error})"
+        return _missing(error)
     return request.unsupported({"cu_seqlens"})
+
+
+def _missing(error: ImportError) -> str:
+    return f"it needs the package flash-attn-4, pip install flash-attn-4 ({error})"
 
 
 @register_attention("fa4", refuses=_refuses, lazy=True)
 def load() -> AttentionFn:
     """Lazy: the package takes seconds to import. It compiles each kernel on first use, and causes a graph break in
     torch.compile."""
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
+    try:
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    except ImportError as error:
+        raise AttentionError(f"attention=fa4: {_missing(error)}") from error
     return functools.partial(
         fa4_or_documents,
         flash_attn_func=torch.compiler.disable(flash_attn_func),

@@ -33,7 +33,10 @@ def main() -> None:
     folder = Path(args.folder)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         sys.exit(f"error: {folder} is not an empty folder: name a new one")
-    write(folder, args.repo, args.backends)
+    try:
+        write(folder, args.repo, args.backends)
+    except OSError as error:
+        sys.exit(f"error: {folder} cannot be written ({error.strerror})")
     print(
         f"{folder}: for get_local_kernel; publish it by `hf upload {args.repo} {folder} --repo-type kernel`"
     )

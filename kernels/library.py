@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import documents
 from .arguments import check_dropout, check_inputs, check_scale, in_autocast_dtype, refuse_features
-from .registry import AttentionError, AttentionRequest, register_attention
+from .registry import AttentionError, AttentionRequest, refusal_of_call, register_attention
 
 HALF = (torch.float16, torch.bfloat16)
 NO_KERNEL = ("No available kernel", "No viable backend")  # SDPA's errors where the forced backend cannot run
@@ -310,7 +310,10 @@ def flex_or_documents(
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flex`, which keeps to packed documents if there are any."""
-    if cu_seqlens is None:
-        return flex(q, k, v, **options)
-    attend = None if torch.compiler.is_compiling() else compiled_flex_attention()
-    return documents.flex(q, k, v, cu_seqlens, attend=attend, **options)
+    try:
+        if cu_seqlens is None:
+            return flex(q, k, v, **options)
+        attend = None if torch.compiler.is_compiling() else compiled_flex_attention()
+        return documents.flex(q, k, v, cu_seqlens, attend=attend, **options)
+    except NotImplementedError as error:  # on a CPU it has no backward
+        raise refusal_of_call("flex", q, cu_seqlens=cu_seqlens, **options) or error from error

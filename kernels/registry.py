@@ -156,18 +156,8 @@ def resolve_attention(
         AttentionError: one line with what cannot be done, why, and the nearest backend that can.
     """
     request = _request(device, dtype, head_dim, tier, features)
-    # On a CPU flash means Triton's interpreter: correct, but thousands of times too slow to be recommended. Only
-    # flash has tiers, so a tier other than "auto" asks for it.
-    on_gpu = request.device.type == "cuda"
-    passed_over = set() if on_gpu or tier != "auto" else {"flash"}
-    if on_gpu and "cu_seqlens" in request.features:  # torch's packed documents are not measured there
-        passed_over = {"sdpa", "flex"}
-    candidates = [each for each in PREFERENCE if each not in passed_over]
-    able = [each for each in candidates if _reason(each, request) is None]
-    if head_dim > FLASH_HEAD_DIM and "sdpa" in able:
-        able.insert(0, "sdpa")
     if name == "auto":
-        if not able:
+        if not (able := _able(request)):
             if tier != "auto":  # only one backend has tiers
                 raise AttentionError(
                     f"attention.tier={tier} applies to {PREFERENCE[0]} only, which cannot be used here: "
@@ -176,11 +166,38 @@ def resolve_attention(
             asked = ", ".join(map(_in_words, sorted(request.features)))
             raise AttentionError(f"attention=auto: no backend supports {asked}")
         name = able[0]
-    elif (reason := _reason(name, request)) is not None:
-        nearest = f"; use attention={able[0]}" if able else ""
-        raise AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
+    elif refused := _refusal(name, request):
+        raise refused
     function = get_attention(name)
     return name, function if tier == "auto" else bind(function, tier=tier)
+
+
+def _able(request: AttentionRequest) -> list[str]:
+    """The backends that can serve the request, the one that `auto` takes first."""
+    # On a CPU flash means Triton's interpreter: correct, but thousands of times too slow to be recommended. Only
+    # flash has tiers, so a tier other than "auto" asks for it.
+    on_gpu = request.device.type == "cuda"
+    passed_over = set() if on_gpu or request.tier != "auto" else {"flash"}
+    if on_gpu and "cu_seqlens" in request.features:  # torch's packed documents are not measured there
+        passed_over = {"sdpa", "flex"}
+    able = [each for each in PREFERENCE if each not in passed_over and _reason(each, request) is None]
+    if request.head_dim > FLASH_HEAD_DIM and "sdpa" in able:
+        able.insert(0, "sdpa")
+    return able
+
+
+def _refusal(name: str, request: AttentionRequest) -> AttentionError | None:
+    """What cannot be done, why, and the nearest backend that can; None if `name` can serve the request."""
+    if (reason := _reason(name, request)) is None:
+        return None
+    able = _able(request)
+    nearest = f"; use attention={able[0]}" if able else ""
+    return AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
+
+
+def refusal_of_call(name: str, q: torch.Tensor, **features: object) -> AttentionError | None:
+    """The same of a call, for backends that a caller got from `get_attention`, where nothing was resolved before."""
+    return _refusal(name, _request(q.device, q.dtype, q.shape[-1], "auto", features, q.shape[2]))
 
 
 def bind(attention: AttentionFn, **options: object) -> AttentionFn:

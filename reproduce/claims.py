@@ -75,7 +75,7 @@ _ALL = (
     Claim("C17", "FA1 README", "At head_dim 128 the speed-up is lower, and largest when causal.",
           "1.0 to 2.1x plain, 2.4 to 3.3x causal", "attention", "standard/flash time at head_dim 128"),
     Claim("C18", "FA2 Figures 4-7", "FlashAttention-2 is about twice as fast as FA1.", "1.36 to 2.50x on an H100",
-          "history", "time of FlashAttention's loop order over FlashAttention-2's"),
+          "history", "time of its loop order over FlashAttention-2's; of split keys over split queries"),
     Claim("C19", "FA2 section 3.2", "Parallelism over the sequence helps where batch * heads is small.",
           "up to min(SMs, B H T_r) / (B H)", "history", "time with one program per head over many",
           estimate="that bound for an H200's 132 SMs, 16k tokens and 64-row tiles: 132x at B H = 1, 16.5x at 8, "
@@ -83,7 +83,7 @@ _ALL = (
     Claim("C20", "FA2 section 3.1", "Skipping blocks above the diagonal makes causal attention faster.",
           "1.7 to 1.8x over full", "attention", "full over causal time"),
     Claim("C21", "FA2 section 3.1", "Saving the log-sum-exp alone and dividing once at the end suffices.",
-          "same gradients, a little faster", "history"),
+          "same gradients, a little faster", "history", "time with maximum and sum, and of dividing each step"),
     Claim("C22", "FA1 Algorithm 4", "One backward pass with D = rowsum(dO * O) instead of two passes.",
           "5 matrix products instead of 7", "history", "time of the backward in two passes over one"),
     Claim("C23", "FA2 Table 1", "GPT-3-sized models train 1.4x to 3.1x faster than without flash attention.",

@@ -128,7 +128,19 @@ _ALLOCATIONS = {
     torch.ops.aten.empty_like,
     torch.ops.aten.new_empty_strided,
 }
-_WRITES_ONLY = {torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.normal_, torch.ops.aten.random_}
+# Of their arguments these need the shape and the dtype alone.
+_FACTORIES = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "rand_like",
+    "randn_like",
+)
+_FILLS = ("fill_", "zero_", "normal_", "uniform_", "random_")
+_WRITES_ONLY = {getattr(torch.ops.aten, name) for name in (*_FACTORIES, *_FILLS)}
 
 
 def _moves_nothing(operator: Any) -> bool:

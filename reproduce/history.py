@@ -5,6 +5,7 @@ with each other and with `kernels.flash`.
     tiles       FlashAttention's own loop order, against the size of its tiles (FlashAttention, Figure 2 middle)
     backward    delta in a separate pass, or from dO * O (FlashAttention, Algorithm 4); statistics saved for it
     order       outer loop over keys or over queries (FlashAttention-2, Figures 4-7); one program per head or many
+    changes     FlashAttention-2's others undone: what is saved, when the output is divided, what warps split
 
 On a CPU, memory accesses, matrix products and saved bytes are counted for one head or row. On a GPU, the papers'
 shapes are timed.
@@ -12,9 +13,11 @@ shapes are timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -84,6 +87,10 @@ def _count(options: Options) -> None:
         count = partial(count_tile, tile_of(keys), workload)
         options.sample(count, kind="tile count", keys=keys, **asdict(workload))
     workload = replace(workload, length=settings.length // 4)
+    for change in changes():
+        options.sample(
+            lambda c=change: count_change(c, workload), kind="change count", change=change, **asdict(workload)
+        )
     for name in ATTENTIONS:
         count = partial(count_backward, name, workload)
         options.sample(count, kind="backward count", backend=name, **asdict(workload))
@@ -138,6 +145,33 @@ def count_tile(tile: Tile, workload: Workload) -> Sample:
     }
 
 
+def changes() -> dict[str, Any]:
+    """FlashAttention-2 as printed, and with one of its changes undone."""
+    from kernels.history.flash2 import PRINTED, Way
+
+    return {"printed": PRINTED, "maximum and sum": Way(lse=False), "divided each step": Way(once=False)}
+
+
+def attend_in(way: Any) -> Callable[[Inputs, int], torch.Tensor]:
+    from kernels.history.flash2 import flash2_attention
+
+    return lambda inputs, number: flash2_attention(*inputs.qkv, causal=inputs.workload.causal, way=way)
+
+
+def count_change(change: str, workload: Workload) -> Sample:
+    """{"forward", "backward", "key_tiles"}: bytes moved, and tiles of keys, each of which reads what was saved."""
+    from kernels.history.inputs import INTERPRETER
+
+    inputs, attend = Inputs(workload, torch.float16, torch.device("cpu")), attend_in(changes()[change])
+    with counting.counting() as traffic:
+        out = attend(inputs, 0)
+        forward = traffic.copy()
+        torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+    backward, tiles = traffic.since(forward), -(-workload.length // INTERPRETER.block_n)
+    moved = {"forward": forward.read + forward.written, "backward": backward.read + backward.written}
+    return {**moved, "key_tiles": tiles}
+
+
 def count_backward(backend: str, workload: Workload) -> Sample:
     """{"products", "saved"}: matrix products of the backward, in units of length^2 * head_dim multiply-adds, and the
     bytes of statistics saved for it per query."""
@@ -166,6 +200,7 @@ def count_backward(backend: str, workload: Workload) -> Sample:
 def _time(options: Options) -> None:
     settings = options.settings
     batch, heads, tokens, hidden = (1, 1, 64, 32) if options.tiny else (64, 16, 16384, 2048)
+    tiles = {head_dim: fastest_tiles(head_dim, tokens, hidden, options) for head_dim in settings.head_dims}
     for length in settings.lengths:
         for head_dim in settings.head_dims:
             for causal in (False, True):
@@ -174,12 +209,17 @@ def _time(options: Options) -> None:
                 where = {"kind": "check", "head_dim": head_dim, "causal": causal}
                 checks = {
                     name: options.sample(
-                        partial(check, name, workload, torch.float16, options.device), backend=name, **where
+                        partial(_checked, name, workload, options, tiles[head_dim]), backend=name, **where
                     )
                     for name in ATTENTIONS
                 }
                 right = [name for name, found in checks.items() if found.get("passed")]
-                options.timed(partial(time_order, right, workload, options), kind="order", **asdict(workload))
+                measure = partial(time_order, right, workload, options, tiles[head_dim])
+                options.timed(measure, kind="order", **asdict(workload))
+    shape = (tokens // settings.length or 1, hidden // 64 or 1, min(settings.length, tokens), 64)
+    workload = Workload("changes", *shape, False)
+    options.timed(partial(time_changes, workload, options), kind="changes", **asdict(workload))
+    options.timed(partial(time_warps, workload, options), kind="warps", **asdict(workload))
     workload = Workload("ablation", 1, 1, 64, 32, False) if options.tiny else ABLATION
     options.timed(partial(time_forms, workload, options), kind="ablation", **asdict(workload))
     for length in (settings.length,) if options.tiny else (settings.length, 8 * settings.length):
@@ -195,15 +235,85 @@ def _time(options: Options) -> None:
                 options.timed(partial(time_softmax, options=options, **where), kind="softmax", **where)
 
 
-def time_order(right: list[str], workload: Workload, options: Options) -> Sample:
-    """`attention.race` of the historical attentions, flash, and flash's portable kernels, if all are right."""
+def fastest_tiles(head_dim: int, tokens: int, hidden: int, options: Options) -> dict[str, Tile]:
+    """flash1's fastest tiles for that head_dim, of its table, at the middle of the lengths."""
+    from kernels.history import flash1
+
+    length, found = min(4096, tokens), {}
+    workload = Workload("fa2", tokens // length, hidden // head_dim, length, head_dim, False)
+    for kernel in ("forward", "backward"):
+        tiles = {str(tile): tile for tile in flash1.CANDIDATES.get((kernel, head_dim), ())}
+        where = {"kind": "flash1 tiles", "kernel": kernel, **asdict(workload)}
+        measure = partial(time_flash1, kernel, tiles, workload, options)
+        times = options.sample(measure, **where).get("ms", {}) if tiles else {}
+        if times:
+            found[kernel] = tiles[min(times, key=lambda name: statistics.median(times[name][kernel]))]
+    return found
+
+
+def time_flash1(kernel: str, tiles: dict[str, Tile], workload: Workload, options: Options) -> Sample:
+    """flash1, forward and backward, with each of the tiles in one of its kernels."""
+    from kernels.history import flash1
+
+    sets = input_sets(workload, torch.float16, options.device)
+
+    def call_of(tile: Tile) -> timing.Call:
+        def call(number: int) -> Iterator[None]:
+            inputs = sets[number % len(sets)]
+            with flash1.forced(**{kernel: tile}):
+                out = attend_with("flash1")(inputs, number)
+                yield
+                torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+                yield
+
+        return call
+
+    calls = {name: call_of(tile) for name, tile in tiles.items()}
+    return timing.race(calls, options, ("forward", "backward"))
+
+
+def time_changes(workload: Workload, options: Options) -> Sample:
+    """`attention.race` of FlashAttention-2 and of what is left of it without each change."""
+    attends = {name: attend_in(way) for name, way in changes().items()}
+    return race(attends, input_sets(workload, torch.float16, options.device), options)
+
+
+def time_warps(workload: Workload, options: Options) -> Sample:
+    """The forward with queries split over two warps, and with keys, by the number of queries in a tile."""
+    from kernels.history.flash2 import SPLIT_KEYS, SPLIT_QUERIES
+
+    def forward(way: Any, inputs: Inputs, number: int) -> torch.Tensor:
+        with torch.no_grad():
+            return attend_in(way)(inputs, number)
+
+    ways = {"queries": SPLIT_QUERIES} | {f"keys, {way.tile.block_m}": way for way in SPLIT_KEYS}
+    sets = input_sets(workload, torch.float16, options.device)
+    return race({name: partial(forward, way) for name, way in ways.items()}, sets, options, backward=False)
+
+
+def _checked(name: str, workload: Workload, options: Options, tiles: dict[str, Tile]) -> Sample:
+    """`attention.check` with flash1's tiles."""
+    from kernels.history import flash1
+
+    with flash1.forced(**tiles):
+        return check(name, workload, torch.float16, options.device)
+
+
+def time_order(right: list[str], workload: Workload, options: Options, tiles: dict[str, Tile]) -> Sample:
+    """`attention.race` of the historical attentions, flash, and flash's portable kernels, if all are right.
+
+    tiles: flash1's.
+    """
+    from kernels.history import flash1
+
     if wrong := ", ".join(name for name in ATTENTIONS if name not in right):
         raise AttentionError(f"{wrong}: wrong or refused here, so nothing is timed")
     portable = partial(get_attention(OURS), tier="triton")
     names = [name for name in ATTENTIONS if workload.length <= LONGEST.get(name, workload.length)]
     attends = {name: attend_with(name) for name in names}
     attends[PORTABLE] = lambda inputs, number: portable(*inputs.qkv, causal=workload.causal)
-    return race(attends, input_sets(workload, torch.float16, options.device), options)
+    with flash1.forced(**tiles):
+        return race(attends, input_sets(workload, torch.float16, options.device), options)
 
 
 def time_forms(workload: Workload, options: Options) -> Sample:

@@ -5,7 +5,7 @@
                                          embedding, so it is there once, as wte.weight
                     training.pt          optimizer, gradient scaler, step, seconds, and what must not change
                     parts/               with parallel.shard, weights and optimizer, as each rank had them
-                    validation_loss      if it was the run's lowest; written after training.pt
+                    validation_loss      and its tokens, if it was the run's lowest; written after training.pt
       best                               with trainer.keep_best, a link to the checkpoint with the lowest
 
 A directory whose name has a suffix is left over: half written, or being deleted. It is never read, and the next save
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -95,12 +95,20 @@ def _prune(run_dir: Path, keep: int) -> None:
     _remove_leftovers(run_dir)
 
 
-def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
+class Best(NamedTuple):
+    """The checkpoint with the lowest validation loss, and of how many tokens: None in runs before 2026-11-25."""
+
+    path: Path
+    loss: float
+    tokens: int | None
+
+
+def keep_best(run_dir: Path, step: int, loss: float, tokens: int, keep: int) -> None:
     """Make the checkpoint of `step`, with that validation loss, the best; it stays beside the newest `keep`."""
     link = run_dir / FOLDER / BEST
     new_link = link.with_suffix(".partial")
     checkpoint = at(run_dir, step)
-    write_whole(checkpoint / "validation_loss", f"{loss!r}\n")
+    write_whole(checkpoint / "validation_loss", f"{loss!r} {tokens}\n")
     new_link.unlink(missing_ok=True)
     new_link.symlink_to(checkpoint.name)
     if link.is_dir() and not link.is_symlink():  # as in a copy of the run directory that followed links
@@ -109,11 +117,12 @@ def keep_best(run_dir: Path, step: int, loss: float, keep: int) -> None:
     _prune(run_dir, keep)
 
 
-def best(run_dir: Path) -> tuple[Path, float] | None:
-    """The best checkpoint and its validation loss, where one is kept."""
+def best(run_dir: Path) -> Best | None:
+    """The best checkpoint, where one is kept."""
     link = run_dir / FOLDER / BEST
     try:
-        return _link_target(link), float((link / "validation_loss").read_text())
+        loss, *tokens = (link / "validation_loss").read_text().split()
+        return Best(_link_target(link), float(loss), int(tokens[0]) if tokens else None)
     except (OSError, ValueError):  # none is kept, or a power cut emptied the file
         return None
 

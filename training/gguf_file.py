@@ -67,7 +67,9 @@ def write_gguf(
             for token in ids
         ]
     )
-    writer.add_token_merges([" ".join(pair) for pair in merges])
+    # gguf writes no empty list, and llama.cpp reads no file without one: of bytes, a merge that never applies.
+    end = names[encoding.eot_token]
+    writer.add_token_merges([" ".join(pair) for pair in merges or [(end, end)]])
     writer.add_bos_token_id(encoding.eot_token)
     writer.add_eos_token_id(encoding.eot_token)
     writer.add_add_bos_token(False)

@@ -95,7 +95,10 @@ def _question(row: dict, tokenizer: tiktoken.Encoding) -> Question:
     for text in map(_plain, row["endings"]):
         tokens = tokenizer.encode_ordinary(f"{context} {text}")
         endings.append(Ending(tokens, len(tokens) - len(before), len(text)))
-    return Question(endings, int(row["label"]))
+    right = int(row["label"])
+    if len(endings) != 4 or not all(each.characters for each in endings) or not 0 <= right < 4:
+        raise ValueError(f"label {right} of {len(endings)} endings, not 0 to 3 of four that have a text")
+    return Question(endings, right)
 
 
 def _plain(text: str) -> str:

@@ -18,6 +18,7 @@ from model.gpt import GPT, AttentionFn
 from model.modern import build_gpt
 from model.part import compute_part
 
+from . import checkpoint
 from .config import Config, ConfigError, Layers, ModelConfig
 from .corpus import prepare_corpus
 from .cuda_graphs import resolve_graphs
@@ -136,7 +137,24 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     )
     if resume:
         plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts()))
+        _check_best(plan)
     return plan, initial
+
+
+def _check_best(plan: Plan) -> None:
+    """Raise ConfigError where the best checkpoint so far is the best by losses of other tokens than this run's."""
+    best = plan.world.share(checkpoint.best(plan.run_dir)) if plan.config.trainer.keep_best else None
+    if best is None or best.tokens is None or best.path > checkpoint.at(plan.run_dir, plan.start.step):
+        return
+    whole = plan.corpus.val.tokens - 1
+    tokens = min(plan.config.trainer.eval_tokens or whole, whole)
+    if best.tokens != tokens:
+        kept = plan.run_dir / checkpoint.FOLDER / checkpoint.BEST
+        before = "null" if best.tokens == whole else best.tokens
+        raise ConfigError(
+            f"trainer.keep_best: {kept} is the best by its loss over {best.tokens:,} tokens, to which one over "
+            f"{tokens:,} does not compare: use trainer.eval_tokens={before}, or remove it to begin anew."
+        )
 
 
 def _check_whole(config: Config) -> None:

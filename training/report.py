@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import checkpoint
-from .config import Layers, ModelConfig, TrainerConfig
+from .config import Config, Layers, ModelConfig, TrainerConfig
 from .console import SPREAD, changes, count, plural, speed_range
 from .environment import device_name
 from .parallel.config import ParallelConfig, Recompute, Shard
@@ -38,15 +38,18 @@ def banner(plan: Plan) -> Rows:
             f"{plural(config.trainer.steps, 'step')}, {count(tokens)} tokens, "
             f"{_epochs(corpus.train.epochs(tokens))} epochs"
         )
+    within = ", within documents" if config.data.document_mask else ""
+    dropout = f", dropout {model.dropout:g}" if model.dropout else ""
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {runs}"),
-        ("attention", how.attention + tier + asked),
+        ("attention", how.attention + tier + asked + within),
         ("layers", f"{how.block.value} blocks{_why(model)}, {how.loss.value} loss"),
         (
             "model",
             f"{count(plan.shape.num_parameters())} parameters: {plural(model.n_layer, 'layer')}, "
             f"{plural(model.n_head, 'head')}, {model.n_embd} wide, vocabulary {model.vocab_size:,}"
-            + _switches(model),
+            + _switches(model)
+            + dropout,
         ),
         (
             "data",
@@ -56,7 +59,11 @@ def banner(plan: Plan) -> Rows:
         ("batch", batch + (f" x {plan.layout.data_size} ranks" if plan.layout.data_size > 1 else "")),
         ("length", length),
     ]
-    if ranks.size > 1 or config.parallel.recompute is not Recompute.none:
+    if config.trainer.steps:
+        rows += [("optimizer", _optimizer(config)), ("schedule", _schedule(config))]
+        initial = "" if config.init_seed is None else f", of the initial weights {config.init_seed}"
+        rows.append(("seed", f"{config.seed}{initial}"))
+    if ranks.size > 1 or config.parallel != ParallelConfig(timeout=config.parallel.timeout):
         rows.append(("parallel", _parallel(config.parallel, ranks.size)))
     if config.trainer.eval_tokens:
         rows.append(
@@ -93,7 +100,7 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer:
             f"loss {summary['val/loss']:.4f}, perplexity {summary['val/perplexity']:.2f}, "
             f"bits per byte {summary['val/bits_per_byte']:.3f} (whole split, {summary['val/tokens']:,} tokens)",
         ),
-        *_best(run_dir, trainer),
+        *_best(run_dir, trainer, summary["val/tokens"]),
         ("speed", speed),
         *_noise(summary, speeds),
         ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
@@ -105,6 +112,28 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer:
     if in_sweep(run_dir):
         rows.append(("compare", f"python -m reproduce compare {shlex.quote(str(run_dir.parent))}"))
     return rows
+
+
+def _optimizer(config: Config) -> str:
+    optimizer, clip = config.optimizer, config.trainer.grad_clip
+    said = [
+        optimizer.name.value,
+        f"learning rate {optimizer.lr:g}",
+        f"weight decay {optimizer.weight_decay:g}{' of embeddings too' if optimizer.decay_embeddings else ''}",
+        f"gradients clipped to {clip:g}" if clip else "",
+    ]
+    return ", ".join(filter(None, said))
+
+
+def _schedule(config: Config) -> str:
+    schedule = config.schedule
+    said = schedule.decay.value
+    if schedule.final_fraction is not None:
+        said += f" to {schedule.final_fraction:g} of the learning rate"
+    if schedule.decay_fraction is not None:
+        said += f", over the last {schedule.decay_fraction:.4g} of the steps"
+    warm_up = round(schedule.warmup_fraction * config.trainer.steps)
+    return said + (f", after {plural(warm_up, 'step')} of warm-up" if warm_up else "")
 
 
 def _parallel(parallel: ParallelConfig, ranks: int) -> str:
@@ -144,8 +173,11 @@ def _why(model: ModelConfig) -> str:
 
 def _switches(model: ModelConfig) -> str:
     """The parts that GPT-2 does not have: ", rope, mlp swiglu"."""
+    details = {name: getattr(model, name) for name in ("window_pattern", "rope_theta")}
+    details = {name: value for name, value in details.items() if value != getattr(ModelConfig, name)}
     values = (
-        (name, value.value if isinstance(value, Enum) else value) for name, value in model.switches.items()
+        (name, value.value if isinstance(value, Enum) else value)
+        for name, value in (model.switches | details).items()
     )
     return "".join(f", {name}" if value is True else f", {name} {value}" for name, value in values)
 
@@ -156,14 +188,14 @@ def _epochs(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _best(run_dir: Path, trainer: TrainerConfig) -> Rows:
-    """Where the checkpoint with the lowest validation loss is, if it was kept."""
+def _best(run_dir: Path, trainer: TrainerConfig, tokens: int) -> Rows:
+    """Where the checkpoint with the lowest validation loss is, if it was kept. tokens: of the whole split."""
     if not (best := checkpoint.best(run_dir)):
         return []
     ended = "" if trainer.keep_best else ", the best while trainer.keep_best was on"
-    where = f"{run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best[0].name}{ended}"
-    part = f" (first {trainer.eval_tokens:,} tokens)" if trainer.keep_best and trainer.eval_tokens else ""
-    return [("best", f"loss {best[1]:.4f}{part}, {where}")]
+    where = f"{run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best.path.name}{ended}"
+    part = f" (first {best.tokens:,} tokens)" if best.tokens not in (None, tokens) else ""
+    return [("best", f"loss {best.loss:.4f}{part}, {where}")]
 
 
 def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:

@@ -63,13 +63,13 @@ class Saver:
     def is_best(self, loss: float) -> bool:
         """Whether no checkpoint is kept as the best, or that one's validation loss is higher."""
         best = checkpoint.best(self._run_dir)
-        return self._plan.world.share(best is None or loss < best[1])
+        return self._plan.world.share(best is None or loss < best.loss)
 
-    def keep_best(self, done: int, loss: float) -> None:
+    def keep_best(self, done: int, loss: float, tokens: int) -> None:
         """Make the checkpoint of step `done`, which has been saved, the best."""
         self.finish()
         if self._plan.world.is_main:
-            checkpoint.keep_best(self._run_dir, done, loss, self._keep)
+            checkpoint.keep_best(self._run_dir, done, loss, tokens, self._keep)
 
     def rescue(self, seconds: float) -> int | None:
         """The step at which this rank, with another one lost, has saved all; None if it has no step, or only parts.

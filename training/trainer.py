@@ -197,9 +197,9 @@ class Trainer:
         self.progress.say(f"step {done:,}: validation {evaluation}{scores}")
         if config.keep_best and done:
             if self.beginning and done == config.steps:  # to compare losses of the same tokens
-                self._keep_if_best(done, self._evaluate_on(self.beginning, done).loss)
+                self._keep_if_best(done, self._evaluate_on(self.beginning, done))
             else:
-                self._keep_if_best(done, evaluation.loss)
+                self._keep_if_best(done, evaluation)
         return evaluation
 
     def _scores(self, done: int) -> dict[str, float]:
@@ -362,11 +362,11 @@ class Trainer:
             self.saver.save(done, self.recorder.seconds())
         self.throughput.resume()
 
-    def _keep_if_best(self, done: int, loss: float) -> None:
-        if self.saver.is_best(loss):
+    def _keep_if_best(self, done: int, evaluation: Evaluation) -> None:
+        if self.saver.is_best(evaluation.loss):
             if not self.saver.has(done):
                 self._save(done)
-            self.saver.keep_best(done, loss)
+            self.saver.keep_best(done, evaluation.loss, evaluation.tokens)
         self.throughput.resume()
 
     def _rescue(self, why: str) -> str:

@@ -50,9 +50,9 @@ def flash_attention(
     mask hides entirely are not visited. Gradients are bitwise repeatable.
 
     Memory beyond inputs and outputs: 4 bytes per query and head for the log-sum-exp, and 4 more during the backward;
-    with documents 8 bytes per token; with a block mask 12 bytes per mask element. The Hopper backward sums dQ in
-    float32, 4 * head_dim bytes per query and head while it runs; with grouped heads it also holds dk and dv of every
-    query head, in q's dtype.
+    with documents 8 bytes per token; with a block mask 12 bytes per mask element. The Hopper backward up to head_dim
+    128 sums dQ in float32, 256 or 512 bytes per query and head while it runs; with grouped heads it also holds dk and
+    dv of every query head, in q's dtype.
 
     dropout_seed: under a CUDA graph a tensor on the device; a number, or a CPU tensor, is captured as a constant.
     precise_delta: also keep the output's rounding error, as large as the output, so that delta = rowsum(dO * O) does

@@ -1,7 +1,8 @@
 """Which kernels run: what is asked -> those of the forward, those of the backward, and why not the others.
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
-    hopper   hopper/: sm_90, 16 bits, head_dim 64 and 128, and the features that have `hopper` in kernels/features.py
+    hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
+             kernels/features.py; with tier="auto" the head_dims whose times are known
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
 asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
@@ -27,7 +28,13 @@ TIERS = ("auto", "triton", "hopper")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
-HOPPER_HEAD_DIMS = (64, 128)
+# The Hopper kernels take others too, in tiles filled up with zeros; no GPU has timed them beside the portable ones.
+MEASURED_HEAD_DIMS = (64, 128)
+# Features that have `hopper` in the table, but not above head_dim 128.
+WIDE_LACKS = {
+    "forward": frozenset({"block_mask"}),
+    "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "window"}),
+}
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
@@ -61,10 +68,14 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return missing
     if request.dtype not in HOPPER_DTYPES:
         return f"float16 or bfloat16, not {request.dtype}"
-    if request.head_dim not in HOPPER_HEAD_DIMS:
+    if request.tier == "auto" and request.head_dim not in MEASURED_HEAD_DIMS:
         return f"head_dim 64 or 128, not {request.head_dim}"
+    if request.head_dim % 8:
+        return f"a head_dim that 8 divides, not {request.head_dim}"
     if others := sorted(name for name in features if which not in FEATURES[name].hopper):
         return f"attention without {others[0]}"
+    if request.head_dim > 128 and (lacking := sorted(WIDE_LACKS[which] & features)):
+        return f"head_dim 128 or less with {lacking[0]}, not {request.head_dim}"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} beside block_mask"
     if "dropout_p" in features and (bounds or "block_mask" in features):
@@ -89,7 +100,9 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"attention.tier={request.tier} is none of {', '.join(TIERS)}"
     if reason := refuses_kernels(request):
         return reason
-    if request.tier == "hopper" and (needed := choose("forward", request).why):
+    if request.tier == "hopper" and (
+        needed := choose("forward", request).why or choose("backward", request).why
+    ):
         return f"attention.tier=hopper needs {needed} (attention.tier=auto takes what serves)"
     return None
 

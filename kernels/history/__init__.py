@@ -4,9 +4,10 @@
     two_pass.py  attention in two passes over the keys: online softmax statistics, then the output
     chunked.py   attention in chunks with checkpointing, in PyTorch: flash attention's memory without its speed
     flash1.py    FlashAttention of 2022: one pass, with keys in the outer loop and queries in the inner one
+    flash2.py    FlashAttention-2 of 2023, with each of its changes undone
 
-Each step saves memory, traffic or work; `python -m reproduce history` counts and times them. The attentions are
-registered under the files' names; triton is imported when one that needs it is loaded, not before.
+Each step saves memory, traffic or work; `python -m reproduce history` counts and times them. The attentions, but for
+flash2, are registered under the files' names; triton is imported when one that needs it is loaded, not before.
 """
 
 from ..flash.dispatch import refuses_kernels

@@ -5,6 +5,9 @@ the state of each query (output, softmax maximum and sum; in the backward its gr
 back for the next tile of keys. FlashAttention-2 exchanged the loops; `kernels.flash` does it that way.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +26,32 @@ Tensor = torch.Tensor
 # largest head_dim served -> tile
 FORWARD = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
 BACKWARD = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
+# Those that sm_90's registers hold, or nearly: the first of each is the above.
+CANDIDATES = {
+    ("forward", 64): (
+        FORWARD[64],
+        Tile(64, 128, 4, 2),
+        Tile(64, 128, 8, 2),
+        Tile(128, 64, 8, 2),
+        Tile(128, 128, 8, 1),
+    ),
+    ("forward", 128): (FORWARD[128], Tile(64, 64, 4, 1), Tile(128, 64, 8, 2)),
+    ("backward", 64): (BACKWARD[64], Tile(32, 64, 8, 2), Tile(32, 128, 8, 1)),
+    ("backward", 128): (BACKWARD[128], Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+}
+_forced: dict[str, Tile] = {}
+
+
+@contextmanager
+def forced(**tiles: Tile) -> Iterator[None]:
+    """Context: run "forward" and "backward" with these tiles, to find the fastest."""
+    before = dict(_forced)
+    _forced.update(tiles)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
 
 
 def flash1_attention(
@@ -43,7 +72,7 @@ def flash1_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out like q; the softmax maximum (base 2) and sum of each query, float32 (batch, heads, q_len)."""
-    return forward_with(tile_of(FORWARD, q), q, k, v, causal, scale)
+    return forward_with(_forced.get("forward") or tile_of(FORWARD, q), q, k, v, causal, scale)
 
 
 def forward_with(
@@ -83,7 +112,7 @@ def flash1_backward(
     elif dk.numel():
         tensors = (q, k, v, out, d_out, dq, dk, dv)
         numbers = (*strides(*tensors), q_len, k.shape[2], scale)
-        options = compiled_for(tile_of(BACKWARD, q), q, causal)
+        options = compiled_for(_forced.get("backward") or tile_of(BACKWARD, q), q, causal)
         backward_kernel[heads, batch](*tensors, row_max, row_sum, *numbers, **options)
     return dq.to(q.dtype), dk, dv
 

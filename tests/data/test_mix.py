@@ -146,6 +146,10 @@ def test_inspect_shows_a_mix_and_says_whose_shard_is_damaged(parts, tmp_path, ca
     assert "is a mix: repair the corpora in it" in capsys.readouterr().err
     assert inspect([str(own.directory), "--repair"]) == 0
     assert inspect([str(corpus.directory)]) == 0
+    (shard,) = corpus.directory.glob("val-*.bin")
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    assert inspect([str(corpus.directory)]) == 1
+    assert f"in the manifest: delete {corpus.directory}, and prepare the mix again" in capsys.readouterr().out
 
 
 def test_what_cannot_be_mixed_is_refused(mix, parts, rank_file, tmp_path):
@@ -158,6 +162,7 @@ def test_what_cannot_be_mixed_is_refused(mix, parts, rank_file, tmp_path):
         "there is no folder .*nowhere: name a corpus folder": {first: 1, str(tmp_path / "nowhere"): 1},
         "holds prepared corpora: name one of": {first: 1, str(Path(first).parent): 1},
         "is a mix itself: name the corpora": {first: 1, str(mix.directory): 1},
+        "names the same tokens twice": {first: 1, f"{first}/": 1, second: 1},
     }
     for words, corpora in wrong.items():
         with pytest.raises(DataError) as refusal:

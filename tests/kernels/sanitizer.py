@@ -76,9 +76,12 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_window": lambda: attend("hopper", 128, 300, 300, window=(100, 0)),
         "hopper_dropout": lambda: attend("auto", 64, 300, 300, dropout_p=0.1, dropout_seed=3),
         "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),
+        "hopper_padded": lambda: attend("hopper", 72, 130, 190, kv_heads=2),
+        "hopper_wide_padded": lambda: attend("hopper", 136, 130, 190, kv_heads=2),
+        "hopper_wide_claimed": lambda: attend("hopper", 256, 2100, 2100),
     }
     for tier in ("hopper", "triton"):
-        for head_dim in (64, 128):
+        for head_dim in (64, 128, 256):
             for causal in (True, False):
                 name = f"{tier}_{head_dim}_{'causal' if causal else 'full'}"
                 found[name] = lambda args=(tier, head_dim, 130, 190), causal=causal: attend(

@@ -89,8 +89,9 @@ def test_the_portable_kernels_compile_for_amd_without_ptx(report) -> None:
 
 HOPPER = """
 from kernels.compile_report import Job, compile_job
-for kernel in "hopper_forward", "hopper_backward":
-    job = Job(90, kernel, 128, True, None)
+narrow, wide = ("hopper_forward", "hopper_backward"), ("hopper_forward", "hopper_dkdv", "hopper_dq")
+for kernel, head_dim in [(name, 128) for name in narrow] + [(name, 256) for name in wide]:
+    job = Job(90, kernel, head_dim, True, None)
     report = compile_job(job)
     print(kernel, report.async_loads, *report.problems(job))
 """
@@ -99,10 +100,30 @@ for kernel in "hopper_forward", "hopper_backward":
 @needs_gluon
 def test_the_hopper_kernels_keep_to_their_budgets(printed) -> None:
     """One form of each; .ci/run compiles all of them."""
-    assert printed(HOPPER) == [["hopper_forward", "TMA"], ["hopper_backward", "TMA"]]
+    names = ("hopper_forward", "hopper_backward", "hopper_forward", "hopper_dkdv", "hopper_dq")
+    assert printed(HOPPER) == [[name, "TMA"] for name in names]
 
 
-@pytest.mark.parametrize("kernel", ["flash1_backward", "two_pass_backward"])
+SPLIT = """
+import re
+from kernels import compile_report
+from kernels.history.flash2 import SPLIT_KEYS, SPLIT_QUERIES
+constants = compile_report._constants
+for way in SPLIT_QUERIES, *SPLIT_KEYS:
+    slices = way.tile.warps if way.split_keys else 1
+    compile_report._constants = lambda job: constants(job) | {"SLICES": slices}
+    compiled, _ = compile_report.compile_kernel(compile_report.Job(90, "flash2_forward", 64, False, way.tile))
+    print(*re.findall(r"warpsPerCTA = \\[([^]]*)\\], instrShape", compiled.asm["ttgir"]))
+compile_report._constants = constants
+"""
+
+
+def test_two_warps_have_their_own_queries_or_their_own_slices_of_keys(printed) -> None:
+    """Of a product (queries, keys) the first axis, of (slices, queries, keys) too."""
+    assert printed(SPLIT) == [["2,", "1"]] + 3 * [["2,", "1,", "1"]]
+
+
+@pytest.mark.parametrize("kernel", ["flash1_backward", "flash2_backward", "two_pass_backward"])
 def test_predecessors_of_flash_use_the_tensor_cores_too(report, kernel: str) -> None:
     code, said = report("--arch", "90", "--head-dim", "64", kernel=kernel)
     assert code == 0, said
@@ -120,7 +141,7 @@ for name, (_, tiles, _) in HISTORY.items():
 def test_predecessors_of_flash_read_back_stores_only_after_a_barrier(printed) -> None:
     """Triton does not order a load after another thread's store, and its interpreter has only one thread."""
     barriers = {name: int(one) + int(other) for name, one, other in printed(BARRIERS)}
-    reads_nothing_back = {"two_pass_forward": 0}
+    reads_nothing_back = dict.fromkeys(("two_pass_forward", "flash2_forward", "flash2_backward"), 0)
     assert (
         barriers
         == dict.fromkeys(("flash1_forward", "flash1_backward", "two_pass_backward"), 1) | reads_nothing_back

@@ -46,6 +46,18 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", {"length": 100, "tier": "hopper"}, "hopper", "hopper", None),
         ("", {"tier": "triton"}, "triton", "triton", None),
         ("", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128, not 80"),
+        ("", {"head_dim": 256}, "triton", "triton", "head_dim 64 or 128, not 256"),
+        ("", {"head_dim": 80, "tier": "hopper"}, "hopper", "hopper", None),
+        ("", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
+        ("window", {"head_dim": 136, "tier": "hopper"}, "hopper", "triton", None),
+        ("", {"head_dim": 84, "tier": "hopper"}, "triton", "triton", "a head_dim that 8 divides, not 84"),
+        (
+            "block_mask",
+            {"head_dim": 256, "tier": "hopper"},
+            "triton",
+            "triton",
+            "head_dim 128 or less with block_mask, not 256",
+        ),
         ("", {"dtype": torch.float32}, "triton", "triton", "float16 or bfloat16, not torch.float32"),
     ],
 )
@@ -57,6 +69,14 @@ def test_a_request_gets_its_kernels_and_the_reason_why_not_others(
     assert dispatch.choose("forward", request) == (forward, why)
     assert dispatch.choose("backward", request).kernels == backward
     assert dispatch.tier_of(request) == (forward if forward == backward else f"{forward} and {backward}")
+
+
+def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it() -> None:
+    asked = torch.device("cuda"), torch.float16, 136, frozenset({"window"})
+    refused = dispatch.refuses(AttentionRequest(*asked, tier="hopper"))
+    assert refused is not None
+    assert "head_dim 128 or less with window, not 136" in refused
+    assert dispatch.refuses(AttentionRequest(*asked)) is None
 
 
 def chosen(

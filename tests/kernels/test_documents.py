@@ -89,7 +89,7 @@ def test_other_features_beside_documents_are_refused() -> None:
     ):
         resolve_attention("sdpa", **cpu, cu_seqlens=True, dropout_p=0.1)
     q, cu_seqlens = torch.randn(1, 2, 8, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(AttentionError, match="attention=sdpa does not support dropout_p"):
+    with pytest.raises(AttentionError, match="attention=sdpa does not support dropout_p beside cu_seqlens;"):
         get_attention("sdpa")(q, q, q, cu_seqlens=cu_seqlens, dropout_p=0.1, dropout_seed=1)
     with pytest.raises(AttentionError, match=r"cu_seqlens must be torch\.int32"):
         get_attention("flex")(q, q, q, cu_seqlens=cu_seqlens.long())

@@ -45,6 +45,26 @@ def test_exact_at_every_length(flash, causal: bool, head_dim: int, dtype: torch.
         assert_as_accurate(results, tensors, d_out, times=times, causal=causal)
 
 
+@ON_HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [16, 72, 80, 96, 136, 192, 256])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_hopper_kernels_serve_other_head_dims_when_asked_for(
+    causal: bool, head_dim: int, dtype: torch.dtype
+) -> None:
+    flash = functools.partial(kernels.get_attention("flash"), tier="hopper")
+    for q_len, kv_len in [(200, 200), (1025, 1025), (2048, 2048), *UNEQUAL]:
+        *tensors, d_out = inputs(
+            q_len, kv_len, head_dim, dtype, batch=2, heads=4, kv_heads=2, seed=q_len, device="cuda"
+        )
+        results = run(flash, tensors, d_out, causal=causal)
+        assert_as_accurate(results, tensors, d_out, causal=causal)
+    qkv = torch.randn(2, 333, 3, 4, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    tensors = [qkv[:, :, each].transpose(1, 2) for each in range(3)]
+    d_out = torch.randn(2, 333, 4, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+    assert_as_accurate(run(flash, tensors, d_out, causal=causal), tensors, d_out, causal=causal)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_views_and_grouped_heads(flash, head_dim: int) -> None:
     qkv = torch.randn(2, 333, 3, 4, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -12,7 +12,7 @@ import kernels
 from kernels import AttentionError
 from kernels.features import FEATURES
 from kernels.flash.portable.tiles import Tile
-from kernels.history import flash1, softmax, two_pass
+from kernels.history import flash1, flash2, softmax, two_pass
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -204,6 +204,44 @@ def test_two_pass_gives_the_same_with_any_number_of_programs() -> None:
     want = two_pass.forward_in(None, q, k, v, True, 0.25)
     for programs in (1, 3):
         assert all(map(torch.equal, two_pass.forward_in(programs, q, k, v, True, 0.25), want))
+
+
+WAYS = [
+    *(flash2.PRINTED, flash2.Way(lse=False), flash2.Way(once=False)),
+    *(flash2.SPLIT_QUERIES, *flash2.SPLIT_KEYS, flash2.Way(lse=False, split_keys=True)),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_flash2_is_exact_with_and_without_each_of_its_changes(way: flash2.Way) -> None:
+    shapes = [(97, 130, 16, True), (200, 130, 64, True), (65, 65, 32, False), (1, 128, 48, True)]
+    for dtype, (q_len, kv_len, head_dim, causal) in zip(
+        (torch.float32, torch.float16) * 2, shapes, strict=True
+    ):
+        *tensors, d_out = inputs(q_len, kv_len, head_dim, dtype, heads=4, kv_heads=2)
+        out = flash2.flash2_attention(*tensors, causal=causal, way=way)
+        gradients = torch.autograd.grad(out, tensors, d_out)
+        got = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+        assert_as_accurate(got, tensors, d_out, causal=causal)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
+def test_flash2_takes_lengths_of_zero(q_len: int, kv_len: int) -> None:
+    *tensors, d_out = inputs(q_len, kv_len, 16, torch.float32)
+    out = flash2.flash2_attention(*tensors)
+    assert not any(x.any() for x in (out, *torch.autograd.grad(out, tensors, d_out)))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash1s_candidates_are_exact(head_dim: int) -> None:
+    *tensors, d_out = inputs(150, 200, head_dim, torch.float16)
+    for kernel in ("forward", "backward"):
+        for tile in flash1.CANDIDATES[kernel, head_dim]:
+            with flash1.forced(**{kernel: tile}):
+                assert_as_accurate(run("flash1", tensors, d_out), tensors, d_out)
 
 
 @INTERPRETED

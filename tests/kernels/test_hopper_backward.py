@@ -1,7 +1,7 @@
-"""The Hopper backward kernel alone, on a Hopper GPU: accuracy at every length, views, bit for bit repeats.
+"""The Hopper backward kernels alone, on a Hopper GPU: accuracy at every length, views, bit for bit repeats.
 
-Tests run with dQ's product in its own step and, except for bounded and listed work items, also one step later,
-whichever of the two a length would use.
+Up to head_dim 128 tests run with dQ's product in its own step and, except for bounded and listed work items, also one
+step later, whichever of the two a length would use.
 """
 
 import pytest
@@ -81,8 +81,24 @@ def assert_accurate(
     assert_as_accurate(got, tensors[:3], d_out, causal=causal, **features)
 
 
+NARROW = [(head_dim, delay) for head_dim in (64, 128) for delay in (0, 1)]
+# Those whose tiles are filled up with zeros.
+PADDED = [(head_dim, delay) for head_dim in (16, 72, 96) for delay in (0, 1)] + [(136, 0), (192, 0)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "delay"), PADDED, indirect=["delay"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_exact_at_other_head_dims(causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    for q_len, kv_len in [(1, 1), (63, 63), (200, 200), (1025, 1025), *UNEQUAL]:
+        tensors = inputs(
+            q_len, kv_len, head_dim, dtype, batch=2, heads=4, kv_heads=2, seed=q_len, device="cuda"
+        )  # fmt: skip
+        assert_accurate(*tensors, causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("head_dim", "delay"), [*NARROW, (256, 0)], indirect=["delay"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 class TestOnHopper:
     def test_exact_at_every_length(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
@@ -114,15 +130,6 @@ class TestOnHopper:
             )  # fmt: skip
             assert_accurate(*tensors, causal)
 
-    def test_dropout(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
-        """The mask of kernels/philox.py, which naive attention uses too; grouped heads, many work items."""
-        many = [(1, 128, 700), (1, 700, 30), (16, 1024, 1024)]
-        for batch, q_len, kv_len in [(2, length, length) for length in LENGTHS[:-1]] + many:
-            tensors = inputs(
-                q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
-            )  # fmt: skip
-            assert_accurate(*tensors, causal, dropout_p=0.2, dropout_seed=2**40 + q_len)
-
     @pytest.mark.parametrize("kv_heads", [12, 4])
     def test_250_repeats_agree_bit_for_bit(
         self, kv_heads: int, causal: bool, head_dim: int, dtype: torch.dtype
@@ -137,20 +144,6 @@ class TestOnHopper:
             again = gradients(tensors, causal)
             assert all(torch.equal(again[name], first[name]) for name in first)
 
-    def test_delaying_the_dq_product_by_a_step_changes_no_bit(
-        self, delay: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        *qkv, d_out = inputs(
-            1000, 1000, head_dim, dtype, batch=2, heads=12, kv_heads=12, device="cuda"
-        )  # fmt: skip
-        for features in ({}, {"dropout_p": 0.1, "dropout_seed": 5}):
-            force(delay, monkeypatch)
-            tensors = forward(*qkv, d_out, causal, **features)
-            got = gradients(tensors, causal, **features)
-            force(1 - delay, monkeypatch)
-            other = gradients(tensors, causal, **features)
-            assert all(torch.equal(got[name], other[name]) for name in got)
-
     @pytest.mark.parametrize("programs", [1, 7])
     def test_any_number_of_programs_gives_the_same(
         self, programs: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -159,8 +152,10 @@ class TestOnHopper:
         from kernels import launch
         from kernels.flash.hopper import launch as hopper_launch
 
-        plain = [(q_len, kv_len, {}) for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000)]]
-        for q_len, kv_len, features in [*plain, (1000, 1000, {"dropout_p": 0.1, "dropout_seed": 5})]:
+        cases = [(q_len, kv_len, {}) for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000)]]
+        if head_dim <= 128:
+            cases.append((1000, 1000, {"dropout_p": 0.1, "dropout_seed": 5}))
+        for q_len, kv_len, features in cases:
             *qkv, d_out = inputs(
                 q_len, kv_len, head_dim, dtype, batch=2, heads=6, kv_heads=3, device="cuda"
             )  # fmt: skip
@@ -192,7 +187,35 @@ class TestOnHopper:
         odd = torch.randn(2, 4, 64, head_dim + 4, device="cuda", dtype=dtype)[..., :head_dim]
         assert not fits_backward(odd, x, x, x, x)
         assert not fits_backward(x, x, x, x, x[:1, :1, :1].expand(2, 4, 64, head_dim))
-        assert not fits_backward(x[..., :48], x[..., :48], x[..., :48], x[..., :48], x[..., :48])
+        assert not fits_backward(x[..., :44], x[..., :44], x[..., :44], x[..., :44], x[..., :44])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("head_dim", "delay"), NARROW, indirect=["delay"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+class TestDropoutAndDelay:
+    def test_dropout(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+        """The mask of kernels/philox.py, which naive attention uses too; grouped heads, many work items."""
+        many = [(1, 128, 700), (1, 700, 30), (16, 1024, 1024)]
+        for batch, q_len, kv_len in [(2, length, length) for length in LENGTHS[:-1]] + many:
+            tensors = inputs(
+                q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
+            )  # fmt: skip
+            assert_accurate(*tensors, causal, dropout_p=0.2, dropout_seed=2**40 + q_len)
+
+    def test_delaying_the_dq_product_by_a_step_changes_no_bit(
+        self, delay: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        *qkv, d_out = inputs(
+            1000, 1000, head_dim, dtype, batch=2, heads=12, kv_heads=12, device="cuda"
+        )  # fmt: skip
+        for features in ({}, {"dropout_p": 0.1, "dropout_seed": 5}):
+            force(delay, monkeypatch)
+            tensors = forward(*qkv, d_out, causal, **features)
+            got = gradients(tensors, causal, **features)
+            force(1 - delay, monkeypatch)
+            other = gradients(tensors, causal, **features)
+            assert all(torch.equal(got[name], other[name]) for name in got)
 
 
 @pytest.mark.parametrize(

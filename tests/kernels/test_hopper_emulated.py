@@ -27,7 +27,10 @@ pytestmark = pytest.mark.skipif(
 )
 SLOW = pytest.mark.slow
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+# Also those whose tiles are filled up with zeros.
+PADDED = [pytest.param(each, marks=SLOW) for each in (16, 72, 136)]
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, *PADDED[:2]])
+ALL_HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256, *PADDED])
 ONE_QUICK_HEAD_DIM = pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
 LENGTHS = [(300, 300), (333, 1), (300, 130)]
 LENGTHS += [pytest.param(*each, marks=SLOW) for each in [(130, 130), (40, 300)]]
@@ -145,8 +148,11 @@ def test_block_masks(machine, which: str, head_dim: int, causal: bool) -> None:
     check(which, machine, 400, 400, head_dim, causal, block_mask=block_mask(400, 400, 1, 2))
 
 
-@ONE_QUICK_HEAD_DIM
-@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("which", "head_dim"),
+    [("forward", 64), ("backward", 64), ("forward", 256)]
+    + [pytest.param(which, 128, marks=SLOW) for which in ("forward", "backward")],
+)
 @pytest.mark.parametrize("bound", ["documents", "window"])
 def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -> None:
     given = {"window": (100, 0)} if bound == "window" else {"cu_seqlens": documents(300, 2)}
@@ -154,7 +160,14 @@ def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -
 
 
 @CAUSAL
-@HEAD_DIMS
+@pytest.mark.parametrize("head_dim", [256, PADDED[2]])
+@pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
+def test_wide_backward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
+    check("backward", machine, q_len, kv_len, head_dim, causal)
+
+
+@CAUSAL
+@ALL_HEAD_DIMS
 @pytest.mark.parametrize(("q_len", "kv_len"), [*LENGTHS, pytest.param(2048, 200, marks=SLOW)])
 def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
     check("forward", machine, q_len, kv_len, head_dim, causal)

@@ -62,6 +62,10 @@ def test_a_repository_has_the_layout_of_the_hubs_library(tmp_path: Path) -> None
         == f"error: {tmp_path / 'to'} is not an empty folder: name a new one\n"
     )
 
+    (tmp_path / "file").touch()
+    within = tmp_path / "file" / "to"
+    assert write(within, "cuda").stderr == f"error: {within} cannot be written (Not a directory)\n"
+
 
 @pytest.mark.slow
 def test_the_hubs_library_loads_two_versions_into_a_process(tmp_path: Path) -> None:

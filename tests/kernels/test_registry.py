@@ -3,6 +3,7 @@
 import functools
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -92,6 +93,28 @@ def test_a_misspelled_feature_is_refused() -> None:
 def test_backends_for_cuda_refuse_a_cpu(name: str) -> None:
     with pytest.raises(AttentionError, match=f"attention={name} cannot be used here: .*use attention=sdpa"):
         resolve_attention(name, **CPU)
+
+
+OPTIONS = {
+    "dropout_p": 0.1, "window": (4, 0), "softcap": 5.0, "alibi_slopes": torch.ones(2), "sinks": torch.zeros(2),
+    "cu_seqlens": torch.tensor([0, 5, 16], dtype=torch.int32), "kv_lengths": torch.tensor([3, 8], dtype=torch.int32),
+    "block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool), "return_lse": True, "precise_delta": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", [None, *kernels.features.FEATURES])
+@pytest.mark.parametrize("name", sorted(set(kernels.ATTENTION) - {"flash", "flash1", "two_pass"}))
+@pytest.mark.filterwarnings("ignore")  # torch's, of why it has no kernel
+def test_a_call_is_answered_or_refused_in_a_line_of_ours(name: str, feature: str | None) -> None:
+    """Of a backend from get_attention, where nothing is resolved before; flash and its likes need the interpreter."""
+    q, k, v = (torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(3))
+    options = {feature: OPTIONS[feature]} if feature else {}
+    refused = ""
+    try:
+        kernels.get_attention(name)(q, k, v, dropout_seed=1, **options)
+    except AttentionError as error:
+        refused = str(error)
+    assert re.fullmatch(f"(attention={name}[: ].+)?", refused)
 
 
 def test_flash_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,15 @@ from triton import language as tl
 
 from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, AttentionError, get_attention, register_attention
-from kernels.flash.portable.tiles import KERNELS, forced, tile_for
+from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
+from kernels.history import flash1
 from reproduce import attention, depends, encoders, history, peers, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.claims import CLAIMS
 from reproduce.common import as_lines, rounded
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
-from reproduce.experiment import EXPERIMENTS, STATUSES, ReproduceError, parse_settings, pick
+from reproduce.experiment import EXPERIMENTS, STATUSES, Options, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
 from reproduce.results import Store, slug
 from reproduce.tables import table
@@ -564,6 +565,28 @@ def test_counted_memory_traffic_equals_the_formula():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+def test_flash1_runs_with_its_fastest_tiles(monkeypatch):
+    slow, fast = (Tile(16, rows, 4, 1) for rows in (16, 64))
+    monkeypatch.setattr(flash1, "CANDIDATES", {(each, 16): (slow, fast) for each in ("forward", "backward")})
+    samples = []
+
+    def sample(measure, **where):
+        samples.append({**where, **measure()})
+        return samples[-1]
+
+    options = Options(torch.device("cpu"), True, history.TINY, sample)
+    tiles = history.fastest_tiles(16, 128, 16, options)
+    assert tiles == {"forward": fast, "backward": fast}  # a quarter of the steps, in the interpreter
+    compiled = []
+    given = flash1.compiled_for
+    monkeypatch.setattr(
+        flash1, "compiled_for", lambda tile, *rest: (compiled.append(tile), given(tile, *rest))[1]
+    )
+    history.time_order(Workload("fa2", 1, 1, 32, 16, False), options, tiles)
+    assert set(compiled) == {fast}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
 def test_predecessors_of_flash_have_the_counts_that_the_papers_state():
     workload = Workload("figure2", 1, 1, 128, 32, False)
     counted = {name: history.count_backward(name, workload) for name in history.ATTENTIONS}
@@ -606,6 +629,25 @@ def test_torch_operators_are_counted_and_views_are_not():
     assert traffic.read == 4 * (8 * 4 + 4 * 16) + 4 * 8 * 16
     assert traffic.written == 2 * 4 * 8 * 16
     assert traffic.flops == 2 * 8 * 4 * 16
+
+
+def test_a_tensor_made_in_the_shape_or_dtype_of_another_does_not_read_it():
+    x = torch.ones(1000)
+    with counting() as traffic:
+        x.new_zeros(1)
+        x.new_full((2,), 3.0)
+        torch.zeros_like(x).fill_(2)
+    assert (traffic.read, traffic.written) == (0, 4 * (1 + 2 + 1000 + 1000))
+
+
+def test_standard_attention_reads_each_matrix_once_a_pass():
+    workload = Workload("test", 1, 1, 64, 32, False)
+    inputs = Inputs(workload, torch.float16, torch.device("cpu"))
+    with torch.no_grad(), counting() as traffic:
+        attend_with("standard")(inputs, 0)
+    rows, square, scalar = 64 * 32 * 2, 64 * 64 * 2, 2  # the scalar is baddbmm's
+    assert traffic.read == (2 * rows + scalar) + square + (square + rows)
+    assert traffic.written == scalar + square + square + rows
 
 
 def test_hardware_counters_are_summed_over_kernels():

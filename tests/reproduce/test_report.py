@@ -114,6 +114,31 @@ def test_the_papers_history_and_traffic_figures_are_judged_reproduced(judge, sam
         assert verdict.ratio == pytest.approx(1, abs=0.01)
 
 
+def changed_flash2(both: float, each: float, keys: float, moved: int = 4) -> list[dict]:
+    """A query's bytes and milliseconds of FlashAttention-2 as printed, 1 ms a pass, and of its changes undone."""
+    ms = {"printed": (1.0, 1.0), "maximum and sum": (both, both), "divided each step": (each, 1.0)}
+    ms = {name: {"forward": [a] * 3, "backward": [b] * 3} for name, (a, b) in ms.items()}
+    warps = {"queries": 1.0, "keys, 64": 9.0, "keys, 32": keys}
+    count = {"kind": "change count", "length": 100, "key_tiles": 2}
+    return [
+        {**count, "change": "printed", "forward": 1000, "backward": 2000},
+        {**count, "change": "maximum and sum", "forward": 1000 + 100 * moved, "backward": 2800},
+        {"kind": "changes", "ms": ms},
+        {"kind": "warps", "ms": {name: {"all": [each] * 3} for name, each in warps.items()}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "status"),
+    [(changed_flash2(1.01, 1.1, 1.2), "reproduced"), (changed_flash2(0.9, 0.99, 0.95, 8), "not reproduced")],
+)
+def test_each_change_of_flash2_is_judged_by_what_undoing_it_costs(samples, status):
+    verdicts = history_figures.judge({"device": GPU, "samples": samples})
+    assert [verdict.claim for verdict in verdicts] == ["C21", "C21", "C21", "C18"]
+    assert {verdict.status for verdict in verdicts} == {status}
+    assert "(32 queries)" in verdicts[-1].what
+
+
 def test_slower_and_larger_is_not_reproduced():
     samples = papers_own_attention()
     for sample in samples:

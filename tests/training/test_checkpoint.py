@@ -166,9 +166,9 @@ def test_the_best_checkpoint_is_kept_and_found_through_its_link(tmp_path):
     for step, loss in ((5, 3.0), (10, 2.1), (20, None), (30, None)):
         save(tmp_path, step, keep=1)
         if loss:
-            checkpoint.keep_best(tmp_path, step, loss, keep=1)
+            checkpoint.keep_best(tmp_path, step, loss, 100, keep=1)
     assert [path.name for path in checkpoint.saved(tmp_path)] == ["step-00000010", "step-00000030"]
-    assert checkpoint.best(tmp_path) == (checkpoint.find(link), 2.1)
+    assert checkpoint.best(tmp_path) == (checkpoint.find(link), 2.1, 100)
     assert checkpoint.load_training(checkpoint.find(link), "cpu")["step"] == 10
     assert checkpoint.find(tmp_path).name == "step-00000030"
     checkpoint.drop_after(tmp_path, 10)
@@ -181,7 +181,7 @@ def test_the_best_checkpoint_is_kept_and_found_through_its_link(tmp_path):
 @pytest.mark.parametrize("at", ["write_text", "symlink_to", "replace"])
 def test_a_kill_while_replacing_the_best_checkpoint_leaves_the_old_best(tmp_path, monkeypatch, at):
     save(tmp_path, 5, keep=1)
-    checkpoint.keep_best(tmp_path, 5, 3.0, keep=1)
+    checkpoint.keep_best(tmp_path, 5, 3.0, 100, keep=1)
     save(tmp_path, 10, keep=1)
     act = getattr(Path, at)
 
@@ -193,24 +193,31 @@ def test_a_kill_while_replacing_the_best_checkpoint_leaves_the_old_best(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(Path, at, killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.keep_best(tmp_path, 10, 2.0, keep=1)
-    found, loss = checkpoint.best(tmp_path)
+            checkpoint.keep_best(tmp_path, 10, 2.0, 100, keep=1)
+    found, loss, _ = checkpoint.best(tmp_path)
     assert (checkpoint.load_training(found, "cpu")["step"], loss) == (5, 3.0)
-    checkpoint.keep_best(tmp_path, 10, 2.0, keep=1)
-    assert checkpoint.best(tmp_path)[1] == 2.0
+    checkpoint.keep_best(tmp_path, 10, 2.0, 100, keep=1)
+    assert checkpoint.best(tmp_path).loss == 2.0
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "step-00000010"]
+
+
+def test_a_best_of_before_it_had_its_tokens_is_still_read(tmp_path):
+    save(tmp_path, 5, keep=1)
+    checkpoint.keep_best(tmp_path, 5, 3.0, 100, keep=1)
+    (tmp_path / "checkpoints" / "best" / "validation_loss").write_text("2.5\n")
+    assert checkpoint.best(tmp_path) == (checkpoint.at(tmp_path, 5), 2.5, None)
 
 
 def test_a_best_link_that_was_copied_as_a_folder_can_be_replaced(tmp_path):
     """`cp -rL`, and any other copy that does not preserve links, makes a folder of it."""
     save(tmp_path / "run", 5, keep=1)
-    checkpoint.keep_best(tmp_path / "run", 5, 3.0, keep=1)
+    checkpoint.keep_best(tmp_path / "run", 5, 3.0, 100, keep=1)
     copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
     assert not (copy / "checkpoints" / "best").is_symlink()
-    assert checkpoint.best(copy)[1] == 3.0
+    assert checkpoint.best(copy).loss == 3.0
     save(copy, 10, keep=1)
-    checkpoint.keep_best(copy, 10, 2.0, keep=1)
-    assert checkpoint.best(copy) == (checkpoint.at(copy, 10), 2.0)
+    checkpoint.keep_best(copy, 10, 2.0, 100, keep=1)
+    assert checkpoint.best(copy) == (checkpoint.at(copy, 10), 2.0, 100)
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["best", "step-00000010"]
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiktoken_ext import openai_public
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import END_OF_TEXT, load_tokenizer
 from model.config import MLPKind
 from model.huggingface import _transformers_imports
 from tests.conftest import ROOT
@@ -183,6 +183,15 @@ def test_a_gguf_file_holds_the_same_weights_and_tokens(config, exported, tmp_pat
     assert torch.equal(weights["blk.0.ffn_down.weight"], ours["h.0.mlp.c_proj.weight"])
     assert torch.equal(weights["output_norm.bias"], ours["ln_f.bias"])
     assert len(weights) == len(ours)
+
+
+def test_a_gguf_file_of_bytes_has_a_merge_that_never_applies(config, exported, tmp_path):
+    """Without any, llama.cpp cannot find the tokenizer's merges."""
+    gguf = pytest.importorskip("gguf")
+    train(having(config, steps=1), tmp_path / "run")
+    assert exported(tmp_path / "run", tmp_path / "to", "--gguf") is None
+    field = gguf.GGUFReader(tmp_path / "to" / "model.gguf").fields["tokenizer.ggml.merges"]
+    assert field.contents() == [f"{END_OF_TEXT} {END_OF_TEXT}"]
 
 
 def test_gguf_without_its_package_is_refused_before_anything_is_written(

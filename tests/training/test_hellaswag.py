@@ -217,3 +217,15 @@ def test_files_and_lengths_that_cannot_work_are_refused(config, longer, file, tm
     file.write_text('{"question": 1}\n')
     with pytest.raises(ConfigError, match=r"is not a file of HellaSwag's \(KeyError: 'activity_label'\)"):
         hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_, CPU)
+    row = {"activity_label": "Cooking", "ctx_a": "A man", "ctx_b": "then", "endings": ["a", "b", "c", "d"]}
+    for wrong in (
+        {"label": 4},
+        {"label": -1},
+        {"label": 0, "endings": ["a", "b"]},
+        {"label": 0, "endings": ["a", "b", "c", " "]},
+    ):
+        file.write_text(json.dumps(row | wrong) + "\n")
+        with pytest.raises(
+            ConfigError, match=r"is not a file of HellaSwag's \(ValueError: label -?\d of \d endings"
+        ):
+            hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_, CPU)

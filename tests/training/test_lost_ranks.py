@@ -152,3 +152,43 @@ def test_a_rank_that_hangs_is_named_and_after_the_timeout_taken_for_dead(user_en
     assert int(re.search(f"^error: {who}", done.stderr, re.MULTILINE)[1]) >= 6
     assert "stopped at step 5 and saved" in done.stderr
     assert [path.name for path in saved(tmp_path / "run")] == ["step-00000005"]
+
+
+# Some ranks keep Python's lock, in which no other thread runs, for longer than one may be stopped.
+HOLDS = """
+import ctypes, sys
+from pathlib import Path
+from training.command_line import composed
+from training.distributed import world
+from training.parallel import watch
+from training.trainer import Trainer
+
+watch.GONE, watch.SILENT, watch.BEHIND = 1.0, 2.0, 4.0
+with world("cpu") as ranks:
+    run = Trainer(composed(*sys.argv[2:]), Path("run"), ranks)
+    step, holds = run.train_step, str(ranks.rank) in sys.argv[1]
+    run.train_step = lambda n, *batch: (n == 5 and holds and ctypes.PyDLL(None).sleep(8), step(n, *batch))[1]
+    run.run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("holding", ["1", "0", "01"])
+def test_a_rank_in_a_call_that_keeps_pythons_lock_is_named_and_not_taken_for_dead(
+    user_environment, tiny, tmp_path, holding
+):
+    (tmp_path / "holds.py").write_text(HOLDS)
+    done = subprocess.run(
+        torchrun(2, "holds.py", holding, *tiny),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=user_environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "error:" not in done.stderr
+    named = re.findall(
+        r"^warning: rank (\d) \(.*\) has been .* for \d+ s, while others", done.stderr, re.MULTILINE
+    )
+    assert named == ([holding] if len(holding) == 1 else [])

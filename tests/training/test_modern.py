@@ -35,6 +35,29 @@ def test_all_switches_train_resume_and_are_sampled_from(started, tiny, tmp_path,
     assert capsys.readouterr().out.startswith("the quick")
 
 
+def test_the_banner_says_what_a_run_is(started, tiny, capsys):
+    odd = ["optimizer=muon", "schedule=wsd", "schedule.warmup_fraction=0.25", "seed=7", "init_seed=5"]
+    model = [
+        "model.dropout=0.1",
+        "model.window=8",
+        "model.window_pattern=SSL",
+        "model.rope=true",
+        "model.rope_theta=500",
+    ]
+    more = ["data.document_mask=true", "trainer.grad_clip=0", "parallel.recompute=block"]
+    assert started(train.main, *tiny, *odd, *model, *more) == 0
+    told = capsys.readouterr().out
+    assert "  attention  naive (requested: auto), within documents\n" in told
+    assert ", window 8, rope, window_pattern SSL, rope_theta 500.0, dropout 0.1\n" in told
+    assert "  optimizer  muon, learning rate 0.003, weight decay 0.1\n" in told
+    assert (
+        "  schedule   wsd to 0 of the learning rate, over the last 0.2 of the steps, after 3 steps of warm-up\n"
+        in told
+    )
+    assert "  seed       7, of the initial weights 5\n" in told
+    assert "  parallel   blocks are computed again\n" in told
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

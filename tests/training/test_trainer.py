@@ -112,7 +112,7 @@ def test_the_best_checkpoint_is_kept_when_a_run_is_killed_or_resumed(config, tmp
     )
     # In another run directory it is the best of the evaluations made there.
     train(having(config, steps=12, resume=str(best)), tmp_path / "other")
-    found, loss = checkpoint.best(tmp_path / "other")
+    found, loss, _ = checkpoint.best(tmp_path / "other")
     assert (found.name, loss) == ("step-00000010", 2.4)
 
 
@@ -133,7 +133,8 @@ def test_bounded_evaluations_are_of_the_same_tokens_and_the_last_is_of_all(confi
     assert sorted(losses) == [2, 4, 6, 8]
     assert split == pytest.approx(losses, rel=1e-5)
     # What the model of the best checkpoint gives on those tokens: bests are compared by them at the end too.
-    found, best = checkpoint.best(tmp_path / "part")
+    found, best, tokens = checkpoint.best(tmp_path / "part")
+    assert tokens == 300
     run = Trainer(config, tmp_path / "other", CPU)
     run.model.load_state_dict(checkpoint.load_weights(found, "cpu"))
     tokens = run.plan.corpus.val.read(0, 301)
@@ -146,6 +147,27 @@ def test_bounded_evaluations_are_of_the_same_tokens_and_the_last_is_of_all(confi
     bits = float(measured(tmp_path / "part", "val/bits_per_byte")[6])
     in_text = int((tokens != 256).sum())
     assert bits == pytest.approx(losses[6] * 300 / (math.log(2) * in_text), rel=1e-5)
+
+
+def test_the_best_by_other_tokens_is_not_compared_with(config, tmp_path):
+    first = having(config, eval_tokens=300, keep_best=True, steps=4)
+    train(first, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    again = having(first, steps=6, resume=str(tmp_path))
+    link = tmp_path / "checkpoints" / "best"
+    for tokens in (200, None):
+        with pytest.raises(
+            ConfigError, match=rf"{link} is the best .* over 300 tokens, .*eval_tokens=300, or remove"
+        ):
+            train(having(again, eval_tokens=tokens), tmp_path)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    train(having(again, eval_tokens=200, keep_best=False), tmp_path)
+    train(having(again, steps=8), tmp_path)  # the same tokens again
+    link.unlink()
+    train(having(again, steps=10, eval_tokens=200), tmp_path)
+    assert checkpoint.best(tmp_path).tokens == 200
+    with pytest.raises(ConfigError, match=r"over 200 tokens, to which one over [\d,]+ does not compare"):
+        train(having(again, steps=12, eval_tokens=None), tmp_path)
 
 
 # ---- runs that do not train ----------------------------------------------------------------------

@@ -4,9 +4,13 @@ A rank that waits for a lost one sits in a collective, whose own timeout is ten 
 of each writes a line into torchrun's store every second. Rank 0 reads them all and judges the others; the last rank
 judges rank 0.
 
-    dead or stopped    no line for SILENT seconds: named, the run is saved if one of the others can, and ends
-    hung               lines, but it does nothing while others wait for it: named after BEHIND seconds, and after the
-                       limit (parallel.timeout) taken for dead
+    dead       no line for GONE seconds, and no process (links.py): named, the run is saved if one of the others can,
+               and ends. So does one that is stopped, after SILENT seconds
+    slow       its process lives but gives no line, as in a call that keeps Python's lock: named after BEHIND seconds,
+               and after the limit (parallel.timeout) taken for dead
+    hung       lines, but it does nothing while others wait for it: likewise
+
+Time counts while the one that judges could watch: where all ranks are in such a call, nobody is silent.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..distributed import World
+from .links import Links, is_stopped
 
-BEAT, SILENT, BEHIND = 1.0, 20.0, 40.0
-# Once a collective has failed on some rank, and for one that writes a file: torchrun kills what is left after 30 s.
-SILENT_WHEN_BROKEN = 5.0, 12.0
+BEAT, GONE, SILENT, BEHIND = 1.0, 5.0, 20.0, 40.0
+# Once a collective has failed on some rank: torchrun kills what is left after 30 s.
+SILENT_WHEN_BROKEN = 12.0
 _numbers = itertools.count()  # of the runs in this process, which share a store
 
 
@@ -37,9 +42,9 @@ class _Seen:
     """What is known of a rank."""
 
     line: str = ""
-    heard: float = 0.0  # when its line last changed
+    silent: float = 0.0  # seconds for which its line is the same
     ticks: int = -1
-    moved: float = 0.0  # when its ticks last changed
+    waiting: float = 0.0  # seconds for which its ticks are
     doing: str = ""
     state: str = ""
     named: int = -1  # the ticks at which it was named as behind
@@ -65,6 +70,8 @@ class Watch:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"watch/{attempt}/{next(_numbers)}", store)
         self._store.set(f"who/{ranks.rank}", f"{socket.gethostname()}, process {os.getpid()}")
+        self._links = Links(ranks.rank, self._store)
+        self._judged = time.monotonic()
         self._beats = itertools.count()
         self._beat()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -119,6 +126,8 @@ class Watch:
         rank, size = self._ranks.rank, self._ranks.size
         judges = rank in (0, size - 1)
         seen = {other: _Seen() for other in range(size) if other != rank}
+        if rank:
+            self._links.connect()
         while not self._done.wait(BEAT):
             try:
                 self._beat()
@@ -134,31 +143,47 @@ class Watch:
 
     def _judge(self, seen: dict[int, _Seen]) -> str | None:
         """Read the lines; "RANK:what to say" of a rank that is lost."""
-        now = time.monotonic()
+        # Before the lines are read: a rank says that it leaves, and then its process ends.
+        lives = {rank: self._links.lives(rank) for rank in seen}
         lines = self._store.multi_get([f"beat/{n}" for n in seen])
+        now = time.monotonic()
+        passed, self._judged = min(now - self._judged, 3 * BEAT), now
         for each, line in zip(seen.values(), lines, strict=True):
+            each.silent, each.waiting = each.silent + passed, each.waiting + passed
             if each.line != line.decode():
-                each.line, each.heard = line.decode(), now
+                each.line, each.silent = line.decode(), 0.0
                 _, ticks, each.state, each.doing = each.line.split("|")
                 if int(ticks) != each.ticks:
-                    each.ticks, each.moved = int(ticks), now
+                    each.ticks, each.waiting = int(ticks), 0.0
         everyones = [self._ticks, *(each.ticks for each in seen.values())]
         broken = "broken" in (self._state, *(each.state for each in seen.values()))
-        silent, busy = SILENT_WHEN_BROKEN if broken else (SILENT, self._limit)
         for rank, each in seen.items():
             if each.state == "left" or (rank == 0) == (self._ranks.rank == 0):
                 continue  # rank 0 is the last rank's to judge, and all others are rank 0's
-            if now - each.heard > (busy if each.state == "busy" else silent):
-                return f"{rank}:{self._of(rank)} does not answer, for {now - each.heard:.0f} s: it was {each.doing}"
-            waiting = now - each.moved
-            behind = f"{self._of(rank)} has been {each.doing} for {waiting:.0f} s, while others wait for it"
+            if each.silent > GONE and each.silent > self._patience(rank, each, lives[rank], broken):
+                return (
+                    f"{rank}:{self._of(rank)} does not answer, for {each.silent:.0f} s: it was {each.doing}"
+                )
+            behind = (
+                f"{self._of(rank)} has been {each.doing} for {each.waiting:.0f} s, while others wait for it"
+            )
             last = each.ticks == min(everyones) < max(everyones)
-            if last and waiting > self._limit:
+            if last and each.waiting > self._limit:
                 return f"{rank}:{behind}"
-            if last and waiting > BEHIND and each.named != each.ticks:
+            if (last or each.silent > BEHIND) and each.waiting > BEHIND and each.named != each.ticks:
                 each.named = each.ticks
                 print(f"warning: {behind}", file=sys.stderr, flush=True)
         return None
+
+    def _patience(self, rank: int, each: _Seen, lives: bool | None, broken: bool) -> float:
+        """How long the rank may give no line."""
+        if lives is False:
+            return GONE
+        if broken:
+            return SILENT_WHEN_BROKEN
+        host, _, process = self._store.get(f"who/{rank}").decode().partition(", process ")
+        stopped = host == socket.gethostname() and is_stopped(int(process))
+        return self._limit if each.state == "busy" or (lives and not stopped) else SILENT
 
     def _of(self, rank: int) -> str:
         return f"rank {rank} ({self._store.get(f'who/{rank}').decode()})"

@@ -1,6 +1,7 @@
 """The kernels for Hopper GPUs (sm_90a), in Gluon: warp-specialised and persistent, fed by TMA.
 
 forward.py, backward.py         the kernels
+wide_dkdv.py, wide_dq.py        the backward above head_dim 128
 forward_schedule.py, backward_schedule.py   the tiles and work items that a program takes, and their order
 scheduler.py                     dynamic scheduling: programs claim them by a counter
 pipeline.py, descriptors.py      rings of tiles in shared memory; TMA descriptors

@@ -27,9 +27,14 @@ class Descriptor(TensorDescriptor):
         self.layout = layout_of(block, x.dtype)
 
 
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile in shared memory. TMA fills those beyond head_dim with zeros, and does not store them."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
 def rows_of(x: torch.Tensor, rows: int) -> Descriptor:
     """The descriptor of x (batch, heads, length, head_dim), moving `rows` rows of one head at a time."""
-    return Descriptor(x, (1, 1, rows, x.shape[3]))
+    return Descriptor(x, (1, 1, rows, tile_width(x.shape[3])))
 
 
 @functools.cache

@@ -139,13 +139,15 @@ def to_thread_order(dq):
 def delta_kernel(
     Out, DOut, Lse, DLse, Delta, Turns, DocumentStart,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len, left,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, OVERLAPPED: tl.constexpr = False,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) - d_lse; also sets the work item counter to 0, and each turn to the first block of KEYS
-    keys that the queries see.
+    """delta = rowsum(dO * O) - d_lse; with Turns also sets the work item counter to 0, and each turn to the first
+    block of KEYS keys that the queries see.
 
     Lse, DLse: both or neither (see portable/backward.py for why d_lse enters delta). DocumentStart, left: see
-    bounds.py. Grid (heads, ceil(q_len / BLOCK_M), batch). OVERLAPPED: lets the next kernel start (primitives.py).
+    bounds.py. WIDTH: `tile_width` of HEAD_DIM. Grid (heads, ceil(q_len / BLOCK_M), batch). OVERLAPPED: lets the next
+    kernel start (primitives.py).
     """
     if OVERLAPPED:
         gdc_launch_dependents()
@@ -153,7 +155,12 @@ def delta_kernel(
     flat_head = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < q_len)[:, None]
-    dims = tl.arange(0, HEAD_DIM)[None, :]
+    dims = tl.arange(0, WIDTH)[None, :]
+    if WIDTH > HEAD_DIM:
+        inside = inside & (dims < HEAD_DIM)
+    if HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and loads single elements otherwise
+        stride_ob, stride_oh, stride_om = stride_ob // 8 * 8, stride_oh // 8 * 8, stride_om // 8 * 8
+        stride_dob, stride_doh, stride_dom = stride_dob // 8 * 8, stride_doh // 8 * 8, stride_dom // 8 * 8
     Out += batch * stride_ob + head * stride_oh
     DOut += batch * stride_dob + head * stride_doh
     out = tl.load(Out + rows[:, None].to(tl.int64) * stride_om + dims, mask=inside, other=0.0)
@@ -164,18 +171,20 @@ def delta_kernel(
         # Where lse is -inf the row is fully masked, and its d_lse may be NaN.
         delta -= tl.load(DLse + flat_head * q_len + rows, mask=lse != float("-inf"), other=0.0)
     tl.store(Delta + flat_head * q_len + rows, delta, mask=rows < q_len)
-    first = tl.maximum(block * BLOCK_M - left, 0)
-    if DocumentStart is not None:
-        first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
-    tl.store(Turns + flat_head * tl.num_programs(1) + block, first // KEYS)
-    if flat_head + block == 0:  # the work item counter is stored behind the turns
-        tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
+    if Turns is not None:
+        first = tl.maximum(block * BLOCK_M - left, 0)
+        if DocumentStart is not None:
+            first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
+        tl.store(Turns + flat_head * tl.num_programs(1) + block, first // KEYS)
+        if flat_head + block == 0:  # the work item counter is stored behind the turns
+            tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 
 
 @triton.jit(do_not_specialize=["q_len", "masked_rows", *LISTS])
 def round_kernel(
     Sum, DQ, KeyBlocks, stride_qb, stride_qh, stride_qm, q_len, masked_rows, stride_lb, stride_lh, width, scale,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, OVERLAPPED: tl.constexpr = False,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
     """dQ = scale * its float32 sum, rounded and back in row order. Grid as delta_kernel's.
 
@@ -187,15 +196,20 @@ def round_kernel(
     head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     flat_head = batch * tl.num_programs(0) + head
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    dims = tl.arange(0, HEAD_DIM)[None, :]
-    Sum += (flat_head * tl.num_programs(1) + block) * (BLOCK_M * HEAD_DIM)
-    dq = (tl.load(Sum + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale).to(DQ.dtype.element_ty)
+    dims = tl.arange(0, WIDTH)[None, :]
+    Sum += (flat_head * tl.num_programs(1) + block) * (BLOCK_M * WIDTH)
+    dq = (tl.load(Sum + tl.arange(0, BLOCK_M * WIDTH)) * scale).to(DQ.dtype.element_ty)
     # Two halves, of the queries or of the dimensions, each in the order of `to_thread_order`.
     dq = dq.reshape(2, 8, 4, 8, 4, 2, 2)
-    dq = dq.permute(0, 2, 5, 3, 1, 4, 6) if BLOCK_M > HEAD_DIM else dq.permute(2, 5, 3, 0, 1, 4, 6)
+    dq = dq.permute(0, 2, 5, 3, 1, 4, 6) if BLOCK_M > WIDTH else dq.permute(2, 5, 3, 0, 1, 4, 6)
     if KeyBlocks is not None:
         List = KeyBlocks + batch * stride_lb + head * stride_lh + block * BLOCK_M // KEYS * width
         masked_rows = tl.where(tl.load(List) > 0, masked_rows, q_len)
-    dq = tl.where(rows >= masked_rows, dq.reshape(BLOCK_M, HEAD_DIM), 0.0)
+    dq = tl.where(rows >= masked_rows, dq.reshape(BLOCK_M, WIDTH), 0.0)
+    if HEAD_DIM % 16 != 0:
+        stride_qb, stride_qh, stride_qm = stride_qb // 8 * 8, stride_qh // 8 * 8, stride_qm // 8 * 8
     DQ += batch * stride_qb + head * stride_qh
-    tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq, mask=rows < q_len)
+    inside = rows < q_len
+    if WIDTH > HEAD_DIM:
+        inside = inside & (dims < HEAD_DIM)
+    tl.store(DQ + rows.to(tl.int64) * stride_qm + dims, dq, mask=inside)

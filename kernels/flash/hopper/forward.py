@@ -25,13 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .block_masks import LISTS, Blocks, count_visited, list_of
 from .bounds import Bounds, first_keys
 from .forward_schedule import (
-    BLOCK_N,
     ROWS,
+    WIDE_ROWS,
     ForwardSizes,
     count_key_blocks,
     count_static_tiles,
     decode_tile,
     first_key_block,
+    q_phase,
+    q_slot,
     static_tile,
 )
 from .masks import mask_before, mask_scores
@@ -40,7 +42,6 @@ from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, re
 from .softmax import first_softmax, pack, softmax, unpack, widen
 
 LN_2 = gl.constexpr(0.6931471805599453)
-Q_STAGES = gl.constexpr(2)
 
 
 class Rings(NamedTuple):
@@ -76,19 +77,19 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
     """
     first_row, head, batch = decode_tile(index, sizes, SPEC)
     for which in gl.static_range(SPEC.CONSUMERS):
-        slot = ordinal % Q_STAGES * SPEC.CONSUMERS + which
+        slot = q_slot(ordinal, which, SPEC)
         row = first_row + which * ROWS
-        fetch(q_desc, [batch, head, row, 0], rings.q, slot, ordinal // Q_STAGES & 1)
+        fetch(q_desc, [batch, head, row, 0], rings.q, slot, q_phase(ordinal, which, SPEC))
     if SPEC.LISTED:
-        List = list_of(first_row // BLOCK_N, head, batch, sizes.blocks)
+        List = list_of(first_row // SPEC.BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
     else:
         blocks = count_key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
     kv_head = head // SPEC.GROUP
     for passed in range(blocks - first_key_block(first_row, batch, sizes, SPEC)):
-        first_key = (blocks - 1 - passed) * BLOCK_N
+        first_key = (blocks - 1 - passed) * SPEC.BLOCK_N
         if SPEC.LISTED:
-            first_key = gl.load(List + blocks - passed) * BLOCK_N
+            first_key = gl.load(List + blocks - passed) * SPEC.BLOCK_N
         fetch(k_desc, [batch, kv_head, first_key, 0], rings.k, stage, phase)
         fetch(v_desc, [batch, kv_head, first_key, 0], rings.v, stage, phase)
         stage, phase = next_position(stage, phase, SPEC.STAGES)
@@ -136,6 +137,7 @@ def skip_key_blocks(blocks, rings, stage, phase, SPEC: gl.constexpr):
 @gluon.jit
 def issue_qk(rings, slot, stage, phase, SEEN: gl.constexpr):
     """Issue q k^T for the first SEEN keys of `stage`, asynchronously: float32 (ROWS, SEEN)."""
+    BLOCK_N: gl.constexpr = rings.k.tiles.shape[3]
     HEAD_DIM: gl.constexpr = rings.q.tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SEEN, 16])
     q = rings.q.tiles.index(slot).reshape([ROWS, HEAD_DIM])
@@ -150,7 +152,7 @@ def issue_qk(rings, slot, stage, phase, SEEN: gl.constexpr):
 @gluon.jit
 def issue_pv(p, acc, rings, stage, phase, SPEC: gl.constexpr):
     """Issue acc + p v for the values of `stage`, asynchronously. p: packed, as `pack` returns it."""
-    v = rings.v.tiles.index(stage).reshape([BLOCK_N, acc.shape[1]])
+    v = rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, acc.shape[1]])
     p = unpack(p, rings.v.tiles.dtype, acc.type.layout)
     if not SPEC.EXP_BEFORE_WAIT:
         mbarrier.wait(rings.v.full.index(stage), phase)
@@ -170,7 +172,7 @@ def pipelined_step(
     Returns the new acc (rescaled to the new maximum), the next block's packed p, the softmax state, and its stage.
     """
     next_stage, next_phase = next_position(stage, phase, SPEC.STAGES)
-    scores = issue_qk(rings, slot, next_stage, next_phase, BLOCK_N)
+    scores = issue_qk(rings, slot, next_stage, next_phase, SPEC.BLOCK_N)
     acc = issue_pv(p, acc, rings, stage, phase, SPEC)
     scores = warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(rings.k.empty.index(next_stage))
@@ -191,11 +193,12 @@ def pipelined_step(
 
 
 @gluon.jit
-def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes):
+def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes, SPEC: gl.constexpr):
     """Divide by the softmax sums, store out and lse. A fully masked row has sum 0: out 0, lse -inf."""
-    HEAD_DIM: gl.constexpr = acc.shape[1]
+    WIDTH: gl.constexpr = acc.shape[1]
     row_layout: gl.constexpr = row_max.type.layout
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = WIDE_ROWS if WIDTH == 256 else narrow
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
     fully_masked = row_sum == 0
     row_sum = gl.where(fully_masked, 1.0, row_sum)
@@ -208,8 +211,11 @@ def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes):
     Out = output.Out + batch.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
     Out += first_row.to(gl.int64) * output.stride_m
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))[None, :]
-    gl.store(Out + rows * output.stride_m + dims, out, mask=first_row + rows < sizes.q_len)
+    dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
+    mask = first_row + rows < sizes.q_len
+    if WIDTH > SPEC.HEAD_DIM:
+        mask = mask & (dims < SPEC.HEAD_DIM)
+    gl.store(Out + rows * output.stride_m + dims, out, mask=mask)
 
 
 @gluon.jit
@@ -223,20 +229,20 @@ def attend(
     HEAD_DIM: gl.constexpr = rings.q.tiles.shape[4]
     dtype: gl.constexpr = rings.q.tiles.dtype
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    SEEN: gl.constexpr = BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else BLOCK_N
+    SEEN: gl.constexpr = SPEC.BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else SPEC.BLOCK_N
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
     if SPEC.LISTED:
-        List = list_of(tile_row // BLOCK_N, head, batch, sizes.blocks)
+        List = list_of(tile_row // SPEC.BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
-        last_key = gl.load(List + blocks) * BLOCK_N
+        last_key = gl.load(List + blocks) * SPEC.BLOCK_N
     else:
         blocks = count_key_blocks(first_row + ROWS, sizes, SPEC)
         skipped = count_key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
         stage, phase = skip_key_blocks(skipped, rings, stage, phase, SPEC)
-        last_key = (blocks - 1) * BLOCK_N  # first key of the last block
-    slot = ordinal % Q_STAGES * SPEC.CONSUMERS + WHICH
-    mbarrier.wait(rings.q.full.index(slot), ordinal // Q_STAGES & 1)
+        last_key = (blocks - 1) * SPEC.BLOCK_N  # first key of the last block
+    slot = q_slot(ordinal, WHICH, SPEC)
+    mbarrier.wait(rings.q.full.index(slot), q_phase(ordinal, WHICH, SPEC))
 
     scores = warpgroup_mma_wait(0, [issue_qk(rings, slot, stage, phase, SEEN)])
     mbarrier.arrive(rings.k.empty.index(stage))
@@ -246,7 +252,7 @@ def attend(
         first_seen = first_keys(rows, batch, sizes.bounds)
         scores = mask_before(scores, first_seen, last_key)
     p, row_max, row_sum = first_softmax(scores, exp2_scale, dtype)
-    if SEEN < BLOCK_N:
+    if SEEN < SPEC.BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     if SPEC.EXP_BEFORE_WAIT:
@@ -255,16 +261,18 @@ def attend(
     if SPEC.BOUNDED:
         begin = first_key_block(first_row, batch, sizes, SPEC)
         begin_of_last = first_keys(gl.minimum(first_row + ROWS, sizes.q_len) - 1, batch, sizes.bounds)
-        unmasked = gl.minimum(gl.maximum(unmasked - gl.cdiv(begin_of_last, BLOCK_N), 0), unmasked - begin)
+        unmasked = gl.minimum(
+            gl.maximum(unmasked - gl.cdiv(begin_of_last, SPEC.BLOCK_N), 0), unmasked - begin
+        )
     for passed in range(unmasked):
-        first_key = (blocks - 2 - passed) * BLOCK_N
+        first_key = (blocks - 2 - passed) * SPEC.BLOCK_N
         acc, p, row_max, row_sum, stage, phase = pipelined_step(
             acc, p, row_max, row_sum, rings, slot, stage, phase,
             exp2_scale, first_row, first_key, None, sizes, SPEC,
         )  # fmt: skip
     if SPEC.BOUNDED:
         for block in range(blocks - 2 - unmasked, begin - 1, -1):
-            first_key = block * BLOCK_N
+            first_key = block * SPEC.BLOCK_N
             acc, p, row_max, row_sum, stage, phase = pipelined_step(
                 acc, p, row_max, row_sum, rings, slot, stage, phase,
                 exp2_scale, first_row, first_key, first_seen, sizes, SPEC,
@@ -272,7 +280,7 @@ def attend(
     mbarrier.arrive(rings.q.empty.index(slot))
     acc = warpgroup_mma_wait(0, [issue_pv(p, acc, rings, stage, phase, SPEC)])
     mbarrier.arrive(rings.v.empty.index(stage))
-    store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes)
+    store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes, SPEC)
     stage, phase = next_position(stage, phase, SPEC.STAGES)
     if SPEC.BOUNDED:
         skipped = begin - first_key_block(tile_row, batch, sizes, SPEC)
@@ -310,12 +318,12 @@ def hopper_forward_kernel(
 ):  # fmt: skip
     """out = softmax(q k^T * scale) v, and lse. Grid: (programs,), one for each SM but no more than there are tiles.
 
-    The descriptors move (1, 1, 64, head_dim) of Q and (1, 1, 128, head_dim) of K and V. Lse: float32 (batch, heads,
-    q_len), contiguous. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (scheduler.py). DocumentStart,
+    The descriptors move (1, 1, 64, tile_width) of Q and (1, 1, BLOCK_N, tile_width) of K and V. Lse: float32 (batch,
+    heads, q_len), contiguous. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (scheduler.py). DocumentStart,
     left: if SPEC.BOUNDED (bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys, if
     SPEC.LISTED (block_masks.py).
     """
-    q = make_ring(q_desc, Q_STAGES * SPEC.CONSUMERS, 1)
+    q = make_ring(q_desc, SPEC.Q_SLOTS, 1)
     k = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
     v = make_ring(v_desc, SPEC.STAGES, SPEC.CONSUMERS)
     rings = Rings(q, k, v)
@@ -326,6 +334,8 @@ def hopper_forward_kernel(
     if SPEC.LISTED:
         blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)
     sizes = ForwardSizes(q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, blocks)
+    if SPEC.HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and stores single elements otherwise
+        stride_ob, stride_oh, stride_om = stride_ob // 8 * 8, stride_oh // 8 * 8, stride_om // 8 * 8
     output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
     # Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
     claims: gl.constexpr = None

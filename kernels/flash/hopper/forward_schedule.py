@@ -13,9 +13,21 @@ from triton.experimental.gluon import language as gl
 
 from .block_masks import Blocks
 from .bounds import Bounds, first_keys
+from .descriptors import tile_width
 
 ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
-BLOCK_N = gl.constexpr(128)  # keys
+# Layout in which 64 x 256 results are stored. Each warp has the rows that it has after wgmma, so that one shuffle for
+# four elements gets there, and no shared memory: there is none left for the tiles of two consumers. A thread stores 8
+# bytes, its neighbours the rest of 32.
+WIDE_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
 
 
@@ -23,6 +35,8 @@ DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06
 class ForwardSpec:
     """Compile-time parameters of the forward, passed as one argument."""
 
+    HEAD_DIM: gl.constexpr  # columns of out; tiles have `tile_width` columns
+    BLOCK_N: gl.constexpr  # keys in a tile
     GROUP: gl.constexpr  # query heads per key head
     CAUSAL: gl.constexpr
     ALIGNED: gl.constexpr  # only a consumer's last block of keys needs a mask
@@ -33,6 +47,7 @@ class ForwardSpec:
     DYNAMIC: gl.constexpr  # dynamic tile scheduling (scheduler.py); else static
     EXP_BEFORE_WAIT: gl.constexpr  # exponentials before the wait for P V, not after it (`pipelined_step`)
     CONSUMERS: gl.constexpr
+    Q_SLOTS: gl.constexpr  # tiles of Q in shared memory, each for one consumer
     STAGES: gl.constexpr  # tiles in shared memory of each of K and V
     REGISTERS: gl.constexpr  # per consumer thread
 
@@ -40,6 +55,11 @@ class ForwardSpec:
 def is_dynamic(q_len: int, uneven: bool) -> bool:
     """Whether tiles are scheduled dynamically. uneven: the cost of a tile depends on data only the device knows."""
     return q_len >= DYNAMIC_FROM or uneven
+
+
+def block_n(head_dim: int) -> int:
+    """Keys in a tile. Above head_dim 128 out fills half of a consumer's registers, and 64 keys' scores the rest."""
+    return 128 if head_dim <= 128 else 64
 
 
 @functools.lru_cache(4096)
@@ -62,21 +82,26 @@ def specify(
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
     # but 1.22 at 1024 (causal). Bounded rows see as few keys as short sequences; a block mask has blocks of 128 rows.
-    many = head_dim == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed)
-    consumers, stages, registers = (3, 3, 160) if many else (2, 256 // head_dim, 240)
+    width, keys = tile_width(head_dim), block_n(head_dim)
+    many = width == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed)
+    consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
     dynamic = is_dynamic(q_len, bounded or listed)
     return ForwardSpec(
+        HEAD_DIM=gl.constexpr(head_dim),
+        BLOCK_N=gl.constexpr(keys),
         GROUP=gl.constexpr(group),
         CAUSAL=gl.constexpr(causal),
         ALIGNED=gl.constexpr(not causal or (kv_len - q_len) % ROWS.value == 0),
         HALVED=gl.constexpr(
-            causal and consumers == 2 and (kv_len - q_len) % BLOCK_N.value == 0 and not listed
+            causal and consumers == 2 and keys == 128 and (kv_len - q_len) % keys == 0 and not listed
         ),
         BOUNDED=gl.constexpr(bounded),
         LISTED=gl.constexpr(listed),
         DYNAMIC=gl.constexpr(dynamic),
-        EXP_BEFORE_WAIT=gl.constexpr(dynamic and causal and (many or head_dim == 128)),
+        EXP_BEFORE_WAIT=gl.constexpr(dynamic and causal and (many or width > 64)),
         CONSUMERS=gl.constexpr(consumers),
+        # Two for each consumer; at width 256 there is room for three, so one consumer's next Q is fetched early.
+        Q_SLOTS=gl.constexpr(2 * consumers if width < 256 else 3),
         STAGES=gl.constexpr(stages),
         REGISTERS=gl.constexpr(registers),
     )
@@ -111,6 +136,22 @@ def decode_tile(index, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def q_slot(ordinal, WHICH: gl.constexpr, SPEC: gl.constexpr):
+    """The slot in shared memory of a consumer's Q, for this program's ordinal-th tile."""
+    TWO_EACH: gl.constexpr = SPEC.Q_SLOTS == 2 * SPEC.CONSUMERS
+    number = ordinal * SPEC.CONSUMERS + WHICH
+    return ordinal % 2 * SPEC.CONSUMERS + WHICH if TWO_EACH else number % SPEC.Q_SLOTS
+
+
+@gluon.jit
+def q_phase(ordinal, WHICH: gl.constexpr, SPEC: gl.constexpr):
+    """The phase parity of that slot's barriers."""
+    TWO_EACH: gl.constexpr = SPEC.Q_SLOTS == 2 * SPEC.CONSUMERS
+    number = ordinal * SPEC.CONSUMERS + WHICH
+    return (ordinal // 2 if TWO_EACH else number // SPEC.Q_SLOTS) & 1
+
+
+@gluon.jit
 def static_tile(ordinal, sizes):
     """Static schedule: the ordinal-th tile of this program. Round-robin, with every other round in reverse order."""
     programs = gl.num_programs(0)
@@ -131,7 +172,7 @@ def count_key_blocks(rows, sizes, SPEC: gl.constexpr):
     end = sizes.kv_len
     if SPEC.CAUSAL:
         end = gl.minimum(end, rows + sizes.kv_len - sizes.q_len)
-    return gl.maximum(gl.cdiv(end, BLOCK_N), 1)
+    return gl.maximum(gl.cdiv(end, SPEC.BLOCK_N), 1)
 
 
 @gluon.jit
@@ -139,5 +180,5 @@ def first_key_block(row, batch, sizes, SPEC: gl.constexpr):
     """The block that holds the first visible key of a row, or of the last row if `row` lies beyond it."""
     first = 0
     if SPEC.BOUNDED:
-        first = first_keys(gl.minimum(row, sizes.q_len - 1), batch, sizes.bounds) // BLOCK_N
+        first = first_keys(gl.minimum(row, sizes.q_len - 1), batch, sizes.bounds) // SPEC.BLOCK_N
     return first

@@ -7,16 +7,19 @@ import triton
 
 from ...launch import INTERPRETED, Launch, launch, sm_count
 from ..call import Options, Tensors
-from ..dispatch import HOPPER_DTYPES, HOPPER_HEAD_DIMS
+from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, list_strides
 from .backward import choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
-from .descriptors import Descriptor, fits_tma, rows_of
+from .descriptors import Descriptor, fits_tma, rows_of, tile_width
 from .dq import SUM_BLOCK, delta_kernel, round_kernel
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
-from .forward_schedule import BLOCK_N, ROWS, is_dynamic, specify
+from .forward_schedule import ROWS, block_n, is_dynamic, specify
 from .primitives import OVERLAPPED, compile_options
+from .wide_dkdv import KEYS as WIDE_KEYS
+from .wide_dkdv import WIDTH, dkdv_kernel
+from .wide_dq import dq_kernel
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -25,7 +28,7 @@ SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per
 
 
 def fits_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `forward` accepts these: head_dim 64 or 128, 16 bits, not empty, addressable by TMA."""
+    """Whether `forward` accepts these: head_dim a multiple of 8, 16 bits, not empty, addressable by TMA."""
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     return (
         aligned
@@ -41,7 +44,7 @@ def _fits_forward(
     batch, heads, _, head_dim = q_shape
     fit = fits_tma(q_shape, q_strides) and fits_tma(kv_shape, k_strides) and fits_tma(kv_shape, v_strides)
     # If q has tokens outermost, so has out; offsets of 64 tokens, batch * heads * head_dim apart, must fit 32 bits.
-    return fit and head_dim in HOPPER_HEAD_DIMS and batch * heads * head_dim < 2**25
+    return fit and head_dim % 8 == 0 and batch * heads * head_dim < 2**25
 
 
 def forward(
@@ -50,7 +53,7 @@ def forward(
     """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
 
     Args:
-        q: float16 or bfloat16 (batch, heads, q_len, 64 or 128).
+        q: float16 or bfloat16 (batch, heads, q_len, head_dim).
         k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `fits_forward` accepts all.
         out: like q, with any strides whose last is 1.
         lse: float32 (batch, heads, q_len), contiguous.
@@ -70,7 +73,7 @@ def forward(
             hopper_forward_kernel,
             (min(tiles, sm_count(q.device)), 1, 1),
             numbers,
-            compile_options(head_dim),
+            compile_options(tile_width(head_dim)),
         )
 
     strides = out.stride(), list_strides(key_blocks)
@@ -103,7 +106,8 @@ def _left(left: int) -> int:
 
 
 def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]:
-    return rows_of(q, ROWS.value), rows_of(k, BLOCK_N.value), rows_of(v, BLOCK_N.value)
+    keys = block_n(q.shape[3])
+    return rows_of(q, ROWS.value), rows_of(k, keys), rows_of(v, keys)
 
 
 def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
@@ -121,7 +125,8 @@ def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> 
     return (
         fits_tma(q_shape, d_out_strides)
         and out_strides[3] == 1
-        and q_len <= 65535 * BLOCK_M[head_dim]  # blocks of queries are a grid axis
+        and q_len
+        <= 65535 * BLOCK_M.get(tile_width(head_dim), ROWS.value)  # blocks of queries are a grid axis
         and batch * heads * (q_len + 128) < 2**31  # int32 row index of lse and delta; dQ's sum has fewer rows
     )
 
@@ -143,8 +148,8 @@ def backward(
 ) -> None:
     """Write the gradients of attention to dq, dk, dv, and delta, for inputs that `fits_backward` accepts.
 
-    Workspace, freed on return: 4 * head_dim bytes per query and head for the float32 sum of dQ; with grouped heads,
-    as many per key and query head, for dk and dv before they are summed over a group.
+    Workspace, freed on return: up to head_dim 128, 4 * `tile_width` bytes per query and head for the float32 sum of
+    dQ; with grouped heads, 4 * head_dim per key and query head, for dk and dv before they are summed over a group.
 
     Args:
         d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, kv_heads, kv_len, head_dim).
@@ -154,16 +159,19 @@ def backward(
         dq, dk, dv: any strides that TMA takes. delta: like lse.
         tensors, options: as for `forward`.
     """
+    if tile_width(q.shape[3]) == WIDTH.value:
+        return _backward_wide(d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, options)
     causal, scale, left = options.causal, options.scale, options.left
     key_blocks, query_blocks, starts = tensors.key_blocks, tensors.query_blocks, tensors.document_starts
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    block_m = BLOCK_M[head_dim]
+    width = tile_width(head_dim)
+    block_m = BLOCK_M[width]
     row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that costs 2 us
     blocks = batch * heads * row_blocks
-    rows, width = SUM_BLOCK.value
-    dq_sum = q.new_empty(2 * rows * blocks, width, dtype=torch.float32)  # two halves per block of queries
+    rows, columns = SUM_BLOCK.value
+    dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
-    grid, tile = (heads, row_blocks, batch), (block_m, head_dim)
+    grid, tile = (heads, row_blocks, batch), (block_m, head_dim, width, KEYS.value)
     bounded, listed = left >= 0 or starts is not None, key_blocks is not None
     drop = drop_of(options.dropout_p)
     overlapped = not INTERPRETED  # the three kernels, by programmatic dependent launch
@@ -171,14 +179,14 @@ def backward(
 
     def prepare_delta() -> Launch:
         strides = (*out.stride()[:3], *d_out.stride()[:3])
-        return delta_kernel, grid, (*strides, q_len, _left(left), *tile, KEYS.value, overlapped), {}
+        return delta_kernel, grid, (*strides, q_len, _left(left), *tile, overlapped), {}
 
     def prepare_main() -> Launch:
         flat_heads, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
         heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
         tail_head = None
         if causal and not (bounded or listed or drop):  # with dropout it would spill 8 to 12 B
-            tail_head, in_cache = _heads_upwards(flat_heads, q_len, head_dim)
+            tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
             heads_per_group = in_cache if tail_head else heads_per_group
         sizes = (
             *(heads, flat_heads, heads_per_group, heads_per_group * columns),
@@ -187,38 +195,105 @@ def backward(
         )
         masked = causal or kv_len % KEYS.value != 0
         # With a window, documents or a block mask a work item has few steps.
-        dq_delay = 0 if bounded or listed else choose_dq_delay(head_dim, causal, row_blocks)
+        dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks)
         spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
         programs = min(flat_heads * columns, sm_count(q.device))
-        options = compile_options(head_dim, dq_delay) | after_start
+        options = compile_options(width, dq_delay) | after_start
         return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), options
 
     def prepare_round() -> Launch:
         masked_rows = max(q_len - kv_len, 0) if causal else 0
         whole = scale * (drop.SCALE.value if drop else 1.0)
         numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
-        return round_kernel, grid, (*numbers, *tile, KEYS.value, overlapped), after_start
+        return round_kernel, grid, (*numbers, *tile, overlapped), after_start
 
     lists = list_strides(key_blocks), list_strides(query_blocks)
     key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)
     of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
     launch(of_delta, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
-    of_heads = (dk, dv)
-    if heads != kv_heads:
-        of_heads = (q.new_empty(batch, heads, kv_len, head_dim), q.new_empty(batch, heads, kv_len, head_dim))
+    of_heads = _of_every_head(q, dk, dv)
     moved = (q, k, v, d_out, *of_heads, dq_sum)
     pointers = (lse, delta, turns, starts, tensors.document_ends, query_blocks, tensors.seed)
     launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
     launch((dq_sum, dq, key_blocks), ("round", *key, dq.stride()), prepare_round)
-    if heads != kv_heads:
-        for total, each in zip((dk, dv), of_heads, strict=True):
+    _add_up_groups((dk, dv), of_heads)
+
+
+def _backward_wide(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    delta: Tensor,
+    options: Options,
+) -> None:
+    """`backward` above head_dim 128, by wide_dkdv.py and wide_dq.py. No workspace but that of grouped heads."""
+    causal, scale, device = options.causal, options.scale, q.device
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    rows, keys = ROWS.value, WIDE_KEYS.value
+
+    def prepare_delta() -> Launch:
+        strides = (*out.stride()[:3], *d_out.stride()[:3])
+        tile = (rows, head_dim, WIDTH.value, keys, False)  # the next kernel waits for the end of this one
+        return delta_kernel, (heads, triton.cdiv(q_len, rows), batch), (*strides, q_len, 0, *tile), {}
+
+    def prepare_dkdv() -> Launch:
+        row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
+        heads_per_group = max(1, CACHED // (4 * q_len * head_dim))  # whose Q and dO fit the L2 cache
+        sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
+        spec = (heads // kv_heads, causal)
+        programs = min(batch * heads * key_blocks, sm_count(device))
+        return dkdv_kernel, (programs, 1, 1), (*sizes, scale, *spec), compile_options(WIDTH.value)
+
+    def prepare_dq() -> Launch:
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
+        tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
+        heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True) if causal else 1
+        numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, scale, spec)
+        return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
+
+    key = (q.shape, kv_heads, kv_len, causal, scale)
+    of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
+    launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
+    for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
+    of_heads = _of_every_head(q, dk, dv)
+    moved = (q, k, v, d_out, *of_heads)
+    launch((lse, delta, for_dkdv), ("wide dk dv", q.dtype, *key), prepare_dkdv, moved, _describe_wide)
+    pointers = (dq, lse, delta, for_dq)
+    launch(pointers, ("wide dq", *key, dq.stride()), prepare_dq, moved[:4], _describe_wide)
+    _add_up_groups((dk, dv), of_heads)
+
+
+def _describe_wide(*moved: Tensor) -> tuple[Descriptor, ...]:
+    return tuple(rows_of(x, ROWS.value) for x in moved)  # as many as WIDE_KEYS
+
+
+def _of_every_head(q: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv, or with grouped heads tensors for those of every query head."""
+    if q.shape[1] == dk.shape[1]:
+        return dk, dv
+    shape = (*q.shape[:2], *dk.shape[2:])
+    return q.new_empty(shape), q.new_empty(shape)
+
+
+def _add_up_groups(totals: tuple[Tensor, Tensor], of_heads: tuple[Tensor, Tensor]) -> None:
+    """Add up what `_of_every_head` made room for."""
+    for total, each in zip(totals, of_heads, strict=True):
+        if total is not each:
+            batch, kv_heads, kv_len, head_dim = total.shape
             torch.sum(each.view(batch, kv_heads, -1, kv_len, head_dim), 2, out=total)
 
 
 def _describe_backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, dk: Tensor, dv: Tensor, dq_sum: Tensor
 ) -> tuple[Descriptor, ...]:
-    block_m = BLOCK_M[q.shape[3]]
+    block_m = BLOCK_M[tile_width(q.shape[3])]
     return (
         rows_of(q, block_m), rows_of(k, KEYS.value), rows_of(v, KEYS.value), rows_of(d_out, block_m),
         rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, SUM_BLOCK.value),
@@ -235,15 +310,15 @@ def _backward_heads_per_group(causal: bool, row_blocks: int, device: torch.devic
     return max(1, sm_count(device) // items_at_once)
 
 
-def _heads_upwards(flat_heads: int, q_len: int, head_dim: int) -> tuple[int, int]:
+def _heads_upwards(flat_heads: int, q_len: int, width: int) -> tuple[int, int]:
     """How many heads go upwards (backward_schedule.py), all but the last group, and the heads of a group.
 
     A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. Not a
-    function of the device: dQ's order of sums would be another on another GPU. At head_dim 128 it is 9 % slower at
+    function of the device: dQ's order of sums would be another on another GPU. At width 128 it is 9 % slower at
     512 and 2 % at 1024 tokens, and 10 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
     """
-    if head_dim == 128 and q_len < 2048:
+    if width == 128 and q_len < 2048:
         return 0, flat_heads
-    groups = triton.cdiv(flat_heads * 8 * q_len * head_dim, CACHED)
+    groups = triton.cdiv(flat_heads * 8 * q_len * width, CACHED)
     heads_per_group = triton.cdiv(flat_heads, groups)
     return (flat_heads - 1) // heads_per_group * heads_per_group, heads_per_group

@@ -8,7 +8,7 @@ threads only once, at the end.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .forward_schedule import BLOCK_N, ROWS
+from .forward_schedule import ROWS
 
 LOWEST = gl.constexpr(-3.0e38)  # see portable/forward.py
 
@@ -52,6 +52,7 @@ def first_softmax(scores, exp2_scale, dtype: gl.constexpr):
 @gluon.jit
 def widen(p, row_max, row_sum, dtype: gl.constexpr):
     """first_softmax's results for the left half of a block, as those of a whole block whose right half is masked."""
+    BLOCK_N: gl.constexpr = 4 * p.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     whole = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     p_layout: gl.constexpr = pack(whole, dtype).type.layout

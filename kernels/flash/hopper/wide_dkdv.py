@@ -1,0 +1,285 @@
+"""The backward for Hopper (sm_90a) above head_dim 128, in Gluon: dK and dV. wide_dq.py has dQ.
+
+dK and dV of 64 keys take half of the registers of two warpgroups. One kernel for all five products would therefore
+add 64 KB to the sum of dQ for every 64 KB of Q and dO that it loads, more than the L2 cache moves while the tensor
+cores multiply. Two kernels compute seven products, but no sum: nothing is added in an order, and no memory is needed.
+
+A work item is 64 keys of a head against all blocks of 64 queries that see them. S^T and dP^T are split between the
+two consumer warpgroups by queries, dK and dV by dimensions: each multiplies all of P and dS, which pass through
+shared memory. P's product runs under the arithmetic of dS, dP's under the exponentials.
+
+Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention. With grouped heads, every query
+head has its own dK and dV.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .backward import sync_consumers
+from .forward_schedule import ROWS
+from .masks import masked_bias
+from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring
+from .primitives import tma_load, tma_store
+from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+
+KEYS = gl.constexpr(64)
+WIDTH = gl.constexpr(256)  # columns of a tile
+STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q and dO
+
+
+class Sizes(NamedTuple):
+    """The problem sizes of a launch."""
+
+    heads: gl.tensor
+    flat_heads: gl.tensor  # batch * heads
+    heads_per_group: gl.tensor  # heads in a scheduling group
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    row_blocks: gl.tensor
+    key_blocks: gl.tensor
+
+
+class WorkItem(NamedTuple):
+    """A block of keys of one head, and `steps` blocks of queries, from the last one downwards. The steps from
+    `masked_from` on cross the diagonal."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    flat_head: gl.tensor  # batch * heads + head
+    key_block: gl.tensor
+    last_block: gl.tensor
+    steps: gl.tensor
+    masked_from: gl.tensor
+    diagonal_row: gl.tensor  # first row that sees the first key, relative to the first row of `last_block`
+
+
+class Shared(NamedTuple):
+    """What the warps of a program share."""
+
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    queries: Ring
+    d_outs: Ring  # released together with the queries
+    p: gl.shared_memory_descriptor  # two buffers of two halves, one of each warpgroup
+    ds: gl.shared_memory_descriptor  # two halves
+    claims: Ring
+
+
+@gluon.jit
+def decode_keys(index, sizes, CAUSAL: gl.constexpr):
+    """The index-th work item. Heads come in groups; within a group, the keys that most queries see come first.
+
+    Keys beyond the last need no mask: what they get is not stored.
+    """
+    first_flat_head = index // (sizes.heads_per_group * sizes.key_blocks) * sizes.heads_per_group
+    index -= first_flat_head * sizes.key_blocks
+    heads_per_group = gl.minimum(sizes.heads_per_group, sizes.flat_heads - first_flat_head)
+    flat_head = first_flat_head + index % heads_per_group
+    key_block = index // heads_per_group
+    first_key = key_block * KEYS
+    last_block = sizes.row_blocks - 1
+    steps = sizes.row_blocks
+    masked_from = steps
+    first_row = first_key - (sizes.kv_len - sizes.q_len)  # that sees the first key
+    if CAUSAL:
+        steps -= gl.maximum(first_row, 0) // ROWS
+        masked_from -= gl.cdiv(gl.maximum(first_row + KEYS - 1, 0), ROWS)
+    batch, head = flat_head // sizes.heads, flat_head % sizes.heads
+    diagonal_row = first_row - last_block * ROWS
+    return WorkItem(batch, head, flat_head, key_block, last_block, steps, masked_from, diagonal_row)
+
+
+@gluon.jit
+def load_queries(
+    q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """The load warp: claim work items, load K and V once for each, and its blocks of Q and dO."""
+    ordinal = 0
+    tiles_before = 0
+    index = publish_claim(issue_claim(Counter), shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
+    while index >= 0:
+        pending = issue_claim(Counter)
+        item = decode_keys(index, sizes, CAUSAL)
+        for step in range(item.steps):
+            stage = (tiles_before + step) % STAGES
+            phase = (tiles_before + step) // STAGES & 1
+            coordinates = [item.batch, item.head, (item.last_block - step) * ROWS, 0]
+            fetch(q_desc, coordinates, shared.queries, stage, phase)
+            if step == 0:  # after Q, whose stage is free before the previous item's last step
+                mbarrier.wait(shared.kv_empty, (ordinal & 1) ^ 1)
+                mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+                keys = [item.batch, item.head // GROUP, item.key_block * KEYS, 0]
+                tma_load(k_desc, keys, shared.kv_full, shared.k_tiles.index(0))
+                tma_load(v_desc, keys, shared.kv_full, shared.v_tiles.index(0))
+            fetch(do_desc, coordinates, shared.d_outs, stage, phase)
+        tiles_before += item.steps
+        ordinal += 1
+        index = publish_claim(pending, shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
+
+
+@gluon.jit
+def consume_queries(
+    dk_desc, dv_desc, Lse, Delta, shared, sizes, scale,
+    WHICH: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """A consumer warpgroup: half of the dimensions of dK and dV."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS // 2, 16])
+    ordinal = 0
+    tiles_before = 0
+    index = read_claim(shared.claims, ordinal)
+    while index >= 0:
+        item = decode_keys(index, sizes, CAUSAL)
+        dk = gl.zeros([KEYS, WIDTH // 2], gl.float32, layout)
+        dv = gl.zeros([KEYS, WIDTH // 2], gl.float32, layout)
+        zeros = gl.zeros([KEYS, ROWS // 2], gl.float32, scores_layout)
+        if CAUSAL:
+            first_visible = item.diagonal_row + gl.arange(0, KEYS, gl.SliceLayout(1, scores_layout))
+        mbarrier.wait(shared.kv_full, ordinal & 1)
+        for step in range(item.steps):
+            # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
+            bias = zeros
+            if CAUSAL and step >= item.masked_from:
+                bias = masked_bias(zeros, first_visible, step * ROWS - WHICH * (ROWS // 2), CAUSAL)
+            first_row = (item.last_block - step) * ROWS
+            dk, dv = process_queries(
+                dk, dv, bias, first_row, item.flat_head, tiles_before + step, Lse, Delta, shared, sizes, scale,
+                WHICH, CAUSAL,
+            )  # fmt: skip
+        tiles_before += item.steps
+        store_dk_dv(dk_desc, dv_desc, dk * scale, dv, shared, item, WHICH)
+        ordinal += 1
+        index = read_claim(shared.claims, ordinal)
+        arrive(shared.claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole item ago
+
+
+@gluon.jit
+def process_queries(
+    dk, dv, bias, first_row, flat_head, tile, Lse, Delta, shared, sizes, scale,
+    WHICH: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """One step: S and dP of half of a block of queries, then what all of the block adds to half of dK and dV.
+
+    bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL.
+    """
+    HALF: gl.constexpr = ROWS // 2
+    scores_layout: gl.constexpr = bias.type.layout
+    dtype: gl.constexpr = shared.k_tiles.dtype
+    stage = tile % STAGES
+    phase = tile // STAGES & 1
+    # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers. Otherwise they hoist the descriptors of
+    # the operands that stay, more than there are uniform registers, out of the loop, and spill 100 B.
+    opaque_zero = tile >> 30
+    k = shared.k_tiles.index(opaque_zero).reshape([KEYS, WIDTH])
+    v = shared.v_tiles.index(opaque_zero).reshape([KEYS, WIDTH])
+    q = shared.queries.tiles.index(stage).reshape([ROWS, WIDTH])
+    d_out = shared.d_outs.tiles.index(stage).reshape([ROWS, WIDTH])
+    rows = first_row + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(0, scores_layout))
+    lse = (
+        gl.load(Lse + (flat_head * sizes.q_len + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
+    )
+    delta = gl.load(Delta + (flat_head * sizes.q_len + rows), mask=rows < sizes.q_len, other=0.0)
+    zeros = gl.zeros([KEYS, HALF], gl.float32, scores_layout)
+    mbarrier.wait(shared.queries.full.index(stage), phase)
+    s = warpgroup_mma(k, q.slice(WHICH * HALF, HALF).permute((1, 0)), bias, use_acc=CAUSAL, is_async=True)
+    mbarrier.wait(shared.d_outs.full.index(stage), phase)
+    dp = warpgroup_mma(
+        v, d_out.slice(WHICH * HALF, HALF).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    # +inf for fully masked rows and rows beyond the end, whose P = exp2(S - inf) is then 0.
+    lse = gl.where(lse == float("-inf"), float("inf"), lse)
+    s = warpgroup_mma_wait(1, [s])
+    p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+    # Two buffers: the other warpgroup may still be multiplying the previous P.
+    p_buffer = 2 * stage
+    shared.p.index(p_buffer + WHICH).store(p.to(dtype))
+    fence_async_shared()
+    sync_consumers()
+    for half in gl.static_range(2):
+        part = d_out.slice(half * HALF, HALF).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
+        dv = warpgroup_mma(shared.p.index(p_buffer + half), part, dv, is_async=True)
+    dp = warpgroup_mma_wait(2, [dp])
+    ds = p * (dp - delta[None, :])
+    shared.ds.index(WHICH).store(ds.to(dtype))
+    fence_async_shared()
+    sync_consumers()
+    for half in gl.static_range(2):
+        part = q.slice(half * HALF, HALF).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
+        dk = warpgroup_mma(shared.ds.index(half), part, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    arrive(shared.queries.empty.index(stage))
+    return dk, dv
+
+
+@gluon.jit
+def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, WHICH: gl.constexpr):
+    """Store dK and dV by TMA from the tiles of K and V, then release those. Both warpgroups are done with them: each
+    had its last dP before they met over dS."""
+    dtype: gl.constexpr = shared.k_tiles.dtype
+    for_k = shared.k_tiles.index(0).reshape([KEYS, WIDTH]).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
+    for_v = shared.v_tiles.index(0).reshape([KEYS, WIDTH]).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
+    for_k.store(dk.to(dtype))
+    for_v.store(dv.to(dtype))
+    fence_async_shared()
+    sync_consumers()
+    if WHICH == 0:
+        coordinates = [item.batch, item.head, item.key_block * KEYS, 0]
+        tma_store(dk_desc, coordinates, shared.k_tiles.index(0))
+        tma_store(dv_desc, coordinates, shared.v_tiles.index(0))
+        tma.store_wait(0)
+        gl.barrier()
+        arrive(shared.kv_empty)
+
+
+@gluon.jit(do_not_specialize=[*Sizes._fields])
+def dkdv_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, Lse, Delta, Counter,
+    heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, scale,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of every query head. Grid: (programs,), one for each SM but no more than work items.
+
+    The descriptors move (1, 1, 64, 256). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32 0.
+    GROUP: query heads per head of K and V.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    sizes = Sizes(heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
+    k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
+    v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
+    queries = make_ring(q_desc, STAGES, 2)
+    d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], do_desc.layout)
+    d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)
+    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS // 2], dtype)
+    p = gl.allocate_shared_memory(dtype, [2 * STAGES, KEYS, ROWS // 2], half)
+    ds = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS // 2], half)
+    kv_full = make_barriers(1, 1).index(0)
+    kv_empty = make_barriers(1, 1).index(0)
+    claims = make_claims(2)
+    shared = Shared(k_tiles, v_tiles, kv_full, kv_empty, queries, d_outs, p, ds, claims)
+    fence_async_shared()  # make the initialised barriers visible to TMA
+    gl.warp_specialize(
+        [
+            (
+                consume_queries,
+                (dk_desc, dv_desc, Lse, Delta, shared, sizes, scale, gl.constexpr(0), CAUSAL),
+            ),
+            (
+                consume_queries,
+                (dk_desc, dv_desc, Lse, Delta, shared, sizes, scale, gl.constexpr(1), CAUSAL),
+            ),
+            (load_queries, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

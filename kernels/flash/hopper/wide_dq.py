@@ -1,0 +1,180 @@
+"""The backward for Hopper (sm_90a) above head_dim 128, in Gluon: dQ. wide_dkdv.py has dK and dV, and says why.
+
+The forward's tile and order: 128 queries, 64 for each of two consumer warpgroups, against blocks of 64 keys. The
+warpgroups exchange nothing: while one computes dS, the other's products run.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .forward_schedule import ROWS, WIDE_ROWS, ForwardSizes, count_key_blocks, decode_tile
+from .masks import mask_scores
+from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring
+from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .wide_dkdv import KEYS, WIDTH
+
+STAGES = gl.constexpr(2)  # blocks of K in shared memory; one of V is enough, which is free after dP
+
+
+class Rows(NamedTuple):
+    """What is read and written by rows: pointers, and DQ's strides."""
+
+    DQ: gl.tensor
+    stride_b: gl.tensor
+    stride_h: gl.tensor
+    stride_m: gl.tensor
+    Lse: gl.tensor
+    Delta: gl.tensor
+
+
+class Rings(NamedTuple):
+    """The pipelines. Q and dO have a tile for each consumer."""
+
+    q: Ring
+    d_out: Ring
+    k: Ring
+    v: Ring
+
+
+@gluon.jit
+def load_keys(q_desc, k_desc, v_desc, do_desc, Counter, rings, claims, sizes, SPEC: gl.constexpr):
+    """The load warp: claim tiles of queries, load each, and the blocks of keys it sees, last first."""
+    ordinal = 0
+    blocks_before = 0
+    index = publish_claim(issue_claim(Counter), claims, ordinal, sizes.tiles)
+    while index >= 0:
+        pending = issue_claim(Counter)
+        first_row, head, batch = decode_tile(index, sizes, SPEC)
+        for which in gl.static_range(2):
+            coordinates = [batch, head, first_row + which * ROWS, 0]
+            fetch(q_desc, coordinates, rings.q, which, ordinal & 1)
+            fetch(do_desc, coordinates, rings.d_out, which, ordinal & 1)
+        blocks = count_key_blocks(first_row + 2 * ROWS, sizes, SPEC)
+        for passed in range(blocks):
+            block = blocks_before + passed
+            keys = [batch, head // SPEC.GROUP, (blocks - 1 - passed) * KEYS, 0]
+            fetch(k_desc, keys, rings.k, block % STAGES, block // STAGES & 1)
+            fetch(v_desc, keys, rings.v, 0, block & 1)
+        blocks_before += blocks
+        ordinal += 1
+        index = publish_claim(pending, claims, ordinal, sizes.tiles)
+
+
+@gluon.jit
+def consume_keys(
+    of_rows, rings, claims, sizes, scale, WHICH: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
+    """A consumer warpgroup: rows WHICH * 64 to WHICH * 64 + 63 of each tile of queries."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    # Blocks, of those that a row of this consumer sees, that the diagonal or the end of the keys may cut.
+    CUT: gl.constexpr = 1 if SPEC.ALIGNED else 2
+    ordinal = 0
+    blocks_before = 0
+    index = read_claim(claims, ordinal)
+    while index >= 0:
+        tile_row, head, batch = decode_tile(index, sizes, SPEC)
+        first_row = tile_row + WHICH * ROWS
+        blocks = count_key_blocks(first_row + ROWS, sizes, SPEC)
+        skipped = count_key_blocks(tile_row + 2 * ROWS, sizes, SPEC) - blocks
+        for block in range(blocks_before, blocks_before + skipped):
+            # Seen only by the other consumer. Waiting keeps this one's arrivals in the right phase.
+            mbarrier.wait(rings.k.full.index(block % STAGES), block // STAGES & 1)
+            arrive(rings.k.empty.index(block % STAGES))
+            mbarrier.wait(rings.v.full.index(0), block & 1)
+            arrive(rings.v.empty.index(0))
+        blocks_before += skipped
+        rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
+        first = (batch * sizes.heads + head) * sizes.q_len
+        lse = gl.load(of_rows.Lse + (first + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
+        lse = gl.where(lse == float("-inf"), float("inf"), lse)  # P is 0 there
+        delta = gl.load(of_rows.Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
+        dq = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+        zeros = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
+        mbarrier.wait(rings.q.full.index(WHICH), ordinal & 1)
+        mbarrier.wait(rings.d_out.full.index(WHICH), ordinal & 1)
+        for passed in range(blocks):
+            bias = zeros
+            if passed < CUT:
+                bias = mask_scores(zeros, first_row, (blocks - 1 - passed) * KEYS, sizes, SPEC)
+            dq = process_keys(dq, bias, lse, delta, blocks_before + passed, rings, scale, WHICH)
+        arrive(rings.q.empty.index(WHICH))
+        arrive(rings.d_out.empty.index(WHICH))
+        blocks_before += blocks
+        out = gl.convert_layout((dq * scale).to(of_rows.DQ.dtype.element_ty), WIDE_ROWS)
+        DQ = of_rows.DQ + batch.to(gl.int64) * of_rows.stride_b + head.to(gl.int64) * of_rows.stride_h
+        DQ += first_row.to(gl.int64) * of_rows.stride_m
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE_ROWS))[:, None]
+        dims = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE_ROWS))[None, :]
+        inside = first_row + rows < sizes.q_len
+        if WIDTH > SPEC.HEAD_DIM:
+            inside = inside & (dims < SPEC.HEAD_DIM)
+        gl.store(DQ + rows * of_rows.stride_m + dims, out, mask=inside)
+        ordinal += 1
+        index = read_claim(claims, ordinal)
+        arrive(claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole tile ago
+
+
+@gluon.jit
+def process_keys(dq, bias, lse, delta, block, rings, scale, WHICH: gl.constexpr):
+    """dq and what a block of keys adds to it. bias: initial accumulator of S, -inf at masked elements."""
+    dtype: gl.constexpr = rings.k.tiles.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    stage = block % STAGES
+    own = WHICH + (block >> 30)  # WHICH, hidden as in wide_dkdv.py; else 716 B are spilled
+    q = rings.q.tiles.index(own).reshape([ROWS, WIDTH])
+    d_out = rings.d_out.tiles.index(own).reshape([ROWS, WIDTH])
+    k = rings.k.tiles.index(stage).reshape([KEYS, WIDTH])
+    v = rings.v.tiles.index(0).reshape([KEYS, WIDTH])
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, bias.type.layout)
+    mbarrier.wait(rings.k.full.index(stage), block // STAGES & 1)
+    s = warpgroup_mma(q, k.permute((1, 0)), bias, is_async=True)
+    mbarrier.wait(rings.v.full.index(0), block & 1)
+    dp = warpgroup_mma(d_out, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    p = gl.exp2(s * (scale * LOG2_E) - lse[:, None])
+    dp = warpgroup_mma_wait(0, [dp])
+    arrive(rings.v.empty.index(0))
+    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), operand)
+    # The register operand stays live until it has been read: ptxas before 13.3 reuses its registers at once.
+    dq, ds = warpgroup_mma_wait(0, [warpgroup_mma(ds, k, dq, is_async=True), ds])
+    arrive(rings.k.empty.index(stage))
+    return dq
+
+
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles"])
+def dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, stride_dqb, stride_dqh, stride_dqm,
+    q_len, kv_len, heads, batches, heads_per_group, tiles, scale, SPEC: gl.constexpr,
+):  # fmt: skip
+    """dQ. Grid: (programs,), one for each SM but no more than there are tiles of 128 queries.
+
+    The descriptors move (1, 1, 64, 256). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32 0.
+    """
+    if SPEC.HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and stores single elements otherwise
+        stride_dqb, stride_dqh, stride_dqm = stride_dqb // 8 * 8, stride_dqh // 8 * 8, stride_dqm // 8 * 8
+    rings = Rings(
+        make_ring(q_desc, 2, 1), make_ring(do_desc, 2, 1), make_ring(k_desc, STAGES, 2), make_ring(v_desc, 1, 2)
+    )  # fmt: skip
+    absent: gl.constexpr = None
+    sizes = ForwardSizes(q_len, kv_len, heads, batches, heads_per_group, tiles, absent, absent)
+    claims = make_claims(2)
+    fence_async_shared()  # make the initialised barriers visible to TMA
+    of_rows = Rows(DQ, stride_dqb, stride_dqh, stride_dqm, Lse, Delta)
+    gl.warp_specialize(
+        [
+            (consume_keys, (of_rows, rings, claims, sizes, scale, gl.constexpr(0), SPEC)),
+            (consume_keys, (of_rows, rings, claims, sizes, scale, gl.constexpr(1), SPEC)),
+            (load_keys, (q_desc, k_desc, v_desc, do_desc, Counter, rings, claims, sizes, SPEC)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
