@@ -144,5 +144,5 @@ def aims(results: Results) -> list[Aim]:
     for sample in timed(results, kind="time"):
         if OURS in sample["ms"]:
             ratio, what = took(sample, OURS) / took(sample, PEER), f"a token of {sample['batch']} sequences"
-            found.append(Aim(what, f"{ratio.shown()} the time of {PEER}", "1.00x", ratio.median <= 1.0))
+            found.append(Aim(what, f"{ratio.shown()} the time of {PEER}", "1.00x", ratio.high <= 1.0))
     return found

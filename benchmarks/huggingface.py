@@ -166,5 +166,5 @@ def aims(results: Results) -> list[Aim]:
         if {OURS, "sdpa"} <= sample["ms"].keys():
             ratio = took(sample, OURS, STEP) / took(sample, "sdpa", STEP)
             what = f"transformers' {_title(sample)}, a step"
-            found.append(Aim(what, f"{ratio.shown()} sdpa's time", "1.00x", ratio.median <= 1.0))
+            found.append(Aim(what, f"{ratio.shown()} sdpa's time", "1.00x", ratio.high <= 1.0))
     return found

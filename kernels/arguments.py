@@ -177,9 +177,8 @@ def refuse_features(name: str, features: dict[str, object], beside: str = "") ->
 
 def _check_python(name: str, number: object) -> None:
     """Check that a number is not NumPy's where torch.compile traces: it makes a tensor of that, of unknown value."""
-    if torch.compiler.is_compiling() and not isinstance(
-        number, int | float | torch.SymInt | torch.SymFloat | None
-    ):
+    python = int | float | torch.SymInt | torch.SymFloat | None if torch.compiler.is_compiling() else object
+    if not isinstance(number, python):
         raise AttentionError(f"{name} must be a number of Python's under torch.compile, not of NumPy's")
 
 

@@ -224,9 +224,11 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     absent = {} if job.feature == "cu_seqlens" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not listed:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
+    if not job.feature.startswith("precise_delta"):
+        absent["OutLow"] = None
     lengths = job.length, job.length + ragged
     if job.kernel == "hopper_dkdv":
-        return {"GROUP": 1, "CAUSAL": job.causal}
+        return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
     spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec}
@@ -364,9 +366,11 @@ def _narrow(head_dim: int) -> list[Job]:
         jobs.append(Job(90, name, head_dim, causal, None, feature="block_mask"))
     # The forward always masks its last block; the backward only for the diagonal or a partial block.
     jobs.append(Job(90, "hopper_backward", head_dim, False, None, feature=f"block_mask {RAGGED}"))
-    drops = ("dropout_p", f"dropout_p {RAGGED}")
-    for causal, length, feature in itertools.product((True, False), (512, 16384), drops):
-        jobs.append(Job(90, "hopper_backward", head_dim, causal, None, feature=feature, length=length))
+    # Of precise_delta the backward has only `delta_kernel`.
+    one_pass = {"dropout_p": "hopper_backward", "precise_delta": "hopper_forward"}
+    lengths = itertools.product((True, False), (512, 16384), ("", f" {RAGGED}"))
+    for (feature, name), (causal, length, ragged) in itertools.product(one_pass.items(), lengths):
+        jobs.append(Job(90, name, head_dim, causal, None, feature=feature + ragged, length=length))
     # Tiles filled up with zeros; an odd multiple of 8, at which offsets need most care.
     return jobs + [Job(90, name, head_dim - 56, True, None) for name in kernels if head_dim == 128]
 
@@ -379,9 +383,10 @@ def _wide(head_dim: int) -> list[Job]:
             jobs.append(Job(90, "hopper_forward", head_dim, causal, None, feature=feature, length=length))
         jobs.append(Job(90, "hopper_dq", head_dim, causal, None, feature=feature))
     jobs += [Job(90, "hopper_dkdv", head_dim, causal, None) for causal in (True, False)]
-    for feature in ("cu_seqlens", "window"):
+    for feature in ("cu_seqlens", "window", "precise_delta"):
         jobs.append(Job(90, "hopper_forward", head_dim, True, None, feature=feature))
-    return jobs + [Job(90, name, 136, True, None) for name in ("hopper_forward", "hopper_dq")]
+    kernels = ("hopper_forward", "hopper_dkdv", "hopper_dq")
+    return jobs + [Job(90, name, 136, causal, None) for name in kernels for causal in (True, False)]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -88,9 +88,8 @@ def _count(options: Options) -> None:
         options.sample(count, kind="tile count", keys=keys, **asdict(workload))
     workload = replace(workload, length=settings.length // 4)
     for change in changes():
-        options.sample(
-            lambda c=change: count_change(c, workload), kind="change count", change=change, **asdict(workload)
-        )
+        count = partial(count_change, change, workload)
+        options.sample(count, kind="change count", change=change, **asdict(workload))
     for name in ATTENTIONS:
         count = partial(count_backward, name, workload)
         options.sample(count, kind="backward count", backend=name, **asdict(workload))
@@ -282,13 +281,9 @@ def time_warps(workload: Workload, options: Options) -> Sample:
     """The forward with queries split over two warps, and with keys, by the number of queries in a tile."""
     from kernels.history.flash2 import SPLIT_KEYS, SPLIT_QUERIES
 
-    def forward(way: Any, inputs: Inputs, number: int) -> torch.Tensor:
-        with torch.no_grad():
-            return attend_in(way)(inputs, number)
-
     ways = {"queries": SPLIT_QUERIES} | {f"keys, {way.tile.block_m}": way for way in SPLIT_KEYS}
-    sets = input_sets(workload, torch.float16, options.device)
-    return race({name: partial(forward, way) for name, way in ways.items()}, sets, options, backward=False)
+    forms = {name: torch.no_grad()(attend_in(way)) for name, way in ways.items()}
+    return race(forms, input_sets(workload, torch.float16, options.device), options, backward=False)
 
 
 def _checked(name: str, workload: Workload, options: Options, tiles: dict[str, Tile]) -> Sample:

@@ -17,6 +17,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 import pytest
 import torch
 
+from tests import warm
 from training.command_line import launch
 from training.config import Config, DataConfig
 
@@ -28,6 +29,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
 
 ROOT = Path(__file__).parents[1]
+SERVERS = pytest.StashKey[warm.Servers]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have this process's children forked from servers that all workers share. A GPU allows no fork."""
+    if torch.cuda.is_available() or sys.platform != "linux" or "COLD" in os.environ:
+        return
+    if warm.SERVERS not in os.environ:
+        os.environ[warm.SERVERS] = config.stash.setdefault(SERVERS, warm.Servers()).folder
+    warm.install(os.environ[warm.SERVERS])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SERVERS in config.stash:
+        config.stash[SERVERS].end()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,6 +74,14 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paragraphs = [" ".join(words[(i * j) % len(words)] for j in range(1, 60)) for i in range(1, 61)]
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n\n".join(paragraphs))
+    return path
+
+
+@pytest.fixture(scope="session")
+def short_text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 24 bytes, for runs in the interpreter: to evaluate one of `text_file` took half of it."""
+    path = tmp_path_factory.mktemp("short") / "text.txt"
+    path.write_text("\n\n".join(f"{i * i} wizards, {i * 7919} quips" for i in range(1, 61)))
     return path
 
 

@@ -191,7 +191,8 @@ def _choose_for_call(
     options = options.within(length, kv_len)
     if options.tier not in TIERS:
         raise AttentionError(f"tier={options.tier} is none of {', '.join(TIERS)}")
-    used = {
+    numbers = {name: getattr(options, name) for name in FEATURES.keys() & options._fields}
+    used = numbers | {
         "dropout_p": dropout,
         "window": options.left >= 0 or (options.right >= 0 and not options.causal),
         "alibi_slopes": alibi,
@@ -200,8 +201,7 @@ def _choose_for_call(
         "kv_lengths": padded,
         "block_mask": blocks,
     }
-    numbers = {name: getattr(options, name) for name in FEATURES.keys() & options._fields}
-    names = frozenset(name for name, value in (numbers | used).items() if value)
+    names = frozenset(name for name, value in used.items() if value)
     request = AttentionRequest(device, dtype, head_dim, names, options.tier, length, kv_len, options.causal)
     return Choice("triton", "no prescribed tile") if forced else choose(which, request), options
 

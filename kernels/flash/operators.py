@@ -27,7 +27,7 @@ def flash_forward(
     fits = lambda: hopper().fits_forward(q, k, v)  # noqa: E731
     kernels, options = chosen("forward", q, k, tensors, options, are_forced(), fits)
     if kernels == "hopper":
-        hopper().forward(q, k, v, out, lse, tensors, options)
+        hopper().forward(q, k, v, out, out_low, lse, tensors, options)
     else:
         portable.forward(q, k, v, out, out_low, lse, tensors, options)
     return results
@@ -63,7 +63,7 @@ def flash_backward(
     fits = lambda: hopper().fits_backward(q, k, v, out, d_out)  # noqa: E731
     kernels, options = chosen("backward", q, k, tensors, options, are_forced(), fits)
     if kernels == "hopper":
-        hopper().backward(d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, tensors, options)
+        hopper().backward(d_out, d_lse, out, out_low, lse, q, k, v, dq, dk, dv, delta, tensors, options)
     else:
         portable.backward(d_out, d_lse, out, out_low, lse, q, k, v, dq, dk, dv, delta, tensors, options)
     return results

@@ -13,10 +13,15 @@ from training.command_line import composed
 
 
 @pytest.mark.slow
-def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(tmp_path, capsys):
+def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(text_file, tmp_path, capsys):
     out = tmp_path / "scaling.json"
+    small = [
+        *("trainer.device=cpu", "attention=naive", "model.seq_len=16", "model.n_head=2", "model.n_embd=32"),
+        *("trainer.batch_tokens=128", "data=text_files", f"data.files={text_file}", r"data.separator='\n\n'"),
+        *("data.val_fraction=0.1", "data.workers=1"),
+    ]
     tiny = ["scaling", "--models", "tiny", "--steps", "1", "--out", str(out), "--gpus", "1", "2"]
-    assert main([*tiny, "--layouts", "whole", "full", "context", "--", "trainer.device=cpu"]) == 0
+    assert main([*tiny, "--layouts", "whole", "full", "context", "--", *small]) == 0
     said = capsys.readouterr().out
     samples = json.loads(out.read_text())["samples"]
     assert [(each["ranks"], each["name"]) for each in samples] == [
@@ -30,7 +35,7 @@ def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(tmp_
         assert each["perf/tokens_per_second"] > 0
     assert said.count(" equal") == 3
     assert "DIFFER" not in said
-    assert main([*tiny, "--layouts", "whole", "--", "trainer.precision=fp8"]) == 0
+    assert main([*tiny, "--layouts", "whole", "--", *small, "trainer.precision=fp8"]) == 0
     failed = json.loads(out.read_text())["samples"]
     assert [each["ranks"] for each in failed] == [1, 2]
     assert all("fp8" in each["failed"] for each in failed)

@@ -283,3 +283,35 @@ def test_a_last_stride_other_than_one_is_refused() -> None:
     q, k, v, _ = inputs(16, 16, 16, torch.float32)
     with pytest.raises(AttentionError, match=r"k's last stride must be 1, .*pass k.contiguous\(\)"):
         flash(q, k.transpose(2, 3), v)
+
+
+def test_a_call_that_passed_its_checks_vouches_for_no_other() -> None:
+    """Eager calls are remembered by what the checks look at."""
+    q, k, v, _ = inputs(64, 64, 32, torch.float16)
+
+    def refused(message: str, *tensors: torch.Tensor, **options: object) -> None:
+        with pytest.raises(AttentionError, match=message):
+            flash(*(tensors or (q, k, v)), **options)
+
+    for _ in range(2):
+        flash(q, k, v)
+        refused("share a dtype", q, k, v.float())
+        refused("share a device", q, k.to("meta"), v)
+        refused("share a shape", q, k, v[:, :, 1:])
+        refused("last stride", q, k.transpose(2, 3).contiguous().transpose(2, 3), v)
+        refused("must be .batch", q[0], k[0], v[0])
+        refused("must be .batch", q[0, 0, 0, 0], k, v)
+        refused("scale must be positive", scale=0.0)
+        refused("dropout_p must be", dropout_p=1.0)
+        refused("needs dropout_seed", dropout_p=0.5)
+        refused("window must be", window=(1, 2, 3))
+        refused("softcap must be", softcap=-1.0)
+        refused("tier=nothing", tier="nothing")
+        refused("seed must be", dropout_seed="5")
+        refused("must be a tensor", kv_lengths=[64])
+    listed = [flash(q, k, v, window=window) for window in ([3, 0], (3, 0), (3, 0))]
+    assert torch.equal(listed[0], listed[1])
+    assert torch.equal(listed[1], listed[2])
+    assert not torch.equal(listed[0], flash(q, k, v))
+    with torch.autocast("cpu", torch.float16):
+        assert flash(q.float(), k.float(), v.float()).dtype is torch.float16

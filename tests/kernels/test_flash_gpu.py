@@ -129,7 +129,11 @@ def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
     flash, name: str, kv_heads: int, head_dim: int
 ) -> None:
     if flash.keywords["tier"] == "auto":
-        if name in ("window", "documents", "documents in a window", "blocks") and HOPPER and head_dim <= 128:
+        if (
+            name in ("window", "documents", "documents in a window", "blocks", "precise_delta")
+            and HOPPER
+            and head_dim <= 128
+        ):
             flash = functools.partial(flash, tier="hopper")  # or it is refused
         elif name not in (
             "dropout",

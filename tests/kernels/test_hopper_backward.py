@@ -58,7 +58,7 @@ def gradients(
     seed = torch.tensor(dropout_seed, device="cuda") if dropout_p else None
     features = Tensors(seed, None, None, starts, ends, None, key_blocks, query_blocks)
     options = Options(causal, q.shape[3] ** -0.5, dropout_p, left)
-    backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, features, options)
+    backward(d_out, None, out, out, lse, q, k, v, dq, dk, dv, delta, features, options)
     torch.testing.assert_close(delta, (out.float() * d_out.float()).sum(-1), atol=1e-3, rtol=1e-3)
     return {"dq": dq, "dk": dk, "dv": dv}
 

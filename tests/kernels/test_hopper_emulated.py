@@ -70,22 +70,27 @@ def features(q_len: int, kv_len: int, batch: int, causal: bool, given: dict[str,
 def run(
     which: str, tensors: tuple[torch.Tensor, ...], causal: bool, given: dict[str, object]
 ) -> dict[str, torch.Tensor]:
-    """out and lse, or dq, dk, dv of float64's out and lse; into NaN, so that what is not written shows."""
+    """out, lse and, if asked, out's rounding error, or dq, dk, dv of float64's out and lse; into NaN, so that what is
+    not written shows."""
     *leaves, d_out = tensors
     q, k, v = (x.detach() for x in leaves)
     (batch, _, q_len, head_dim), kv_len = q.shape, k.shape[2]
     left, _ = given.get("window", (-1, 0))
-    options = Options(causal, head_dim**-0.5, given.get("dropout_p", 0.0), left)
+    precise = given.get("precise_delta", False)
+    options = Options(causal, head_dim**-0.5, given.get("dropout_p", 0.0), left, precise_delta=precise)
     extra = features(q_len, kv_len, batch, causal, given)
     if which == "forward":
-        out, lse = (torch.full_like(x, float("nan")) for x in (q, q[..., 0].float()))
-        hopper.forward(q, k, v, out, lse, extra, options)
-        return {"out": out, "lse": lse}
-    out, lse = naive_attention(*(x.double() for x in (q, k, v)), causal=causal, return_lse=True, **given)
-    out, lse = out.to(q.dtype), lse.float().contiguous()
+        out, low, lse = (torch.full_like(x, float("nan")) for x in (q, q, q[..., 0].float()))
+        hopper.forward(q, k, v, out, low, lse, extra, options)
+        return {"out": out, "lse": lse} | ({"low": low} if precise else {})
+    exact, lse = naive_attention(*(x.double() for x in (q, k, v)), causal=causal, return_lse=True, **given)
+    out, lse = exact.to(q.dtype), lse.float().contiguous()
+    low = (exact - out).to(q.dtype)
     dq, dk, dv, delta = (torch.full_like(x, float("nan")) for x in (q, k, v, lse))
     assert hopper.fits_backward(q, k, v, out, d_out)
-    hopper.backward(d_out, None, out, lse, q, k, v, dq, dk, dv, delta, extra, options)
+    hopper.backward(d_out, None, out, low, lse, q, k, v, dq, dk, dv, delta, extra, options)
+    of_delta = exact if precise else out.double()
+    torch.testing.assert_close(delta.double(), (of_delta * d_out).sum(-1), rtol=1e-5, atol=1e-5)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -171,6 +176,37 @@ def test_wide_backward(machine, q_len: int, kv_len: int, head_dim: int, causal: 
 @pytest.mark.parametrize(("q_len", "kv_len"), [*LENGTHS, pytest.param(2048, 200, marks=SLOW)])
 def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
     check("forward", machine, q_len, kv_len, head_dim, causal)
+
+
+@pytest.mark.parametrize(
+    ("bound", "head_dim"),
+    [(bound, 64) for bound in ("causal", "full", "window", "documents", "blocks")]
+    + [pytest.param(bound, 128, marks=SLOW) for bound in ("causal", "full", "window", "documents", "blocks")]
+    + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 256)],
+)
+def test_precise_delta(machine, bound: str, head_dim: int) -> None:
+    """The forward keeps what rounding takes from out: of equal scores, P is 1 and sums of V are exact up to float32.
+    The backward adds it (`run` compares delta)."""
+    q_len, batch, causal = 200, 2, bound != "full"
+    given: dict[str, object] = {
+        "window": {"window": (100, 0)},
+        "documents": {"cu_seqlens": documents(q_len, batch)},
+        "blocks": {"block_mask": block_mask(q_len, q_len, batch, 2)},
+    }.get(bound, {})
+    q, k, v, d_out = inputs(q_len, q_len, head_dim, torch.float16, batch=batch, heads=2, kv_heads=1)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # tokens before heads, as in a packed qkv
+    tensors = (q, k * 0, v, d_out)
+    got = run("forward", tensors, causal, {**given, "precise_delta": True})
+    want = naive_attention(*(x.detach().double() for x in tensors[:3]), causal=causal, **given)
+    assert got["low"].stride() == q.stride()
+    torch.testing.assert_close(got["out"].double() + got["low"].double(), want, rtol=2**-20, atol=1e-6)
+    assert not torch.allclose(got["out"].double(), want, rtol=2**-20, atol=1e-6)
+    machine |= {"seed": 1, "programs": 5}
+    again = run("forward", tensors, causal, {**given, "precise_delta": True})
+    plain = run("forward", tensors, causal, given)
+    assert all(torch.equal(again[name], got[name]) for name in got)
+    assert all(torch.equal(plain[name], got[name]) for name in plain)
+    check("backward", machine, q_len, q_len, head_dim, causal, batch, **given, precise_delta=True)
 
 
 @gluon.jit

@@ -34,7 +34,9 @@ def run(
     window: tuple[int, int] | None = None,
     cu_seqlens: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
+    low: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse; low gets what rounding took from out."""
     from kernels.flash.call import Options, Tensors
     from kernels.flash.hopper.launch import fits_forward, forward
     from kernels.flash.masks import block_lists, document_bounds
@@ -49,7 +51,8 @@ def run(
     if block_mask is not None:
         blocks, _ = block_lists(block_mask, q.shape[2], k.shape[2], causal, -1, -1)
     tensors = Tensors(document_starts=starts, key_blocks=blocks)
-    forward(q, k, v, out, lse, tensors, Options(causal, q.shape[3] ** -0.5, left=left))
+    options = Options(causal, q.shape[3] ** -0.5, left=left, precise_delta=low is not None)
+    forward(q, k, v, out, out if low is None else low, lse, tensors, options)
     return out, lse
 
 
@@ -135,6 +138,34 @@ def test_packed_views_and_grouped_heads(heads: int, kv_heads: int, head_dim: int
     q, k, v = (x.transpose(1, 2) for x in qkv.split([heads, kv_heads, kv_heads], 2))
     assert_accurate(q, k, v, causal=True)
     assert_accurate(q.clone(), k, v, causal=False)  # laid out (batch, length, heads, head_dim), and so is out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("bound", ["causal", "full", "window", "documents", "blocks"])
+def test_precise_delta_keeps_what_rounding_takes_from_out(
+    bound: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Of equal scores, P is 1 and sums of V are exact up to float32."""
+    if bound == "blocks" and head_dim > 128:
+        pytest.skip("the portable kernels have block masks there")
+    for length in (129, 1000, 2100, 4100):  # 4100: three consumers
+        q, k, v = normal(length, length, head_dim, dtype, batch=2, heads=4, kv_heads=2)
+        q = torch.zeros_like(q.transpose(1, 2)).transpose(1, 2)  # tokens before heads, as in a packed qkv
+        options: dict[str, object] = {"causal": bound != "full"}
+        if bound == "window":
+            options["window"] = (200, 0)
+        elif bound == "documents":
+            options["cu_seqlens"] = documents(length, 2, "cuda")
+        elif bound == "blocks":
+            options["block_mask"] = block_mask(length, length, 2, 4, device="cuda")
+        low = torch.full_like(q, float("nan"))
+        out, lse = run(q, k, v, low=low, **options)
+        want = naive_attention(q.double(), k.double(), v.double(), **options)
+        torch.testing.assert_close(out.double() + low.double(), want, rtol=2**-16, atol=1e-5)
+        assert not torch.allclose(out.double(), want, rtol=2**-16, atol=1e-5)
+        plain = run(q, k, v, **options)
+        assert all(map(torch.equal, (out, lse), plain))
 
 
 @pytest.mark.parametrize("length", [1000, 2100])

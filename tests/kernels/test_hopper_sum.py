@@ -77,7 +77,7 @@ def test_turns_begin_with_the_first_block_of_keys_that_adds_to_dq(
     delta = torch.full((batch, heads, length), float("nan"), device=DEVICE)
     turns = torch.full((batch * heads * blocks + 1,), -7, dtype=torch.int32, device=DEVICE)
     delta_kernel[(heads, blocks, batch)](
-        out, d_out, None, None, delta, turns, starts if packed else None,
+        out, None, d_out, None, None, delta, turns, starts if packed else None,
         *out.stride()[:3], *d_out.stride()[:3], length, left,
         BLOCK_M=block_m, HEAD_DIM=head_dim, WIDTH=head_dim, KEYS=keys,
     )  # fmt: skip
@@ -102,8 +102,28 @@ def test_delta_ignores_the_lse_gradient_of_fully_masked_rows(head_dim: int, bloc
     lse[:, :, :150], d_lse[:, :, :150], out[:, :, :150] = -torch.inf, torch.nan, 0
     turns = torch.empty(batch * heads * 4 + 1, dtype=torch.int32, device=DEVICE)
     delta_kernel[(heads, -(-length // block_m), batch)](
-        out, d_out, lse, d_lse, delta, turns, None,
+        out, None, d_out, lse, d_lse, delta, turns, None,
         *out.stride()[:3], *d_out.stride()[:3], length, ANY,
         BLOCK_M=block_m, HEAD_DIM=head_dim, WIDTH=head_dim, KEYS=KEYS.value,
     )  # fmt: skip
     torch.testing.assert_close(delta, (out * d_out).sum(-1) - d_lse.where(lse > -torch.inf, 0.0))
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), BLOCK_M.items())
+def test_delta_adds_what_rounding_took_from_out(head_dim: int, block_m: int) -> None:
+    batch, heads, length = 2, 3, 200
+    exact, d_out = torch.randn(2, batch, length, heads, head_dim, device=DEVICE).transpose(2, 3)
+    out, d_out = exact.half(), d_out.half()
+    low = (exact - out.float()).half()
+    turns = torch.empty(batch * heads * 4 + 1, dtype=torch.int32, device=DEVICE)
+    want = (exact * d_out.float()).sum(-1)
+    wrong = []
+    for each in (None, low):
+        delta = torch.full_like(want, float("nan"))
+        delta_kernel[(heads, -(-length // block_m), batch)](
+            out, each, d_out, None, None, delta, turns, None,
+            *out.stride()[:3], *d_out.stride()[:3], length, ANY,
+            BLOCK_M=block_m, HEAD_DIM=head_dim, WIDTH=head_dim, KEYS=KEYS.value,
+        )  # fmt: skip
+        wrong.append((delta - want).abs().max())
+    assert wrong[1] < 1e-4 < 1e-3 < wrong[0]

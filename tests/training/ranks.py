@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.conftest import measured
+from tests.warm import ranks_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +57,7 @@ def started_on(
 
 def processes(launcher: subprocess.Popen) -> dict[int, int]:
     """Rank -> process id, of what torchrun has started so far."""
-    found = {}
+    found = ranks_of(launcher.pid)
     for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
         with suppress(OSError):  # it may end
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")

@@ -26,23 +26,12 @@ from training.trainer import Trainer, train
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 24 bytes: the one to evaluate is only two sequences.
-
-    One of 300 bytes, as in conftest.py, took a third of the time of these tests.
-    """
-    path = tmp_path_factory.mktemp("fairness") / "text.txt"
-    path.write_text("\n\n".join(f"{i * i} wizards, {i * 7919} quips" for i in range(1, 61)))
-    return path
-
-
-def config(text_file: Path, attention: str, dropout: float = 0.0) -> Config:
+def config(short_text_file: Path, attention: str, dropout: float = 0.0) -> Config:
     """Two short sequences a step and one document to evaluate, once: every token costs the interpreter time."""
     return Config(
         model=ModelConfig(seq_len=16, n_layer=2, n_head=2, n_embd=32, dropout=dropout),
         attention=AttentionConfig(attention),
-        data=replace(text_data(text_file), val_fraction=0.01),
+        data=replace(text_data(short_text_file), val_fraction=0.01),
         trainer=TrainerConfig(
             steps=STEPS, batch_tokens=32, log_every=1, eval_every=0, device="cpu", sample_tokens=0
         ),
@@ -60,9 +49,9 @@ def trained(config: Config, folder: Path) -> tuple[list[float], torch.Tensor]:
 
 
 @pytest.mark.parametrize("other", ["sdpa", "flash"])
-def test_weights_and_batches_do_not_depend_on_the_attention(text_file, tmp_path, other):
-    naive = Trainer(config(text_file, "naive"), tmp_path, World(torch.device("cpu")))
-    switched = Trainer(config(text_file, other), tmp_path, World(torch.device("cpu")))
+def test_weights_and_batches_do_not_depend_on_the_attention(short_text_file, tmp_path, other):
+    naive = Trainer(config(short_text_file, "naive"), tmp_path, World(torch.device("cpu")))
+    switched = Trainer(config(short_text_file, other), tmp_path, World(torch.device("cpu")))
     for name, weight in naive.model.state_dict().items():
         assert torch.equal(weight, switched.model.state_dict()[name]), name
     for n in range(STEPS):
@@ -71,43 +60,45 @@ def test_weights_and_batches_do_not_depend_on_the_attention(text_file, tmp_path,
 
 
 @pytest.mark.parametrize("other", ["sdpa", "flash"])
-def test_losses_and_the_random_state_do_not_depend_on_the_attention(text_file, tmp_path, other):
+def test_losses_and_the_random_state_do_not_depend_on_the_attention(short_text_file, tmp_path, other):
     """In fp32, so the losses agree to 1e-5 relative."""
-    losses, state = trained(config(text_file, "naive"), tmp_path / "naive")
-    switched, switched_state = trained(config(text_file, other), tmp_path / other)
+    losses, state = trained(config(short_text_file, "naive"), tmp_path / "naive")
+    switched, switched_state = trained(config(short_text_file, other), tmp_path / other)
     assert switched == pytest.approx(losses, rel=1e-5)
     assert torch.equal(state, switched_state)
 
 
-def test_with_dropout_the_random_state_does_not_depend_on_the_attention(text_file, tmp_path):
-    _, state = trained(config(text_file, "naive", dropout=0.2), tmp_path / "naive")
-    _, switched = trained(config(text_file, "sdpa", dropout=0.2), tmp_path / "sdpa")
+def test_with_dropout_the_random_state_does_not_depend_on_the_attention(short_text_file, tmp_path):
+    _, state = trained(config(short_text_file, "naive", dropout=0.2), tmp_path / "naive")
+    _, switched = trained(config(short_text_file, "sdpa", dropout=0.2), tmp_path / "sdpa")
     assert torch.equal(state, switched)
 
 
-def test_evaluation_during_training_does_not_change_the_losses(text_file, tmp_path):
-    never = config(text_file, "sdpa", dropout=0.2)
+def test_evaluation_during_training_does_not_change_the_losses(short_text_file, tmp_path):
+    never = config(short_text_file, "sdpa", dropout=0.2)
     often = replace(never, trainer=replace(never.trainer, eval_every=2))
     assert trained(often, tmp_path / "often")[0] == trained(never, tmp_path / "never")[0]
 
 
-def test_another_seed_changes_weights_and_batches(text_file, tmp_path):
-    first = Trainer(config(text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
-    other = Trainer(replace(config(text_file, "sdpa"), seed=1), tmp_path, World(torch.device("cpu")))
+def test_another_seed_changes_weights_and_batches(short_text_file, tmp_path):
+    first = Trainer(config(short_text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
+    other = Trainer(replace(config(short_text_file, "sdpa"), seed=1), tmp_path, World(torch.device("cpu")))
     assert not torch.equal(first.model.wte.weight, other.model.wte.weight)
     assert not np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])
 
 
-def test_another_init_seed_changes_the_weights_and_not_the_batches(text_file, tmp_path):
-    first = Trainer(config(text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
-    other = Trainer(replace(config(text_file, "sdpa"), init_seed=1), tmp_path, World(torch.device("cpu")))
+def test_another_init_seed_changes_the_weights_and_not_the_batches(short_text_file, tmp_path):
+    first = Trainer(config(short_text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
+    other = Trainer(
+        replace(config(short_text_file, "sdpa"), init_seed=1), tmp_path, World(torch.device("cpu"))
+    )
     assert not torch.equal(first.model.wte.weight, other.model.wte.weight)
     assert np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])
 
 
 @pytest.mark.parametrize("option", ["loss", "block"])
-def test_fused_layers_give_the_losses_and_random_state_of_torch_layers(text_file, tmp_path, option):
-    plain = config(text_file, "naive")
+def test_fused_layers_give_the_losses_and_random_state_of_torch_layers(short_text_file, tmp_path, option):
+    plain = config(short_text_file, "naive")
     fused = replace(plain, model=replace(plain.model, **{option: Layers.fused}))
     losses, state = trained(plain, tmp_path / "plain")
     switched, switched_state = trained(fused, tmp_path / "fused")
@@ -115,12 +106,12 @@ def test_fused_layers_give_the_losses_and_random_state_of_torch_layers(text_file
     assert torch.equal(state, switched_state)
 
 
-def test_dropout_masks_of_fused_layers_are_the_same_with_any_attention(text_file, tmp_path):
+def test_dropout_masks_of_fused_layers_are_the_same_with_any_attention(short_text_file, tmp_path):
     """They come from a seed, and not from torch's generator, from which torch's attention draws as well.
 
     One layer and two steps: the interpreter draws a mask row by row, and took 17 s with two layers and four steps.
     """
-    plain = config(text_file, "naive", dropout=0.2)
+    plain = config(short_text_file, "naive", dropout=0.2)
     fused = replace(
         plain,
         model=replace(plain.model, block=Layers.fused, n_layer=1),
@@ -133,41 +124,43 @@ def test_dropout_masks_of_fused_layers_are_the_same_with_any_attention(text_file
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_layers_are_fused_by_default_on_a_gpu_only(text_file, tmp_path):
+def test_layers_are_fused_by_default_on_a_gpu_only(short_text_file, tmp_path):
     for device, want in (("cuda", Layers.fused), ("cpu", Layers.torch)):
         assert resolve_layers(Layers.auto, "model.loss", torch.device(device)) is want
         assert resolve_layers(Layers.torch, "model.loss", torch.device(device)) is Layers.torch
     gpu = {"option": "model.block", "device": torch.device("cuda"), "unmeasured": True}
     assert resolve_layers(Layers.auto, **gpu) is Layers.torch
-    trainer = Trainer(config(text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
+    trainer = Trainer(config(short_text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
     assert type(trainer.model) is GPT
     assert trainer.model.loss is cross_entropy
 
 
-def test_attention_options_reach_the_unpacked_and_the_packed_function(text_file, tmp_path):
-    precise = replace(config(text_file, "flash"), attention=AttentionConfig("flash", precise_delta=True))
+def test_attention_options_reach_the_unpacked_and_the_packed_function(short_text_file, tmp_path):
+    precise = replace(
+        config(short_text_file, "flash"), attention=AttentionConfig("flash", precise_delta=True)
+    )
     attention = Trainer(precise, tmp_path, World(torch.device("cpu"))).model.h[0].attn
     assert attention.attention.keywords == attention.packed.keywords == {"precise_delta": True}
 
 
-def test_flash_and_naive_attention_use_the_same_dropout_mask(text_file, tmp_path):
+def test_flash_and_naive_attention_use_the_same_dropout_mask(short_text_file, tmp_path):
     """The mask is a function of the seed, so the losses agree with dropout as well."""
-    losses, state = trained(config(text_file, "naive", dropout=0.2), tmp_path / "naive")
-    switched, switched_state = trained(config(text_file, "flash", dropout=0.2), tmp_path / "flash")
+    losses, state = trained(config(short_text_file, "naive", dropout=0.2), tmp_path / "naive")
+    switched, switched_state = trained(config(short_text_file, "flash", dropout=0.2), tmp_path / "flash")
     assert switched == pytest.approx(losses, rel=1e-5)
     assert torch.equal(state, switched_state)
 
 
 def test_document_mask_keeps_attention_within_documents(tmp_path):
     """Backends agree on the loss, the mask changes it, and a backend that cannot mask documents is refused."""
-    text_file = tmp_path / "short.txt"  # documents of a few tokens, several to a sequence
-    text_file.write_text("\n\n".join(str(i) * 5 for i in range(200)))
-    masked = config(text_file, "naive")
+    short_text_file = tmp_path / "short.txt"  # documents of a few tokens, several to a sequence
+    short_text_file.write_text("\n\n".join(str(i) * 5 for i in range(200)))
+    masked = config(short_text_file, "naive")
     masked = replace(masked, data=replace(masked.data, document_mask=True))
     losses = trained(masked, tmp_path / "naive")[0]
     for name in ("flash", "sdpa"):
         switched = replace(masked, attention=AttentionConfig(name))
         assert trained(switched, tmp_path / name)[0] == pytest.approx(losses, rel=1e-5)
-    assert losses[1:] != trained(config(text_file, "naive"), tmp_path / "unmasked")[0][1:]
+    assert losses[1:] != trained(config(short_text_file, "naive"), tmp_path / "unmasked")[0][1:]
     with pytest.raises(AttentionError, match="cu_seqlens"):
         train(replace(masked, attention=AttentionConfig("chunked")), tmp_path / "chunked")

@@ -120,19 +120,19 @@ def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environ
 
 
 @pytest.mark.slow
-def test_our_fused_blocks_train_alike_in_parts(user_environment, tiny, tmp_path):
+def test_our_fused_blocks_train_alike_in_parts(user_environment, tiny, short_text_file, tmp_path):
     """In the interpreter: blocks, loss and attention of ours; with what is kept and what is computed again."""
-    short = [*tiny, "trainer.steps=2", "trainer.batch_tokens=64", "model.seq_len=16", "model.n_layer=2"]
-    short += ["trainer.sample_tokens=0", "data.val_fraction=0.02"]  # of what the interpreter computes slowly
+    short = [*tiny, "trainer.steps=2", "trainer.batch_tokens=32", "model.seq_len=16", "model.n_layer=2"]
+    # Of what the interpreter computes slowly, little.
+    short += ["trainer.sample_tokens=0", f"data.files={short_text_file}", "data.val_fraction=0.01"]
     ours = [*short, "attention=flash", "model.block=fused", "model.loss=fused", "model.dropout=0.1"]
     interpreted = user_environment | {"TRITON_INTERPRET": "1"}
     kept = ["parallel.recompute=attention_kept"]
+    two = [*ours, "model.dropout=0.0"]
     runs = [run("one", *ours), run("kept", *ours, *kept), run("again", *ours, "parallel.recompute=block")]
-    train_on(1, runs, tmp_path, interpreted)
+    train_on(1, [*runs, run("alone", *two)], tmp_path, interpreted)
     assert losses(tmp_path / "kept") == losses(tmp_path / "one")
     assert losses(tmp_path / "again") == losses(tmp_path / "one")
-    two = [*ours, "model.dropout=0.0"]
-    train_on(1, [run("alone", *two)], tmp_path, interpreted)
     train_on(2, [run("both", *two, "parallel.shard=full", *kept)], tmp_path, interpreted)
     assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 

@@ -137,7 +137,7 @@ def to_thread_order(dq):
 
 @triton.jit(do_not_specialize=["q_len", "left"])
 def delta_kernel(
-    Out, DOut, Lse, DLse, Delta, Turns, DocumentStart,
+    Out, OutLow, DOut, Lse, DLse, Delta, Turns, DocumentStart,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len, left,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     OVERLAPPED: tl.constexpr = False,
@@ -145,9 +145,9 @@ def delta_kernel(
     """delta = rowsum(dO * O) - d_lse; with Turns also sets the work item counter to 0, and each turn to the first
     block of KEYS keys that the queries see.
 
-    Lse, DLse: both or neither (see portable/backward.py for why d_lse enters delta). DocumentStart, left: see
-    bounds.py. WIDTH: `tile_width` of HEAD_DIM. Grid (heads, ceil(q_len / BLOCK_M), batch). OVERLAPPED: lets the next
-    kernel start (primitives.py).
+    OutLow: what rounding took from O, laid out as Out, or None. Lse, DLse: both or neither (see portable/backward.py
+    for why d_lse enters delta). DocumentStart, left: see bounds.py. WIDTH: `tile_width` of HEAD_DIM. Grid (heads,
+    ceil(q_len / BLOCK_M), batch). OVERLAPPED: lets the next kernel start (primitives.py).
     """
     if OVERLAPPED:
         gdc_launch_dependents()
@@ -165,7 +165,12 @@ def delta_kernel(
     DOut += batch * stride_dob + head * stride_doh
     out = tl.load(Out + rows[:, None].to(tl.int64) * stride_om + dims, mask=inside, other=0.0)
     d_out = tl.load(DOut + rows[:, None].to(tl.int64) * stride_dom + dims, mask=inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    out = out.to(tl.float32)
+    if OutLow is not None:
+        OutLow += batch * stride_ob + head * stride_oh
+        low = tl.load(OutLow + rows[:, None].to(tl.int64) * stride_om + dims, mask=inside, other=0.0)
+        out += low.to(tl.float32)
+    delta = tl.sum(out * d_out.to(tl.float32), 1)
     if DLse is not None:
         lse = tl.load(Lse + flat_head * q_len + rows, mask=rows < q_len, other=float("-inf"))
         # Where lse is -inf the row is fully masked, and its d_lse may be NaN.

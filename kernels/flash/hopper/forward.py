@@ -53,9 +53,10 @@ class Rings(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Destination pointers: Out with its strides, Lse contiguous."""
+    """Destination pointers: Out and OutLow, which may be None, with their strides, Lse contiguous."""
 
     Out: gl.tensor
+    OutLow: gl.tensor
     stride_b: gl.tensor
     stride_h: gl.tensor
     stride_m: gl.tensor
@@ -194,11 +195,9 @@ def pipelined_step(
 
 @gluon.jit
 def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes, SPEC: gl.constexpr):
-    """Divide by the softmax sums, store out and lse. A fully masked row has sum 0: out 0, lse -inf."""
-    WIDTH: gl.constexpr = acc.shape[1]
+    """Divide by the softmax sums, store out and lse, and with OutLow what rounding took from out. A fully masked row
+    has sum 0: out 0, lse -inf."""
     row_layout: gl.constexpr = row_max.type.layout
-    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    layout: gl.constexpr = WIDE_ROWS if WIDTH == 256 else narrow
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
     fully_masked = row_sum == 0
     row_sum = gl.where(fully_masked, 1.0, row_sum)
@@ -207,15 +206,28 @@ def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes, S
     Lse = output.Lse + (batch.to(gl.int64) * sizes.heads + head) * sizes.q_len
     gl.store(Lse + rows, lse, mask=rows < sizes.q_len)
     out = acc * gl.convert_layout(1 / row_sum, gl.SliceLayout(1, acc.type.layout))[:, None]
-    out = gl.convert_layout(out.to(output.Out.dtype.element_ty), layout)
-    Out = output.Out + batch.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
+    rounded = out.to(output.Out.dtype.element_ty)
+    store_rows(output.Out, rounded, output, first_row, head, batch, sizes, SPEC)
+    if output.OutLow is not None:
+        low = (out - rounded.to(gl.float32)).to(rounded.dtype)
+        store_rows(output.OutLow, low, output, first_row, head, batch, sizes, SPEC)
+
+
+@gluon.jit
+def store_rows(Out, tile, output, first_row, head, batch, sizes, SPEC: gl.constexpr):
+    """Store a consumer's rows to Out, which has the strides of `output`."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = WIDE_ROWS if WIDTH == 256 else narrow
+    tile = gl.convert_layout(tile, layout)
+    Out = Out + batch.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
     Out += first_row.to(gl.int64) * output.stride_m
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
     dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
     mask = first_row + rows < sizes.q_len
     if WIDTH > SPEC.HEAD_DIM:
         mask = mask & (dims < SPEC.HEAD_DIM)
-    gl.store(Out + rows * output.stride_m + dims, out, mask=mask)
+    gl.store(Out + rows * output.stride_m + dims, tile, mask=mask)
 
 
 @gluon.jit
@@ -312,16 +324,16 @@ def consume(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC:
     do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left", *LISTS]
 )
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, Out, Lse, Counter, DocumentStart, KeyBlocks, stride_ob, stride_oh, stride_om,
+    q_desc, k_desc, v_desc, Out, OutLow, Lse, Counter, DocumentStart, KeyBlocks, stride_ob, stride_oh, stride_om,
     q_len, kv_len, heads, batches, heads_per_group, tiles, left, stride_lb, stride_lh, width,
     scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(q k^T * scale) v, and lse. Grid: (programs,), one for each SM but no more than there are tiles.
 
     The descriptors move (1, 1, 64, tile_width) of Q and (1, 1, BLOCK_N, tile_width) of K and V. Lse: float32 (batch,
-    heads, q_len), contiguous. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (scheduler.py). DocumentStart,
-    left: if SPEC.BOUNDED (bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys, if
-    SPEC.LISTED (block_masks.py).
+    heads, q_len), contiguous. OutLow: what rounding took from out, laid out as Out, or None. Counter: int32 0, the
+    tile counter, if SPEC.DYNAMIC (scheduler.py). DocumentStart, left: if SPEC.BOUNDED (bounds.py). KeyBlocks,
+    stride_lb, stride_lh, width: lists of blocks of keys, if SPEC.LISTED (block_masks.py).
     """
     q = make_ring(q_desc, SPEC.Q_SLOTS, 1)
     k = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
@@ -336,7 +348,7 @@ def hopper_forward_kernel(
     sizes = ForwardSizes(q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, blocks)
     if SPEC.HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and stores single elements otherwise
         stride_ob, stride_oh, stride_om = stride_ob // 8 * 8, stride_oh // 8 * 8, stride_om // 8 * 8
-    output = Output(Out, stride_ob, stride_oh, stride_om, Lse)
+    output = Output(Out, OutLow, stride_ob, stride_oh, stride_om, Lse)
     # Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
     claims: gl.constexpr = None
     if SPEC.DYNAMIC:

@@ -16,18 +16,19 @@ from .bounds import Bounds, first_keys
 from .descriptors import tile_width
 
 ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
-# Layout in which 64 x 256 results are stored. Each warp has the rows that it has after wgmma, so that one shuffle for
-# four elements gets there, and no shared memory: there is none left for the tiles of two consumers. A thread stores 8
-# bytes, its neighbours the rest of 32.
-WIDE_ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
-        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
-)
+
+
+def _rows_layout(columns: int) -> gl.constexpr:
+    """Layout in which 64 x columns results are stored where shared memory has no room for them. Each warp has the
+    rows that it has after wgmma, so that one shuffle for four elements gets there. A thread stores 8 bytes, its
+    neighbours the rest of 32."""
+    further = [[0, 16 << each] for each in range(columns.bit_length() - 5)]
+    lanes, warps = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    bases = [[0, 1], [0, 2], [8, 0], *further]
+    return gl.constexpr(gl.DistributedLinearLayout(bases, lanes, warps, [], [64, columns]))
+
+
+WIDE_ROWS, HALF_ROWS = _rows_layout(256), _rows_layout(128)
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
 
 

@@ -48,7 +48,14 @@ def _fits_forward(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tensors: Tensors, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    out_low: Tensor,
+    lse: Tensor,
+    tensors: Tensors,
+    options: Options,
 ) -> None:
     """Write softmax(q k^T * scale) v to out, and the log-sum-exp of the scaled scores to lse.
 
@@ -56,6 +63,7 @@ def forward(
         q: float16 or bfloat16 (batch, heads, q_len, head_dim).
         k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `fits_forward` accepts all.
         out: like q, with any strides whose last is 1.
+        out_low: with precise_delta what rounding took from out, with out's strides; otherwise not written.
         lse: float32 (batch, heads, q_len), contiguous.
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
@@ -81,7 +89,8 @@ def forward(
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
     counter = q.new_zeros(1, dtype=torch.int32) if is_dynamic(q.shape[2], bounded or listed) else None
-    pointers = (out, lse, counter, tensors.document_starts, key_blocks)
+    low = out_low if options.precise_delta else None
+    pointers = (out, low, lse, counter, tensors.document_starts, key_blocks)
     launch(pointers, key, prepare, (q, k, v), _describe_forward)
 
 
@@ -135,6 +144,7 @@ def backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     out: Tensor,
+    out_low: Tensor | None,
     lse: Tensor,
     q: Tensor,
     k: Tensor,
@@ -153,14 +163,15 @@ def backward(
 
     Args:
         d_out, out, q, dq: (batch, heads, q_len, head_dim). k, v, dk, dv: (batch, kv_heads, kv_len, head_dim).
-        d_lse: as lse, or None.
+        d_lse: as lse, or None. out_low: as `forward` writes it, needed with precise_delta.
         lse: float32 (batch, heads, q_len), contiguous: natural log-sum-exp of the scaled scores, -inf if fully
             masked.
         dq, dk, dv: any strides that TMA takes. delta: like lse.
         tensors, options: as for `forward`.
     """
+    low = out_low if options.precise_delta else None
     if tile_width(q.shape[3]) == WIDTH.value:
-        return _backward_wide(d_out, d_lse, out, lse, q, k, v, dq, dk, dv, delta, options)
+        return _backward_wide(d_out, d_lse, out, low, lse, q, k, v, dq, dk, dv, delta, options)
     causal, scale, left = options.causal, options.scale, options.left
     key_blocks, query_blocks, starts = tensors.key_blocks, tensors.query_blocks, tensors.document_starts
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
@@ -209,7 +220,7 @@ def backward(
 
     lists = list_strides(key_blocks), list_strides(query_blocks)
     key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)
-    of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
+    of_delta = (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
     launch(of_delta, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     of_heads = _of_every_head(q, dk, dv)
     moved = (q, k, v, d_out, *of_heads, dq_sum)
@@ -223,6 +234,7 @@ def _backward_wide(
     d_out: Tensor,
     d_lse: Tensor | None,
     out: Tensor,
+    out_low: Tensor | None,
     lse: Tensor,
     q: Tensor,
     k: Tensor,
@@ -247,9 +259,10 @@ def _backward_wide(
         row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
         heads_per_group = max(1, CACHED // (4 * q_len * head_dim))  # whose Q and dO fit the L2 cache
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
-        spec = (heads // kv_heads, causal)
+        strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
+        numbers = (*strides, *sizes, scale, heads // kv_heads, head_dim, causal)
         programs = min(batch * heads * key_blocks, sm_count(device))
-        return dkdv_kernel, (programs, 1, 1), (*sizes, scale, *spec), compile_options(WIDTH.value)
+        return dkdv_kernel, (programs, 1, 1), numbers, compile_options(WIDTH.value)
 
     def prepare_dq() -> Launch:
         spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
@@ -259,14 +272,13 @@ def _backward_wide(
         return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 
     key = (q.shape, kv_heads, kv_len, causal, scale)
-    of_delta = (out, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
+    of_delta = (out, out_low, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
     launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
     for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
-    of_heads = _of_every_head(q, dk, dv)
-    moved = (q, k, v, d_out, *of_heads)
-    launch((lse, delta, for_dkdv), ("wide dk dv", q.dtype, *key), prepare_dkdv, moved, _describe_wide)
-    pointers = (dq, lse, delta, for_dq)
-    launch(pointers, ("wide dq", *key, dq.stride()), prepare_dq, moved[:4], _describe_wide)
+    of_heads, moved = _of_every_head(q, dk, dv), (q, k, v, d_out)
+    pointers = (*of_heads, lse, delta, for_dkdv)
+    launch(pointers, ("dk dv", *key, *[x.stride() for x in of_heads]), prepare_dkdv, moved, _describe_wide)
+    launch((dq, lse, delta, for_dq), ("dq", *key, dq.stride()), prepare_dq, moved, _describe_wide)
     _add_up_groups((dk, dv), of_heads)
 
 

@@ -19,16 +19,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .backward import sync_consumers
-from .forward_schedule import ROWS
+from .forward_schedule import HALF_ROWS, ROWS
 from .masks import masked_bias
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring
-from .primitives import tma_load, tma_store
+from .primitives import tma_load
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 
 KEYS = gl.constexpr(64)
@@ -46,6 +45,19 @@ class Sizes(NamedTuple):
     kv_len: gl.tensor
     row_blocks: gl.tensor
     key_blocks: gl.tensor
+
+
+class Results(NamedTuple):
+    """Where dK and dV of every query head go."""
+
+    DK: gl.tensor
+    DV: gl.tensor
+    stride_dkb: gl.tensor
+    stride_dkh: gl.tensor
+    stride_dkn: gl.tensor
+    stride_dvb: gl.tensor
+    stride_dvh: gl.tensor
+    stride_dvn: gl.tensor
 
 
 class WorkItem(NamedTuple):
@@ -130,8 +142,7 @@ def load_queries(
 
 @gluon.jit
 def consume_queries(
-    dk_desc, dv_desc, Lse, Delta, shared, sizes, scale,
-    WHICH: gl.constexpr, CAUSAL: gl.constexpr,
+    results, Lse, Delta, shared, sizes, scale, WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """A consumer warpgroup: half of the dimensions of dK and dV."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 16])
@@ -154,11 +165,25 @@ def consume_queries(
                 bias = masked_bias(zeros, first_visible, step * ROWS - WHICH * (ROWS // 2), CAUSAL)
             first_row = (item.last_block - step) * ROWS
             dk, dv = process_queries(
-                dk, dv, bias, first_row, item.flat_head, tiles_before + step, Lse, Delta, shared, sizes, scale,
-                WHICH, CAUSAL,
+                dk, dv, bias, first_row, item.flat_head, tiles_before + step, step == item.steps - 1, Lse, Delta,
+                shared, sizes, scale, WHICH, CAUSAL,
             )  # fmt: skip
         tiles_before += item.steps
-        store_dk_dv(dk_desc, dv_desc, dk * scale, dv, shared, item, WHICH)
+        first_key, first_dim = item.key_block * KEYS, WHICH * (WIDTH // 2)
+        DK = (
+            results.DK
+            + item.batch.to(gl.int64) * results.stride_dkb
+            + item.head.to(gl.int64) * results.stride_dkh
+        )
+        DV = (
+            results.DV
+            + item.batch.to(gl.int64) * results.stride_dvb
+            + item.head.to(gl.int64) * results.stride_dvh
+        )
+        store_rows(
+            dk * scale, DK, results.stride_dkn, first_key, sizes.kv_len, first_dim, HEAD_DIM, HALF_ROWS
+        )
+        store_rows(dv, DV, results.stride_dvn, first_key, sizes.kv_len, first_dim, HEAD_DIM, HALF_ROWS)
         ordinal += 1
         index = read_claim(shared.claims, ordinal)
         arrive(shared.claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole item ago
@@ -166,12 +191,13 @@ def consume_queries(
 
 @gluon.jit
 def process_queries(
-    dk, dv, bias, first_row, flat_head, tile, Lse, Delta, shared, sizes, scale,
+    dk, dv, bias, first_row, flat_head, tile, last, Lse, Delta, shared, sizes, scale,
     WHICH: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One step: S and dP of half of a block of queries, then what all of the block adds to half of dK and dV.
 
-    bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL.
+    bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. last: whether it is the last
+    step, behind whose dP K and V are released.
     """
     HALF: gl.constexpr = ROWS // 2
     scores_layout: gl.constexpr = bias.type.layout
@@ -210,6 +236,7 @@ def process_queries(
         part = d_out.slice(half * HALF, HALF).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
         dv = warpgroup_mma(shared.p.index(p_buffer + half), part, dv, is_async=True)
     dp = warpgroup_mma_wait(2, [dp])
+    arrive(shared.kv_empty, last)
     ds = p * (dp - delta[None, :])
     shared.ds.index(WHICH).store(ds.to(dtype))
     fence_async_shared()
@@ -223,30 +250,28 @@ def process_queries(
 
 
 @gluon.jit
-def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, WHICH: gl.constexpr):
-    """Store dK and dV by TMA from the tiles of K and V, then release those. Both warpgroups are done with them: each
-    had its last dP before they met over dS."""
-    dtype: gl.constexpr = shared.k_tiles.dtype
-    for_k = shared.k_tiles.index(0).reshape([KEYS, WIDTH]).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
-    for_v = shared.v_tiles.index(0).reshape([KEYS, WIDTH]).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
-    for_k.store(dk.to(dtype))
-    for_v.store(dv.to(dtype))
-    fence_async_shared()
-    sync_consumers()
-    if WHICH == 0:
-        coordinates = [item.batch, item.head, item.key_block * KEYS, 0]
-        tma_store(dk_desc, coordinates, shared.k_tiles.index(0))
-        tma_store(dv_desc, coordinates, shared.v_tiles.index(0))
-        tma.store_wait(0)
-        gl.barrier()
-        arrive(shared.kv_empty)
+def store_rows(
+    x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Store x (64, columns) to rows of a head from first_row on, columns from first_dim on, as far as there are any.
+
+    By way of shuffles (LAYOUT): shared memory has the next work item's tiles by then.
+    """
+    if HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and stores single elements otherwise
+        stride_m = stride_m // 8 * 8
+    x = gl.convert_layout(x.to(Out.dtype.element_ty), LAYOUT)
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    dims = first_dim + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    Out += first_row.to(gl.int64) * stride_m
+    gl.store(Out + rows * stride_m + dims, x, mask=(first_row + rows < length) & (dims < HEAD_DIM))
 
 
 @gluon.jit(do_not_specialize=[*Sizes._fields])
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, Lse, Delta, Counter,
+    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter,
+    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, scale,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every query head. Grid: (programs,), one for each SM but no more than work items.
 
@@ -254,6 +279,10 @@ def dkdv_kernel(
     GROUP: query heads per head of K and V.
     """
     dtype: gl.constexpr = q_desc.dtype
+    if HEAD_DIM % 16 != 0:  # as in `store_rows`
+        stride_dkb, stride_dkh = stride_dkb // 8 * 8, stride_dkh // 8 * 8
+        stride_dvb, stride_dvh = stride_dvb // 8 * 8, stride_dvh // 8 * 8
+    results = Results(DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn)
     sizes = Sizes(heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
     k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
     v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
@@ -264,20 +293,14 @@ def dkdv_kernel(
     p = gl.allocate_shared_memory(dtype, [2 * STAGES, KEYS, ROWS // 2], half)
     ds = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS // 2], half)
     kv_full = make_barriers(1, 1).index(0)
-    kv_empty = make_barriers(1, 1).index(0)
+    kv_empty = make_barriers(1, 2).index(0)
     claims = make_claims(2)
     shared = Shared(k_tiles, v_tiles, kv_full, kv_empty, queries, d_outs, p, ds, claims)
     fence_async_shared()  # make the initialised barriers visible to TMA
     gl.warp_specialize(
         [
-            (
-                consume_queries,
-                (dk_desc, dv_desc, Lse, Delta, shared, sizes, scale, gl.constexpr(0), CAUSAL),
-            ),
-            (
-                consume_queries,
-                (dk_desc, dv_desc, Lse, Delta, shared, sizes, scale, gl.constexpr(1), CAUSAL),
-            ),
+            (consume_queries, (results, Lse, Delta, shared, sizes, scale, gl.constexpr(0), HEAD_DIM, CAUSAL)),
+            (consume_queries, (results, Lse, Delta, shared, sizes, scale, gl.constexpr(1), HEAD_DIM, CAUSAL)),
             (load_queries, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, CAUSAL)),
         ],
         [4, 1],

@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .forward_schedule import ROWS, WIDE_ROWS, ForwardSizes, count_key_blocks, decode_tile
 from .masks import mask_scores
-from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring
+from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
-from .wide_dkdv import KEYS, WIDTH
+from .wide_dkdv import KEYS, WIDTH, store_rows
 
 STAGES = gl.constexpr(2)  # blocks of K in shared memory; one of V is enough, which is free after dP
 
@@ -102,30 +102,28 @@ def consume_keys(
         mbarrier.wait(rings.q.full.index(WHICH), ordinal & 1)
         mbarrier.wait(rings.d_out.full.index(WHICH), ordinal & 1)
         for passed in range(blocks):
+            left = opaque(blocks - 1 - passed)  # opaque: 4 B are spilled otherwise
             bias = zeros
             if passed < CUT:
-                bias = mask_scores(zeros, first_row, (blocks - 1 - passed) * KEYS, sizes, SPEC)
-            dq = process_keys(dq, bias, lse, delta, blocks_before + passed, rings, scale, WHICH)
-        arrive(rings.q.empty.index(WHICH))
-        arrive(rings.d_out.empty.index(WHICH))
+                bias = mask_scores(zeros, first_row, left * KEYS, sizes, SPEC)
+            dq = process_keys(dq, bias, lse, delta, blocks_before + passed, left == 0, rings, scale, WHICH)
         blocks_before += blocks
-        out = gl.convert_layout((dq * scale).to(of_rows.DQ.dtype.element_ty), WIDE_ROWS)
+        # Decoded again: kept live through the loop, they would take registers.
+        tile_row, head, batch = decode_tile(opaque(index), sizes, SPEC)
+        first_row = tile_row + WHICH * ROWS
         DQ = of_rows.DQ + batch.to(gl.int64) * of_rows.stride_b + head.to(gl.int64) * of_rows.stride_h
-        DQ += first_row.to(gl.int64) * of_rows.stride_m
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE_ROWS))[:, None]
-        dims = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE_ROWS))[None, :]
-        inside = first_row + rows < sizes.q_len
-        if WIDTH > SPEC.HEAD_DIM:
-            inside = inside & (dims < SPEC.HEAD_DIM)
-        gl.store(DQ + rows * of_rows.stride_m + dims, out, mask=inside)
+        store_rows(dq * scale, DQ, of_rows.stride_m, first_row, sizes.q_len, 0, SPEC.HEAD_DIM, WIDE_ROWS)
         ordinal += 1
         index = read_claim(claims, ordinal)
         arrive(claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole tile ago
 
 
 @gluon.jit
-def process_keys(dq, bias, lse, delta, block, rings, scale, WHICH: gl.constexpr):
-    """dq and what a block of keys adds to it. bias: initial accumulator of S, -inf at masked elements."""
+def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.constexpr):
+    """dq and what a block of keys adds to it.
+
+    bias: initial accumulator of S, -inf at masked elements. last: whether Q and dO are released behind dP.
+    """
     dtype: gl.constexpr = rings.k.tiles.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
     stage = block % STAGES
@@ -143,6 +141,8 @@ def process_keys(dq, bias, lse, delta, block, rings, scale, WHICH: gl.constexpr)
     p = gl.exp2(s * (scale * LOG2_E) - lse[:, None])
     dp = warpgroup_mma_wait(0, [dp])
     arrive(rings.v.empty.index(0))
+    arrive(rings.q.empty.index(own), last)
+    arrive(rings.d_out.empty.index(own), last)
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), operand)
     # The register operand stays live until it has been read: ptxas before 13.3 reuses its registers at once.
     dq, ds = warpgroup_mma_wait(0, [warpgroup_mma(ds, k, dq, is_async=True), ds])
@@ -159,8 +159,8 @@ def dq_kernel(
 
     The descriptors move (1, 1, 64, 256). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32 0.
     """
-    if SPEC.HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and stores single elements otherwise
-        stride_dqb, stride_dqh, stride_dqm = stride_dqb // 8 * 8, stride_dqh // 8 * 8, stride_dqm // 8 * 8
+    if SPEC.HEAD_DIM % 16 != 0:  # as in `store_rows`
+        stride_dqb, stride_dqh = stride_dqb // 8 * 8, stride_dqh // 8 * 8
     rings = Rings(
         make_ring(q_desc, 2, 1), make_ring(do_desc, 2, 1), make_ring(k_desc, STAGES, 2), make_ring(v_desc, 1, 2)
     )  # fmt: skip
