@@ -173,7 +173,7 @@ class Store:
                 held = set(map(json.dumps, [*self.document["samples"], *self.forgotten]))
                 new = [each for each in other["samples"] if json.dumps(each) not in held]
                 self.document["samples"] += new
-                self.document["took"] = other["took"]
+                self.document["took"] = other.get("took", {})
             self.document["samples"].append(sample)
             count, so_far = self.document["took"].get(sample.get("kind", ""), (0, 0.0))
             self.document["took"][sample.get("kind", "")] = [count + 1, so_far + seconds]
