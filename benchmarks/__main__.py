@@ -17,18 +17,31 @@ BENCHMARKS: dict[str, Experiment] = {
                 *("kernels.layers.softmax_gradient", "model.gpt.cross_entropy"),
                 "training.precision.compiled",
             ),
+            seconds={"check": 2.0, "memory": 1.0, "time": 10.0},
+            compiles=({"kind": "check"}, {"kind": "memory"}),
         ),
         _Benchmark(
             name="documents",
             title="packed documents and sliding windows: time over attention without them, beside PyTorch's",
             minutes=2.5,
             measures=ATTENTIONS,
+            seconds={"check": 0.5, "time": 2.0},
+            compiles=({"kind": "check"},),
+        ),
+        _Benchmark(
+            name="neighbour",
+            title="whether a busy GPU beside it changes what a GPU or the host takes",
+            minutes=2.0,
+            measures=("kernels.flash", "kernels.naive.naive_attention", "kernels.library.sdpa"),
+            gpus=2,
+            alone=True,
         ),
         _Benchmark(
             name="host",
             title="what a call of attention costs the host, beside PyTorch's and a function that does nothing",
             minutes=0.5,
             measures=("kernels.flash.api.flash_attention", "kernels.launch.launch"),
+            alone=True,
         ),
         _Benchmark(
             name="huggingface",
@@ -38,12 +51,14 @@ BENCHMARKS: dict[str, Experiment] = {
                 *("kernels.flash.portable", "kernels.flash.hopper"),
                 *("kernels.under_transformers.attention", "kernels.under_transformers.mask_of"),
             ),
+            alone=True,
         ),
         _Benchmark(
             name="decode",
             title="a generated token's time, beside transformers' generate with sdpa on the same weights",
             minutes=4.0,
             measures=("kernels.flash.decode", "model.decode.Decoder", "model.decode.generate_batch"),
+            alone=True,
         ),
     )
 }

@@ -34,6 +34,13 @@ PADDED, DROPPED = "padding", "padding+dropout"
 # They store the length x length scores; the most memory first.
 HOLD_SCORES = ("sdpa_math", "naive", peers.COMPILED, STANDARD)
 
+# The longest at which they take part, unless `backends` names them. Beyond, they took three quarters of the time of
+# the whole experiment on an H200, and nothing is judged of them: there, standard attention is faster than naive.
+LONGEST = {
+    **dict.fromkeys(("naive", "sdpa_math"), 4096),
+    **dict.fromkeys(("sdpa", "sdpa_flash", "sdpa_efficient", peers.DETERMINISTIC), 16384),
+}
+
 
 @dataclass(frozen=True)
 class Settings(Timing):
@@ -356,6 +363,7 @@ def _names(settings: Settings, workload: Workload) -> list[str]:
         left_out |= set(settings.compiled)
     if workload.figure != "fa1" or workload.length > 4096:
         left_out |= set(settings.old) - set(settings.backends)
+    left_out |= {name for name, most in LONGEST.items() if workload.length > most} - set(settings.backends)
     names = backend_names(settings.backends, peers.MAKE)
     return [each for each in names if each not in left_out and peers.suits(each, workload)]
 

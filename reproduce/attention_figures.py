@@ -237,7 +237,7 @@ def _judge_head_dim(results: Results, found: Verdicts) -> None:
         gains = [gain for s in samples if 1024 <= s["length"] <= 8192 and (gain := speedup(s))]
         if not gains:
             return
-        means[d, causal] = Times(map(statistics.geometric_mean, zip(*gains, strict=True)))
+        means[d, causal] = Times(map(statistics.geometric_mean, zip(*gains, strict=False)))
     shown = {key: gain.shown("{:.1f}x") for key, gain in means.items()}
     ours = ", ".join(f"d{d}{' causal' if causal else ''} {gain}" for (d, causal), gain in shown.items())
     passed = means[128, False].high < means[64, False].low and means[128, True].low > means[128, False].high

@@ -10,26 +10,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.config import is_users_mistake
 
 from . import tables
-from .experiment import Experiment, Options, OutOfTime, ReproduceError, find_experiment, parse_settings
+from .experiment import Experiment, OutOfTime, ReproduceError, find_experiment, parse_settings
+from .plan import Step, missing, shown, steps
 from .plots import can_draw
 from .results import Store
 
 if TYPE_CHECKING:
     import torch
 
+    from .side_by_side import Call
+
 RESULTS, TINY_RESULTS = "results", "runs/tiny"
 OUT_OF_TIME = 75  # exit status when the budget ran out first: EX_TEMPFAIL, a temporary failure, in sysexits.h
-SOME_FAILED = (
-    65  # exit status of one of several processes whose samples are whole but for failures: EX_DATAERR
-)
+RESERVED = 0.95  # the share of a budget in which samples are started
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,7 @@ def run(program: Program, argv: list[str]) -> int:
             return 0
         if argv[0] in program.tools:
             return importlib.import_module(program.tools[argv[0]][0]).main(argv[1:])
-        arguments = _parser(program).parse_intermixed_args(argv)
-        if arguments.name == "all":
-            return _run_all(program, arguments)
-        return _run_one(program, arguments, argv)
+        return _measure(program, _parser(program).parse_intermixed_args(argv))
     except ValueError as error:
         if not is_users_mistake(error):
             raise
@@ -82,10 +79,11 @@ def listing(program: Program) -> str:
     lines += [
         "",
         f"{start} NAME [key=value ...] [--tiny] [--device cpu] [--again] [--budget 5m]",
-        f"{start} all --budget 10m      as many as fit, in this order; continues where it stopped",
+        f"{start} all --budget 10m      on all GPUs, first what README shows; continues where it stopped",
+        f"{start} NAME NAME ... --plan  what is left to measure, and how long it takes",
         *(f"{start} {name:22}{what}" for name, (_, what) in program.tools.items()),
         "",
-        "takes: on an H200, about. needs cpu: without a GPU, a CPU counts what it can.",
+        "takes: on one H100, about. needs cpu: without a GPU, a CPU counts what it can.",
         "--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing.",
     ]
     return "\n".join(lines)
@@ -97,8 +95,7 @@ def _parser(program: Program) -> argparse.ArgumentParser:
         description=listing(program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", help="an experiment, or all")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("words", nargs="+", metavar="NAME or key=value", help="experiments, or all; settings")
     parser.add_argument("--tiny", action="store_true", help="seconds on a CPU; the figures mean nothing")
     parser.add_argument(
         "--device", default="auto", help="cuda, cpu, cuda:1; default: cuda where there is one"
@@ -108,8 +105,7 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     )
     parser.add_argument("--again", action="store_true", help="measure again, even if results/ has it already")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS}; with --tiny {TINY_RESULTS}")
-    # Which one of the settings' `processes` this is.
-    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--plan", action="store_true", help="say what is left to measure, and stop")
     return parser
 
 
@@ -123,76 +119,89 @@ def _seconds(text: str) -> float:
     return total
 
 
-def _run_one(program: Program, arguments: argparse.Namespace, command: list[str]) -> int:
-    experiment = find_experiment(arguments.name, program.experiments, program.others)
-    deadline = time.monotonic() + arguments.budget if arguments.budget else None
+def _measure(program: Program, arguments: argparse.Namespace) -> int:
+    """Measure what is missing of the experiments named, and print what is known of them."""
+    from .side_by_side import Call  # imports torch
 
+    began, tiny = time.monotonic(), arguments.tiny
+    overrides = _chosen(program, arguments.words)
     device = _device(arguments.device)
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: our kernels on a CPU
-        if experiment.needs == "cuda" and not arguments.tiny:
-            raise ReproduceError(
-                f"{experiment.name} needs a CUDA device; --tiny runs its small form here, as a smoke test"
-            )
-
-    module = experiment.module
-    defaults = module.TINY if arguments.tiny else module.Settings()
-    settings = parse_settings(defaults, arguments.overrides)
-    directory = arguments.results or Path(TINY_RESULTS if arguments.tiny else RESULTS)
-    # Counts are the same in every process.
-    processes = getattr(settings, "processes", 1) if device.type == "cuda" or arguments.tiny else 1
-    process = arguments.process or 0
-    store = Store(
-        directory,
-        experiment,
-        device=device,
-        settings=settings,
-        tiny=arguments.tiny,
-        command=[word for word in command if not word.startswith("--process=")],
-        deadline=deadline,
-        again=arguments.again,
-        retry=process == 0,
-    )
-    if store.finished:
-        print(f"{experiment.name}: already done with the same code: {store.complete} (--again repeats it)")
+    devices = _devices(arguments.device, device)
+    chosen = _able([program.experiments[name] for name in overrides], device, len(devices), tiny)
+    directory = arguments.results or Path(TINY_RESULTS if tiny else RESULTS)
+    call = Call(directory, tiny, overrides, again=arguments.again)
+    plan: list[Step] = []
+    unfinished: dict[str, Any] = {}  # experiment -> its settings
+    for each in chosen:
+        settings = parse_settings(each.module.TINY if tiny else each.module.Settings(), overrides[each.name])
+        store = call.store(each, settings, device, again=call.again)
+        if store.finished:
+            print(f"{each.name}: already done with the same code: {store.complete} (--again repeats it)")
+            continue
+        unfinished[each.name] = settings
+        plan += steps(each, store, settings, device, tiny)
+    plan.sort(key=lambda step: step.selected == step.settings)  # of all experiments, first what README shows
+    if len(plan) > 1 or (plan and arguments.plan):
+        print(shown(plan, devices), flush=True)
+    if arguments.plan:
         return 0
-    if processes > 1 and arguments.process is None:
-        return _run_processes(experiment, arguments, processes, deadline)
-    return _measure(store, settings, device, deadline, process, last=process == processes - 1)
+    end = began + arguments.budget if arguments.budget else None
+    cut, statuses = _run(plan, devices, call, end, arguments)
+    late = end is not None and time.monotonic() >= began + RESERVED * arguments.budget
+    for each in chosen:
+        if each.name in unfinished and each.name not in statuses:
+            store = call.store(each, unfinished[each.name], device, retry=[])
+            left = missing(each, store, unfinished[each.name], device, tiny)
+            whole = not left if each.seconds else each.name not in cut
+            statuses[each.name] = _conclude(store, whole, late)
+            if store.document["samples"] and (whole or len(chosen) == 1):
+                _show(store)
+    return max(statuses.values(), default=0)
 
 
-def _run_processes(
-    experiment: Experiment, arguments: argparse.Namespace, processes: int, deadline: float | None
-) -> int:
-    """Run the experiment in several processes, one after another; each adds its times to the same document."""
-    failed = 0
-    for process in range(processes):
-        seconds = max(1.0, deadline - time.monotonic()) if deadline else None
-        again = arguments.again and process == 0
-        status = _start(experiment, arguments, seconds, again, [*arguments.overrides, f"--process={process}"])
-        if status not in (0, SOME_FAILED):
-            return status
-        failed = failed or status
-    return int(failed != 0)
+def _run(
+    plan: list[Step],
+    devices: list[torch.device],
+    call: Call,
+    end: float | None,
+    arguments: argparse.Namespace,
+) -> tuple[set[str], dict[str, int]]:
+    """The experiments that did not come to their end, and the exit statuses of those that ran on their own."""
+    from .side_by_side import compile_all, measure, measure_all
+
+    if len(plan) == 1:
+        try:
+            measure(devices[0], plan[0], replace(call, deadline=end))
+        except OutOfTime:
+            return {plan[0].experiment.name}, {}
+        return set(), {}
+    if end is not None:  # a running sample is not cut before the end
+        call = replace(call, deadline=end - (1 - RESERVED) * arguments.budget)
+    alone = {step.experiment.name: step.experiment for step in plan if step.experiment.alone}
+    if len({step.experiment.name for step in plan}) == 1 and alone:
+        return measure_all(plan, devices[:1], call, end), {}
+    shared = [step for step in plan if not step.experiment.alone]
+    compile_all(shared, devices, call, end)
+    cut = measure_all(shared, devices, call, end)
+    return cut, {name: _start(each, arguments, end) for name, each in alone.items()}
 
 
-def _measure(
-    store: Store, settings: Any, device: torch.device, deadline: float | None, process: int, last: bool
-) -> int:
-    """Run the experiment in this process; the last one prints and draws what they found."""
-    experiment, module, status = store.experiment, store.experiment.module, 0
-    try:
-        module.run(
-            Options(device, store.document["tiny"], settings, store.sample, process, store.find, deadline)
-        )
-        if not last:
-            return SOME_FAILED if store.failures else 0
+def _conclude(store: Store, whole: bool, late: bool) -> int:
+    """Finish a document that is whole, and return the exit status."""
+    if whole:
         store.finish()
-    except OutOfTime:
-        status = OUT_OF_TIME
-        print(
-            f"{experiment.name}: out of time; what is done is in {store.partial}, and the same command continues"
-        )
+        return int(bool(store.failures))
+    done = f"what is done is in {store.partial}, and " if store.document["samples"] else ""
+    why = "out of time" if late else "not finished"
+    print(f"{store.experiment.name}: {why}; {done}the same command continues")
+    return OUT_OF_TIME if late else 1
+
+
+def _show(store: Store) -> None:
+    """Print and draw the document."""
+    experiment, module = store.experiment, store.experiment.module
     print(getattr(module, "table", tables.table)(store.document))
     print(tables.verdicts(getattr(module, "judge", lambda results: [])(store.document)))
     if can_draw():
@@ -202,7 +211,49 @@ def _measure(
     print(
         f"{experiment.name}: {store.document['state']} in {store.document['seconds']:.0f} s, {store.folder}"
     )
-    return status or (1 if store.failures else 0)
+
+
+def _chosen(program: Program, words: list[str]) -> dict[str, list[str]]:
+    """The experiments named, `all` for every one, with their settings: of several, written NAME.key=value."""
+    names = [word for word in words if "=" not in word]
+    if not names:
+        raise ReproduceError(f"{words[0]}: name an experiment first")
+    if names[:1] == ["all"]:
+        names = list(program.experiments)
+    for name in names[1:]:
+        if name not in program.experiments:
+            raise ReproduceError(f"{name} is not key=value, nor an experiment")
+    chosen = {name: [] for name in names}
+    for name in chosen:
+        find_experiment(name, program.experiments, program.others)
+    for word in (word for word in words if "=" in word):
+        name, dot, setting = word.partition(".")
+        if len(chosen) == 1:
+            chosen[names[0]].append(word)
+        elif dot and name in chosen:
+            chosen[name].append(setting)
+        else:
+            raise ReproduceError(f"{word}: settings apply to one experiment: write NAME.{word}")
+    return chosen
+
+
+def _able(chosen: list[Experiment], device: torch.device, gpus: int, tiny: bool) -> list[Experiment]:
+    """Those that can run here; what is left out is said, or, where nothing is left, refused."""
+    if tiny:
+        return chosen
+    if device.type == "cpu":
+        able = [each for each in chosen if each.needs == "cpu"]
+        if not able:
+            raise ReproduceError(
+                f"{chosen[0].name} needs a CUDA device; --tiny runs its small form here, as a smoke test"
+            )
+        if len(able) < len(chosen):
+            print(f"no CUDA device here, so these alone: {', '.join(each.name for each in able)}")
+        return able
+    able = [each for each in chosen if each.gpus <= gpus or len(chosen) == 1]
+    if more := [each.name for each in chosen if each not in able]:
+        print(f"left out, as they take more GPUs than there are: {', '.join(more)}")
+    return able
 
 
 def _device(name: str) -> torch.device:
@@ -212,58 +263,26 @@ def _device(name: str) -> torch.device:
     return resolve_device(name, "--device ")
 
 
-def _count_gpus() -> int:
+def _devices(name: str, device: torch.device) -> list[torch.device]:
+    """All GPUs, unless one was named."""
     import torch
 
-    return torch.cuda.device_count()
+    if device.type != "cuda" or ":" in name:
+        return [device]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def _run_all(program: Program, arguments: argparse.Namespace) -> int:
-    """Run each experiment in its own process, so that one that breaks the device does not stop the others."""
-    if arguments.overrides:
-        raise ReproduceError(
-            f"{arguments.overrides[0]}: settings apply to one experiment: name it instead of all"
-        )
-    # A running sample is never interrupted, so a twentieth of the budget is reserved for one to finish.
-    end = time.monotonic() + 0.95 * arguments.budget if arguments.budget else None
-    chosen = list(program.experiments.values())
-    device = _device(arguments.device)
-    if device.type == "cpu" and not arguments.tiny:
-        chosen = [each for each in chosen if each.needs == "cpu"]
-        print(f"no CUDA device here, so these alone: {', '.join(each.name for each in chosen)}")
-    elif not arguments.tiny and (more := [each.name for each in chosen if each.gpus > _count_gpus()]):
-        chosen = [each for each in chosen if each.name not in more]
-        print(f"left out, as they take more GPUs than there are: {', '.join(more)}")
-    # First round: each gets its own share of the time. Second: what is left goes to those unfinished, in this order.
-    statuses = {each.name: OUT_OF_TIME for each in chosen}
-    for shares in (True, False):
-        for each in chosen:
-            left = end - time.monotonic() if end else None
-            if statuses[each.name] != OUT_OF_TIME:
-                continue
-            if left is not None and left < 5:
-                continue
-            share = each.minutes / sum(other.minutes for other in chosen)
-            seconds = min(left, share * arguments.budget) if left and shares else left
-            statuses[each.name] = _start(each, arguments, seconds, arguments.again and shares)
-    if unfinished := ", ".join(name for name, status in statuses.items() if status == OUT_OF_TIME):
-        print(f"the budget is spent; the same command continues with {unfinished}")
-    return int(any(status not in (0, OUT_OF_TIME) for status in statuses.values()))
-
-
-def _start(
-    experiment: Experiment,
-    arguments: argparse.Namespace,
-    seconds: float | None,
-    again: bool,
-    more: Sequence[str] = (),
-) -> int:
-    command = [sys.executable, "-m", experiment.package, experiment.name, *more, "--device", arguments.device]
-    command += ["--tiny"] * arguments.tiny + ["--again"] * again
-    command += ["--budget", f"{seconds:.0f}s"] if seconds else []
+def _start(experiment: Experiment, arguments: argparse.Namespace, end: float | None) -> int:
+    """Run an experiment as its own command, with nothing beside it; its exit status."""
+    left = end - time.monotonic() if end else None
+    if left is not None and left < 5:
+        return OUT_OF_TIME
+    own = [word.partition(".")[2] for word in arguments.words if word.startswith(f"{experiment.name}.")]
+    command = [sys.executable, "-m", experiment.package, experiment.name, *own, "--device", arguments.device]
+    command += ["--tiny"] * arguments.tiny + ["--again"] * arguments.again
+    command += ["--budget", f"{left:.0f}s"] if left else []
     command += ["--results", str(arguments.results)] if arguments.results else []
-    if not more:
-        print(f"\n== {experiment.name}", flush=True)
+    print(f"\n== {experiment.name}", flush=True)
     return subprocess.run(command, check=False).returncode
 
 

@@ -38,9 +38,11 @@ Compile = Callable[[nn.Module], Callable[..., Any]]
 
 
 def backends() -> list[str]:
-    """Standard attention, and every registered one but the historical; naive, sdpa and flash first."""
+    """Standard attention, and every registered one but the historical and the kernels that sdpa chooses from; naive,
+    sdpa and flash first."""
     first = [name for name in ("naive", "sdpa", "flash") if name in ATTENTION]
-    return [*first, STANDARD, *sorted(set(ATTENTION) - {*first, *history.NAMES})]
+    others = sorted(set(ATTENTION) - {*first, *history.NAMES})
+    return [*first, STANDARD, *(name for name in others if not name.startswith("sdpa_"))]
 
 
 class Contender:

@@ -53,6 +53,10 @@ UNTOUCHED |= dict.fromkeys(
     "kernels of the fused layers: options of the loss, RMSNorm, no bias; off, they leave the PTX as it was",
 )
 UNTOUCHED |= dict.fromkeys(
+    ("91d95a4de2", "859267798d"),
+    "run of traffic, history on a CPU, which counts: what is new is of what a GPU times",
+)
+UNTOUCHED |= dict.fromkeys(
     (
         *("6733e0309b", "a2193c75fe", "252a2596de", "e72987c2c5", "13133c6932", "55c5956f63", "2ed264e9a5"),
         *("10eb2d0dd5", "7b0b3efca7", "03a214e629", "a95f1058a4", "aeab2c3cea", "46b4ad3a54", "62fa1d3947"),

@@ -18,8 +18,8 @@ that `python -m reproduce` lists the experiments at once.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -49,11 +49,11 @@ class OutOfTime(Exception):
 class Timing:
     """How an experiment times; the Settings of one that does inherit these."""
 
-    # Processes that time everything, one after another, on a GPU. What is stated is their range and its middle.
+    # Processes that time everything, on a GPU, or on several of a host. What is stated is their range and its middle.
     processes: int = 3
     # The least number of rounds of each contender in a process.
     rounds: int = 20
-    # Measuring time per contender and workload in a process, after warm-up, if the rounds take less.
+    # Measuring time per contender and workload in a process, after warm-up, if the rounds take less and vary.
     seconds: float = 0.15
 
 
@@ -91,10 +91,16 @@ class Experiment:
         title: one line for the list and the report.
         claims: the claims it tests, as numbered in `claims.py`.
         needs: "cpu" if a CPU gives meaningful figures, "cuda" if only its --tiny form runs without a GPU.
-        minutes: about what it takes on one GPU in all its processes, and so its share of a budget for `all`.
+        minutes: about what it takes on one GPU in all its processes.
         measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
         package: the package that its module is in.
         gpus: how many it takes at least.
+        alone: nothing may run beside it: it times the host, or takes all GPUs itself.
+        seconds: about what a sample of each kind takes on an H100 once its kernels are compiled, on average also over
+            those that are refused; by these `plan.py` tells what is left to measure and how long it takes. Without
+            them, and with all GPUs (`alone`), it takes `minutes`.
+        compiles: coordinates of samples whose measuring compiles; several processes do so before anything is timed.
+        first: the values of its settings that README and its picture show, which are measured before all else.
     """
 
     name: str
@@ -105,6 +111,10 @@ class Experiment:
     measures: tuple[str, ...]
     package: str = "reproduce"
     gpus: int = 1
+    alone: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    compiles: tuple[Sample, ...] = ()
+    first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -125,7 +135,7 @@ _STEP = (
     *("kernels", *ATTENTIONS, "model.gpt.GPT", "training.optimizer.build_optimizer"),
     *("training.optimizer.update", "training.precision.compiled", "training.cuda_graphs.compiled_to_graphs"),
 )
-# The most useful first: `all` runs them in this order.
+# The most useful first: `all` runs them in this order, those that need all GPUs at the end.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each
     for each in (
@@ -134,32 +144,31 @@ EXPERIMENTS: dict[str, Experiment] = {
             title="time and peak memory of attention against length, every backend",
             claims=("C7", "C8", "C9", "C17", "C20", "C24", "C30", "C32"),
             needs="cpu",
-            minutes=35.0,
+            minutes=20.0,
             measures=ATTENTIONS,
+            seconds={"matrix_rate": 2.0, "check": 0.5, "memory": 0.15, "time": 5.0},
+            compiles=({"kind": "check"}, {"kind": "memory"}),
+            first={"figures": ("gpt2", "fa2")},
         ),
         Experiment(
             name="traffic",
             title="FLOPs and memory traffic, standard against flash, and the tile size",
             claims=("C3", "C6", "C29", "C31"),
             needs="cpu",
-            minutes=4.0,
+            minutes=2.0,
             measures=ATTENTIONS,
-        ),
-        Experiment(
-            name="training",
-            title="tokens/s and memory of GPT-2 training, attention swapped alone and the whole stack",
-            claims=("C11", "C13", "C23"),
-            needs="cuda",
-            minutes=50.0,
-            measures=_STEP,
+            seconds={"check": 0.5, "time": 6.0, "passes": 2.0, "tiles": 1.0, "copy rate": 2.0, "ncu": 6.0},
+            compiles=({"kind": "check"},),
         ),
         Experiment(
             name="numerics",
             title="errors against float64, with outliers",
             claims=("C1", "C2", "C26"),
             needs="cpu",
-            minutes=4.0,
+            minutes=2.0,
             measures=ATTENTIONS,
+            seconds={"errors": 0.12, "outliers": 0.1, "fp8": 1.0},
+            compiles=({"kind": "errors"}, {"kind": "outliers"}),
         ),
         Experiment(
             name="sparse",
@@ -168,22 +177,48 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=3.0,
             measures=ATTENTIONS,
+            seconds={"exact": 0.5, "shares": 0.3, "butterfly": 0.5},
+            compiles=({"kind": "exact"},),
         ),
         Experiment(
             name="history",
             title="the algorithms that led to flash: softmax passes, loop order, tiles, backward",
             claims=("C4", "C18", "C19", "C21", "C22", "C25", "C27", "C28"),
             needs="cpu",
-            minutes=14.0,
+            minutes=9.0,
             measures=ATTENTIONS,
+            seconds={
+                "check": 0.3,
+                "order": 5.5,
+                "ablation": 1.0,
+                "tiles": 1.6,
+                "programs": 2.0,
+                "softmax": 0.4,
+                "flash1 tiles": 6.0,
+                "changes": 3.0,
+                "warps": 1.5,
+            },
+            compiles=({"kind": "check"},),
+        ),
+        Experiment(
+            name="training",
+            title="tokens/s and memory of GPT-2 training, attention swapped alone and the whole stack",
+            claims=("C11", "C13", "C23"),
+            needs="cuda",
+            minutes=46.0,
+            measures=_STEP,
+            seconds={"machine": 3.0, "memory": 4.2, "speed": 43.0},
+            compiles=({"kind": "memory", "mode": "compiled"},),
+            first={"parts": ("compiled", "whole")},
         ),
         Experiment(
             name="encoders",
             title="BERT-large's step, and long-range tasks: ListOps at equal accuracy, Path-X's length",
             claims=("C15", "C16"),
             needs="cuda",
-            minutes=10.0,
+            minutes=11.0,
             measures=_STEP,
+            seconds={"bert": 35.0, "listops": 22.0, "path": 20.0, "accuracy": 75.0},
         ),
         Experiment(
             name="ring",
@@ -201,6 +236,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 "kernels.ring.group.RingGroup",
             ),
             gpus=2,
+            alone=True,
         ),
         Experiment(
             name="perplexity",
@@ -217,6 +253,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 ),
                 *("data.loader.Batches", "data.permutation.Permutation"),
             ),
+            alone=True,
         ),
     )
 }

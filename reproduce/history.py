@@ -36,6 +36,8 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run"]
 ATTENTIONS = ("two_pass", "flash1", "flash")
 
 
+# At 16384 tokens the backward in two passes took a quarter of the time of the whole experiment.
+LONGEST = {"two_pass": 8192}
 ABLATION = Workload("ablation", 4, 16, 8448, 128, False)  # FlashAttention-3's Table 2
 
 
@@ -203,7 +205,15 @@ def _time(options: Options) -> None:
             for causal in (False, True):
                 shape = (tokens // length, hidden // head_dim, length, head_dim)
                 workload = Workload("fa2", *shape, causal)
-                measure = partial(time_order, workload, options, tiles[head_dim])
+                where = {"kind": "check", "head_dim": head_dim, "causal": causal}
+                checks = {
+                    name: options.sample(
+                        partial(_checked, name, workload, options, tiles[head_dim]), backend=name, **where
+                    )
+                    for name in ATTENTIONS
+                }
+                right = [name for name, found in checks.items() if found.get("passed")]
+                measure = partial(time_order, right, workload, options, tiles[head_dim])
                 options.timed(measure, kind="order", **asdict(workload))
     shape = (tokens // settings.length or 1, hidden // 64 or 1, min(settings.length, tokens), 64)
     workload = Workload("changes", *shape, False)
@@ -228,11 +238,25 @@ def fastest_tiles(head_dim: int, tokens: int, hidden: int, options: Options) -> 
     """flash1's fastest tiles for that head_dim, of its table, at the middle of the lengths."""
     from kernels.history import flash1
 
-    length = min(4096, tokens)
+    length, found = min(4096, tokens), {}
     workload = Workload("fa2", tokens // length, hidden // head_dim, length, head_dim, False)
-    sets, found = input_sets(workload, torch.float16, options.device), {}
+    for kernel in ("forward", "backward"):
+        tiles = {str(tile): tile for tile in flash1.CANDIDATES.get((kernel, head_dim), ())}
+        where = {"kind": "flash1 tiles", "kernel": kernel, **asdict(workload)}
+        measure = partial(time_flash1, kernel, tiles, workload, options)
+        times = options.sample(measure, **where).get("ms", {}) if tiles else {}
+        if times:
+            found[kernel] = tiles[min(times, key=lambda name: statistics.median(times[name][kernel]))]
+    return found
 
-    def call_of(kernel: str, tile: Tile) -> timing.Call:
+
+def time_flash1(kernel: str, tiles: dict[str, Tile], workload: Workload, options: Options) -> Sample:
+    """flash1, forward and backward, with each of the tiles in one of its kernels."""
+    from kernels.history import flash1
+
+    sets = input_sets(workload, torch.float16, options.device)
+
+    def call_of(tile: Tile) -> timing.Call:
         def call(number: int) -> Iterator[None]:
             inputs = sets[number % len(sets)]
             with flash1.forced(**{kernel: tile}):
@@ -243,15 +267,8 @@ def fastest_tiles(head_dim: int, tokens: int, hidden: int, options: Options) -> 
 
         return call
 
-    for kernel in ("forward", "backward"):
-        tiles = {str(tile): tile for tile in flash1.CANDIDATES.get((kernel, head_dim), ())}
-        calls = {name: call_of(kernel, tile) for name, tile in tiles.items()}
-        measure = partial(timing.race, calls, options, ("forward", "backward"))
-        where = {"kind": "flash1 tiles", "kernel": kernel, **asdict(workload)}
-        times = options.sample(measure, **where).get("ms", {}) if tiles else {}
-        if times:
-            found[kernel] = tiles[min(times, key=lambda name: statistics.median(times[name][kernel]))]
-    return found
+    calls = {name: call_of(tile) for name, tile in tiles.items()}
+    return timing.race(calls, options, ("forward", "backward"))
 
 
 def time_changes(workload: Workload, options: Options) -> Sample:
@@ -269,19 +286,29 @@ def time_warps(workload: Workload, options: Options) -> Sample:
     return race(forms, input_sets(workload, torch.float16, options.device), options, backward=False)
 
 
-def time_order(workload: Workload, options: Options, tiles: dict[str, Tile]) -> Sample:
-    """`attention.race` of the historical attentions, flash, and flash's portable kernels. tiles: flash1's."""
+def _checked(name: str, workload: Workload, options: Options, tiles: dict[str, Tile]) -> Sample:
+    """`attention.check` with flash1's tiles."""
     from kernels.history import flash1
 
-    device, dtype = options.device, torch.float16
+    with flash1.forced(**tiles):
+        return check(name, workload, torch.float16, options.device)
+
+
+def time_order(right: list[str], workload: Workload, options: Options, tiles: dict[str, Tile]) -> Sample:
+    """`attention.race` of the historical attentions, flash, and flash's portable kernels, if all are right.
+
+    tiles: flash1's.
+    """
+    from kernels.history import flash1
+
+    if wrong := ", ".join(name for name in ATTENTIONS if name not in right):
+        raise AttentionError(f"{wrong}: wrong or refused here, so nothing is timed")
     portable = partial(get_attention(OURS), tier="triton")
-    attends = {name: attend_with(name) for name in ATTENTIONS}
+    names = [name for name in ATTENTIONS if workload.length <= LONGEST.get(name, workload.length)]
+    attends = {name: attend_with(name) for name in names}
     attends[PORTABLE] = lambda inputs, number: portable(*inputs.qkv, causal=workload.causal)
     with flash1.forced(**tiles):
-        for name in ATTENTIONS:
-            if not check(name, workload, dtype, device)["passed"]:
-                raise AttentionError(f"{name} is wrong here, so nothing is timed")
-        return race(attends, input_sets(workload, dtype, device), options)
+        return race(attends, input_sets(workload, torch.float16, options.device), options)
 
 
 def time_forms(workload: Workload, options: Options) -> Sample:

@@ -8,6 +8,7 @@ A document has a line for each entry and for each sample, its numbers rounded to
 produced it: command, commit, environment, settings, and by name what its figures depend on, each with a hash that
 survives moves, renames and comments (`depends.py`). A run resumes a partial document, or is skipped in favour of a
 complete one, only if device, settings, torch and triton versions are the same and nothing it depends on has changed.
+Processes of one experiment may write to its partial document at the same time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 from training.files import replace_file
 
@@ -61,7 +64,7 @@ class Store:
         command: list[str],
         deadline: float | None = None,
         again: bool = False,
-        retry: bool = True,
+        retry: Iterable[int] | None = None,
     ) -> None:
         """Start a run's document with the samples of an earlier run, if that one still applies (see the module).
 
@@ -69,7 +72,7 @@ class Store:
             command: the arguments after `python -m reproduce` or `python -m benchmarks`.
             deadline: on the clock of `time.monotonic`; no sample is started after it.
             again: ignore earlier runs and measure everything.
-            retry: measure failed samples of the earlier run again.
+            retry: measure failed samples of the earlier run again, those of these processes; None: of all.
         """
         from training.environment import device_name, environment
 
@@ -94,13 +97,20 @@ class Store:
             "environment": record,
             "date": time.strftime("%Y-%m-%d"),
             "seconds": 0.0,
+            "took": {},  # kind -> number of samples, and the seconds that measuring them took
             "samples": [],
         }
+        self.stamp, self.forgotten = self._stamp(), []  # see _add
         earlier = None if again else self._reusable(read(self.partial)) or self._reusable(read(self.complete))
         if earlier:
             self.document["samples"] = list(earlier["samples"])
+            self.document["took"] = earlier.get("took", {})
         self.earlier_seconds = earlier["seconds"] if earlier else 0.0
-        self.retried = [s for s in self.document["samples"] if _is_open(s)] if retry else []
+        self.retried = [
+            s
+            for s in self.document["samples"]
+            if _is_open(s) and (retry is None or s.get("process", 0) in retry)
+        ]
         same = earlier and earlier["settings"] == self.document["settings"]
         self.finished = bool(same) and earlier["state"] == "complete" and not self.retried
 
@@ -129,7 +139,7 @@ class Store:
         where = json.loads(json.dumps(where))
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise OutOfTime
-        broken = False
+        broken, began = False, time.monotonic()
         try:
             measured = measure()
         except AttentionError as error:
@@ -151,11 +161,32 @@ class Store:
             self._forget(before)
             if "failed" not in known:
                 self._forget_turns_without(where)
-        self.document["samples"].append(known)
-        self.write(self.partial)
+        self._add(known, time.monotonic() - began)
         if broken:
             raise ReproduceError("that sample broke the device; the same command continues with the next one")
         return known
+
+    def _add(self, sample: Sample, seconds: float) -> None:
+        """Write a sample to the partial document, to which another process may have written since."""
+        with writing(self.partial, "--results FOLDER"), FileLock(self.partial.with_suffix(".lock")):
+            if self._stamp() != self.stamp and (other := read(self.partial)):
+                held = set(map(json.dumps, [*self.document["samples"], *self.forgotten]))
+                new = [each for each in other["samples"] if json.dumps(each) not in held]
+                self.document["samples"] += new
+                self.document["took"] = other.get("took", {})
+            self.document["samples"].append(sample)
+            count, so_far = self.document["took"].get(sample.get("kind", ""), (0, 0.0))
+            self.document["took"][sample.get("kind", "")] = [count + 1, so_far + seconds]
+            self.write(self.partial)
+            self.stamp = self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        """By which a partial document is known to be the one that was read or written last."""
+        try:
+            found = self.partial.stat()
+        except OSError:
+            return (0, 0)
+        return found.st_ino, found.st_mtime_ns
 
     def find(self, **where: Any) -> Sample | None:
         """See `Options.find`."""
@@ -166,6 +197,7 @@ class Store:
         return None
 
     def _forget(self, samples: list[Sample]) -> None:
+        self.forgotten += samples
         self.retried = [each for each in self.retried if each not in samples]
         self.document["samples"] = [each for each in self.document["samples"] if each not in samples]
 
@@ -190,6 +222,7 @@ class Store:
         self.document["state"] = "complete"
         self.write(self.complete)
         self.partial.unlink(missing_ok=True)
+        self.partial.with_suffix(".lock").unlink(missing_ok=True)
 
     def write(self, path: Path) -> None:
         self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)

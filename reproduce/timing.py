@@ -8,9 +8,9 @@ may include waiting for the host: the round is measured again after a longer sle
 longest sleep is too short.
 
 Contenders take turns in an order drawn anew for each round, on inputs that are not in cache, while clock and power
-are recorded. A process times each of them at least 20 times, and three processes do so one after another. What is
-stated is the median of the processes' medians with their range, and "faster" only where ranges do not overlap
-(`beside`).
+are recorded. A process times each of them at least 20 times, and three processes do so, each on a GPU of its own or
+one after another. What is stated is the median of the processes' medians with their range, and "faster" only where
+ranges do not overlap (`beside`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ Call = Callable[[int], Iterator[None]]
 # FlexAttention's forward and backward at 4096 tokens took some 4 ms.
 HEAD_START = 4_000_000
 MOST_ROUNDS = 100
+# A call is steady, and takes no more than the least number of rounds, when the middle half of its rounds lies within
+# this share of their median: that of 20 rounds is then certain to 0.4 %.
+STEADY = 0.02
 # nvidia-smi's name of what is recorded while something is timed -> ours.
 RECORDED = {"clocks.sm": "sm_mhz", "power.draw": "watts", "temperature.gpu": "celsius"}
 RECORD_EVERY_MS = 200
@@ -97,8 +100,8 @@ def time_alternating(
 
     Args:
         calls: what to time.
-        seconds: time budget per call. Measuring stops once seconds * len(calls) have passed, but not before rounds[0]
-            rounds, and after rounds[1] at the latest.
+        seconds: time budget per call. Measuring stops once seconds * len(calls) have passed or all calls are steady,
+            but not before rounds[0] rounds, and after rounds[1] at the latest.
         warmup: unmeasured rounds at the start; fewer, but at least one, once they have taken the same budget.
         patience: the longest sleep before a call, in units of HEAD_START; the sleep doubles whenever the host was
             late. At 1 no round is repeated, for whole training steps, where waiting for a slow host counts.
@@ -118,7 +121,8 @@ def time_alternating(
             break
     began = time.perf_counter()
     for done in range(rounds[1]):
-        if done >= rounds[0] and time.perf_counter() - began > seconds * len(calls):
+        spent = time.perf_counter() - began > seconds * len(calls)
+        if done >= rounds[0] and (spent or all(map(steady, samples.values()))):
             break
         for name in order.sample(list(calls), len(calls)):
             phases, was_late = _phases(calls[name], next(turns), device, sleeps[name])
@@ -130,6 +134,15 @@ def time_alternating(
             for values, milliseconds in zip(samples[name], phases, strict=True):
                 values.append(milliseconds)
     return Timed(samples, {name: times for name, times in late.items() if times})
+
+
+def steady(phases: list[list[float]]) -> bool:
+    """Whether the rounds of a call are alike; see STEADY."""
+    rounds = list(map(sum, zip(*phases, strict=True)))
+    if len(rounds) < 4:
+        return False
+    low, median, high = statistics.quantiles(rounds, n=4)
+    return high - low <= STEADY * median
 
 
 def _phases(call: Call, number: int, device: torch.device, sleep: int) -> tuple[list[float], bool]:
@@ -169,7 +182,7 @@ class Times(tuple[float, ...]):
         return max(self)
 
     def __truediv__(self, other: Times) -> Times:
-        return Times(a / b for a, b in zip(self, other, strict=True))
+        return Times(a / b for a, b in zip(self, other, strict=False))  # of a cut run, one may have more
 
     def inverse(self, scale: float = 1.0) -> Times:
         """A rate: `scale` over each time."""
@@ -195,7 +208,7 @@ def timed(results: Results, **where: Any) -> list[Sample]:
     `Timed`, of all processes.
     """
     merged: dict[tuple[Any, ...], Sample] = {}
-    for sample in pick(results, **where):
+    for sample in sorted(pick(results, **where), key=lambda sample: sample.get("process", 0)):
         coordinates = {key: value for key, value in sample.items() if key not in MEASURED}
         found = merged.setdefault(
             tuple(map(str, coordinates.items())), {**coordinates, "late": Counter(), "turns": []}

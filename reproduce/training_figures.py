@@ -169,7 +169,7 @@ def _judge_days(results: Results, found: Verdicts) -> None:
 def _judge_table_4(results: Results, found: Verdicts) -> None:
     for mode in ("eager", "compiled"):
         at = {sample["context"]: sample for sample in timed(results, kind="speed", part="context", mode=mode)}
-        base = at.get(1024)
+        base = at.get(1024) or (find(results, "small") if mode == "eager" else None)
         for context, bound in CONTEXT_BOUNDS.items():
             if gain := _ratio(rate(at.get(context), "flash"), rate(base, "flash")):
                 expected = paper.CONTEXT_DAYS[1024] / paper.CONTEXT_DAYS[context]

@@ -1,0 +1,159 @@
+"""What a call will do: which samples are missing, in which order they are measured, and about how long that takes.
+
+An experiment's `run` is called with options that measure nothing and remember what it asks for. So the plan is what
+the run would do, and a run that was cut goes on with what its document lacks, sample by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .experiment import Experiment, Options, Sample, text_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from .results import Store
+
+# Starting a process: imports, CUDA, and the first use of each kernel that is already compiled.
+STARTING_S = 12.0
+# What stands in for a sample that is not measured yet: whoever takes part is right, and fits.
+ASSUMED = {
+    **{"passed": True, "agrees": True, "finite": True, "worst": 0.0, "peak_bytes": 0},
+    **{"limits": {}, "row_errors": {}, "logit_error": 0.0},
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A process of an experiment, or of its first part.
+
+    Attributes:
+        settings: what the document records.
+        selected: what is run: the same, or the part of it that README and its picture show.
+        process: which of the settings' `processes` this is, of `processes`.
+        samples: how many are missing; None if the experiment does not tell.
+        seconds: about what they take.
+        fresh: whether the process has no step before this one, which would have tried what failed again.
+    """
+
+    experiment: Experiment
+    settings: Any
+    selected: Any
+    process: int
+    processes: int
+    samples: int | None
+    seconds: float
+    fresh: bool = True
+
+    @property
+    def name(self) -> str:
+        part = "" if self.selected == self.settings else " (README's figures)"
+        return f"{self.experiment.name}{part}, process {self.process + 1} of {self.processes}"
+
+
+def missing(
+    experiment: Experiment, store: Store, settings: Any, device: torch.device, tiny: bool
+) -> list[Sample]:
+    """The coordinates of what the document lacks, of all processes; none if the experiment does not tell."""
+    if not experiment.seconds:
+        return []
+    found: dict[str, Sample] = {}
+
+    def sample(measure: object, **where: Any) -> Sample:
+        known = store.find(**where)
+        if known is None and where.get("process", 0) == options.process:
+            found[str(where)] = where
+        return known or {**where, **ASSUMED}
+
+    for process in range(processes_of(settings, device, tiny)):
+        options = Options(device, tiny, settings, sample, process, store.find, say=lambda line: None)
+        experiment.module.run(options)
+    return list(found.values())
+
+
+def processes_of(settings: Any, device: torch.device, tiny: bool) -> int:
+    """How many processes measure. A CPU counts, and counts are the same in each."""
+    return getattr(settings, "processes", 1) if device.type == "cuda" or tiny else 1
+
+
+def steps(
+    experiment: Experiment, store: Store, settings: Any, device: torch.device, tiny: bool
+) -> Iterator[Step]:
+    """What is left of an experiment, its first part before the rest."""
+    count = processes_of(settings, device, tiny)
+    if not experiment.seconds:
+        if not store.finished:
+            for process in range(count):
+                seconds = 60 * experiment.minutes / count
+                yield Step(experiment, settings, settings, process, count, None, seconds)
+        return
+    planned: set[str] = set()
+    begun: set[int] = set()
+    counted = device.type == "cpu" and not tiny  # which README does not show
+    for selected in [settings] if counted else dict.fromkeys(_parts(experiment, settings)):
+        left = [
+            each for each in missing(experiment, store, selected, device, tiny) if str(each) not in planned
+        ]
+        planned |= set(map(str, left))
+        for process in range(count):
+            own = [each for each in left if each.get("process", 0) == process]
+            if own:
+                seconds = STARTING_S + sum(_price(experiment, store, each["kind"]) for each in own)
+                fresh = process not in begun
+                begun.add(process)
+                yield Step(experiment, settings, selected, process, count, len(own), seconds, fresh)
+
+
+def _parts(experiment: Experiment, settings: Any) -> Iterator[Any]:
+    """What of the settings README shows, if anything, and all of them."""
+    first = {
+        key: tuple(each for each in getattr(settings, key) if each in shown)
+        for key, shown in experiment.first.items()
+    }
+    if all(first.values()):
+        yield replace(settings, **first)
+    yield settings
+
+
+def _price(experiment: Experiment, store: Store, kind: str) -> float:
+    """Seconds of a sample: the mean of those in the document, or else what the experiment says."""
+    count, seconds = store.document["took"].get(kind, (0, 0.0))
+    return seconds / count if count else experiment.seconds.get(kind, 1.0)
+
+
+def ends(plan: list[Step], devices: int) -> dict[str, float]:
+    """By a step's name, when it ends: each on the first device that is free, an experiment's first process before its
+    others, and what shares with nobody after all others."""
+    free, first, found = [0.0] * devices, {}, {}
+    waiting = [step for step in plan if not step.experiment.alone]
+    while waiting:
+        free.sort()
+        starts = [max(free[0], first.get(step.experiment.name, 0.0)) for step in waiting]
+        step = waiting.pop(starts.index(min(starts)))
+        free[0] = found[step.name] = min(starts) + step.seconds
+        if step.process == 0:
+            first[step.experiment.name] = free[0]
+    now = max(free)
+    for step in (each for each in plan if each.experiment.alone):
+        now = found[step.name] = now + step.seconds
+    return found
+
+
+def shown(plan: list[Step], devices: list[torch.device]) -> str:
+    """The plan for a terminal: a row for each part of an experiment, in the order in which they start."""
+    rows: dict[str, list[Step]] = {}
+    for step in plan:
+        rows.setdefault(step.name.partition(", process")[0], []).append(step)
+    header, lines = ["to measure", "samples", "processes"], []
+    end = ends(plan, len(devices))
+    for name, own in rows.items():
+        samples, seconds = sum(step.samples or 0 for step in own), sum(step.seconds for step in own)
+        minutes = [f"{each / 60:.1f}" for each in (seconds, max(end[step.name] for step in own))]
+        lines.append([name, str(samples or ""), str(len(own)), *minutes])
+    header += ["GPU minutes", f"done by, on {len(devices)}"]
+    if devices[0].type != "cuda":  # the seconds are a GPU's
+        header, lines = header[:3], [line[:3] for line in lines]
+    return text_table(header, lines)

@@ -1,0 +1,200 @@
+"""Runs the steps of a plan, each in a process of its own that sees one GPU, on all GPUs at once.
+
+First all cores compile: processes share each GPU and go through the samples that are not timed, and what they find is
+thrown away, but torch's and Triton's caches keep what they compiled. Then one process at a time measures on a GPU. A
+sample is written as soon as it is measured, so a run that is cut or killed loses only the one in progress.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .experiment import Experiment, Options, OutOfTime, Sample
+from .fleet import DONE, Fleet, Job
+from .plan import ASSUMED, Step, missing
+from .results import Store
+
+# Processes that compile on a GPU at once: their contenders, of some 20 GiB each, have to fit beside each other.
+MOST_COMPILING = 6
+# Of a sample that is measured to be compiled: no longer one needs another kernel.
+LONGEST_COMPILED = 4096
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the command line says of every step.
+
+    settings: key=value, by experiment.
+    deadline: on the clock of `time.monotonic`, which all processes of a machine share: no sample starts after it.
+    again: ignore earlier runs.
+    """
+
+    directory: Path
+    tiny: bool
+    settings: Mapping[str, list[str]]
+    deadline: float | None = None
+    again: bool = False
+
+    def store(self, experiment: Experiment, settings: Any, device: torch.device, **how: Any) -> Store:
+        """The experiment's document; `how`: arguments of `Store`."""
+        command = [experiment.name, *self.settings.get(experiment.name, []), *["--tiny"] * self.tiny]
+        return Store(
+            self.directory, experiment, device=device, settings=settings, tiny=self.tiny, command=command,
+            deadline=self.deadline, **how,
+        )  # fmt: skip
+
+
+def measure(device: torch.device, step: Step, call: Call) -> None:
+    """Measure what the step lacks. Raises OutOfTime."""
+    store = call.store(
+        step.experiment, step.settings, device,
+        again=call.again and step.fresh and step.process == 0, retry=[step.process] if step.fresh else [],
+    )  # fmt: skip
+    step.experiment.module.run(
+        Options(device, call.tiny, step.selected, store.sample, step.process, store.find, call.deadline)
+    )
+
+
+def measure_all(plan: list[Step], devices: list[torch.device], call: Call, end: float | None) -> set[str]:
+    """Measure the steps in their order; an experiment's first process, which also does all that is done once, comes
+    before its others.
+
+    Args:
+        end: what runs then is cut.
+
+    Returns the experiments that did not come to their end.
+    """
+    jobs, first = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, step in enumerate(plan):
+            log, name = Path(folder, f"{number}.log"), step.experiment.name
+            jobs.append(Job(step.name, _measure, (step, call), log, first.get(name), Follow(name, log)))
+            if step.process == 0:
+                first[name] = step.name
+        with Fleet(jobs, devices, end) as fleet:
+            return {
+                step.experiment.name
+                for step, job in zip(plan, jobs, strict=True)
+                if fleet.wait(job.name) != DONE
+            }
+
+
+def compile_all(plan: list[Step], devices: list[torch.device], call: Call, end: float | None) -> None:
+    """Compile what the steps need, in as many processes as cores and memory allow."""
+    steps = [*{step.experiment.name: step for step in plan if step.experiment.compiles}.values()]
+    each = min(MOST_COMPILING, (os.cpu_count() or 1) // (2 * len(devices)))
+    if not steps or devices[0].type != "cuda" or not each:
+        return
+    number, began = each * len(devices), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [
+            Job(f"compiling {n}", _compile, (steps, call, n, number), Path(folder, f"{n}.log"))
+            for n in range(number)
+        ]
+        with Fleet(jobs, devices * each, end) as fleet:
+            for job in jobs:
+                fleet.wait(job.name)
+    print(f"compiled in {number} processes, in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def compile_share(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
+    """Measure one in `of` of the samples by which what is missing is compiled, and keep nothing."""
+    for step in steps:
+        store = call.store(step.experiment, step.settings, device, again=call.again)
+        left = missing(step.experiment, store, step.settings, device, call.tiny)
+        sample = _Compiling(store, step.experiment.compiles, left, share, of)
+        options = Options(device, call.tiny, step.settings, sample, 0, store.find, say=lambda line: None)
+        step.experiment.module.run(options)
+
+
+class _Compiling:
+    """`Options.sample` of a process that compiles; on a new machine, also what an earlier run measured."""
+
+    def __init__(
+        self, store: Store, compiles: tuple[Sample, ...], left: list[Sample], share: int, of: int
+    ) -> None:
+        self.store, self.compiles, self.left, self.share, self.of = store, compiles, left, share, of
+        self.asked: set[str] = set()
+
+    def __call__(self, measure: Callable[[], Sample], **where: Any) -> Sample:
+        known = self.store.find(**where) or {**where, **ASSUMED}
+        if {"refused", "out_of_memory", "failed"} & known.keys() or not self._serves(where):
+            return known
+        if str(where) in self.asked:
+            return known
+        self.asked.add(str(where))
+        if len(self.asked) % self.of == self.share:
+            try:
+                measure()
+            except Exception as error:  # refused, out of memory beside the others: measuring will tell
+                print(f"{where}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return known
+
+    def _serves(self, where: Sample) -> bool:
+        """Whether a missing sample needs what this one compiles: all coordinates that they share are equal."""
+        compiles = any(each.items() <= where.items() for each in self.compiles)
+        if not compiles or where.get("length", 0) > LONGEST_COMPILED:
+            return False
+        for each in self.left:
+            shared = [key for key in where if key in each and key != "kind"]
+            if shared and all(where[key] == each[key] for key in shared):
+                return True
+        return False
+
+
+class Follow:
+    """Prints the lines that a job has written since the last call, each behind a name."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name, self.log, self.at = name, log, 0
+
+    def __call__(self) -> None:
+        if not self.log.exists():
+            return
+        with self.log.open("rb") as file:
+            file.seek(self.at)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self.at += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            print(f"{self.name} | {line}", flush=True)
+
+
+def _measure(device: torch.device, step: Step, call: Call) -> None:
+    """`measure` as a job."""
+    _end_with_parent()
+    print(step.name, flush=True)
+    try:
+        measure(device, step, call)
+    except OutOfTime:
+        sys.exit(f"{step.name}: out of time")  # so that the experiment's next process does not start
+
+
+def _compile(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
+    """`compile_share` as a job."""
+    _end_with_parent()
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the processes are many enough
+    compile_share(device, steps, call, share, of)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is killed: else the next call would find a second writer of the document."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
