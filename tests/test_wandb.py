@@ -36,14 +36,16 @@ def server() -> Iterator[WandbStub]:
 
 
 @pytest.fixture
-def start(tmp_path, user_environment, tiny, server) -> Iterator[Start]:
+def start(tmp_path, tmp_path_factory, user_environment, tiny, server) -> Iterator[Start]:
     """Start train.py in an empty directory; `patience`: see IMPATIENT."""
     processes = []
+    script = tmp_path_factory.mktemp("impatient") / "train.py"
+    script.write_text(IMPATIENT)
 
     def start(*args: str, run: str = "run", patience: tuple[int, int] = (20, 20)) -> subprocess.Popen:
         seconds, where = map(str, patience), f"hydra.run.dir={run}"
         process = subprocess.Popen(
-            [sys.executable, "-c", IMPATIENT, *seconds, *tiny, "logger=wandb", where, *args],
+            [sys.executable, script, *seconds, *tiny, "logger=wandb", where, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,7 +9,9 @@ own. What does not begin with torch, or not like that (`python -c`), is started 
 import functools
 import gc
 import importlib
+import io
 import json
+import multiprocessing.process
 import os
 import resource
 import runpy
@@ -22,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = str(Path(__file__).parents[1])
 LIBRARIES = ("hydra", "numpy", "safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint",
@@ -212,16 +214,26 @@ def become(
     os.environ.update(environment)
     resource.setrlimit(resource.RLIMIT_FSIZE, file_size)
     words = command[1:]
-    if words[0] == "-u" or environment.get("PYTHONUNBUFFERED"):
-        words = words[1:] if words[0] == "-u" else words
-        sys.stdout.reconfigure(write_through=True)
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+    unbuffered = words[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
+    words = words[1:] if words[0] == "-u" else words
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = _stream(sys.stdout, os.isatty(1), unbuffered)
+    sys.stderr = sys.__stderr__ = _stream(sys.stderr, True, unbuffered)
+    multiprocessing.process.ORIGINAL_DIR = folder  # where a worker looks for this program
     sys.orig_argv = command
     module = words[0] == "-m"
     sys.argv = words[1:] if module else words
     first = folder if module else str(Path(words[0]).resolve().parent)
     sys.path[:1] = [first, *([ROOT] if "PYTHONPATH" in environment else [])]  # in place of this file's folder
     return words
+
+
+def _stream(old: TextIO, by_line: bool, unbuffered: bool) -> TextIO:
+    """Anew, for its file may be of another kind."""
+    binary = open(old.fileno(), "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    return io.TextIOWrapper(
+        binary, old.encoding, old.errors, line_buffering=by_line, write_through=unbuffered
+    )
 
 
 if __name__ == "__main__":
