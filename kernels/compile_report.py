@@ -220,28 +220,34 @@ def _constants(job: Job) -> dict[str, Any]:
 
 def _hopper_constants(job: Job) -> dict[str, Any]:
     ragged, bounded = job.feature.endswith(RAGGED), job.feature in ("cu_seqlens", "window")
-    listed = job.feature.startswith("block_mask")
+    listed, padded = job.feature.startswith("block_mask"), "kv_lengths" in job.feature
     absent = {} if job.feature == "cu_seqlens" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not listed:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
     if not job.feature.startswith("precise_delta"):
         absent["OutLow"] = None
+    if not padded:
+        absent["KvLengths"] = None
+    if "sinks" not in job.feature:
+        absent["Sinks"] = None
+    drop = drop_of(0.1 if "dropout_p" in job.feature else 0.0)
+    if drop is None:
+        absent["Seed"] = None
     lengths = job.length, job.length + ragged
     if job.kernel == "hopper_dkdv":
         return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
-    spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, bounded=bounded, listed=listed)
+    uses = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop}
+    spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec}
     if job.kernel == "hopper_forward":
         return {"SPEC": spec, **absent} | ({} if spec.DYNAMIC.value else {"Counter": None})
     width = tile_width(job.head_dim)
     row_blocks = job.length // backward_schedule.BLOCK_M[width]
-    dq_delay = 0 if bounded or listed else backward.choose_dq_delay(width, job.causal, row_blocks)
-    rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged}
-    drop = drop_of(0.1 if job.feature.startswith("dropout_p") else 0.0)
-    if drop is None:
-        absent["Seed"] = None
-    if not job.causal or bounded or listed or drop:
+    delay = backward.choose_dq_delay(width, job.causal, row_blocks, padded)
+    dq_delay = 0 if bounded or listed else delay
+    rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged or padded}
+    if not job.causal or bounded or listed or drop or padded:
         absent["tail_head"] = None
     return {**rules, "DQ_DELAY": dq_delay, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, **absent}
 
@@ -349,6 +355,18 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
     return jobs
 
 
+def _with_features(head_dim: int) -> list[Job]:
+    """The Hopper kernels' forms with key padding, dropout in the forward and sinks, as `dispatch` lets through."""
+    jobs = []
+    features = ("kv_lengths", "kv_lengths dropout_p", "dropout_p", f"dropout_p {RAGGED}", "sinks")
+    names, lengths = ("hopper_forward", "hopper_backward"), (512, 16384)
+    for feature, name, causal, length in itertools.product(features, names, (True, False), lengths):
+        refused = head_dim > 64 and feature in ("kv_lengths dropout_p", f"dropout_p {RAGGED}")
+        if "kv_lengths" in feature if name == "hopper_backward" else not refused:
+            jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
+    return jobs
+
+
 def _narrow(head_dim: int) -> list[Job]:
     """The forms of the Hopper kernels at head_dim 64 or 128."""
     jobs = []
@@ -372,7 +390,8 @@ def _narrow(head_dim: int) -> list[Job]:
     for (feature, name), (causal, length, ragged) in itertools.product(one_pass.items(), lengths):
         jobs.append(Job(90, name, head_dim, causal, None, feature=feature + ragged, length=length))
     # Tiles filled up with zeros; an odd multiple of 8, at which offsets need most care.
-    return jobs + [Job(90, name, head_dim - 56, True, None) for name in kernels if head_dim == 128]
+    jobs += [Job(90, name, head_dim - 56, True, None) for name in kernels if head_dim == 128]
+    return jobs + _with_features(head_dim)
 
 
 def _wide(head_dim: int) -> list[Job]:

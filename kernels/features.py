@@ -18,6 +18,7 @@ class Feature(NamedTuple):
         words: its explanation in a message, where the name alone does not say it.
         hopper: the passes that flash's Hopper kernels can do with it; `flash.dispatch` has the conditions. The
             portable kernels do both passes with every feature.
+        on_request: the passes that they do too, but only for attention.tier=hopper: not yet measured on a GPU.
         options: the compile-time options with which compile_report compiles the portable kernels for it.
         pointers: the optional arguments of those kernels that it needs.
     """
@@ -26,6 +27,7 @@ class Feature(NamedTuple):
     unused: object = None
     words: str = ""
     hopper: tuple[str, ...] = ()
+    on_request: tuple[str, ...] = ()
     options: Mapping[str, object] = {}
     pointers: tuple[str, ...] = ()
 
@@ -37,7 +39,10 @@ FEATURES: dict[str, Feature] = {
         "probability that an attention weight is set to 0, rounded to a multiple of 2^-16; the others are divided by "
         "1 minus that",
         unused=0.0,
-        hopper=("backward",),  # a Hopper forward that draws the mask is no faster (LOG.md)
+        hopper=("backward",),
+        on_request=(
+            "forward",
+        ),  # a first one that drew the mask was no faster than the portable one (LOG.md)
         options={"dropout_p": 0.1},
         pointers=("Seed",),
     ),
@@ -60,6 +65,7 @@ FEATURES: dict[str, Feature] = {
     "sinks": Feature(
         "(heads,): a learnable logit per head that enters the softmax and has no value (gpt-oss); -inf: none",
         hopper=("backward",),
+        on_request=("forward",),
         pointers=("Sinks",),
     ),
     "cu_seqlens": Feature(
@@ -73,6 +79,7 @@ FEATURES: dict[str, Feature] = {
     "kv_lengths": Feature(
         "int32 (batch,): keys from this index on are padding, masked for every query. Alignment still uses kv_len",
         words="padded keys",
+        on_request=BOTH,
         options={"padded": True},
         pointers=("KvLengths",),
     ),

@@ -2,7 +2,7 @@
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
-             kernels/features.py; with tier="auto" the head_dims whose times are known
+             kernels/features.py; with tier="auto" the head_dims and features whose times are known
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
 asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
@@ -32,8 +32,8 @@ HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 MEASURED_HEAD_DIMS = (64, 128)
 # Features that have `hopper` in the table, but not above head_dim 128.
 WIDE_LACKS = {
-    "forward": frozenset({"block_mask"}),
-    "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "window"}),
+    "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
+    "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
 }
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 def choose(which: str, request: AttentionRequest) -> Choice:
     """The kernels that serve a pass, "forward" or "backward"; what the request leaves open is assumed to suit Hopper.
 
-    With dropout or sinks the forward is portable and the backward Hopper's.
+    With dropout or sinks the forward is portable and the backward Hopper's, unless tier="hopper" is asked for.
     """
     if request.tier == "triton":
         return Choice("triton")
@@ -72,26 +72,38 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return f"head_dim 64 or 128, not {request.head_dim}"
     if request.head_dim % 8:
         return f"a head_dim that 8 divides, not {request.head_dim}"
-    if others := sorted(name for name in features if which not in FEATURES[name].hopper):
+    if others := sorted(name for name in features if not _serves(which, name, request.tier)):
         return f"attention without {others[0]}"
     if request.head_dim > 128 and (lacking := sorted(WIDE_LACKS[which] & features)):
         return f"head_dim 128 or less with {lacking[0]}, not {request.head_dim}"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} beside block_mask"
+    if "kv_lengths" in features and (bounds or "block_mask" in features):
+        return f"attention without kv_lengths beside {[*bounds, 'block_mask'][0]}"
     if "dropout_p" in features and (bounds or "block_mask" in features):
         return f"attention without dropout_p beside {[*bounds, 'block_mask'][0]}"
+    late = sorted({"dropout_p", "kv_lengths", "sinks"} & features)
+    if which == "forward" and "precise_delta" in features and late:  # not compiled
+        return f"attention without {late[0]} beside precise_delta"
+    apart = 0 if length is None or kv_len is None else kv_len - length
+    beside = apart % 64 or not features.isdisjoint(
+        ("kv_lengths", "sinks")
+    )  # with which d128 spills 4 to 44 B
+    if which == "forward" and "dropout_p" in features and request.head_dim > 64 and beside:
+        return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
     if bounds and (request.causal is False or kv_len not in (None, length)):
         return f"causal=True and as many keys as queries with {bounds[0]}"
-    if (
-        "block_mask" in features
-        and request.causal
-        and not (length is None or kv_len is None)
-        and (kv_len - length) % BLOCK_MASK_SIZE
-    ):
+    if "block_mask" in features and request.causal and apart % BLOCK_MASK_SIZE:
         return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's
     if request.tier == "auto" and length is not None and length < LEAST_QUERIES:
         return f"{LEAST_QUERIES} queries or more, not {length}"
     return None
+
+
+def _serves(which: str, name: str, tier: str) -> bool:
+    """Whether the Hopper kernels of a pass have a feature: with tier "auto", one that was measured there."""
+    feature = FEATURES[name]
+    return which in feature.hopper or (tier == "hopper" and which in feature.on_request)
 
 
 def refuses(request: AttentionRequest) -> str | None:

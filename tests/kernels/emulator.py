@@ -22,10 +22,11 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
-from kernels.philox import philox_mask
+from kernels.philox import philox, philox_mask
 
 DTYPES = {gl.float32: torch.float32, gl.float16: torch.float16, gl.bfloat16: torch.bfloat16}
 DTYPES |= {gl.int16: torch.int16, gl.int32: torch.int32, gl.int64: torch.int64}
+DTYPES |= {gl.uint32: torch.int64}  # which has all its values
 NOTHING = SimpleNamespace(layout=None)
 
 
@@ -470,6 +471,9 @@ class _Emulated:
         shape = draw.batch + 1, draw.head + 1, int(rows.max()) + 1, int(keys.max()) + 1
         seed = torch.tensor(int(draw.seed))
         return philox_mask(seed, int(drop.DROP_BELOW), *map(int, shape))[-1, -1][rows, keys]
+
+    def on_philox(self, *words: object) -> tuple[Registers, ...]:
+        return philox(*words)
 
     def language(self) -> SimpleNamespace:
         names = {name: _nothing for name in dir(gl) if name.endswith("Layout")}

@@ -75,6 +75,11 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_blocks": lambda: attend("hopper", 128, 1000, 1000, **features()["blocks"]),
         "hopper_window": lambda: attend("hopper", 128, 300, 300, window=(100, 0)),
         "hopper_dropout": lambda: attend("auto", 64, 300, 300, dropout_p=0.1, dropout_seed=3),
+        "hopper_dropout_in_both": lambda: attend("hopper", 64, 300, 300, dropout_p=0.1, dropout_seed=3),
+        "hopper_sinks": lambda: attend("hopper", 64, 300, 300, sinks=torch.zeros(4, device="cuda")),
+        "hopper_padding": lambda: attend(
+            "hopper", 64, 300, 300, kv_lengths=torch.tensor([0, 190], dtype=torch.int32, device="cuda")
+        ),
         "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),
         "hopper_padded": lambda: attend("hopper", 72, 130, 190, kv_heads=2),
         "hopper_wide_padded": lambda: attend("hopper", 136, 130, 190, kv_heads=2),

@@ -217,9 +217,9 @@ def test_memory_beyond_inputs_and_outputs_stays_within_bounds(flash) -> None:
 def test_a_tier_that_cannot_serve_a_request_is_refused() -> None:
     request = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
     with pytest.raises(
-        kernels.AttentionError, match=r"attention.tier=hopper needs attention without dropout_p"
+        kernels.AttentionError, match=r"attention.tier=hopper needs attention without softcap"
     ):
-        kernels.resolve_attention("flash", **request, tier="hopper", dropout_p=0.1)
+        kernels.resolve_attention("flash", **request, tier="hopper", softcap=10.0)
     for features, tier in (
         ({"tier": "triton"}, "triton"),
         ({"softcap": 10.0}, "triton"),
@@ -228,6 +228,9 @@ def test_a_tier_that_cannot_serve_a_request_is_refused() -> None:
         ({"block_mask": True, "cu_seqlens": True}, "triton"),
         ({"block_mask": True, "dropout_p": 0.1}, "triton"),
         ({"dropout_p": 0.1}, "triton and hopper"),
+        ({"dropout_p": 0.1, "tier": "hopper"}, "hopper"),
+        ({"kv_lengths": True}, "triton"),
+        ({"kv_lengths": True, "tier": "hopper"}, "hopper"),
         ({"dropout_p": 0.1, "window": (64, 0)}, "triton"),
         ({"sinks": True, "window": (64, 0)}, "triton and hopper"),
     ):

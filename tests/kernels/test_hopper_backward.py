@@ -21,7 +21,7 @@ def force(delay: int, patch: pytest.MonkeyPatch) -> None:
     from kernels import launch
     from kernels.flash.hopper import launch as hopper_launch
 
-    patch.setattr(hopper_launch, "choose_dq_delay", lambda head_dim, causal, row_blocks: delay)
+    patch.setattr(hopper_launch, "choose_dq_delay", lambda *_: delay)
     patch.setattr(launch, "_known", {})  # earlier launches, whose key does not say whether they were delayed
 
 

@@ -64,7 +64,7 @@ def features(q_len: int, kv_len: int, batch: int, causal: bool, given: dict[str,
     if "block_mask" in given:
         keys, queries = block_lists(given["block_mask"], q_len, kv_len, causal, -1, -1)
     seed = torch.tensor(given["dropout_seed"]) if "dropout_p" in given else None
-    return Tensors(seed, None, None, starts, ends, None, keys, queries)
+    return Tensors(seed, None, given.get("sinks"), starts, ends, given.get("kv_lengths"), keys, queries)
 
 
 def run(
@@ -79,11 +79,14 @@ def run(
     precise = given.get("precise_delta", False)
     options = Options(causal, head_dim**-0.5, given.get("dropout_p", 0.0), left, precise_delta=precise)
     extra = features(q_len, kv_len, batch, causal, given)
+    clean = q, k, v
+    if "kv_lengths" in given:
+        k, v = (poisoned(x, given["kv_lengths"]) for x in (k, v))
     if which == "forward":
         out, low, lse = (torch.full_like(x, float("nan")) for x in (q, q, q[..., 0].float()))
         hopper.forward(q, k, v, out, low, lse, extra, options)
         return {"out": out, "lse": lse} | ({"low": low} if precise else {})
-    exact, lse = naive_attention(*(x.double() for x in (q, k, v)), causal=causal, return_lse=True, **given)
+    exact, lse = naive_attention(*(x.double() for x in clean), causal=causal, return_lse=True, **given)
     out, lse = exact.to(q.dtype), lse.float().contiguous()
     low = (exact - out).to(q.dtype)
     dq, dk, dv, delta = (torch.full_like(x, float("nan")) for x in (q, k, v, lse))
@@ -92,6 +95,12 @@ def run(
     of_delta = exact if precise else out.double()
     torch.testing.assert_close(delta.double(), (of_delta * d_out).sum(-1), rtol=1e-5, atol=1e-5)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+
+def poisoned(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """x with NaN as padding, which may hold anything."""
+    padding = torch.arange(x.shape[2]) >= lengths[:, None]
+    return x.masked_fill(padding[:, None, :, None], float("nan"))
 
 
 def check(
@@ -140,6 +149,20 @@ def test_backward_upwards(
 
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
+@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), pytest.param(70, 333, marks=SLOW)])
+def test_forward_with_dropout(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
+    check("forward", machine, q_len, kv_len, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
+
+
+@CAUSAL
+@ONE_QUICK_HEAD_DIM
+def test_forward_with_sinks(machine, head_dim: int, causal: bool) -> None:
+    """More queries than keys: under the causal mask some see their sink only."""
+    check("forward", machine, 300, 130, head_dim, causal, sinks=torch.tensor([1.5, -torch.inf]))
+
+
+@CAUSAL
+@ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
 def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, causal: bool) -> None:
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
@@ -162,6 +185,19 @@ def test_block_masks(machine, which: str, head_dim: int, causal: bool) -> None:
 def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -> None:
     given = {"window": (100, 0)} if bound == "window" else {"cu_seqlens": documents(300, 2)}
     check(which, machine, 300, 300, head_dim, True, batch=2, **given)
+
+
+@CAUSAL
+@ONE_QUICK_HEAD_DIM
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), pytest.param(200, 333, marks=SLOW)])
+def test_key_padding(
+    machine, monkeypatch, q_len: int, kv_len: int, which: str, head_dim: int, causal: bool
+) -> None:
+    """No key in a batch, one, as many as a block, the first block and part of another, all. Padding is NaN."""
+    monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: int(causal))
+    lengths = torch.tensor([0, 1, 128, 190, kv_len], dtype=torch.int32)
+    check(which, machine, q_len, kv_len, head_dim, causal, batch=5, kv_lengths=lengths)
 
 
 @CAUSAL

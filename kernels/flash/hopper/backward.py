@@ -10,8 +10,9 @@ global memory (dq.py).
 dQ of a tile needs dS of both warpgroups, which would have to synchronise in every step. In long loops (DQ_DELAY) dQ's
 product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
-Covers plain attention with or without dropout (dropout.py), windows and documents under the causal mask
-(bounds.py), and block masks (block_masks.py). Everything else is left to the portable kernels (portable/).
+Covers plain attention with or without dropout (dropout.py), key padding (padding.py) with or without it, windows and
+documents under the causal mask (bounds.py), and block masks (block_masks.py). Everything else is left to the portable
+kernels (portable/).
 With grouped heads, every query head has its own work items, and its own dK and dV.
 """
 
@@ -27,12 +28,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_schedule import HALF, KEYS, BackwardSizes, block_at, decode_work_item, passed
+from .backward_schedule import (
+    HALF,
+    KEYS,
+    BackwardSizes,
+    block_at,
+    claim_keys,
+    decode_work_item,
+    passed,
+)
 from .block_masks import LISTS, Blocks
 from .bounds import Bounds
 from .dq import SUM_BLOCK, reduce_dq, to_thread_order
 from .dropout import Draw, negate, pack_positive
 from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
+from .padding import clear_padding
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
 from .primitives import await_previous, let_next_start, reinterpret, tma_load, tma_store
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
@@ -42,12 +52,14 @@ STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q, dO, dS and dQ
 DELAY_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
 
 
-def choose_dq_delay(head_dim: int, causal: bool, row_blocks: int) -> int:
+def choose_dq_delay(head_dim: int, causal: bool, row_blocks: int, padded: bool = False) -> int:
     """1 if dQ's product is delayed by a step, so that the warpgroups need not wait for each other; else 0.
 
     The delay costs each work item an extra product (the first step's, which the second repeats), and the last product
-    runs after the loop with nothing to overlap.
+    runs after the loop with nothing to overlap. padded: with key padding, which spills 4 B in one of the forms.
     """
+    if padded and causal and head_dim == 64:
+        return 0
     return int(row_blocks // (2 if causal else 1) >= DELAY_FROM[head_dim])
 
 
@@ -87,9 +99,10 @@ def load_tiles(
     tiles_before = 0
     index = 0
     while index >= 0:
-        index = publish_claim(
-            issue_claim(Counter), shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads
-        )
+        pending = issue_claim(Counter)
+        if sizes.KvLengths is not None:
+            pending = claim_keys(pending, Counter, sizes)
+        index = publish_claim(pending, shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
         if index >= 0:
             item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
             for step in range(item.steps):
@@ -175,6 +188,10 @@ def consume(
         # Release the previous item's last dS tile, which finish_dq read and, at head_dim 64, `store_dk_dv` reused.
         if DQ_DELAY and ordinal > 0:
             arrive(shared.ds.empty[WHICH].index((tiles_before - 1) % STAGES))
+        if sizes.KvLengths is not None:
+            clear_padding(shared.k_tiles.index(0).reshape([KEYS, HEAD_DIM]), item.keys_left)
+            own = shared.v_tiles.index(0).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
+            clear_padding(own, item.keys_left - WHICH * HALF)
         if MASKED:
             first_visible = first_visible_rows(WHICH, item, CAUSAL, scores_layout)
         if sizes.bounds is not None:
@@ -367,7 +384,7 @@ def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", *LISTS])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
-    QueryBlocks, Seed,
+    QueryBlocks, Seed, KvLengths,
     heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
     left, stride_lb, stride_lh, width, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
@@ -380,7 +397,7 @@ def hopper_backward_kernel(
     float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item
     counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (bounds.py).
     QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (block_masks.py). Seed: int64,
-    if DROP.
+    if DROP. KvLengths: int32 (batch,), or None; needs MASKED.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -393,7 +410,7 @@ def hopper_backward_kernel(
         blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)
     sizes = BackwardSizes(
         heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
-        bounds, blocks, Seed,
+        bounds, blocks, Seed, KvLengths,
     )  # fmt: skip
     Counter = Turns + row_blocks * flat_heads
 

@@ -18,6 +18,8 @@ from triton.experimental.gluon import language as gl
 
 from .block_masks import Blocks, count_visited, list_of
 from .bounds import Bounds, end_rows
+from .padding import key_end
+from .scheduler import broadcast, issue_claim
 
 KEYS = gl.constexpr(128)
 HALF = gl.constexpr(64)  # keys of a consumer warpgroup: M of one wgmma
@@ -42,6 +44,7 @@ class BackwardSizes(NamedTuple):
     bounds: Bounds  # None without window and documents
     blocks: Blocks  # lists of blocks of queries; None without block mask
     Seed: gl.tensor  # of dropout, or None
+    KvLengths: gl.tensor  # of key padding (padding.py), or None
 
 
 class WorkItem(NamedTuple):
@@ -60,7 +63,7 @@ class WorkItem(NamedTuple):
     steps: gl.tensor
     masked_until: gl.tensor  # the steps before it have a row that no longer sees all of the keys
     masked_from: gl.tensor
-    keys_left: gl.tensor  # kv_len - first key of the block
+    keys_left: gl.tensor  # from the first key of the block to the last key
     diagonal_row: gl.tensor  # first row that sees the first key, relative to the first row of `last_block`
     upwards: gl.tensor  # None if no head goes upwards
 
@@ -96,12 +99,27 @@ def decode_work_item(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
     elif CAUSAL:
         steps -= gl.maximum(first_key - sizes.offset, 0) // BLOCK_M
         masked_from -= gl.cdiv(gl.maximum(first_key + KEYS - 1 - sizes.offset, 0), BLOCK_M)
-    if first_key + KEYS > sizes.kv_len:
+    end = key_end(batch, sizes)
+    if first_key + KEYS > end:
         masked_from = 0
     return WorkItem(
         batch, head, flat_head, key_block, last_block, steps, masked_until, masked_from,
-        sizes.kv_len - first_key, diagonal_row, upwards,
+        end - first_key, diagonal_row, upwards,
     )  # fmt: skip
+
+
+@gluon.jit
+def claim_keys(pending, Counter, sizes):
+    """The first claim from `pending` on whose block of keys is not all padding."""
+    index = broadcast(pending)
+    looking = index < sizes.key_blocks * sizes.flat_heads
+    while looking:
+        item = decode_work_item(index, sizes, KEYS, False)
+        looking = item.keys_left <= 0
+        if looking:
+            index = broadcast(issue_claim(Counter))
+            looking = index < sizes.key_blocks * sizes.flat_heads
+    return index
 
 
 @gluon.jit

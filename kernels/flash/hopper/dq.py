@@ -187,14 +187,15 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["q_len", "masked_rows", *LISTS])
 def round_kernel(
-    Sum, DQ, KeyBlocks, stride_qb, stride_qh, stride_qm, q_len, masked_rows, stride_lb, stride_lh, width, scale,
+    Sum, DQ, KeyBlocks, KvLengths, stride_qb, stride_qh, stride_qm, q_len, masked_rows, stride_lb, stride_lh,
+    width, scale,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
     """dQ = scale * its float32 sum, rounded and back in row order. Grid as delta_kernel's.
 
-    Fully masked rows have no sum and get 0: the first `masked_rows`, and with KeyBlocks those with an empty list.
-    OVERLAPPED: started before the kernel that adds up the sum has ended.
+    Fully masked rows have no sum and get 0: the first `masked_rows`, with KeyBlocks those with an empty list, with
+    KvLengths those of a batch without keys. OVERLAPPED: started before the kernel that adds up the sum has ended.
     """
     if OVERLAPPED:
         gdc_wait()
@@ -210,6 +211,8 @@ def round_kernel(
     if KeyBlocks is not None:
         List = KeyBlocks + batch * stride_lb + head * stride_lh + block * BLOCK_M // KEYS * width
         masked_rows = tl.where(tl.load(List) > 0, masked_rows, q_len)
+    if KvLengths is not None:
+        masked_rows = tl.where(tl.load(KvLengths + batch) > 0, masked_rows, q_len)
     dq = tl.where(rows >= masked_rows, dq.reshape(BLOCK_M, WIDTH), 0.0)
     if HEAD_DIM % 16 != 0:
         stride_qb, stride_qh, stride_qm = stride_qb // 8 * 8, stride_qh // 8 * 8, stride_qm // 8 * 8

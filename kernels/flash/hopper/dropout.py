@@ -1,4 +1,8 @@
-"""Dropout in the Hopper backward: the mask of dropout.py, drawn in the registers that hold a tile's probabilities."""
+"""Dropout in the Hopper kernels: the mask of dropout.py, drawn in the registers that hold a tile's probabilities.
+
+The forward draws the next block's random words while its Q K^T runs, when a consumer would wait, and keeps them until
+the softmax has used them. The backward draws when it has the probabilities.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +14,7 @@ from ...philox import drop_threshold
 from .. import dropout
 
 is_kept = gluon.jit(dropout.is_kept.fn)
+philox = gluon.jit(dropout.philox.fn)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,39 @@ class Draw(NamedTuple):
     head: gl.tensor
     first_row: gl.tensor  # a multiple of 16, as is first_key
     first_key: gl.tensor
+
+
+@gluon.jit
+def draw_words(draw, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """The words of `is_kept` for a tile of scores, (ROWS, KEYS // 2): the halves belong to neighbouring keys."""
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    even, _ = pairs_of(gl.zeros([ROWS, KEYS], gl.float32, scores_layout))
+    layout: gl.constexpr = even.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    pairs = gl.arange(0, KEYS // 2, layout=gl.SliceLayout(0, layout))[None, :]
+    row = (draw.first_row >> 1) + ((rows >> 4 << 3) | ((rows >> 1 & 3) << 1) | (rows & 1))
+    column = ((draw.first_key >> 2) + (pairs & 3)) + (pairs >> 3 << 2)
+    head, batch = draw.head.to(gl.uint32), draw.batch.to(gl.uint32)
+    words = philox(draw.seed, row.to(gl.uint32), head, column.to(gl.uint32), batch)
+    right = (pairs & 4) != 0
+    lower, upper = gl.where(right, words[1], words[0]), gl.where(right, words[3], words[2])
+    return gl.where((rows & 8) != 0, upper, lower)
+
+
+@gluon.jit
+def pairs_of(p):
+    """The elements of even columns, and those of odd ones."""
+    return p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+
+
+@gluon.jit
+def drop(p, words, DROP: gl.constexpr):
+    """p (ROWS, keys), 0 where dropped. words: of `draw_words`."""
+    even, odd = pairs_of(p)
+    # Not 0.0: a predicated multiply needs neither a select nor another register.
+    even = gl.where((words & 0xFFFF) >= DROP.DROP_BELOW, even, even * 0)
+    odd = gl.where((words >> 16) >= DROP.DROP_BELOW, odd, odd * 0)
+    return gl.convert_layout(gl.join(even, odd).reshape(p.shape), p.type.layout)
 
 
 @gluon.jit

@@ -6,9 +6,9 @@ the current one asynchronously, and computes the next block's softmax while P V 
 processes one tile of queries after another (forward_schedule.py), and the producer prefetches the next tile while the
 consumers finish.
 
-Covers plain attention, windows and documents under the causal mask (bounds.py), and block masks
-(block_masks.py); blocks of keys that are fully masked are not visited. Everything else is left to the portable
-kernel (portable/forward.py), whose conventions this one follows.
+Covers plain attention, windows and documents under the causal mask (bounds.py), block masks (block_masks.py), key
+padding (padding.py), dropout (dropout.py), and sinks. Blocks of keys that are fully masked are not visited. All else
+is left to the portable kernel (portable/forward.py), whose conventions this one follows.
 """
 
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .block_masks import LISTS, Blocks, count_visited, list_of
 from .bounds import Bounds, first_keys
+from .dropout import Draw, draw_words, drop
 from .forward_schedule import (
     ROWS,
     WIDE_ROWS,
@@ -37,9 +38,10 @@ from .forward_schedule import (
     static_tile,
 )
 from .masks import mask_before, mask_scores
-from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring
+from .padding import clear_padding, key_end, mask_padding
+from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
-from .softmax import first_softmax, pack, softmax, unpack, widen
+from .softmax import add_sink, first_softmax, pack, softmax, unpack, widen
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -53,7 +55,8 @@ class Rings(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Destination pointers: Out and OutLow, which may be None, with their strides, Lse contiguous."""
+    """Destination pointers: Out and OutLow, which may be None, with their strides, Lse contiguous; and Sinks (heads,),
+    or None."""
 
     Out: gl.tensor
     OutLow: gl.tensor
@@ -61,6 +64,7 @@ class Output(NamedTuple):
     stride_h: gl.tensor
     stride_m: gl.tensor
     Lse: gl.tensor
+    Sinks: gl.tensor
 
 
 @gluon.jit
@@ -85,7 +89,7 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
         List = list_of(first_row // SPEC.BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
     else:
-        blocks = count_key_blocks(first_row + ROWS * SPEC.CONSUMERS, sizes, SPEC)
+        blocks = count_key_blocks(first_row + ROWS * SPEC.CONSUMERS, key_end(batch, sizes), sizes, SPEC)
     kv_head = head // SPEC.GROUP
     for passed in range(blocks - first_key_block(first_row, batch, sizes, SPEC)):
         first_key = (blocks - 1 - passed) * SPEC.BLOCK_N
@@ -163,7 +167,7 @@ def issue_pv(p, acc, rings, stage, phase, SPEC: gl.constexpr):
 @gluon.jit
 def pipelined_step(
     acc, p, row_max, row_sum, rings, slot, stage, phase,
-    exp2_scale, first_row, first_key, first_seen, sizes, SPEC: gl.constexpr,
+    exp2_scale, first_row, first_key, head, batch, first_seen, sizes, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One pipelined step: acc += p v for the block at `stage`, overlapped with scores and softmax of the next block.
 
@@ -174,6 +178,13 @@ def pipelined_step(
     """
     next_stage, next_phase = next_position(stage, phase, SPEC.STAGES)
     scores = issue_qk(rings, slot, next_stage, next_phase, SPEC.BLOCK_N)
+    if SPEC.DROP is not None:
+        # Between two waits, across which ptxas moves nothing: it would draw before Q K^T, or after its end. With
+        # head_dim 128 the first wait costs registers, and up to 20 B are spilled.
+        if rings.q.tiles.shape[4] == 64:
+            mbarrier.wait(rings.k.full.index(next_stage), next_phase)
+        draw = Draw(gl.load(sizes.Seed), batch, head, first_row, first_key)
+        words = draw_words(draw, ROWS, SPEC.BLOCK_N)
     acc = issue_pv(p, acc, rings, stage, phase, SPEC)
     scores = warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(rings.k.empty.index(next_stage))
@@ -182,6 +193,8 @@ def pipelined_step(
     if first_seen is not None:
         scores = mask_before(scores, first_seen, first_key)
     new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, exp2_scale)
+    if SPEC.DROP is not None:
+        new_p = drop(new_p, words, SPEC.DROP)
     if SPEC.EXP_BEFORE_WAIT:
         # ptxas moves nothing across this wait. Without it the exponentials sink below the next wait, the one for P V:
         # 1.07 to 1.12 of the time with head_dim 128 and a causal mask, but 0.94 to 0.98 without a mask (LOG.md).
@@ -199,13 +212,19 @@ def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes, S
     has sum 0: out 0, lse -inf."""
     row_layout: gl.constexpr = row_max.type.layout
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+    share = 1.0
+    if output.Sinks is not None:
+        row_max, row_sum, share = add_sink(row_max, row_sum, output.Sinks + head)
     fully_masked = row_sum == 0
     row_sum = gl.where(fully_masked, 1.0, row_sum)
     lse = gl.where(fully_masked, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
     rows = first_row + gl.arange(0, ROWS, layout=row_layout)
     Lse = output.Lse + (batch.to(gl.int64) * sizes.heads + head) * sizes.q_len
     gl.store(Lse + rows, lse, mask=rows < sizes.q_len)
-    out = acc * gl.convert_layout(1 / row_sum, gl.SliceLayout(1, acc.type.layout))[:, None]
+    share = share / row_sum
+    if SPEC.DROP is not None:
+        share *= SPEC.DROP.SCALE
+    out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
     rounded = out.to(output.Out.dtype.element_ty)
     store_rows(output.Out, rounded, output, first_row, head, batch, sizes, SPEC)
     if output.OutLow is not None:
@@ -227,6 +246,9 @@ def store_rows(Out, tile, output, first_row, head, batch, sizes, SPEC: gl.conste
     mask = first_row + rows < sizes.q_len
     if WIDTH > SPEC.HEAD_DIM:
         mask = mask & (dims < SPEC.HEAD_DIM)
+    if SPEC.DROP is not None:
+        # Plus 0, unknown to the compilers, which would compute addresses before all tiles, and spill them.
+        rows += opaque(first_row) - first_row
     gl.store(Out + rows * output.stride_m + dims, tile, mask=mask)
 
 
@@ -249,21 +271,32 @@ def attend(
         blocks = count_visited(List)
         last_key = gl.load(List + blocks) * SPEC.BLOCK_N
     else:
-        blocks = count_key_blocks(first_row + ROWS, sizes, SPEC)
-        skipped = count_key_blocks(tile_row + ROWS * SPEC.CONSUMERS, sizes, SPEC) - blocks
+        end = key_end(batch, sizes)
+        if SPEC.DROP is not None and not SPEC.CAUSAL:
+            end = opaque(end)  # or 12 B are spilled with head_dim 128
+        blocks = count_key_blocks(first_row + ROWS, end, sizes, SPEC)
+        skipped = count_key_blocks(tile_row + ROWS * SPEC.CONSUMERS, end, sizes, SPEC) - blocks
         stage, phase = skip_key_blocks(skipped, rings, stage, phase, SPEC)
         last_key = (blocks - 1) * SPEC.BLOCK_N  # first key of the last block
     slot = q_slot(ordinal, WHICH, SPEC)
     mbarrier.wait(rings.q.full.index(slot), q_phase(ordinal, WHICH, SPEC))
 
-    scores = warpgroup_mma_wait(0, [issue_qk(rings, slot, stage, phase, SEEN)])
+    scores = issue_qk(rings, slot, stage, phase, SEEN)
+    words: gl.constexpr = None
+    if SPEC.DROP is not None:
+        words = draw_words(Draw(gl.load(sizes.Seed), batch, head, first_row, last_key), ROWS, SEEN)
+    scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(rings.k.empty.index(stage))
     scores = mask_scores(scores, first_row, last_key, sizes, SPEC)
     if SPEC.BOUNDED:
         rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores.type.layout))
         first_seen = first_keys(rows, batch, sizes.bounds)
         scores = mask_before(scores, first_seen, last_key)
-    p, row_max, row_sum = first_softmax(scores, exp2_scale, dtype)
+    if sizes.KvLengths is not None:
+        scores = mask_padding(scores, end - last_key)
+        mbarrier.wait(rings.v.full.index(stage), phase)
+        clear_padding(rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, HEAD_DIM]), end - last_key)
+    p, row_max, row_sum = first_softmax(scores, exp2_scale, words, dtype, SPEC)
     if SEEN < SPEC.BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
@@ -280,14 +313,14 @@ def attend(
         first_key = (blocks - 2 - passed) * SPEC.BLOCK_N
         acc, p, row_max, row_sum, stage, phase = pipelined_step(
             acc, p, row_max, row_sum, rings, slot, stage, phase,
-            exp2_scale, first_row, first_key, None, sizes, SPEC,
+            exp2_scale, first_row, first_key, head, batch, None, sizes, SPEC,
         )  # fmt: skip
     if SPEC.BOUNDED:
         for block in range(blocks - 2 - unmasked, begin - 1, -1):
             first_key = block * SPEC.BLOCK_N
             acc, p, row_max, row_sum, stage, phase = pipelined_step(
                 acc, p, row_max, row_sum, rings, slot, stage, phase,
-                exp2_scale, first_row, first_key, first_seen, sizes, SPEC,
+                exp2_scale, first_row, first_key, head, batch, first_seen, sizes, SPEC,
             )  # fmt: skip
     mbarrier.arrive(rings.q.empty.index(slot))
     acc = warpgroup_mma_wait(0, [issue_pv(p, acc, rings, stage, phase, SPEC)])
@@ -324,7 +357,8 @@ def consume(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC:
     do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left", *LISTS]
 )
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, Out, OutLow, Lse, Counter, DocumentStart, KeyBlocks, stride_ob, stride_oh, stride_om,
+    q_desc, k_desc, v_desc, Out, OutLow, Lse, Counter, DocumentStart, KeyBlocks, KvLengths, Seed, Sinks,
+    stride_ob, stride_oh, stride_om,
     q_len, kv_len, heads, batches, heads_per_group, tiles, left, stride_lb, stride_lh, width,
     scale, SPEC: gl.constexpr,
 ):  # fmt: skip
@@ -333,7 +367,8 @@ def hopper_forward_kernel(
     The descriptors move (1, 1, 64, tile_width) of Q and (1, 1, BLOCK_N, tile_width) of K and V. Lse: float32 (batch,
     heads, q_len), contiguous. OutLow: what rounding took from out, laid out as Out, or None. Counter: int32 0, the
     tile counter, if SPEC.DYNAMIC (scheduler.py). DocumentStart, left: if SPEC.BOUNDED (bounds.py). KeyBlocks,
-    stride_lb, stride_lh, width: lists of blocks of keys, if SPEC.LISTED (block_masks.py).
+    stride_lb, stride_lh, width: lists of blocks of keys, if SPEC.LISTED (block_masks.py). KvLengths: int32 (batch,),
+    or None. Seed: int64, if SPEC.DROP. Sinks: (heads,), or None.
     """
     q = make_ring(q_desc, SPEC.Q_SLOTS, 1)
     k = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
@@ -345,10 +380,12 @@ def hopper_forward_kernel(
     blocks: gl.constexpr = None
     if SPEC.LISTED:
         blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)
-    sizes = ForwardSizes(q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, blocks)
+    sizes = ForwardSizes(
+        q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, blocks, KvLengths, Seed
+    )  # fmt: skip
     if SPEC.HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and stores single elements otherwise
         stride_ob, stride_oh, stride_om = stride_ob // 8 * 8, stride_oh // 8 * 8, stride_om // 8 * 8
-    output = Output(Out, OutLow, stride_ob, stride_oh, stride_om, Lse)
+    output = Output(Out, OutLow, stride_ob, stride_oh, stride_om, Lse, Sinks)
     # Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
     claims: gl.constexpr = None
     if SPEC.DYNAMIC:

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from .block_masks import Blocks
 from .bounds import Bounds, first_keys
 from .descriptors import tile_width
+from .dropout import Drop
 
 ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
 
@@ -51,6 +52,7 @@ class ForwardSpec:
     Q_SLOTS: gl.constexpr  # tiles of Q in shared memory, each for one consumer
     STAGES: gl.constexpr  # tiles in shared memory of each of K and V
     REGISTERS: gl.constexpr  # per consumer thread
+    DROP: Drop | None  # parameters of dropout (dropout.py)
 
 
 def is_dynamic(q_len: int, uneven: bool) -> bool:
@@ -72,6 +74,8 @@ def specify(
     group: int = 1,
     bounded: bool = False,
     listed: bool = False,
+    padded: bool = False,
+    drop: Drop | None = None,
 ) -> ForwardSpec:
     """The compile-time parameters for a shape. LOG.md has the times.
 
@@ -79,32 +83,35 @@ def specify(
         group: query heads per key head.
         bounded: a window or documents are used; needs causal and q_len == kv_len.
         listed: a block mask is used, without either of those; if causal, kv_len - q_len is a multiple of 128.
+        padded: key padding is used, without any of those.
+        drop: parameters of dropout, if it is used, without windows, documents and block masks.
     """
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
-    # but 1.22 at 1024 (causal). Bounded rows see as few keys as short sequences; a block mask has blocks of 128 rows.
+    # but 1.22 at 1024 (causal). Bounded rows see as few keys as short sequences; a block mask has blocks of 128 rows;
+    # dropout's random words need registers.
     width, keys = tile_width(head_dim), block_n(head_dim)
-    many = width == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed)
+    many = width == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed or drop)
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
-    dynamic = is_dynamic(q_len, bounded or listed)
+    dynamic = is_dynamic(q_len, bounded or listed or padded or drop is not None)  # dropout: or it spills
+    halved = causal and consumers == 2 and keys == 128 and (kv_len - q_len) % keys == 0
     return ForwardSpec(
         HEAD_DIM=gl.constexpr(head_dim),
         BLOCK_N=gl.constexpr(keys),
         GROUP=gl.constexpr(group),
         CAUSAL=gl.constexpr(causal),
         ALIGNED=gl.constexpr(not causal or (kv_len - q_len) % ROWS.value == 0),
-        HALVED=gl.constexpr(
-            causal and consumers == 2 and keys == 128 and (kv_len - q_len) % keys == 0 and not listed
-        ),
+        HALVED=gl.constexpr(halved and not (listed or padded)),
         BOUNDED=gl.constexpr(bounded),
         LISTED=gl.constexpr(listed),
         DYNAMIC=gl.constexpr(dynamic),
-        EXP_BEFORE_WAIT=gl.constexpr(dynamic and causal and (many or width > 64)),
+        EXP_BEFORE_WAIT=gl.constexpr(dynamic and causal and (many or width > 64) and not drop),
         CONSUMERS=gl.constexpr(consumers),
         # Two for each consumer; at width 256 there is room for three, so one consumer's next Q is fetched early.
         Q_SLOTS=gl.constexpr(2 * consumers if width < 256 else 3),
         STAGES=gl.constexpr(stages),
         REGISTERS=gl.constexpr(registers),
+        DROP=drop,
     )
 
 
@@ -119,6 +126,8 @@ class ForwardSizes(NamedTuple):
     tiles: gl.tensor  # of queries, over all heads and batches
     bounds: Bounds  # if SPEC.BOUNDED
     blocks: Blocks  # of keys, if SPEC.LISTED
+    KvLengths: gl.tensor  # of key padding (padding.py), or None
+    Seed: gl.tensor  # of dropout, or None
 
 
 @gluon.jit
@@ -168,9 +177,8 @@ def count_static_tiles(sizes):
 
 
 @gluon.jit
-def count_key_blocks(rows, sizes, SPEC: gl.constexpr):
-    """How many blocks of keys the first `rows` rows see; at least 1, which may be fully masked."""
-    end = sizes.kv_len
+def count_key_blocks(rows, end, sizes, SPEC: gl.constexpr):
+    """How many of the keys before `end`, in blocks, the first `rows` rows see; at least 1, maybe fully masked."""
     if SPEC.CAUSAL:
         end = gl.minimum(end, rows + sizes.kv_len - sizes.q_len)
     return gl.maximum(gl.cdiv(end, SPEC.BLOCK_N), 1)

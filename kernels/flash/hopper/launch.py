@@ -16,6 +16,7 @@ from .dq import SUM_BLOCK, delta_kernel, round_kernel
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS, block_n, is_dynamic, specify
+from .padding import clear_kernel
 from .primitives import OVERLAPPED, compile_options
 from .wide_dkdv import KEYS as WIDE_KEYS
 from .wide_dkdv import WIDTH, dkdv_kernel
@@ -69,10 +70,11 @@ def forward(
     """
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
+    padded, drop = tensors.kv_lengths is not None, drop_of(options.dropout_p)
 
     def prepare() -> Launch:
         (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, listed)
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, listed, padded, drop)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
         sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left), *list_strides(key_blocks))
@@ -85,12 +87,15 @@ def forward(
         )
 
     strides = out.stride(), list_strides(key_blocks)
-    key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left)
+    key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left, options.dropout_p)
+    seed = tensors.seed if drop else None
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
-    counter = q.new_zeros(1, dtype=torch.int32) if is_dynamic(q.shape[2], bounded or listed) else None
+    uneven = bounded or listed or padded or drop is not None
+    counter = q.new_zeros(1, dtype=torch.int32) if is_dynamic(q.shape[2], uneven) else None
     low = out_low if options.precise_delta else None
-    pointers = (out, low, lse, counter, tensors.document_starts, key_blocks)
+    of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, tensors.sinks)
+    pointers = (out, low, lse, counter, *of_features)
     launch(pointers, key, prepare, (q, k, v), _describe_forward)
 
 
@@ -184,7 +189,7 @@ def backward(
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     grid, tile = (heads, row_blocks, batch), (block_m, head_dim, width, KEYS.value)
     bounded, listed = left >= 0 or starts is not None, key_blocks is not None
-    drop = drop_of(options.dropout_p)
+    drop, padded = drop_of(options.dropout_p), tensors.kv_lengths is not None
     overlapped = not INTERPRETED  # the three kernels, by programmatic dependent launch
     after_start = OVERLAPPED if overlapped else {}
 
@@ -196,7 +201,7 @@ def backward(
         flat_heads, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
         heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
         tail_head = None
-        if causal and not (bounded or listed or drop):  # with dropout it would spill 8 to 12 B
+        if causal and not (bounded or listed or drop or padded):  # with dropout it would spill 8 to 12 B
             tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
             heads_per_group = in_cache if tail_head else heads_per_group
         sizes = (
@@ -204,9 +209,9 @@ def backward(
             *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
             *(_left(left), *list_strides(query_blocks)),
         )
-        masked = causal or kv_len % KEYS.value != 0
+        masked = causal or kv_len % KEYS.value != 0 or padded
         # With a window, documents or a block mask a work item has few steps.
-        dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks)
+        dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks, padded)
         spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
         programs = min(flat_heads * columns, sm_count(q.device))
         options = compile_options(width, dq_delay) | after_start
@@ -218,15 +223,24 @@ def backward(
         numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
         return round_kernel, grid, (*numbers, *tile, overlapped), after_start
 
+    def prepare_clear() -> Launch:
+        of_keys = (heads, triton.cdiv(kv_len, KEYS.value), batch)
+        strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
+        return clear_kernel, of_keys, (*strides, kv_len, KEYS.value, head_dim, width), {}
+
     lists = list_strides(key_blocks), list_strides(query_blocks)
     key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)
     of_delta = (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
     launch(of_delta, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
     of_heads = _of_every_head(q, dk, dv)
     moved = (q, k, v, d_out, *of_heads, dq_sum)
-    pointers = (lse, delta, turns, starts, tensors.document_ends, query_blocks, tensors.seed)
+    of_features = (starts, tensors.document_ends, query_blocks, tensors.seed, tensors.kv_lengths)
+    pointers = (lse, delta, turns, *of_features)
     launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
-    launch((dq_sum, dq, key_blocks), ("round", *key, dq.stride()), prepare_round)
+    if padded:
+        of_padding = ("clear", *key, *(x.stride() for x in of_heads))
+        launch((*of_heads, tensors.kv_lengths), of_padding, prepare_clear)
+    launch((dq_sum, dq, key_blocks, tensors.kv_lengths), ("round", *key, dq.stride()), prepare_round)
     _add_up_groups((dk, dv), of_heads)
 
 

@@ -44,10 +44,16 @@ def issue_claim(Counter):
 
 
 @gluon.jit
+def broadcast(pending):
+    """Lane 0's number."""
+    return gl.inline_asm_elementwise(BROADCAST, "=r,r", [pending], gl.int32, False, 1)
+
+
+@gluon.jit
 def publish_claim(pending, claims, ordinal, items):
     """Publish this program's ordinal-th work item to the other warps: its index, or -1 when none is left."""
     alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    index = gl.inline_asm_elementwise(BROADCAST, "=r,r", [pending], gl.int32, False, 1)
+    index = broadcast(pending)
     index = gl.where(index < items, index, -1)
     slot = ordinal % CLAIM_STAGES
     mbarrier.wait(claims.empty.index(slot), (ordinal // CLAIM_STAGES & 1) ^ 1)

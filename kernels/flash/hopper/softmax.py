@@ -8,7 +8,9 @@ threads only once, at the end.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .dropout import drop
 from .forward_schedule import ROWS
+from .pipeline import LOG2_E
 
 LOWEST = gl.constexpr(-3.0e38)  # see portable/forward.py
 
@@ -42,11 +44,15 @@ def partial_sums(p):
 
 
 @gluon.jit
-def first_softmax(scores, exp2_scale, dtype: gl.constexpr):
-    """Softmax of the rows' first block of keys: packed exponentials, row maximum (base 2) and partial sums."""
+def first_softmax(scores, exp2_scale, words, dtype: gl.constexpr, SPEC: gl.constexpr):
+    """Softmax of the rows' first block of keys: packed exponentials, row maximum (base 2) and partial sums. words:
+    dropout's, if SPEC.DROP."""
     row_max = gl.maximum(gl.max(scores, 1) * exp2_scale, LOWEST)
     p = gl.exp2(scores * exp2_scale - row_max[:, None])
-    return pack(p, dtype), row_max, partial_sums(p)
+    kept = p
+    if SPEC.DROP is not None:
+        kept = drop(p, words, SPEC.DROP)
+    return pack(kept, dtype), row_max, partial_sums(p)
 
 
 @gluon.jit
@@ -60,6 +66,15 @@ def widen(p, row_max, row_sum, dtype: gl.constexpr):
     p = gl.join(p, gl.zeros_like(p)).permute([0, 2, 1]).reshape([ROWS, BLOCK_N // 2])
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, layout))
     return gl.convert_layout(p, p_layout), row_max, gl.convert_layout(row_sum, sum_layout)
+
+
+@gluon.jit
+def add_sink(row_max, row_sum, Sink):
+    """The softmax state of whole rows, with a sink's logit among their scores, and the factor for the accumulator."""
+    sink = (gl.zeros_like(row_sum) + gl.load(Sink)) * LOG2_E  # -inf: none
+    new_max = gl.maximum(row_max, sink)
+    rescale = gl.exp2(row_max - new_max)
+    return new_max, row_sum * rescale + gl.exp2(sink - new_max), rescale
 
 
 @gluon.jit

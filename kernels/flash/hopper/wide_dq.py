@@ -57,7 +57,7 @@ def load_keys(q_desc, k_desc, v_desc, do_desc, Counter, rings, claims, sizes, SP
             coordinates = [batch, head, first_row + which * ROWS, 0]
             fetch(q_desc, coordinates, rings.q, which, ordinal & 1)
             fetch(do_desc, coordinates, rings.d_out, which, ordinal & 1)
-        blocks = count_key_blocks(first_row + 2 * ROWS, sizes, SPEC)
+        blocks = count_key_blocks(first_row + 2 * ROWS, sizes.kv_len, sizes, SPEC)
         for passed in range(blocks):
             block = blocks_before + passed
             keys = [batch, head // SPEC.GROUP, (blocks - 1 - passed) * KEYS, 0]
@@ -83,8 +83,8 @@ def consume_keys(
     while index >= 0:
         tile_row, head, batch = decode_tile(index, sizes, SPEC)
         first_row = tile_row + WHICH * ROWS
-        blocks = count_key_blocks(first_row + ROWS, sizes, SPEC)
-        skipped = count_key_blocks(tile_row + 2 * ROWS, sizes, SPEC) - blocks
+        blocks = count_key_blocks(first_row + ROWS, sizes.kv_len, sizes, SPEC)
+        skipped = count_key_blocks(tile_row + 2 * ROWS, sizes.kv_len, sizes, SPEC) - blocks
         for block in range(blocks_before, blocks_before + skipped):
             # Seen only by the other consumer. Waiting keeps this one's arrivals in the right phase.
             mbarrier.wait(rings.k.full.index(block % STAGES), block // STAGES & 1)
@@ -165,7 +165,9 @@ def dq_kernel(
         make_ring(q_desc, 2, 1), make_ring(do_desc, 2, 1), make_ring(k_desc, STAGES, 2), make_ring(v_desc, 1, 2)
     )  # fmt: skip
     absent: gl.constexpr = None
-    sizes = ForwardSizes(q_len, kv_len, heads, batches, heads_per_group, tiles, absent, absent)
+    sizes = ForwardSizes(
+        q_len, kv_len, heads, batches, heads_per_group, tiles, absent, absent, absent, absent
+    )
     claims = make_claims(2)
     fence_async_shared()  # make the initialised barriers visible to TMA
     of_rows = Rows(DQ, stride_dqb, stride_dqh, stride_dqm, Lse, Delta)

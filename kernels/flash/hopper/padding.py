@@ -1,0 +1,66 @@
+"""Key padding in the Hopper kernels: kv_lengths, the number of keys of each batch.
+
+Neither pass visits a block of keys that is all padding: the forward's tiles end before it, and the backward passes
+over its work item, whose dK and dV `clear_kernel` sets to 0.
+
+Padding may hold anything, and 0 times NaN is NaN. So the rows of K and V behind the last key are set to 0 in shared
+memory by every warpgroup that multiplies them. Since all write the same numbers, none waits for another.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+CLEARED = gl.constexpr(32)  # rows at a time, to take few registers
+
+
+@gluon.jit
+def key_end(batch, sizes):
+    """One past the last key of a batch."""
+    end = sizes.kv_len
+    if sizes.KvLengths is not None:
+        end = gl.minimum(gl.load(sizes.KvLengths + batch), end)
+    return end
+
+
+@gluon.jit
+def mask_padding(scores, keys_left):
+    """scores (queries, keys), with -inf from key `keys_left` on."""
+    keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))[None, :]
+    own = keys & 6  # subtracted, a thread's columns are constants and take no registers
+    return gl.where(keys - own < keys_left - own, scores, float("-inf"))
+
+
+@gluon.jit
+def clear_padding(tile, keys_left):
+    """Set the rows of a tile of K or V from `keys_left` on to 0, for wgmma."""
+    ROWS: gl.constexpr = tile.shape[0]
+    HEAD_DIM: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    if keys_left < ROWS:
+        for first in gl.static_range(0, ROWS, CLEARED):
+            part = tile.slice(first, CLEARED)
+            keys = first + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, layout))[:, None]
+            part.store(gl.where(keys < keys_left, part.load(layout), 0.0))
+        fence_async_shared()
+        gl.barrier()
+
+
+@triton.jit(do_not_specialize=["kv_len"])
+def clear_kernel(
+    DK, DV, KvLengths, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, kv_len,
+    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Set dK and dV to 0 in blocks of KEYS keys that are all padding. Grid (heads, ceil(kv_len / KEYS), batch)."""
+    head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if block * KEYS >= tl.load(KvLengths + batch):
+        keys = block * KEYS + tl.arange(0, KEYS)[:, None]
+        dims = tl.arange(0, WIDTH)[None, :]
+        inside = (keys < kv_len) & (dims < HEAD_DIM)
+        zeros = tl.zeros([KEYS, WIDTH], DK.dtype.element_ty)
+        DK += batch * stride_kb + head * stride_kh
+        DV += batch * stride_vb + head * stride_vh
+        tl.store(DK + keys.to(tl.int64) * stride_kn + dims, zeros, mask=inside)
+        tl.store(DV + keys.to(tl.int64) * stride_vn + dims, zeros, mask=inside)

@@ -1,0 +1,115 @@
+"""What of the Hopper kernels only tier="hopper" takes, on a Hopper GPU: accuracy, NaN as padding, repeats."""
+
+import functools
+
+import pytest
+import torch
+
+import kernels
+from kernels.flash.dispatch import machine_lacks
+from tests.kernels.accuracy import assert_as_accurate, inputs, run
+
+HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and the Triton that its kernels take"),
+]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+LENGTHS = [(n, n) for n in (1, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2100, 4096)]
+LENGTHS += [(113, 203), (256, 512), (512, 256), (1023, 1024), (700, 30), (1, 4096)]
+DROPOUT = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
+
+
+def flash(**options: object) -> functools.partial:
+    return functools.partial(kernels.get_attention("flash"), tier="hopper", **options)
+
+
+def lengths(batch: int, kv_len: int) -> torch.Tensor:
+    """No key, one, around the end of a block, all; then random ones."""
+    fixed = torch.tensor([0, 1, 127, 128, 129, kv_len - 1, kv_len]).clamp(max=kv_len)
+    more = torch.randint(kv_len + 1, (batch,), generator=torch.Generator().manual_seed(kv_len))
+    return torch.cat([fixed, more])[:batch].to("cuda", torch.int32)
+
+
+def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object]:
+    given = {}
+    if "kv_lengths" in name:
+        given["kv_lengths"] = lengths(batch, kv_len)
+    if "dropout" in name:
+        given |= DROPOUT
+    if "sinks" in name:
+        given["sinks"] = torch.linspace(-2, 3, heads, device="cuda")
+    return given
+
+
+@CAUSAL
+@HEAD_DIMS
+@DTYPES
+@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks", "kv_lengths dropout"])
+def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, causal: bool) -> None:
+    """Forward and backward, with grouped heads; two or three consumers, dQ's product in its step or a step late."""
+    for q_len, kv_len in LENGTHS:
+        if "dropout" in name and head_dim > 64 and ("kv" in name or (kv_len - q_len) % 64):
+            continue  # those have the portable forward
+        batch = 8 if q_len <= 1025 else 2
+        *tensors, d_out = inputs(
+            q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
+        )  # fmt: skip
+        given = {"causal": causal, **features(name, batch, 4, kv_len)}
+        assert_as_accurate(run(flash(), tensors, d_out, **given), tensors, d_out, **given)
+
+
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("length", [1000, 4100])
+def test_padding_may_hold_anything(length: int, head_dim: int, causal: bool) -> None:
+    *tensors, d_out = inputs(
+        length, length, head_dim, torch.bfloat16, batch=8, heads=4, kv_heads=4, device="cuda"
+    )  # fmt: skip
+    given = {"causal": causal, "kv_lengths": lengths(8, length)}
+    clean = run(flash(), tensors, d_out, **given)
+    with torch.no_grad():
+        for x in tensors[1:]:
+            for batch, end in enumerate(given["kv_lengths"]):
+                x[batch, :, end:] = torch.nan
+    poisoned = run(flash(), tensors, d_out, **given)
+    assert all(torch.equal(poisoned[name], clean[name]) for name in clean)
+
+
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks"])
+@pytest.mark.parametrize("length", [1000, 2100])
+def test_250_repeats_agree_bit_for_bit(length: int, name: str, head_dim: int, causal: bool) -> None:
+    if name == "dropout" and causal:
+        length = length // 64 * 64
+    *tensors, d_out = inputs(
+        length, length, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12, device="cuda"
+    )  # fmt: skip
+    given = {"causal": causal, **features(name, 16, 12, length)}
+    first = run(flash(), tensors, d_out, **given)
+    for _ in range(250):
+        again = run(flash(), tensors, d_out, **given)
+        assert all(torch.equal(again[each], first[each]) for each in first)
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("programs", [1, 7])
+@pytest.mark.parametrize("name", ["kv_lengths", "dropout"])
+def test_any_number_of_programs_gives_the_same(
+    name: str, programs: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels import launch
+    from kernels.flash.hopper import launch as hopper_launch
+
+    *tensors, d_out = inputs(
+        1024, 1024, head_dim, torch.bfloat16, batch=8, heads=6, kv_heads=3, device="cuda"
+    )
+    given = features(name, 8, 6, 1024)
+    first = run(flash(), tensors, d_out, **given)
+    monkeypatch.setattr(hopper_launch, "sm_count", lambda device: programs)
+    monkeypatch.setattr(launch, "_known", {})
+    again = run(flash(), tensors, d_out, **given)
+    assert all(torch.equal(again[each], first[each]) for each in first)
