@@ -42,7 +42,7 @@ UNTOUCHED: dict[str, str] = {
 }
 UNTOUCHED |= dict.fromkeys(
     ("7df027823e", "6888c23409", "859267798d", "91d95a4de2"),
-    "run of attention, numerics, history, traffic: shared scaffolding; counts and seeded errors are as before",
+    "run of attention, numerics, history, traffic: shared scaffolding, and what a GPU times; counts are as before",
 )
 UNTOUCHED |= dict.fromkeys(
     ("24ee1db730", "a5eecf7a3e"),
@@ -53,16 +53,12 @@ UNTOUCHED |= dict.fromkeys(
     "kernels of the fused layers: options of the loss, RMSNorm, no bias; off, they leave the PTX as it was",
 )
 UNTOUCHED |= dict.fromkeys(
-    ("91d95a4de2", "859267798d"),
-    "run of traffic, history on a CPU, which counts: what is new is of what a GPU times",
-)
-UNTOUCHED |= dict.fromkeys(
     (
         *("6733e0309b", "a2193c75fe", "252a2596de", "e72987c2c5", "13133c6932", "55c5956f63", "2ed264e9a5"),
         *("10eb2d0dd5", "7b0b3efca7", "03a214e629", "a95f1058a4", "aeab2c3cea", "46b4ad3a54", "62fa1d3947"),
-        "48d3e58734",
+        *("48d3e58734", "9c1b9af7e3", "eb5c67b6ca"),
     ),
-    "Hopper's forward, and the passes beside its backward: other head_dims; at 64 and 128 the PTX is as it was",
+    "Hopper forward, and the passes beside the backward: head_dims, features; plain, at 64 and 128, PTX as it was",
 )
 # Likewise, but of `perplexity` alone: its losses are as before, its times may have fallen.
 SAME_LOSS = dict.fromkeys(

@@ -55,8 +55,8 @@ class Rings(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Destination pointers: Out and OutLow, which may be None, with their strides, Lse contiguous; and Sinks (heads,),
-    or None."""
+    """Destination pointers: Out and OutLow with their strides, Lse contiguous; and Sinks (heads,). OutLow and Sinks
+    may be None."""
 
     Out: gl.tensor
     OutLow: gl.tensor
