@@ -150,6 +150,7 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
     end = began + arguments.budget if arguments.budget else None
     cut, statuses = _run(plan, devices, call, end, arguments)
     late = end is not None and time.monotonic() >= began + RESERVED * arguments.budget
+    late |= len(plan) == 1 and bool(cut)  # which says so itself
     for each in chosen:
         if each.name in unfinished and each.name not in statuses:
             store = call.store(each, unfinished[each.name], device, retry=[])

@@ -70,7 +70,8 @@ def flash_attention(
     qkv = (q, k, v) if _packed is None else (_packed, None, None)
     place, eager = None, not torch.compiler.is_compiling()
     if eager and dropout_seed is alibi_slopes is sinks is cu_seqlens is kv_lengths is block_mask is None:
-        place = _place_of(q, k, v, causal, scale, dropout_p, window, softcap, tier, precise_delta)
+        if window is None:  # 5.0 equals 5, and is refused
+            place = _place_of(q, k, v, causal, scale, dropout_p, softcap, tier, precise_delta)
         if (options := _passed.get(place)) is not None:
             out, lse, _ = FlashAttention.apply(*qkv, None, NO_TENSORS, options)
             return (out, lse) if return_lse else out
@@ -113,11 +114,11 @@ def _place_of(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[object
     """What the checks of a call without other tensors depend on; None if it cannot be a key."""
     place = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.stride(), k.stride(), v.stride(), *numbers,
+        q.stride(), k.stride(), v.stride(), *numbers, *map(type, numbers),
     )  # fmt: skip
     try:
         hash(place)
-    except TypeError:  # a list for a window, or a symbolic length
+    except TypeError:  # a symbolic length
         return None
     return place
 
