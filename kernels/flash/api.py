@@ -70,7 +70,8 @@ def flash_attention(
     qkv = (q, k, v) if _packed is None else (_packed, None, None)
     place, eager = None, not torch.compiler.is_compiling()
     if eager and dropout_seed is alibi_slopes is sinks is cu_seqlens is kv_lengths is block_mask is None:
-        place = _place_of(q, k, v, causal, scale, dropout_p, window, softcap, tier, precise_delta)
+        numbers = (causal, scale, dropout_p, window, softcap, tier, precise_delta)
+        place = _place_of(q, k, v, _packed is None, *numbers)
         if (options := _passed.get(place)) is not None:
             out, lse, _ = FlashAttention.apply(*qkv, None, NO_TENSORS, options)
             return (out, lse) if return_lse else out
