@@ -341,7 +341,7 @@ def _heads_upwards(flat_heads: int, q_len: int, width: int) -> tuple[int, int]:
 
     A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. Not a
     function of the device: dQ's order of sums would be another on another GPU. At width 128 it is 9 % slower at
-    512 and 2 % at 1024 tokens, and 10 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
+    512 and 2 % at 1024 tokens, and 4 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
     """
     if width == 128 and q_len < 2048:
         return 0, flat_heads
