@@ -271,7 +271,8 @@ def _backward_wide(
 
     def prepare_dkdv() -> Launch:
         row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
-        heads_per_group = max(1, CACHED // (4 * q_len * head_dim))  # whose Q and dO fit the L2 cache
+        in_cache = max(1, CACHED // (4 * q_len * head_dim))  # heads whose Q and dO fit the L2 cache
+        heads_per_group = min(batch * heads, in_cache)
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
         strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
         numbers = (*strides, *sizes, scale, heads // kv_heads, head_dim, causal)
