@@ -71,7 +71,8 @@ def flash_attention(
     place, eager = None, not torch.compiler.is_compiling()
     if eager and dropout_seed is alibi_slopes is sinks is cu_seqlens is kv_lengths is block_mask is None:
         if window is None:  # 5.0 equals 5, and is refused
-            place = _place_of(q, k, v, causal, scale, dropout_p, softcap, tier, precise_delta)
+            numbers = (causal, scale, dropout_p, softcap, tier, precise_delta)
+            place = _place_of(q, k, v, _packed is None, *numbers)
         if (options := _passed.get(place)) is not None:
             out, lse, _ = FlashAttention.apply(*qkv, None, NO_TENSORS, options)
             return (out, lse) if return_lse else out

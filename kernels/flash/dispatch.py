@@ -2,7 +2,7 @@
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
-             kernels/features.py; with tier="auto" the head_dims and features whose times are known
+             kernels/features.py; with tier="hopper" also what no GPU has timed: other head_dims, `on_request`
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
 asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
@@ -30,7 +30,7 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # The Hopper kernels take others too, in tiles filled up with zeros; no GPU has timed them beside the portable ones.
 MEASURED_HEAD_DIMS = (64, 128)
-# Features that have `hopper` in the table, but not above head_dim 128.
+# Features that the Hopper kernels have by the table, but not above head_dim 128.
 WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
     "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
@@ -86,9 +86,7 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
     if which == "forward" and "precise_delta" in features and late:  # not compiled
         return f"attention without {late[0]} beside precise_delta"
     apart = 0 if length is None or kv_len is None else kv_len - length
-    beside = apart % 64 or not features.isdisjoint(
-        ("kv_lengths", "sinks")
-    )  # with which d128 spills 4 to 44 B
+    beside = apart % 64 or {"kv_lengths", "sinks"} & features  # with which d128 spills 4 to 44 B
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and beside:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
     if bounds and (request.causal is False or kv_len not in (None, length)):

@@ -288,6 +288,7 @@ def test_a_last_stride_other_than_one_is_refused() -> None:
 def test_a_call_that_passed_its_checks_vouches_for_no_other() -> None:
     """Eager calls are remembered by what the checks look at."""
     q, k, v, _ = inputs(64, 64, 32, torch.float16)
+    qkv = torch.zeros(1, 64, 3, 2, 32, dtype=torch.float16)
 
     def refused(message: str, *tensors: torch.Tensor, **options: object) -> None:
         with pytest.raises(AttentionError, match=message):
@@ -309,6 +310,8 @@ def test_a_call_that_passed_its_checks_vouches_for_no_other() -> None:
         refused("tier=nothing", tier="nothing")
         refused("seed must be", dropout_seed="5")
         refused("must be a tensor", kv_lengths=[64])
+        flash_packed(qkv)
+        refused("q must be .batch, heads", qkv, qkv, qkv)
     listed = [flash(q, k, v, window=window) for window in ([3, 0], (3, 0), (3, 0))]
     assert torch.equal(listed[0], listed[1])
     assert torch.equal(listed[1], listed[2])

@@ -219,7 +219,7 @@ from kernels.flash.hopper import launch as hopper_launch
 hopper_launch.sm_count = lambda device: 132
 count_slow([hopper_launch.hopper_forward_kernel, hopper_launch.hopper_backward_kernel])
 count_slow([hopper_launch.delta_kernel, hopper_launch.round_kernel])
-count_slow([hopper_launch.dkdv_kernel, hopper_launch.dq_kernel])
+count_slow([hopper_launch.dkdv_kernel, hopper_launch.dq_kernel, hopper_launch.clear_kernel])
 
 def plainly(calls):
     # Addresses by the order in which they appear: they differ from call to call, but which are equal does not.
@@ -232,13 +232,13 @@ def plainly(calls):
     # Of the metadata and hooks of a launch nothing is left where no hook is.
     return [plain((*call[:8], *call[11:])) for call in calls]
 
-def step(q, k, v, causal, scale=0.125, out=None, left=-1, documents=None, precise=False):
+def step(q, k, v, causal, scale=0.125, out=None, left=-1, documents=None, precise=False, dropout_p=0.0, **features):
     assert hopper_launch.fits_forward(q, k, v)
     out = torch.empty_like(q) if out is None else out
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     starts = ends = None if documents is None else torch.zeros(documents, dtype=torch.int32)
-    options = Options(causal, scale, left=left, precise_delta=precise)
-    asked = Tensors(document_starts=starts, document_ends=ends), options
+    options = Options(causal, scale, dropout_p, left, precise_delta=precise)
+    asked = Tensors(document_starts=starts, document_ends=ends, **features), options
     low = torch.empty_like(out)
     hopper_launch.forward(q, k, v, out, low, lse, *asked)
     d_out, dq, dk, dv, delta = (torch.empty_like(x) for x in (q, q, k, v, lse))
@@ -262,6 +262,11 @@ cases = [
     (packed(256), True, 0.125, None, 101),
     (packed(256), True, 0.125, None, -1, (2, 256)),  # in documents
     (packed(256), True, 0.125, None, -1, None, True),  # with the rounding error of out
+    (packed(256), True, {"kv_lengths": torch.zeros(2, dtype=torch.int32)}),
+    (packed(256), True, {"sinks": torch.zeros(4)}),
+    (packed(256), True, {"sinks": torch.zeros(4, dtype=torch.bfloat16)}),
+    (packed(256), True, {"dropout_p": 0.1, "seed": torch.zeros((), dtype=torch.int64)}),
+    (packed(256), True, {"dropout_p": 0.2, "seed": torch.zeros((), dtype=torch.int64)}),
     (packed(256, head_dim=40), True),
     (packed(256, head_dim=256), True),
     (packed(256, head_dim=256), False),
@@ -273,8 +278,11 @@ for repeat in range(3):
             tensors = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in tensors]
         del given[:], slow[:], encoded[:]
         if repeat == 0: launch._known.clear()
-        step(*tensors, *options)
-        assert len(given) == 4 and len(slow) == (0 if repeat else 4), (repeat, number, len(given), len(slow))
+        features = options.pop() if isinstance(options[-1], dict) else {}
+        step(*tensors, *options, **features)
+        launches = 5 if "kv_lengths" in features else 4  # one sets dK and dV of padding to 0
+        some = len(given), len(slow)
+        assert some == (launches, 0 if repeat else launches), (repeat, number, *some)
         # Triton encodes 3 and 7, or 3, 4 and 4 at head_dim 256; again only what is at other addresses, and the
         # allocator may give those of before.
         wide = tensors[0].shape[3] > 128
@@ -285,7 +293,9 @@ for repeat in range(3):
         other = [pair for pair in pairs if pair[0] != pair[1]]
         assert not other, f"case {number}, repeat {repeat}: something else is launched: {other}"
     if repeat == 0:
-        for tensors, *options in cases: step(*tensors, *options)
+        for tensors, *options in cases:
+            features = options.pop() if isinstance(options[-1], dict) else {}
+            step(*tensors, *options, **features)
 assert len({str(each) for each in wanted}) == len(cases)
 
 # At the addresses of before nothing is encoded, unless it lies there in another order; what is kept is bounded.

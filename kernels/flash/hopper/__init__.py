@@ -5,8 +5,9 @@ wide_dkdv.py, wide_dq.py        the backward above head_dim 128
 forward_schedule.py, backward_schedule.py   the tiles and work items that a program takes, and their order
 scheduler.py                     dynamic scheduling: programs claim them by a counter
 pipeline.py, descriptors.py      rings of tiles in shared memory; TMA descriptors
+primitives.py                    what Triton's releases name differently; programmatic dependent launch
 softmax.py, masks.py, dropout.py on tiles in registers
-bounds.py, block_masks.py        windows and documents; block masks
+bounds.py, block_masks.py, padding.py   windows and documents; block masks; key padding
 dq.py                            the sum of dQ over work items, in a fixed order
 launch.py                        which tensors they take, and the arguments of a launch
 """

@@ -52,15 +52,16 @@ STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q, dO, dS and dQ
 DELAY_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
 
 
-def choose_dq_delay(head_dim: int, causal: bool, row_blocks: int, padded: bool = False) -> int:
+def choose_dq_delay(width: int, causal: bool, row_blocks: int, padded: bool = False) -> int:
     """1 if dQ's product is delayed by a step, so that the warpgroups need not wait for each other; else 0.
 
     The delay costs each work item an extra product (the first step's, which the second repeats), and the last product
-    runs after the loop with nothing to overlap. padded: with key padding, which spills 4 B in one of the forms.
+    runs after the loop with nothing to overlap. width: `tile_width`. padded: with key padding, which spills 4 B in
+    one of the forms.
     """
-    if padded and causal and head_dim == 64:
+    if padded and causal and width == 64:
         return 0
-    return int(row_blocks // (2 if causal else 1) >= DELAY_FROM[head_dim])
+    return int(row_blocks // (2 if causal else 1) >= DELAY_FROM[width])
 
 
 class Shared(NamedTuple):

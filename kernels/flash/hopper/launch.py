@@ -271,7 +271,8 @@ def _backward_wide(
 
     def prepare_dkdv() -> Launch:
         row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
-        heads_per_group = max(1, CACHED // (4 * q_len * head_dim))  # whose Q and dO fit the L2 cache
+        in_cache = max(1, CACHED // (4 * q_len * head_dim))  # heads whose Q and dO fit the L2 cache
+        heads_per_group = min(batch * heads, in_cache)
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
         strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
         numbers = (*strides, *sizes, scale, heads // kv_heads, head_dim, causal)
@@ -341,7 +342,7 @@ def _heads_upwards(flat_heads: int, q_len: int, width: int) -> tuple[int, int]:
 
     A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. Not a
     function of the device: dQ's order of sums would be another on another GPU. At width 128 it is 9 % slower at
-    512 and 2 % at 1024 tokens, and 10 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
+    512 and 2 % at 1024 tokens, and 4 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
     """
     if width == 128 and q_len < 2048:
         return 0, flat_heads

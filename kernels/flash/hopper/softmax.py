@@ -71,7 +71,7 @@ def widen(p, row_max, row_sum, dtype: gl.constexpr):
 @gluon.jit
 def add_sink(row_max, row_sum, Sink):
     """The softmax state of whole rows, with a sink's logit among their scores, and the factor for the accumulator."""
-    sink = (gl.zeros_like(row_sum) + gl.load(Sink)) * LOG2_E  # -inf: none
+    sink = (gl.zeros_like(row_sum) + gl.load(Sink)).to(gl.float32) * LOG2_E  # -inf: none
     new_max = gl.maximum(row_max, sink)
     rescale = gl.exp2(row_max - new_max)
     return new_max, row_sum * rescale + gl.exp2(sink - new_max), rescale
