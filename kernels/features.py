@@ -96,7 +96,7 @@ FEATURES: dict[str, Feature] = {
     "precise_delta": Feature(
         "a backward free of the output's rounding error (arXiv 2510.04212); `naive` always is",
         unused=False,
-        hopper=BOTH,
+        on_request=BOTH,
         pointers=("OutLow",),
     ),
 }

@@ -112,7 +112,8 @@ def chosen(
         (Tensors(), Options(False, 1.0, left=64, right=0), ("triton", "triton")),
         (Tensors(), Options(False, 1.0, left=600, right=512), ("hopper", "hopper")),  # masks nothing
         (Tensors(), Options(True, 1.0, softcap=5.0), ("triton", "triton")),
-        (Tensors(), Options(True, 1.0, precise_delta=True), ("hopper", "hopper")),
+        (Tensors(), Options(True, 1.0, precise_delta=True), ("triton", "triton")),
+        (Tensors(), Options(True, 1.0, precise_delta=True, tier="hopper"), ("hopper", "hopper")),
         (Tensors(seed=LIST), Options(True, 1.0, dropout_p=0.1), ("triton", "hopper")),
         (Tensors(sinks=LIST), Options(True, 1.0), ("triton", "hopper")),
         (Tensors(alibi_slopes=LIST), Options(True, 1.0), ("triton", "triton")),
