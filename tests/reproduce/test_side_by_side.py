@@ -90,8 +90,10 @@ def test_processes_that_write_the_same_document_lose_nothing(tmp_path):
 
 
 def test_what_is_cut_at_the_end_of_its_time_is_continued(tmp_path, capsys):
-    assert main([*COMMAND, "--results", str(tmp_path), "--budget", "1s"]) == 75
-    assert "out of time; " in capsys.readouterr().out
+    assert main([*COMMAND, "perplexity", "--results", str(tmp_path), "--budget", "1s"]) == 75
+    said = capsys.readouterr().out
+    assert "history: out of time; " in said
+    assert "perplexity: out of time; " in said  # which runs alone, and was not started
     assert planned(tmp_path, capsys).keys() == {"history", "sparse"}
 
 
