@@ -140,7 +140,8 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
             continue
         unfinished[each.name] = settings
         plan += steps(each, store, settings, device, tiny)
-    plan.sort(key=lambda step: step.selected == step.settings)  # of all experiments, first what README shows
+    # What README shows of all experiments first, and last what runs alone.
+    plan.sort(key=lambda step: (step.experiment.alone, step.selected == step.settings))
     if len(plan) > 1 or (plan and arguments.plan):
         print(shown(plan, devices), flush=True)
     if arguments.plan:
