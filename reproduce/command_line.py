@@ -140,8 +140,7 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
             continue
         unfinished[each.name] = settings
         plan += steps(each, store, settings, device, tiny)
-    # What README shows of all experiments first, and last what runs alone.
-    plan.sort(key=lambda step: (step.experiment.alone, step.selected == step.settings))
+    plan.sort(key=lambda each: (each.experiment.alone, each.selected == each.settings))  # README's first
     if len(plan) > 1 or (plan and arguments.plan):
         print(shown(plan, devices), flush=True)
     if arguments.plan:
