@@ -40,7 +40,7 @@ FEATURES: dict[str, Feature] = {
         "1 minus that",
         unused=0.0,
         hopper=("backward",),
-        on_request=("forward",),  # a first one that drew was no faster than the portable one (LOG.md)
+        on_request=("forward",),  # a first one was no faster than the portable one (LOG.md)
         options={"dropout_p": 0.1},
         pointers=("Seed",),
     ),

@@ -97,9 +97,7 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     )
     parser.add_argument("words", nargs="+", metavar="NAME or key=value", help="experiments, or all; settings")
     parser.add_argument("--tiny", action="store_true", help="seconds on a CPU; the figures mean nothing")
-    parser.add_argument(
-        "--device", default="auto", help="cuda, cpu, cuda:1; default: cuda where there is one"
-    )
+    parser.add_argument("--device", default="auto", help="cuda: all GPUs; cuda:1; cpu; default: cuda, or cpu")
     parser.add_argument(
         "--budget", type=_seconds, metavar="10m", help="stop after this time; run again to continue"
     )
@@ -142,7 +140,7 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
             continue
         unfinished[each.name] = settings
         plan += steps(each, store, settings, device, tiny)
-    plan.sort(key=lambda step: step.selected == step.settings)  # of all experiments, first what README shows
+    plan.sort(key=lambda each: (each.experiment.alone, each.selected == each.settings))  # README's first
     if len(plan) > 1 or (plan and arguments.plan):
         print(shown(plan, devices), flush=True)
     if arguments.plan:
@@ -277,6 +275,7 @@ def _start(experiment: Experiment, arguments: argparse.Namespace, end: float | N
     """Run an experiment as its own command, with nothing beside it; its exit status."""
     left = end - time.monotonic() if end else None
     if left is not None and left < 5:
+        print(f"{experiment.name}: out of time; the same command continues")
         return OUT_OF_TIME
     own = [word.partition(".")[2] for word in arguments.words if word.startswith(f"{experiment.name}.")]
     command = [sys.executable, "-m", experiment.package, experiment.name, *own, "--device", arguments.device]

@@ -30,7 +30,7 @@ PARTS = ("gpt2", "recipe", "numerics", "context", "stability", "extend")
 class Settings:
     parts: tuple[str, ...] = PARTS
     # Globs of English text (.jsonl, .txt, .parquet) for `gpt2`, `recipe` and `numerics`, and of source code in whole
-    # files for `context`; if empty, Python's standard library: enough to try the experiment, not to judge by.
+    # files for `context` and `stability`; if empty, Python's standard library: enough to try it, not to judge by.
     text: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     tokenizer: str = "gpt2"

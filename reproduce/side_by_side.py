@@ -27,7 +27,7 @@ from .results import Store
 
 # Processes that compile on a GPU at once: their contenders, of some 20 GiB each, have to fit beside each other.
 MOST_COMPILING = 6
-# Of a sample that is measured to be compiled: no longer one needs another kernel.
+# Of a sample that is measured only to compile: what is longer runs the same kernels.
 LONGEST_COMPILED = 4096
 
 

@@ -39,18 +39,11 @@ def banner(plan: Plan) -> Rows:
             f"{_epochs(corpus.train.epochs(tokens))} epochs"
         )
     within = ", within documents" if config.data.document_mask else ""
-    dropout = f", dropout {model.dropout:g}" if model.dropout else ""
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {runs}"),
         ("attention", how.attention + tier + asked + within),
         ("layers", f"{how.block.value} blocks{_why(model)}, {how.loss.value} loss"),
-        (
-            "model",
-            f"{count(plan.shape.num_parameters())} parameters: {plural(model.n_layer, 'layer')}, "
-            f"{plural(model.n_head, 'head')}, {model.n_embd} wide, vocabulary {model.vocab_size:,}"
-            + _switches(model)
-            + dropout,
-        ),
+        ("model", f"{count(plan.shape.num_parameters())} parameters: {_sizes(model)}"),
         (
             "data",
             f"{corpus.name}, {config.data.tokenizer}: {count(corpus.train.tokens)} training and "
@@ -112,6 +105,12 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer:
     if in_sweep(run_dir):
         rows.append(("compare", f"python -m reproduce compare {shlex.quote(str(run_dir.parent))}"))
     return rows
+
+
+def _sizes(model: ModelConfig) -> str:
+    dropout = f", dropout {model.dropout:g}" if model.dropout else ""
+    sizes = f"{plural(model.n_layer, 'layer')}, {plural(model.n_head, 'head')}, {model.n_embd} wide"
+    return f"{sizes}, vocabulary {model.vocab_size:,}{_switches(model)}{dropout}"
 
 
 def _optimizer(config: Config) -> str:

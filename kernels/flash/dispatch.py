@@ -86,7 +86,8 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
     if which == "forward" and "precise_delta" in features and late:  # not compiled
         return f"attention without {late[0]} beside precise_delta"
     apart = 0 if length is None or kv_len is None else kv_len - length
-    beside = apart % 64 or {"kv_lengths", "sinks"} & features  # with which d128 spills 4 to 44 B
+    # Beside these, d128 with dropout spills 4 to 44 B.
+    beside = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and beside:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
     if bounds and (request.causal is False or kv_len not in (None, length)):
@@ -99,7 +100,7 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
 
 
 def _serves(which: str, name: str, tier: str) -> bool:
-    """Whether the Hopper kernels of a pass have a feature: with tier "auto", one that was measured there."""
+    """Whether the Hopper kernels of a pass serve a feature; those on request only with tier "hopper"."""
     feature = FEATURES[name]
     return which in feature.hopper or (tier == "hopper" and which in feature.on_request)
 

@@ -90,8 +90,10 @@ def test_processes_that_write_the_same_document_lose_nothing(tmp_path):
 
 
 def test_what_is_cut_at_the_end_of_its_time_is_continued(tmp_path, capsys):
-    assert main([*COMMAND, "--results", str(tmp_path), "--budget", "1s"]) == 75
-    assert "out of time; " in capsys.readouterr().out
+    assert main([*COMMAND, "perplexity", "--results", str(tmp_path), "--budget", "1s"]) == 75
+    said = capsys.readouterr().out
+    assert "history: out of time; " in said
+    assert "perplexity: out of time; " in said  # which runs alone, and was not started
     assert planned(tmp_path, capsys).keys() == {"history", "sparse"}
 
 
@@ -127,11 +129,10 @@ def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tm
 
 
 def test_what_readme_shows_is_planned_before_the_rest(tmp_path, capsys):
-    assert (
-        main(["history", "attention", "--tiny", "--device", "cpu", "--results", str(tmp_path), "--plan"]) == 0
-    )
+    names = ["perplexity", "history", "attention"]
+    assert main([*names, "--tiny", "--device", "cpu", "--results", str(tmp_path), "--plan"]) == 0
     rows = [row.partition("  ")[0] for row in capsys.readouterr().out.splitlines()[1:]]
-    assert rows == ["attention (README's figures)", "history", "attention"]
+    assert rows == ["attention (README's figures)", "history", "attention", "perplexity"]  # which runs alone
 
 
 def test_others_wait_for_an_experiments_first_process_alone():
