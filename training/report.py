@@ -128,7 +128,7 @@ def _schedule(config: Config) -> str:
     schedule = config.schedule
     said = schedule.decay.value
     if schedule.final_fraction is not None:
-        said += f" to {schedule.final_fraction:g} of the learning rate"
+        said += f" to {schedule.final_fraction:g}{' of the learning rate' * (schedule.final_fraction > 0)}"
     if schedule.decay_fraction is not None:
         said += f", over the last {schedule.decay_fraction:.4g} of the steps"
     warm_up = round(schedule.warmup_fraction * config.trainer.steps)
