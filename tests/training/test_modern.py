@@ -50,10 +50,7 @@ def test_the_banner_says_what_a_run_is(started, tiny, capsys):
     assert "  attention  naive (requested: auto), within documents\n" in told
     assert ", window 8, rope, window_pattern SSL, rope_theta 500.0, dropout 0.1\n" in told
     assert "  optimizer  muon, learning rate 0.003, weight decay 0.1\n" in told
-    assert (
-        "  schedule   wsd to 0, over the last 0.2 of the steps, after 3 steps of warm-up\n"
-        in told
-    )
+    assert "  schedule   wsd to 0, over the last 0.2 of the steps, after 3 steps of warm-up\n" in told
     assert "  seed       7, of the initial weights 5\n" in told
     assert "  parallel   blocks are computed again\n" in told
 
