@@ -195,6 +195,24 @@ def test_a_release_may_spill_more_and_what_does_not_compile_is_told_without_a_tr
     assert broken.startswith("does not compile: ")
 
 
+UNKNOWN = """
+from kernels.compile_report import BUDGETS, FORMS, FUNCTIONS
+names = [name for release in BUDGETS["triton"].values() for name in release]
+print(len(names))
+for name in names:
+    gpu, kernel, head_dim, *feature = name.split()
+    if kernel not in FUNCTIONS or not set(feature) <= FORMS.keys():
+        print(name)
+"""
+
+
+def test_every_budget_is_of_a_kernel_and_a_feature_that_are_called_so(printed) -> None:
+    """A feature was renamed once, and with other releases its kernels failed the report."""
+    count, *unknown = printed(UNKNOWN)
+    assert int(count[0]) > 0
+    assert unknown == []
+
+
 PRODUCTS = """
 from kernels.compile_report import Job, Tile, compile_kernel
 for kernel, tile in ("forward", Tile(64, 64, 4, 3)), ("dq", Tile(64, 64, 4, 3)), ("dkdv", Tile(32, 64, 4, 2)):
