@@ -13,9 +13,10 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..common import ReproduceError, text_table, writing
 from ..plots import COLOURS, can_draw, colour, picture
@@ -103,10 +104,10 @@ def references() -> list[str]:
 
 
 def read_reference(name: str) -> list[Milestone]:
-    with (CURVES / f"{name}.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
     numbers = {"step": int, "tokens": int, "value": float, "error": float}
-    return [Milestone(**row | {key: kind(row[key]) for key, kind in numbers.items()}) for row in rows]
+    with (CURVES / f"{name}.csv").open(newline="") as file:
+        rows = [row | {key: kind(row[key]) for key, kind in numbers.items()} for row in csv.DictReader(file)]
+    return [Milestone(**row) for row in rows]
 
 
 # ---- the run -----------------------------------------------------------------------------------------
@@ -117,12 +118,12 @@ Curve = dict[float, float]  # tokens -> validation loss
 
 def validation_curve(run: Run) -> Curve:
     """That of the run, preceded by those of the runs it was resumed from, if they exist."""
-    curve, seen = dict(zip(*run.curve("val/loss"), strict=True)), {run.path}
+    curve, seen = run.curve("val/loss"), {run.path}
     while (earlier := _resumed_from(run)) and earlier not in seen:
         seen.add(earlier)
         begins = run.rows[0]["tokens"] if run.rows else math.inf
         run = find_runs([str(earlier)])[0]
-        before = zip(*run.curve("val/loss"), strict=True)
+        before = run.curve("val/loss").items()
         curve = {tokens: loss for tokens, loss in before if tokens < begins} | curve
     return curve
 
@@ -142,10 +143,7 @@ def verdict(milestone: Milestone, curve: Curve) -> tuple[str, float | None]:
         return AHEAD, None
     if at < min(curve):
         return UNKNOWN, None
-    loss = curve.get(at)
-    if loss is None:
-        left, right = next(pair for pair in pairwise(curve) if pair[0] < at < pair[1])
-        loss = curve[left] + (at - left) / (right - left) * (curve[right] - curve[left])
+    loss = float(np.interp(at, list(curve), list(curve.values())))
     return (PASS if loss <= milestone.bound else FAIL), loss
 
 
@@ -175,15 +173,9 @@ def departures(run: Run, name: str) -> Departures:
 
 
 def nearest_reference(run: Run) -> str:
-    """The reference whose model is nearest in size; of several, the one whose recipe differs in fewest settings."""
+    """The reference whose recipe differs in least of the model; of several, in fewest settings."""
     left = {name: departures(run, name) for name in references()}
-    return min(left, key=lambda name: (_apart(_other_model(left[name])), len(left[name])))
-
-
-def _apart(other: Departures) -> float:
-    """The distance between two models: each factor of two in a size counts 1, as does any other difference."""
-    sizes = [pair for pair in other.values() if all(isinstance(each, int) for each in pair)]
-    return sum(abs(math.log2(ours / theirs)) for ours, theirs in sizes) + len(other) - len(sizes)
+    return min(left, key=lambda name: (len(_other_model(left[name])), len(left[name])))
 
 
 def _other_model(left: Departures) -> Departures:

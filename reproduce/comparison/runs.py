@@ -74,7 +74,7 @@ class Run:
     @property
     def attention(self) -> str:
         """The backend that ran; if that is unknown, the one that was asked for, or else the folder's name."""
-        return self.facts.get("attention") or str(self.config.get("attention.name", self.path.name))
+        return str(self.facts.get("attention") or self.config.get("attention.name", self.path.name))
 
     @property
     def machine(self) -> str | None:
@@ -131,10 +131,9 @@ class Run:
         """Whether the rows begin with the training's first step; not so if it was resumed in another directory."""
         return not self.rows or self.rows[0]["step"] <= 1
 
-    def curve(self, column: str, against: str = "tokens") -> tuple[list[float], list[float]]:
-        """The x (`against`) and y values of the rows that have `column`."""
-        points = [(row[against], row[column]) for row in self.rows if column in row and against in row]
-        return [x for x, _ in points], [y for _, y in points]
+    def curve(self, column: str, against: str = "tokens") -> dict[float, float]:
+        """x (`against`) -> y, of the rows that have `column`."""
+        return {row[against]: row[column] for row in self.rows if column in row and against in row}
 
     @property
     def peak_memory(self) -> tuple[str, float] | None:
@@ -231,6 +230,9 @@ def _read_directory(path: Path) -> Run:
     environment, summary, facts = (
         _read(path / f"{name}.json", json.load) for name in ("environment", "summary", "facts")
     )
+    for name, value in summary.items():
+        if ("/" in name or name == "seconds") and isinstance(value, str | list | dict):
+            raise ReproduceError(f"{path / 'summary.json'} cannot be read: {name} is {value!r}, not a number")
     config, rows = _read(path / "config.yaml", _load_yaml), _read(path / "metrics.csv", _load_rows, list)
     return Run(path, flatten(config), environment, rows, summary, facts)
 
