@@ -77,10 +77,6 @@ class Run:
         return str(self.facts.get("attention") or self.config.get("attention.name", self.path.name))
 
     @property
-    def machine(self) -> str | None:
-        return self.environment.get("device_name")
-
-    @property
     def interpreted(self) -> bool:
         """Whether Triton's interpreter ran the run's Triton kernels."""
         return self.environment.get("TRITON_INTERPRET") == "1"
@@ -88,10 +84,6 @@ class Run:
     @property
     def finished(self) -> bool:
         return bool(self.summary)
-
-    @property
-    def step(self) -> int:
-        return int(self.rows[-1]["step"]) if self.rows else 0
 
     def last(self, column: str) -> float | None:
         """The final value of `column`: from the summary, or else from the last row that has it."""
@@ -252,13 +244,11 @@ def _read(path: Path, load: Callable[[TextIO], Any], kind: type = dict) -> Any:
 
 
 def _load_yaml(file: TextIO) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    import yaml
 
     try:
-        return OmegaConf.to_container(OmegaConf.load(file))
-    except (YAMLError, OmegaConfBaseException) as error:
+        return yaml.safe_load(file)
+    except yaml.YAMLError as error:
         raise ValueError(str(error).splitlines()[0]) from None
 
 
@@ -346,7 +336,8 @@ def _differing(values: dict[str, list[Any]], known: list[bool]) -> dict[str, lis
 def unexplained_phases(first: Run, other: Run) -> dict[str, tuple[float, float]]:
     """Phases that attention cannot affect (data, optimizer) but whose times differ: phase -> ms in each run."""
     splits = [run.step_split() for run in (first, other)]
-    if None in splits or first.machine != other.machine or differing_settings([first, other]):
+    machines = {run.environment.get("device_name") for run in (first, other)}
+    if None in splits or len(machines) > 1 or differing_settings([first, other]):
         return {}
     if first.interpreted or other.interpreted:  # the interpreter slows down other phases too
         return {}

@@ -61,7 +61,7 @@ def state(run: Run) -> str:
     if not run.rows:
         return "no metrics"
     steps = run.config.get("trainer.steps")
-    return f"unfinished, step {run.step:,}" + (f" of {steps:,}" if steps else "")
+    return f"unfinished, step {run.rows[-1]['step']:,.0f}" + (f" of {steps:,}" if steps else "")
 
 
 def _number(value: float | None, form: str) -> str:
