@@ -20,18 +20,17 @@ import numpy as np
 
 from ..common import ReproduceError, text_table, writing
 from ..plots import COLOURS, can_draw, colour, picture
-from .runs import Run, find_runs
+from .runs import BOOKKEEPING, Run, find_runs, one_of
 
 CURVES = Path(__file__).parent / "curves"
 PASS, FAIL, AHEAD, UNKNOWN = "pass", "FAIL", "not reached", "not evaluated"
 # Settings that a run may change without departing from the recipe.
-_FREE = {
-    *("attention.name", "seed", "data.cache_dir", "data.workers", "model.loss", "model.block"),
+_FREE = (
+    *BOOKKEEPING,
+    *("attention.name", "seed", "model.(loss|block)"),
     "model.vocab_size",  # follows from the tokenizer
-    *("trainer.micro_batch", "trainer.compile", "trainer.cuda_graphs", "trainer.device", "trainer.log_every"),
-    *("trainer.eval_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.resume"),
-    *("trainer.keep_best", "trainer.profile_step", "trainer.sample_tokens", "trainer.sample_prompt"),
-}
+    "trainer.(micro_batch|compile|cuda_graphs|device|log_every|resume)",
+)
 # If these differ, perplexities cannot be compared.
 _MODEL = ("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len", "data.tokenizer")
 Departures = dict[str, tuple[Any, Any]]  # setting -> (the run's value, the recipe's)
@@ -65,7 +64,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--reference", choices=references(), help="default: the recipe closest to the run's")
     parser.add_argument("--plot", type=Path, help="default: RUN/milestones.svg")
     arguments = parser.parse_args(argv)
-    run = _only(find_runs([arguments.run]), arguments.run)
+    run, *others = find_runs([arguments.run])
+    if others:
+        raise ReproduceError(
+            f"{arguments.run} holds {1 + len(others)} runs; name one of them, such as {os.path.relpath(run.path)}"
+        )
     curve = validation_curve(run)
     if not curve:
         raise ReproduceError(
@@ -88,14 +91,6 @@ def main(argv: list[str]) -> int:
     else:
         print("no plot: matplotlib is not installed")
     return int(any(state == FAIL for _, state, _ in verdicts))
-
-
-def _only(runs: list[Run], argument: str) -> Run:
-    if len(runs) > 1:
-        raise ReproduceError(
-            f"{argument} holds {len(runs)} runs; name one of them, such as {os.path.relpath(runs[0].path)}"
-        )
-    return runs[0]
 
 
 def references() -> list[str]:
@@ -153,12 +148,12 @@ def verdict(milestone: Milestone, curve: Curve) -> tuple[str, float | None]:
 @functools.cache
 def recipe(name: str) -> dict[str, Any]:
     """The settings of `experiment=name`: dotted name -> value."""
-    from omegaconf import OmegaConf
+    import yaml
 
     from training.command_line import composed
     from training.config import flatten, to_yaml
 
-    return flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(composed(f"experiment={name}")))))
+    return flatten(yaml.safe_load(to_yaml(composed(f"experiment={name}"))))
 
 
 def departures(run: Run, name: str) -> Departures:
@@ -168,7 +163,7 @@ def departures(run: Run, name: str) -> Departures:
     return {
         key: (ours.get(key), value)
         for key, value in recipe(name).items()
-        if key not in _FREE and not key.startswith("logger.") and ours.get(key) != value
+        if not one_of(_FREE, key) and ours.get(key) != value
     }
 
 

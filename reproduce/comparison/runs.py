@@ -12,7 +12,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from training.loggers import csv_cell
 from ..common import ReproduceError
 
 # Settings that affect neither loss nor speed nor memory.
-_BOOKKEEPING = (
+BOOKKEEPING = (
     "logger.*",
     "data.cache_dir",
     "data.workers",
@@ -300,6 +300,10 @@ def _read_wandb(path: Path) -> Run:
 # ---- what makes runs differ --------------------------------------------------------------------------
 
 
+def one_of(patterns: Iterable[str], setting: str) -> bool:
+    return any(re.fullmatch(each, setting) for each in patterns)
+
+
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """The settings, apart from attention, in which the runs differ: setting -> its value in each run.
 
@@ -308,9 +312,8 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """
     known = [run for run in runs if run.config]
     facts_known = all(fact in run.facts for run in known for fact in _FACTS)
-    ignored = [*_BOOKKEEPING, "attention.name", *(_RESOLVED_SETTINGS if facts_known else ())]
-    pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
-    settings = dict.fromkeys(key for run in known for key in run.config if not pattern.fullmatch(key))
+    ignored = [*BOOKKEEPING, "attention.name", *(_RESOLVED_SETTINGS if facts_known else ())]
+    settings = dict.fromkeys(key for run in known for key in run.config if not one_of(ignored, key))
     values = {key: [run.config.get(key) for run in runs] for key in settings}
     if all(run.whole for run in known):
         values.pop("trainer.resume", None)  # each was resumed in its own directory
