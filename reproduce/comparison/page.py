@@ -15,7 +15,7 @@ from training.console import plural
 
 from . import seeds
 from .charts import charts, colours, patterns
-from .runs import Run, differing_environment, differing_settings
+from .runs import Run, differing_environment, differing_settings, environments
 from .table import HEADER, having, notes, table, warnings
 
 # The parts of a step, and of a whole run: name -> colour.
@@ -28,7 +28,7 @@ def page(runs: list[Run]) -> str:
     """One HTML document that needs no other file and no network."""
     lines = zip(runs, colours(runs), patterns(runs), strict=True)
     sweep, different = seeds.is_sweep(runs), differing_settings(runs)
-    facts = {"Settings that differ": different, "Environment": _environment(runs)}
+    facts = {"Settings that differ": different, "Environment": environments(runs)}
     return _template().render(
         title="Comparison of " + (f"{len(runs)} runs" if len(runs) > 1 else "one run"),
         shared=_shared(runs),
@@ -109,8 +109,3 @@ def _shared(runs: list[Run]) -> str:
         + f"{plural(layers, 'layer')}, {plural(heads, 'head')}, {width} wide, context {context:,} · "
         f"{source}, tokenizer {tokenizer} · {tokens:,} tokens a step, {steps:,} steps"
     )
-
-
-def _environment(runs: list[Run]) -> dict[str, list]:
-    keys = dict.fromkeys(key for run in runs for key in run.environment if key != "command")
-    return {key: [run.environment.get(key) for run in runs] for key in keys}

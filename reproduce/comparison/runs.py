@@ -322,10 +322,15 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return _differing(values, [bool(run.config) for run in runs])
 
 
+def environments(runs: list[Run]) -> dict[str, list[Any]]:
+    """Fact -> its value in each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.environment if key != "command")
+    return {key: [run.environment.get(key) for run in runs] for key in keys}
+
+
 def differing_environment(runs: list[Run]) -> dict[str, list[Any]]:
-    """Where the environments differ: fact -> its value in each run. Runs with no environment do not count."""
-    keys = dict.fromkeys(key for run in runs for key in run.environment if key not in ("command", "device"))
-    values = {key: [run.environment.get(key) for run in runs] for key in keys}
+    """Where the environments differ, as in `environments`. Runs with no environment do not count."""
+    values = {key: each for key, each in environments(runs).items() if key != "device"}
     return _differing(values, [bool(run.environment) for run in runs])
 
 
