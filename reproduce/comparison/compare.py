@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     runs = find_runs(arguments.runs)
     print(text(runs))
     if arguments.loss is not None:
-        print(f"\n{to_loss(runs, arguments.loss)}\n")
+        print(f"{to_loss(runs, arguments.loss)}\n")
     page_path = arguments.html or _common_folder(runs) / "compare.html"
     with writing(page_path, "--html FILE"):
         page_path.write_text(page(runs), encoding="utf-8")

@@ -13,24 +13,24 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..common import ReproduceError, text_table, writing
 from ..plots import COLOURS, can_draw, colour, picture
-from .runs import Run, find_runs
+from .runs import BOOKKEEPING, Run, find_runs, one_of
 
 CURVES = Path(__file__).parent / "curves"
 PASS, FAIL, AHEAD, UNKNOWN = "pass", "FAIL", "not reached", "not evaluated"
 # Settings that a run may change without departing from the recipe.
-_FREE = {
-    *("attention.name", "seed", "data.cache_dir", "data.workers", "model.loss", "model.block"),
+_FREE = (
+    *BOOKKEEPING,
+    *("attention.name", "seed", "model.(loss|block)"),
     "model.vocab_size",  # follows from the tokenizer
-    *("trainer.micro_batch", "trainer.compile", "trainer.cuda_graphs", "trainer.device", "trainer.log_every"),
-    *("trainer.eval_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.resume"),
-    *("trainer.keep_best", "trainer.profile_step", "trainer.sample_tokens", "trainer.sample_prompt"),
-}
+    "trainer.(micro_batch|compile|cuda_graphs|device|log_every|resume)",
+)
 # If these differ, perplexities cannot be compared.
 _MODEL = ("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len", "data.tokenizer")
 Departures = dict[str, tuple[Any, Any]]  # setting -> (the run's value, the recipe's)
@@ -64,7 +64,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--reference", choices=references(), help="default: the recipe closest to the run's")
     parser.add_argument("--plot", type=Path, help="default: RUN/milestones.svg")
     arguments = parser.parse_args(argv)
-    run = _only(find_runs([arguments.run]), arguments.run)
+    run, *others = find_runs([arguments.run])
+    if others:
+        raise ReproduceError(
+            f"{arguments.run} holds {1 + len(others)} runs; name one of them, such as {os.path.relpath(run.path)}"
+        )
     curve = validation_curve(run)
     if not curve:
         raise ReproduceError(
@@ -89,24 +93,16 @@ def main(argv: list[str]) -> int:
     return int(any(state == FAIL for _, state, _ in verdicts))
 
 
-def _only(runs: list[Run], argument: str) -> Run:
-    if len(runs) > 1:
-        raise ReproduceError(
-            f"{argument} holds {len(runs)} runs; name one of them, such as {os.path.relpath(runs[0].path)}"
-        )
-    return runs[0]
-
-
 def references() -> list[str]:
     """The recipes that have a published curve."""
     return sorted(str(path.relative_to(CURVES).with_suffix("")) for path in CURVES.glob("*/*.csv"))
 
 
 def read_reference(name: str) -> list[Milestone]:
-    with (CURVES / f"{name}.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
     numbers = {"step": int, "tokens": int, "value": float, "error": float}
-    return [Milestone(**row | {key: kind(row[key]) for key, kind in numbers.items()}) for row in rows]
+    with (CURVES / f"{name}.csv").open(newline="") as file:
+        rows = [row | {key: kind(row[key]) for key, kind in numbers.items()} for row in csv.DictReader(file)]
+    return [Milestone(**row) for row in rows]
 
 
 # ---- the run -----------------------------------------------------------------------------------------
@@ -117,12 +113,12 @@ Curve = dict[float, float]  # tokens -> validation loss
 
 def validation_curve(run: Run) -> Curve:
     """That of the run, preceded by those of the runs it was resumed from, if they exist."""
-    curve, seen = dict(zip(*run.curve("val/loss"), strict=True)), {run.path}
+    curve, seen = run.curve("val/loss"), {run.path}
     while (earlier := _resumed_from(run)) and earlier not in seen:
         seen.add(earlier)
         begins = run.rows[0]["tokens"] if run.rows else math.inf
         run = find_runs([str(earlier)])[0]
-        before = zip(*run.curve("val/loss"), strict=True)
+        before = run.curve("val/loss").items()
         curve = {tokens: loss for tokens, loss in before if tokens < begins} | curve
     return curve
 
@@ -142,10 +138,7 @@ def verdict(milestone: Milestone, curve: Curve) -> tuple[str, float | None]:
         return AHEAD, None
     if at < min(curve):
         return UNKNOWN, None
-    loss = curve.get(at)
-    if loss is None:
-        left, right = next(pair for pair in pairwise(curve) if pair[0] < at < pair[1])
-        loss = curve[left] + (at - left) / (right - left) * (curve[right] - curve[left])
+    loss = float(np.interp(at, list(curve), list(curve.values())))
     return (PASS if loss <= milestone.bound else FAIL), loss
 
 
@@ -155,12 +148,12 @@ def verdict(milestone: Milestone, curve: Curve) -> tuple[str, float | None]:
 @functools.cache
 def recipe(name: str) -> dict[str, Any]:
     """The settings of `experiment=name`: dotted name -> value."""
-    from omegaconf import OmegaConf
+    import yaml
 
     from training.command_line import composed
     from training.config import flatten, to_yaml
 
-    return flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(composed(f"experiment={name}")))))
+    return flatten(yaml.safe_load(to_yaml(composed(f"experiment={name}"))))
 
 
 def departures(run: Run, name: str) -> Departures:
@@ -170,20 +163,14 @@ def departures(run: Run, name: str) -> Departures:
     return {
         key: (ours.get(key), value)
         for key, value in recipe(name).items()
-        if key not in _FREE and not key.startswith("logger.") and ours.get(key) != value
+        if not one_of(_FREE, key) and ours.get(key) != value
     }
 
 
 def nearest_reference(run: Run) -> str:
-    """The reference whose model is nearest in size; of several, the one whose recipe differs in fewest settings."""
+    """The reference whose recipe differs in least of the model; of several, in fewest settings."""
     left = {name: departures(run, name) for name in references()}
-    return min(left, key=lambda name: (_apart(_other_model(left[name])), len(left[name])))
-
-
-def _apart(other: Departures) -> float:
-    """The distance between two models: each factor of two in a size counts 1, as does any other difference."""
-    sizes = [pair for pair in other.values() if all(isinstance(each, int) for each in pair)]
-    return sum(abs(math.log2(ours / theirs)) for ours, theirs in sizes) + len(other) - len(sizes)
+    return min(left, key=lambda name: (len(_other_model(left[name])), len(left[name])))
 
 
 def _other_model(left: Departures) -> Departures:

@@ -30,7 +30,7 @@ def _cells(first: Run, run: Run, loss: float) -> list[str]:
 
 def reached(run: Run, loss: float, against: str) -> float | None:
     """Where its validation loss first was at most `loss`, on a line between two evaluations; None: nowhere."""
-    points = list(zip(*run.curve("val/loss", against), strict=True))
+    points = list(run.curve("val/loss", against).items())
     if points and points[0][1] <= loss:
         return points[0][0]
     for (x, above), (next_x, below) in pairwise(points):

@@ -12,7 +12,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from training.loggers import csv_cell
 from ..common import ReproduceError
 
 # Settings that affect neither loss nor speed nor memory.
-_BOOKKEEPING = (
+BOOKKEEPING = (
     "logger.*",
     "data.cache_dir",
     "data.workers",
@@ -74,11 +74,7 @@ class Run:
     @property
     def attention(self) -> str:
         """The backend that ran; if that is unknown, the one that was asked for, or else the folder's name."""
-        return self.facts.get("attention") or str(self.config.get("attention.name", self.path.name))
-
-    @property
-    def machine(self) -> str | None:
-        return self.environment.get("device_name")
+        return str(self.facts.get("attention") or self.config.get("attention.name", self.path.name))
 
     @property
     def interpreted(self) -> bool:
@@ -88,10 +84,6 @@ class Run:
     @property
     def finished(self) -> bool:
         return bool(self.summary)
-
-    @property
-    def step(self) -> int:
-        return int(self.rows[-1]["step"]) if self.rows else 0
 
     def last(self, column: str) -> float | None:
         """The final value of `column`: from the summary, or else from the last row that has it."""
@@ -131,10 +123,9 @@ class Run:
         """Whether the rows begin with the training's first step; not so if it was resumed in another directory."""
         return not self.rows or self.rows[0]["step"] <= 1
 
-    def curve(self, column: str, against: str = "tokens") -> tuple[list[float], list[float]]:
-        """The x (`against`) and y values of the rows that have `column`."""
-        points = [(row[against], row[column]) for row in self.rows if column in row and against in row]
-        return [x for x, _ in points], [y for _, y in points]
+    def curve(self, column: str, against: str = "tokens") -> dict[float, float]:
+        """x (`against`) -> y, of the rows that have `column`."""
+        return {row[against]: row[column] for row in self.rows if column in row and against in row}
 
     @property
     def peak_memory(self) -> tuple[str, float] | None:
@@ -231,6 +222,9 @@ def _read_directory(path: Path) -> Run:
     environment, summary, facts = (
         _read(path / f"{name}.json", json.load) for name in ("environment", "summary", "facts")
     )
+    for name, value in summary.items():
+        if ("/" in name or name == "seconds") and isinstance(value, str | list | dict):
+            raise ReproduceError(f"{path / 'summary.json'} cannot be read: {name} is {value!r}, not a number")
     config, rows = _read(path / "config.yaml", _load_yaml), _read(path / "metrics.csv", _load_rows, list)
     return Run(path, flatten(config), environment, rows, summary, facts)
 
@@ -250,13 +244,11 @@ def _read(path: Path, load: Callable[[TextIO], Any], kind: type = dict) -> Any:
 
 
 def _load_yaml(file: TextIO) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    import yaml
 
     try:
-        return OmegaConf.to_container(OmegaConf.load(file))
-    except (YAMLError, OmegaConfBaseException) as error:
+        return yaml.safe_load(file)
+    except yaml.YAMLError as error:
         raise ValueError(str(error).splitlines()[0]) from None
 
 
@@ -308,6 +300,10 @@ def _read_wandb(path: Path) -> Run:
 # ---- what makes runs differ --------------------------------------------------------------------------
 
 
+def one_of(patterns: Iterable[str], setting: str) -> bool:
+    return any(re.fullmatch(each, setting) for each in patterns)
+
+
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """The settings, apart from attention, in which the runs differ: setting -> its value in each run.
 
@@ -316,9 +312,8 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """
     known = [run for run in runs if run.config]
     facts_known = all(fact in run.facts for run in known for fact in _FACTS)
-    ignored = [*_BOOKKEEPING, "attention.name", *(_RESOLVED_SETTINGS if facts_known else ())]
-    pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
-    settings = dict.fromkeys(key for run in known for key in run.config if not pattern.fullmatch(key))
+    ignored = [*BOOKKEEPING, "attention.name", *(_RESOLVED_SETTINGS if facts_known else ())]
+    settings = dict.fromkeys(key for run in known for key in run.config if not one_of(ignored, key))
     values = {key: [run.config.get(key) for run in runs] for key in settings}
     if all(run.whole for run in known):
         values.pop("trainer.resume", None)  # each was resumed in its own directory
@@ -327,10 +322,15 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return _differing(values, [bool(run.config) for run in runs])
 
 
+def environments(runs: list[Run]) -> dict[str, list[Any]]:
+    """Fact -> its value in each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.environment if key != "command")
+    return {key: [run.environment.get(key) for run in runs] for key in keys}
+
+
 def differing_environment(runs: list[Run]) -> dict[str, list[Any]]:
-    """Where the environments differ: fact -> its value in each run. Runs with no environment do not count."""
-    keys = dict.fromkeys(key for run in runs for key in run.environment if key not in ("command", "device"))
-    values = {key: [run.environment.get(key) for run in runs] for key in keys}
+    """Where the environments differ, as in `environments`. Runs with no environment do not count."""
+    values = {key: each for key, each in environments(runs).items() if key != "device"}
     return _differing(values, [bool(run.environment) for run in runs])
 
 
@@ -344,7 +344,8 @@ def _differing(values: dict[str, list[Any]], known: list[bool]) -> dict[str, lis
 def unexplained_phases(first: Run, other: Run) -> dict[str, tuple[float, float]]:
     """Phases that attention cannot affect (data, optimizer) but whose times differ: phase -> ms in each run."""
     splits = [run.step_split() for run in (first, other)]
-    if None in splits or first.machine != other.machine or differing_settings([first, other]):
+    machines = {run.environment.get("device_name") for run in (first, other)}
+    if None in splits or len(machines) > 1 or differing_settings([first, other]):
         return {}
     if first.interpreted or other.interpreted:  # the interpreter slows down other phases too
         return {}

@@ -27,22 +27,16 @@ class Group:
         settings: what distinguishes it from the sweep's other groups, apart from attention: (name, value) pairs.
         runs: at least one.
         pairs: (baseline's run, ours) of equal seeds; empty for the baseline itself and where it has no such runs.
-        gap: mean difference of the final losses of two seeds, over both attentions; None with one seed.
     """
 
     attention: str
     settings: tuple[tuple[str, Any], ...]
     runs: list[Run]
     pairs: list[tuple[Run, Run]]
-    gap: float | None
 
     @property
     def name(self) -> str:
         return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in self.settings)
-
-    @property
-    def losses(self) -> list[float]:
-        return _losses(self.runs)
 
     @property
     def differences(self) -> list[float]:
@@ -51,79 +45,58 @@ class Group:
         return [ours - theirs for theirs, ours in ends if None not in (theirs, ours)]
 
     @property
-    def speeds(self) -> list[float]:
-        return [speed for run in self.runs if (speed := run.speed(_SPEED))]
+    def gap(self) -> float | None:
+        """How far apart the final losses of two seeds are, on average over both attentions; None with one seed."""
+        of_each = (self.runs, [theirs for theirs, _ in self.pairs])
+        gaps = [abs(a - b) for runs in of_each for a, b in combinations(losses(runs), 2)]
+        return statistics.fmean(gaps) if gaps else None
 
 
-def matching(runs: list[Run]) -> dict[int, Run]:
-    """The index of each run -> the run of the first one's attention with equal other settings, if there is one."""
-    keys = _settings_of(runs)
-    base: dict[Any, list[Run]] = {}
-    for run, key in zip(runs, keys, strict=True):
-        if run.attention == runs[0].attention:
-            base.setdefault(key, []).append(run)
-    taken: dict[Any, int] = {}
-    found = {}
-    for index, (run, key) in enumerate(zip(runs, keys, strict=True)):
-        partners = base.get(key, [])
-        number = taken.get((run.attention, key), 0)  # repeats of one combination are paired in their order
-        taken[run.attention, key] = number + 1
-        if number < len(partners):
-            found[index] = partners[number]
-    return found
+def losses(runs: list[Run]) -> list[float]:
+    """Of those that have one, the final validation loss."""
+    return [loss for run in runs if (loss := run.last("val/loss")) is not None]
+
+
+def places(runs: list[Run]) -> list[tuple[tuple[tuple[str, Any], ...], int]]:
+    """What each run sets, attention aside, and how many of its attention set the same before it: equal in a pair."""
+    differing = differing_settings(runs)
+    settings = [tuple((key, str(values[i])) for key, values in differing.items()) for i in range(len(runs))]
+    alike = [(run.attention, its) for run, its in zip(runs, settings, strict=True)]
+    return [(its, alike[:i].count(alike[i])) for i, its in enumerate(settings)]
+
+
+def matches(runs: list[Run]) -> list[Run | None]:
+    """For each run that of the first one's attention in the same place, if there is one."""
+    found = places(runs)
+    base = {each: run for run, each in zip(runs, found, strict=True) if run.attention == runs[0].attention}
+    return [base.get(each) for each in found]
 
 
 def is_sweep(runs: list[Run]) -> bool:
     """Whether two attentions meet at more than one combination of the other settings, such as two seeds."""
-    attentions: dict[Any, set[str]] = {}
-    for run, key in zip(runs, _settings_of(runs), strict=True):
-        attentions.setdefault(key, set()).add(run.attention)
-    return sum(len(found) > 1 and runs[0].attention in found for found in attentions.values()) > 1
-
-
-def unmatched(runs: list[Run]) -> list[Run]:
-    """The runs of a sweep that have no run of the baseline to be compared with."""
-    matches = matching(runs)
-    return [run for index, run in enumerate(runs) if index not in matches]
+    found = zip(runs, places(runs), matches(runs), strict=True)
+    return len({its for run, (its, _), match in found if match not in (None, run)}) > 1
 
 
 def baselines(runs: list[Run]) -> list[Run]:
     """What each run is compared with: in a sweep its match, or itself if there is none; otherwise the first run."""
     if not is_sweep(runs):
         return [runs[0]] * len(runs)
-    matches = matching(runs)
-    return [matches.get(index, run) for index, run in enumerate(runs)]
+    return [match or run for run, match in zip(runs, matches(runs), strict=True)]
 
 
 def groups(runs: list[Run]) -> list[Group]:
-    """The sweep's groups, those with equal settings together, the baseline's first."""
-    matches, keys = matching(runs), _settings_of(runs)
-    members: dict[Any, list[int]] = {}
-    for index, (run, key) in enumerate(zip(runs, keys, strict=True)):
-        settings = tuple(pair for pair in key if pair[0] != SEED)
-        members.setdefault((settings, run.attention), []).append(index)
-    found = []
-    for (settings, attention), indices in members.items():
-        own = [runs[i] for i in indices]
-        pairs = [(matches[i], runs[i]) for i in indices if matches.get(i, runs[i]) is not runs[i]]
-        baseline = [theirs for theirs, _ in pairs]
-        found.append(Group(attention, settings, own, pairs, _gap(own, baseline)))
-    order = list(dict.fromkeys(group.settings for group in found))
-    return sorted(found, key=lambda group: order.index(group.settings))
-
-
-def _settings_of(runs: list[Run]) -> list[tuple[tuple[str, Any], ...]]:
-    differing = differing_settings(runs)
-    return [tuple((key, str(values[i])) for key, values in differing.items()) for i in range(len(runs))]
-
-
-def _losses(runs: list[Run]) -> list[float]:
-    return [loss for run in runs if (loss := run.last("val/loss")) is not None]
-
-
-def _gap(*attentions: list[Run]) -> float | None:
-    gaps = [abs(a - b) for runs in attentions for a, b in combinations(_losses(runs), 2)]
-    return statistics.fmean(gaps) if gaps else None
+    """The sweep's groups, those with equal settings together, in the order of their first runs."""
+    found: dict[Any, dict[str, Group]] = {}
+    for run, (its, _), match in zip(runs, places(runs), matches(runs), strict=True):
+        settings = tuple(pair for pair in its if pair[0] != SEED)
+        group = found.setdefault(settings, {}).setdefault(
+            run.attention, Group(run.attention, settings, [], [])
+        )
+        group.runs.append(run)
+        if match not in (None, run):
+            group.pairs.append((match, run))
+    return [group for alike in found.values() for group in alike.values()]
 
 
 def answer(differences: list[float], gap: float | None) -> str:
@@ -190,16 +163,16 @@ def table(runs: list[Run]) -> list[list[str]]:
 
 
 def _row(group: Group) -> list[str]:
-    losses, differences, speeds = group.losses, group.differences, group.speeds
+    ends, differences = losses(group.runs), group.differences
+    speeds = [speed for run in group.runs if (speed := run.speed(_SPEED))]
     peaks = [run.peak_memory[1] for run in group.runs if run.peak_memory]
     speed = f"{statistics.fmean(speeds):,.0f}" if speeds else "-"
-    minus = _with_spread(differences, "+.2g") if differences else "-"
     return [
         group.name or "-",
         group.attention,
         str(len(group.runs)),
-        _with_spread(losses, ".4f") if losses else "-",
-        minus if group.pairs else "-",
+        _with_spread(ends, ".4f"),
+        _with_spread(differences, "+.2g"),
         answer(differences, group.gap) if group.pairs else "",
         speed + (f" ({found})" if (found := faster(group)) else ""),
         f"{max(peaks):.2f}" if peaks else "-",
@@ -208,5 +181,7 @@ def _row(group: Group) -> list[str]:
 
 def _with_spread(values: list[float], form: str) -> str:
     """The mean and, of several values, their standard deviation."""
+    if not values:
+        return "-"
     mean = format(statistics.fmean(values), form)
     return mean if len(values) == 1 else f"{mean} \N{PLUS-MINUS SIGN} {statistics.stdev(values):.2g}"

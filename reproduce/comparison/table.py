@@ -61,7 +61,7 @@ def state(run: Run) -> str:
     if not run.rows:
         return "no metrics"
     steps = run.config.get("trainer.steps")
-    return f"unfinished, step {run.step:,}" + (f" of {steps:,}" if steps else "")
+    return f"unfinished, step {run.rows[-1]['step']:,.0f}" + (f" of {steps:,}" if steps else "")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -85,7 +85,7 @@ def _loss_difference(first: Run, run: Run) -> str:
     ends = [each.summary.get("val/loss") for each in (first, run)]
     if None not in ends and first.summary.get("steps") == run.summary.get("steps"):
         return f" ({_signed(ends[1] - ends[0])})"
-    ours, theirs = (dict(zip(*each.curve("val/loss", "step"), strict=True)) for each in (run, first))
+    ours, theirs = (each.curve("val/loss", "step") for each in (run, first))
     common = ours.keys() & theirs.keys()
     if not common:
         return ""
@@ -108,7 +108,7 @@ def warnings(runs: list[Run]) -> list[str]:
 
     said = []
     if seeds.is_sweep(runs):
-        if alone := named(seeds.unmatched(runs)):
+        if alone := named(run for run, match in zip(runs, seeds.matches(runs), strict=True) if not match):
             said.append(
                 f"without a run of {runs[0].attention} with equal settings, so not compared: {alone}."
             )

@@ -166,7 +166,7 @@ def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
     longest = max(sum(run.step_split().values()) for run in runs)
     for run in runs:
         share = run.summary["perf/optimizer_ms"] / longest
-        assert f'width:{share:.2%};background:#9db4c7" title="optimizer' in content
+        assert f'width:{share:.2%};--shade:#9db4c7" title="optimizer' in content
 
 
 def test_an_old_run_without_phase_times_is_still_compared(copies, capsys):
@@ -400,7 +400,7 @@ def test_a_run_that_diverged_leaves_the_page_readable(copies):
     lines = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
     column = lines[0].index("train/loss")
     for line in lines[4:]:
-        line[column] = "nan"
+        line[column] = line[column] and "nan"
     (run / "metrics.csv").write_text("\n".join(map(",".join, lines)) + "\n")
 
     def fail(constant):
@@ -435,6 +435,8 @@ def test_the_loss_axis_starts_where_the_curves_part():
 
     assert charts.parting([curve(0, [3, 2, 1]), curve(1, [3, 2.5, 2])]) == 7
     assert charts.parting([curve(0, [3, 2, 1]), curve(1, [3, 2, 1])]) is None
+    apart = [{**curve(1, [4, 3, 2]), "y": [11 - x for x in range(10)]}, curve(0, [3, 2, 1])]
+    assert charts.parting(apart) is None  # from the first point on: nothing to leave out
     assert charts.parting([curve(0, [3, 2, 1])]) is None
 
 
@@ -490,6 +492,12 @@ def test_a_file_with_unexpected_content_is_named(copies, capsys, name):
     (copies / "1_sdpa" / name).write_text("[1]")
     assert main(["compare", str(copies)]) == 1
     assert f"{copies / '1_sdpa' / name} " in capsys.readouterr().err
+
+
+def test_text_in_place_of_a_number_is_named(copies, capsys):
+    (copies / "1_sdpa" / "summary.json").write_text('{"val/loss": "low"}')
+    assert main(["compare", str(copies)]) == 1
+    assert "summary.json cannot be read: val/loss is 'low', not a number" in capsys.readouterr().err
 
 
 def test_a_run_of_another_program_is_compared_by_the_fields_it_has(copies, capsys):
