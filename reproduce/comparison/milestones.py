@@ -157,13 +157,16 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def departures(run: Run, name: str) -> Departures:
-    """Where the run departs from the recipe: setting -> (the run's value, the recipe's)."""
+    """Where the run departs from the recipe: setting -> (the run's value, the recipe's).
+
+    A setting that the run's config lacks has been added since.
+    """
     # The gpt2 tokenizer may also be named by the path of its rank file, gpt2.tiktoken.
     ours = run.config | {"data.tokenizer": Path(run.config.get("data.tokenizer", "")).stem}
     return {
-        key: (ours.get(key), value)
+        key: (ours[key], value)
         for key, value in recipe(name).items()
-        if not one_of(_FREE, key) and ours.get(key) != value
+        if not one_of(_FREE, key) and ours.get(key, value) != value
     }
 
 

@@ -64,6 +64,15 @@ def test_settings_that_differ_from_the_reference_are_listed(tmp_path, capsys):
     assert "data.tokenizer" not in said
 
 
+def test_a_setting_that_is_newer_than_the_run_is_no_difference(tmp_path, capsys):
+    run = write_run(tmp_path / "run", {1000: 5.0})
+    config = run / "config.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if "softcap" not in line))
+    assert main(["milestones", str(run)]) == 0
+    assert "!" not in capsys.readouterr().out
+
+
 def test_another_model_is_refused_unless_a_reference_is_named(tmp_path, capsys):
     run = write_run(tmp_path / "run", {1000: 5.0}, "model=nano", "data=python_source")
     assert main(["milestones", str(run)]) == 1
