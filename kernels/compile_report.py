@@ -187,12 +187,15 @@ def _constants(job: Job) -> dict[str, Any]:
 
 
 def _hopper_constants(job: Job) -> dict[str, Any]:
-    ragged, bounded = job.feature.endswith(RAGGED), job.feature in ("cu_seqlens", "window")
-    listed, padded = job.feature.startswith("block_mask"), "kv_lengths" in job.feature
-    absent = {} if job.feature == "cu_seqlens" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
+    ragged, bounded = (
+        job.feature.endswith(RAGGED),
+        not {"cu_seqlens", "window"}.isdisjoint(job.feature.split()),
+    )
+    listed, padded = "block_mask" in job.feature, "kv_lengths" in job.feature
+    absent = {} if "cu_seqlens" in job.feature else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not listed:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
-    if not job.feature.startswith("precise_delta"):
+    if "precise_delta" not in job.feature:
         absent["OutLow"] = None
     if not padded:
         absent["KvLengths"] = None
