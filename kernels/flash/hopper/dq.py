@@ -1,10 +1,10 @@
 """dQ of the Hopper backward: a float32 sum over blocks of keys, in a fixed order and so bitwise repeatable.
 
-Two warps of each program add its dQ tiles to global memory by TMA reductions, every other tile each. A turn counter
-for each block of queries serialises the additions in ascending order of keys (descending, where a head goes upwards:
-backward_schedule.py): a tile waits until all blocks of keys that its queries see and that come earlier have been
-added. Those are earlier work items, already claimed by running programs
-(scheduler.py), so the wait cannot deadlock.
+The consumers multiply a tile's halves and stage them in shared memory. Two warps of each program add the tiles to
+global memory by TMA reductions, every other tile each. A turn counter for each block of queries serialises the
+additions in ascending order of keys (descending, where a head goes upwards: backward_schedule.py): a tile waits until
+all blocks of keys that its queries see and that come earlier have been added. Those are earlier work items, already
+claimed by running programs (scheduler.py), so the wait cannot deadlock (tests/kernels/test_hopper_orders.py).
 
 Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
 the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or behind that
