@@ -132,7 +132,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
 
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "sm_count", lambda device: 3)
-    monkeypatch.setattr(hopper, "INTERPRETED", False)
+    monkeypatch.setattr(hopper, "OVERLAPPED", {"launch_pdl": True})
     monkeypatch.setattr(hopper, "CACHED", 1)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     threads = torch.get_num_threads()

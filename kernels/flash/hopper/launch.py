@@ -5,7 +5,7 @@ import functools
 import torch
 import triton
 
-from ...launch import INTERPRETED, Launch, launch, sm_count
+from ...launch import Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, list_strides
@@ -79,12 +79,8 @@ def forward(
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
         sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left), *list_strides(key_blocks))
         numbers = (*out.stride()[:3], *sizes, scale, spec)
-        return (
-            hopper_forward_kernel,
-            (min(tiles, sm_count(q.device)), 1, 1),
-            numbers,
-            compile_options(tile_width(head_dim)),
-        )
+        programs = min(tiles, sm_count(q.device))
+        return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
     key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left, options.dropout_p)
@@ -136,13 +132,9 @@ def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -
 @functools.lru_cache(maxsize=SHAPES)
 def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> bool:
     batch, heads, q_len, head_dim = q_shape
-    return (
-        fits_tma(q_shape, d_out_strides)
-        and out_strides[3] == 1
-        and q_len
-        <= 65535 * BLOCK_M.get(tile_width(head_dim), ROWS.value)  # blocks of queries are a grid axis
-        and batch * heads * (q_len + 128) < 2**31  # int32 row index of lse and delta; dQ's sum has fewer rows
-    )
+    row_blocks = triton.cdiv(q_len, BLOCK_M.get(tile_width(head_dim), ROWS.value))  # an axis of a grid
+    rows = batch * heads * (q_len + 128)  # int32 row index of lse and delta; dQ's sum has fewer
+    return fits_tma(q_shape, d_out_strides) and out_strides[3] == 1 and row_blocks <= 65535 and rows < 2**31
 
 
 def backward(
@@ -183,20 +175,19 @@ def backward(
     rows, columns = SUM_BLOCK.value
     dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
-    overlapped = not INTERPRETED  # the three kernels, by programmatic dependent launch
     starts, lengths, key_blocks = tensors.document_starts, tensors.kv_lengths, tensors.key_blocks
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
     key = (q.shape, kv_heads, kv_len, options.causal, options.scale, options.left, *lists, options.dropout_p)
     launch(
         (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts),
         ("delta", *key, out.stride(), d_out.stride()),
-        lambda: _prepare_delta(out, d_out, _left(options.left), block_m, KEYS.value, overlapped),
+        lambda: _prepare_delta(out, d_out, _left(options.left), block_m, KEYS.value, bool(OVERLAPPED)),
     )
     of_heads = _of_every_head(q, dk, dv)
     launch(
         (lse, delta, turns, starts, tensors.document_ends, tensors.query_blocks, tensors.seed, lengths),
         ("hopper backward", q.dtype, *key),
-        lambda: _prepare_backward(q, k, tensors, options, overlapped),
+        lambda: _prepare_backward(q, k, tensors, options),
         (q, k, v, d_out, *of_heads, dq_sum),
         _describe_backward,
     )
@@ -206,7 +197,7 @@ def backward(
     launch(
         (dq_sum, dq, key_blocks, lengths),
         ("round", *key, dq.stride()),
-        lambda: _prepare_round(dq, kv_len, key_blocks, options, overlapped),
+        lambda: _prepare_round(dq, kv_len, key_blocks, options),
     )
     _add_up_groups((dk, dv), of_heads)
 
@@ -221,7 +212,7 @@ def _prepare_delta(
     return delta_kernel, grid, (*strides, q_len, left, *tile, overlapped), {}
 
 
-def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options, overlapped: bool) -> Launch:
+def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) -> Launch:
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     causal, left, width = options.causal, options.left, tile_width(head_dim)
     bounded, listed = left >= 0 or tensors.document_starts is not None, tensors.key_blocks is not None
@@ -243,7 +234,7 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options, 
     dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks, padded)
     spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
     programs = min(flat_heads * columns, sm_count(q.device))
-    compiled = compile_options(width, dq_delay) | (OVERLAPPED if overlapped else {})
+    compiled = compile_options(width, dq_delay) | OVERLAPPED
     return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled
 
 
@@ -254,9 +245,7 @@ def _prepare_clear(dk: Tensor, dv: Tensor) -> Launch:
     return clear_kernel, grid, numbers, {}
 
 
-def _prepare_round(
-    dq: Tensor, kv_len: int, key_blocks: Tensor | None, options: Options, overlapped: bool
-) -> Launch:
+def _prepare_round(dq: Tensor, kv_len: int, key_blocks: Tensor | None, options: Options) -> Launch:
     batch, heads, q_len, head_dim = dq.shape
     width, drop = tile_width(head_dim), drop_of(options.dropout_p)
     masked_rows = max(q_len - kv_len, 0) if options.causal else 0
@@ -264,7 +253,7 @@ def _prepare_round(
     numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
     tile = (BLOCK_M[width], head_dim, width, KEYS.value)
     grid = (heads, triton.cdiv(q_len, BLOCK_M[width]), batch)
-    return round_kernel, grid, (*numbers, *tile, overlapped), OVERLAPPED if overlapped else {}
+    return round_kernel, grid, (*numbers, *tile, bool(OVERLAPPED)), OVERLAPPED
 
 
 def _backward_wide(
