@@ -108,7 +108,7 @@ class Stream(_Machine):
             self.warps = [warp for grid in self.grids for warp in grid.warps]
             self._one_event()  # raises Deadlock, with where they stand
             raise Deadlock("programs for which there is no room")
-        grid = (able or self.grids)[-1]
+        grid = (able or self.grids)[-1]  # if only loads are under way, any
         if able and self.choice.random() < 0.1:
             grid = self.choice.choice(able)
         self.warps = grid.warps  # to which `gl_warp_specialize` adds
