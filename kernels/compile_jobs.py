@@ -109,6 +109,13 @@ def _narrow(head_dim: int) -> list[Job]:
     lengths = itertools.product((True, False), (512, 16384), ("", f" {RAGGED}"))
     for (feature, name), (causal, length, ragged) in itertools.product(one_pass.items(), lengths):
         jobs.append(Job(90, name, head_dim, causal, None, feature=feature + ragged, length=length))
+    # Sinks, and what rounding took from out, are a tile's last step, beside whatever else `dispatch` lets through.
+    masks = ("cu_seqlens", "window", "block_mask")
+    beside = {"precise_delta": masks, "sinks": (*masks, "kv_lengths")}
+    if head_dim == 64:
+        beside["sinks"] += ("dropout_p", "kv_lengths dropout_p")
+    for feature, others in beside.items():
+        jobs += [Job(90, "hopper_forward", head_dim, True, None, feature=f"{feature} {x}") for x in others]
     # Tiles filled up with zeros; an odd multiple of 8, at which offsets need most care.
     jobs += [Job(90, name, head_dim - 56, True, None) for name in kernels if head_dim == 128]
     return jobs + _with_features(head_dim)
@@ -122,7 +129,8 @@ def _wide(head_dim: int) -> list[Job]:
             jobs.append(Job(90, "hopper_forward", head_dim, causal, None, feature=feature, length=length))
         jobs.append(Job(90, "hopper_dq", head_dim, causal, None, feature=feature))
     jobs += [Job(90, "hopper_dkdv", head_dim, causal, None) for causal in (True, False)]
-    for feature in ("cu_seqlens", "window", "precise_delta"):
+    bounds = ("cu_seqlens", "window")
+    for feature in (*bounds, "precise_delta", *(f"precise_delta {each}" for each in bounds)):
         jobs.append(Job(90, "hopper_forward", head_dim, True, None, feature=feature))
     kernels = ("hopper_forward", "hopper_dkdv", "hopper_dq")
     return jobs + [Job(90, name, 136, causal, None) for name in kernels for causal in (True, False)]

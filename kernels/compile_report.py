@@ -187,18 +187,19 @@ def _constants(job: Job) -> dict[str, Any]:
 
 
 def _hopper_constants(job: Job) -> dict[str, Any]:
-    ragged, bounded = job.feature.endswith(RAGGED), job.feature in ("cu_seqlens", "window")
-    listed, padded = job.feature.startswith("block_mask"), "kv_lengths" in job.feature
-    absent = {} if job.feature == "cu_seqlens" else dict.fromkeys(["DocumentStart", "DocumentEnd"])
+    words = job.feature.split()
+    ragged, listed, padded = RAGGED in words, "block_mask" in words, "kv_lengths" in words
+    bounded = "cu_seqlens" in words or "window" in words
+    absent = {} if "cu_seqlens" in words else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not listed:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
-    if not job.feature.startswith("precise_delta"):
+    if "precise_delta" not in words:
         absent["OutLow"] = None
     if not padded:
         absent["KvLengths"] = None
-    if "sinks" not in job.feature:
+    if "sinks" not in words:
         absent["Sinks"] = None
-    drop = drop_of(0.1 if "dropout_p" in job.feature else 0.0)
+    drop = drop_of(0.1 if "dropout_p" in words else 0.0)
     if drop is None:
         absent["Seed"] = None
     lengths = job.length, job.length + ragged

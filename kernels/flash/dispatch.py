@@ -78,10 +78,9 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return f"head_dim 128 or less with {lacking[0]}, not {request.head_dim}"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} beside block_mask"
-    if "kv_lengths" in features and (bounds or "block_mask" in features):
-        return f"attention without kv_lengths beside {[*bounds, 'block_mask'][0]}"
-    if "dropout_p" in features and (bounds or "block_mask" in features):
-        return f"attention without dropout_p beside {[*bounds, 'block_mask'][0]}"
+    for name in ("kv_lengths", "dropout_p"):
+        if name in features and (bounds or "block_mask" in features):
+            return f"attention without {name} beside {[*bounds, 'block_mask'][0]}"
     late = sorted({"dropout_p", "kv_lengths", "sinks"} & features)
     if which == "forward" and "precise_delta" in features and late:  # not compiled
         return f"attention without {late[0]} beside precise_delta"

@@ -1,6 +1,6 @@
 """The kernels for Hopper GPUs (sm_90a), in Gluon: warp-specialised and persistent, fed by TMA.
 
-forward.py, backward.py         the kernels
+forward.py, backward.py         the kernels; backward_loads.py: two of the backward's warps
 wide_dkdv.py, wide_dq.py        the backward above head_dim 128
 forward_schedule.py, backward_schedule.py   the tiles and work items that a program takes, and their order
 scheduler.py                     dynamic scheduling: programs claim them by a counter
@@ -8,6 +8,6 @@ pipeline.py, descriptors.py      rings of tiles in shared memory; TMA descriptor
 primitives.py                    what Triton's releases name differently; programmatic dependent launch
 softmax.py, masks.py, dropout.py on tiles in registers
 bounds.py, block_masks.py, padding.py   windows and documents; block masks; key padding
-dq.py                            the sum of dQ over work items, in a fixed order
+dq.py                            dQ: its product, and its sum over work items in a fixed order
 launch.py                        which tensors they take, and the arguments of a launch
 """

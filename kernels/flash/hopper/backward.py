@@ -2,7 +2,8 @@
 
 A persistent program takes one work item after another (backward_schedule.py): KEYS keys of a head, split evenly
 between two consumer warpgroups, against all blocks of queries that see them. One warp loads tiles of Q and dO into
-rings of shared memory by TMA, another stages the rows' log-sum-exp and delta beside them. The warpgroups issue their
+rings of shared memory by TMA, another stages the rows' log-sum-exp and delta beside them (backward_loads.py). The
+warpgroups issue their
 wgmmas asynchronously, in FlashAttention-3's schedule (Shah et al. 2024), on the transposes S^T = K Q^T and dP^T =
 V dO^T, as portable/backward.py does. dQ is a sum over keys, and so over work items: two more warps accumulate it in
 global memory (dq.py).
@@ -28,27 +29,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_schedule import (
-    HALF,
-    KEYS,
-    BackwardSizes,
-    block_at,
-    claim_keys,
-    decode_work_item,
-    passed,
-)
+from .backward_loads import load_row_statistics, load_tiles
+from .backward_schedule import HALF, KEYS, STAGES, BackwardSizes, decode_work_item, passed
 from .block_masks import LISTS, Blocks
 from .bounds import Bounds
-from .dq import SUM_BLOCK, reduce_dq, to_thread_order
+from .dq import SUM_BLOCK, finish_dq, multiply_dq, reduce_dq, stage_dq
 from .dropout import Draw, negate, pack_positive
 from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
 from .padding import clear_padding
-from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque
-from .primitives import await_previous, let_next_start, reinterpret, tma_load, tma_store
-from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .pipeline import LOG2_E, Ring, arrive, make_barriers, make_ring, opaque, sync_consumers
+from .primitives import reinterpret, tma_store
+from .scheduler import CLAIM_STAGES, make_claims, read_claim
 from .softmax import unpack
 
-STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q, dO, dS and dQ
 DELAY_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
 
 
@@ -82,83 +75,41 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def sync_consumers():
-    """Synchronise the two consumer warpgroups, by named barrier 8."""
-    one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    token = gl.full([128], 0, gl.int32, one_each)
-    gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)
+def make_shared(q_desc, k_desc, v_desc, do_desc, dq_sum_desc, DQ_DELAY: gl.constexpr):
+    """Allocate the shared memory and initialise its barriers.
 
-
-@gluon.jit
-def load_tiles(
-    q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """The load warp: claim work items, load K and V once for each, and Q and dO as their stages become free."""
-    await_previous()  # delta_kernel, which sets the counter
-    ordinal = 0
-    tiles_before = 0
-    index = 0
-    while index >= 0:
-        pending = issue_claim(Counter)
-        if sizes.KvLengths is not None:
-            pending = claim_keys(pending, Counter, sizes)
-        index = publish_claim(pending, shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
-        if index >= 0:
-            item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
-            for step in range(item.steps):
-                stage = (tiles_before + step) % STAGES
-                phase = (tiles_before + step) // STAGES & 1
-                coordinates = [item.batch, item.head, block_at(item, step, sizes, BLOCK_M) * BLOCK_M, 0]
-                fetch(q_desc, coordinates, shared.queries, stage, phase)
-                if step == 0:  # after Q, whose stage is free before the previous item's last step
-                    mbarrier.wait(shared.kv_empty, (ordinal & 1) ^ 1)
-                    mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                    kv_coordinates = [item.batch, item.head // GROUP, item.key_block * KEYS, 0]
-                    tma_load(k_desc, kv_coordinates, shared.kv_full, shared.k_tiles.index(0))
-                    tma_load(v_desc, kv_coordinates, shared.kv_full, shared.v_tiles.index(0))
-                fetch(do_desc, coordinates, shared.d_outs, stage, phase)
-            tiles_before += item.steps
-        ordinal += 1
-    let_next_start()  # round_kernel, in the room that this program leaves
-
-
-@gluon.jit
-def load_row_statistics(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr):
-    """Stage the rows' lse (base 2) and delta beside the tiles of Q; with dropout delta / DROP.SCALE."""
-    BLOCK_M: gl.constexpr = shared.lse.shape[1]
-    offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-    await_previous()  # delta_kernel
-    ordinal = 0
-    tiles_before = 0
-    index = read_claim(shared.claims, ordinal)
-    while index >= 0:
-        mbarrier.arrive(shared.claims.empty.index(ordinal % CLAIM_STAGES))
-        item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
-        first = item.flat_head * sizes.q_len
-        block = item.last_block - passed(item, 0)
-        toward = -1
-        if item.upwards is not None:
-            toward = gl.where(item.upwards, 1, -1)
-        for step in range(item.steps):
-            stage = (tiles_before + step) % STAGES
-            if sizes.blocks is not None:
-                block = block_at(item, step, sizes, BLOCK_M)
-            rows = block * BLOCK_M + offsets
-            lse = gl.load(Lse + (first + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
-            delta = gl.load(Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
-            if DROP is not None:
-                delta /= DROP.SCALE
-            # +inf for fully masked rows and rows beyond the end, whose P = exp2(S - inf) is then 0.
-            lse = gl.where(lse == float("-inf"), float("inf"), lse)
-            mbarrier.wait(shared.queries.empty.index(stage), ((tiles_before + step) // STAGES & 1) ^ 1)
-            shared.lse.index(stage).store(lse)
-            shared.delta.index(stage).store(delta)
-            mbarrier.arrive(shared.rows_full.index(stage))
-            block += toward
-        tiles_before += item.steps
-        ordinal += 1
-        index = read_claim(shared.claims, ordinal)
+    Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
+    """
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
+    v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
+    queries = make_ring(q_desc, STAGES, 2)
+    d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
+    d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)  # released together with Q
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
+    ds_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, BLOCK_M], ds_layout)
+    dq_shape: gl.constexpr = [2 * STAGES, SUM_BLOCK[0], SUM_BLOCK[1]]  # two halves of each tile
+    dq_tiles = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum_desc.layout)
+    dqs = Ring(dq_tiles, make_barriers(2 * STAGES, 1), make_barriers(STAGES, 1))
+    if DQ_DELAY:
+        # One array for each warpgroup: in a common one, Triton puts a barrier between arrival and wait (LOG.md).
+        ds_full = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
+        ds_empty = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
+        ds = Ring(ds_tiles, ds_full, ds_empty)
+    else:
+        ds = Ring(ds_tiles, None, None)
+    kv_full = make_barriers(1, 1).index(0)
+    kv_empty = make_barriers(1, 2).index(0)
+    rows_full = make_barriers(STAGES, 1)
+    claims = make_claims(5)  # read by two consumers, load_row_statistics and two reduce_dq warps
+    return Shared(
+        k_tiles, v_tiles, kv_full, kv_empty, queries, d_outs, lse, delta, rows_full, ds, dqs, claims
+    )
 
 
 @gluon.jit
@@ -320,28 +271,6 @@ def process_query_tile(
 
 
 @gluon.jit
-def finish_dq(shared, tile, WHICH: gl.constexpr):
-    """If DQ_DELAY: half of the last dQ tile, which no further step multiplies."""
-    dq_stage = tile % STAGES
-    dq_phase = tile // STAGES & 1
-    # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers here too.
-    keys = shared.k_tiles.index(tile >> 30).reshape([KEYS, shared.k_tiles.shape[4]])
-    mbarrier.wait(shared.ds.full[1 - WHICH].index(dq_stage), dq_phase)
-    dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH)])
-    mbarrier.wait(shared.dqs.empty.index(dq_stage), dq_phase ^ 1)
-    stage_dq(dq, shared.dqs, 2 * dq_stage + WHICH)
-
-
-@gluon.jit
-def stage_dq(dq, dqs, tile, pred=True):
-    """Store half of a dQ tile to shared memory and signal the warp that adds it, unless pred is False."""
-    dqs.tiles.index(tile).store(to_thread_order(dq))
-    fence_async_shared()
-    gl.barrier()
-    arrive(dqs.full.index(tile), pred)
-
-
-@gluon.jit
 def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constexpr):
     """Start the TMA stores of dK and dV. At head_dim 64 they are staged in the last dS tile, so that the next item's
     K and V can be loaded meanwhile; at 128 they do not fit there and are staged in K's and V's own tiles."""
@@ -370,18 +299,6 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
         arrive(shared.kv_empty)
 
 
-@gluon.jit
-def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
-    """Issue the product of a (HALF, HALF) part of a dQ tile: half of its queries, or if they are 64 of its dims."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    if ds_tile.shape[1] > HALF:
-        ds_tile = ds_tile.slice(WHICH * HALF, HALF, dim=1)
-    else:
-        keys = keys.slice(WHICH * HALF, HALF, dim=1)
-    zeros = gl.zeros([HALF, HALF], gl.float32, layout)
-    return warpgroup_mma(ds_tile.permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
-
-
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", *LISTS])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
@@ -401,8 +318,6 @@ def hopper_backward_kernel(
     if DROP. KvLengths: int32 (batch,), or None; needs MASKED.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
-    dtype: gl.constexpr = q_desc.dtype
     bounds: gl.constexpr = None
     if BOUNDED:
         bounds = Bounds(DocumentStart, DocumentEnd, left, q_len)
@@ -415,34 +330,7 @@ def hopper_backward_kernel(
     )  # fmt: skip
     Counter = Turns + row_blocks * flat_heads
 
-    k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
-    v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
-    queries = make_ring(q_desc, STAGES, 2)
-    d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
-    d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)  # released together with Q
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
-    ds_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, BLOCK_M], ds_layout)
-    dq_shape: gl.constexpr = [2 * STAGES, SUM_BLOCK[0], SUM_BLOCK[1]]  # two halves of each tile
-    dq_tiles = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum_desc.layout)
-    dqs = Ring(dq_tiles, make_barriers(2 * STAGES, 1), make_barriers(STAGES, 1))
-    # Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
-    if DQ_DELAY:
-        # One array for each warpgroup: in a common one, Triton puts a barrier between arrival and wait (LOG.md).
-        ds_full = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
-        ds_empty = (make_barriers(STAGES, 1), make_barriers(STAGES, 1))
-        ds = Ring(ds_tiles, ds_full, ds_empty)
-    else:
-        ds = Ring(ds_tiles, None, None)
-    kv_full = make_barriers(1, 1).index(0)
-    kv_empty = make_barriers(1, 2).index(0)
-    rows_full = make_barriers(STAGES, 1)
-    claims = make_claims(5)  # read by two consumers, load_row_statistics and two reduce_dq warps
-    shared = Shared(
-        k_tiles, v_tiles, kv_full, kv_empty, queries, d_outs, lse, delta, rows_full, ds, dqs, claims
-    )
+    shared = make_shared(q_desc, k_desc, v_desc, do_desc, dq_sum_desc, DQ_DELAY)
     fence_async_shared()  # make the initialised barriers visible to TMA
 
     gl.warp_specialize(
@@ -457,8 +345,14 @@ def hopper_backward_kernel(
             ),
             (load_tiles, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, BLOCK_M, CAUSAL)),
             (load_row_statistics, (Lse, Delta, shared, sizes, CAUSAL, DROP)),
-            (reduce_dq, (dq_sum_desc, Turns, dqs, claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0))),
-            (reduce_dq, (dq_sum_desc, Turns, dqs, claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1))),
+            (
+                reduce_dq,
+                (dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0)),
+            ),
+            (
+                reduce_dq,
+                (dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1)),
+            ),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],

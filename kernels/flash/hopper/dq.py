@@ -1,10 +1,10 @@
 """dQ of the Hopper backward: a float32 sum over blocks of keys, in a fixed order and so bitwise repeatable.
 
-Two warps of each program add its dQ tiles to global memory by TMA reductions, every other tile each. A turn counter
-for each block of queries serialises the additions in ascending order of keys (descending, where a head goes upwards:
-backward_schedule.py): a tile waits until all blocks of keys that its queries see and that come earlier have been
-added. Those are earlier work items, already claimed by running programs
-(scheduler.py), so the wait cannot deadlock.
+The consumers multiply a tile's halves and stage them in shared memory. Two warps of each program add the tiles to
+global memory by TMA reductions, every other tile each. A turn counter for each block of queries serialises the
+additions in ascending order of keys (descending, where a head goes upwards: backward_schedule.py): a tile waits until
+all blocks of keys that its queries see and that come earlier have been added. Those are earlier work items, already
+claimed by running programs (scheduler.py), so the wait cannot deadlock (tests/kernels/test_hopper_orders.py).
 
 Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
 the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or behind that
@@ -18,12 +18,19 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .backward_schedule import KEYS, block_at, decode_work_item
+from .backward_schedule import HALF, KEYS, STAGES, block_at, decode_work_item
 from .block_masks import LISTS, list_of
 from .bounds import first_keys
+from .pipeline import arrive
 from .primitives import await_previous, tma_add, tma_store
 from .scheduler import CLAIM_STAGES, read_claim
 
@@ -49,6 +56,52 @@ RELEASE = gl.constexpr("""{
     st.release.gpu.global.b32 [$1], $2;
     mov.b32 $0, $2;
 }""")
+
+
+@gluon.jit
+def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
+    """Issue the product of a (HALF, HALF) part of a dQ tile: half of its queries, or if they are 64 of its dims."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    if ds_tile.shape[1] > HALF:
+        ds_tile = ds_tile.slice(WHICH * HALF, HALF, dim=1)
+    else:
+        keys = keys.slice(WHICH * HALF, HALF, dim=1)
+    zeros = gl.zeros([HALF, HALF], gl.float32, layout)
+    return warpgroup_mma(ds_tile.permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def stage_dq(dq, dqs, tile, pred=True):
+    """Store half of a dQ tile to shared memory and signal the warp that adds it, unless pred is False."""
+    dqs.tiles.index(tile).store(to_thread_order(dq))
+    fence_async_shared()
+    gl.barrier()
+    arrive(dqs.full.index(tile), pred)
+
+
+@gluon.jit
+def finish_dq(shared, tile, WHICH: gl.constexpr):
+    """If DQ_DELAY: half of the last dQ tile, which no further step multiplies."""
+    dq_stage = tile % STAGES
+    dq_phase = tile // STAGES & 1
+    # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers here too.
+    keys = shared.k_tiles.index(tile >> 30).reshape([KEYS, shared.k_tiles.shape[4]])
+    mbarrier.wait(shared.ds.full[1 - WHICH].index(dq_stage), dq_phase)
+    dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH)])
+    mbarrier.wait(shared.dqs.empty.index(dq_stage), dq_phase ^ 1)
+    stage_dq(dq, shared.dqs, 2 * dq_stage + WHICH)
+
+
+@gluon.jit
+def to_thread_order(dq):
+    """Permute dQ (HALF, HALF) to SUM_BLOCK: four elements of a thread, then four of the next thread, and so on.
+
+    Threads thus store adjacent 16-byte vectors; row-major stores had bank conflicts. `round_kernel` undoes the
+    permutation.
+    """
+    # (warp, row / 8 % 2, row % 8, column / 8, thread within a row, column % 2): a thread holds 2 x 8 x 2 of them
+    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return parts.reshape([SUM_BLOCK[0], SUM_BLOCK[1]])
 
 
 @gluon.jit
@@ -121,18 +174,6 @@ def turns_of(item, row_block, sizes, BLOCK_M: gl.constexpr):
             List + behind + row_block // (KEYS // BLOCK_M), mask=row_block < sizes.row_blocks, other=0
         )
     return first, turn
-
-
-@gluon.jit
-def to_thread_order(dq):
-    """Permute dQ (HALF, HALF) to SUM_BLOCK: four elements of a thread, then four of the next thread, and so on.
-
-    Threads thus store adjacent 16-byte vectors; row-major stores had bank conflicts. `round_kernel` undoes the
-    permutation.
-    """
-    # (warp, row / 8 % 2, row % 8, column / 8, thread within a row, column % 2): a thread holds 2 x 8 x 2 of them
-    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return parts.reshape([SUM_BLOCK[0], SUM_BLOCK[1]])
 
 
 @triton.jit(do_not_specialize=["q_len", "left"])

@@ -5,7 +5,7 @@ import functools
 import torch
 import triton
 
-from ...launch import INTERPRETED, Launch, launch, sm_count
+from ...launch import Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, list_strides
@@ -79,12 +79,8 @@ def forward(
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
         sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left), *list_strides(key_blocks))
         numbers = (*out.stride()[:3], *sizes, scale, spec)
-        return (
-            hopper_forward_kernel,
-            (min(tiles, sm_count(q.device)), 1, 1),
-            numbers,
-            compile_options(tile_width(head_dim)),
-        )
+        programs = min(tiles, sm_count(q.device))
+        return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
     key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left, options.dropout_p)
@@ -136,13 +132,9 @@ def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -
 @functools.lru_cache(maxsize=SHAPES)
 def _fits_backward(q_shape: Shape, out_strides: Shape, d_out_strides: Shape) -> bool:
     batch, heads, q_len, head_dim = q_shape
-    return (
-        fits_tma(q_shape, d_out_strides)
-        and out_strides[3] == 1
-        and q_len
-        <= 65535 * BLOCK_M.get(tile_width(head_dim), ROWS.value)  # blocks of queries are a grid axis
-        and batch * heads * (q_len + 128) < 2**31  # int32 row index of lse and delta; dQ's sum has fewer rows
-    )
+    row_blocks = triton.cdiv(q_len, BLOCK_M.get(tile_width(head_dim), ROWS.value))  # an axis of a grid
+    rows = batch * heads * (q_len + 128)  # int32 row index of lse and delta; dQ's sum has fewer
+    return fits_tma(q_shape, d_out_strides) and out_strides[3] == 1 and row_blocks <= 65535 and rows < 2**31
 
 
 def backward(
@@ -177,71 +169,91 @@ def backward(
     low = out_low if options.precise_delta else None
     if tile_width(q.shape[3]) == WIDTH.value:
         return _backward_wide(d_out, d_lse, out, low, lse, q, k, v, dq, dk, dv, delta, options)
-    causal, scale, left = options.causal, options.scale, options.left
-    key_blocks, query_blocks, starts = tensors.key_blocks, tensors.query_blocks, tensors.document_starts
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    width = tile_width(head_dim)
-    block_m = BLOCK_M[width]
-    row_blocks = -(-q_len // block_m)  # not triton.cdiv, a wrapper that costs 2 us
-    blocks = batch * heads * row_blocks
+    block_m = BLOCK_M[tile_width(head_dim)]
+    blocks = batch * heads * -(-q_len // block_m)  # not triton.cdiv, a wrapper that costs 2 us
     rows, columns = SUM_BLOCK.value
     dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
-    grid, tile = (heads, row_blocks, batch), (block_m, head_dim, width, KEYS.value)
-    bounded, listed = left >= 0 or starts is not None, key_blocks is not None
-    drop, padded = drop_of(options.dropout_p), tensors.kv_lengths is not None
-    overlapped = not INTERPRETED  # the three kernels, by programmatic dependent launch
-    after_start = OVERLAPPED if overlapped else {}
-
-    def prepare_delta() -> Launch:
-        strides = (*out.stride()[:3], *d_out.stride()[:3])
-        return delta_kernel, grid, (*strides, q_len, _left(left), *tile, overlapped), {}
-
-    def prepare_main() -> Launch:
-        flat_heads, columns = batch * heads, triton.cdiv(kv_len, KEYS.value)
-        heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
-        tail_head = None
-        if causal and not (bounded or listed or drop or padded):  # with dropout it would spill 8 to 12 B
-            tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
-            heads_per_group = in_cache if tail_head else heads_per_group
-        sizes = (
-            *(heads, flat_heads, heads_per_group, heads_per_group * columns),
-            *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
-            *(_left(left), *list_strides(query_blocks)),
-        )
-        masked = causal or kv_len % KEYS.value != 0 or padded
-        # With a window, documents or a block mask a work item has few steps.
-        dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks, padded)
-        spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
-        programs = min(flat_heads * columns, sm_count(q.device))
-        options = compile_options(width, dq_delay) | after_start
-        return hopper_backward_kernel, (programs, 1, 1), (*sizes, scale, *spec), options
-
-    def prepare_round() -> Launch:
-        masked_rows = max(q_len - kv_len, 0) if causal else 0
-        whole = scale * (drop.SCALE.value if drop else 1.0)
-        numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
-        return round_kernel, grid, (*numbers, *tile, overlapped), after_start
-
-    def prepare_clear() -> Launch:
-        of_keys = (heads, triton.cdiv(kv_len, KEYS.value), batch)
-        strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
-        return clear_kernel, of_keys, (*strides, kv_len, KEYS.value, head_dim, width), {}
-
-    lists = list_strides(key_blocks), list_strides(query_blocks)
-    key = (q.shape, kv_heads, kv_len, causal, scale, left, *lists, options.dropout_p)
-    of_delta = (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts)
-    launch(of_delta, ("delta", *key, out.stride(), d_out.stride()), prepare_delta)
+    starts, lengths, key_blocks = tensors.document_starts, tensors.kv_lengths, tensors.key_blocks
+    lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
+    key = (q.shape, kv_heads, kv_len, options.causal, options.scale, options.left, *lists, options.dropout_p)
+    launch(
+        (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts),
+        ("delta", *key, out.stride(), d_out.stride()),
+        lambda: _prepare_delta(out, d_out, _left(options.left), block_m, KEYS.value, bool(OVERLAPPED)),
+    )
     of_heads = _of_every_head(q, dk, dv)
-    moved = (q, k, v, d_out, *of_heads, dq_sum)
-    of_features = (starts, tensors.document_ends, query_blocks, tensors.seed, tensors.kv_lengths)
-    pointers = (lse, delta, turns, *of_features)
-    launch(pointers, ("hopper backward", q.dtype, *key), prepare_main, moved, _describe_backward)
-    if padded:
-        of_padding = ("clear", *key, *(x.stride() for x in of_heads))
-        launch((*of_heads, tensors.kv_lengths), of_padding, prepare_clear)
-    launch((dq_sum, dq, key_blocks, tensors.kv_lengths), ("round", *key, dq.stride()), prepare_round)
+    launch(
+        (lse, delta, turns, starts, tensors.document_ends, tensors.query_blocks, tensors.seed, lengths),
+        ("hopper backward", q.dtype, *key),
+        lambda: _prepare_backward(q, k, tensors, options),
+        (q, k, v, d_out, *of_heads, dq_sum),
+        _describe_backward,
+    )
+    if lengths is not None:
+        strides = [x.stride() for x in of_heads]
+        launch((*of_heads, lengths), ("clear", *key, *strides), lambda: _prepare_clear(*of_heads))
+    launch(
+        (dq_sum, dq, key_blocks, lengths),
+        ("round", *key, dq.stride()),
+        lambda: _prepare_round(dq, kv_len, key_blocks, options),
+    )
     _add_up_groups((dk, dv), of_heads)
+
+
+def _prepare_delta(
+    out: Tensor, d_out: Tensor, left: int, block_m: int, keys: int, overlapped: bool
+) -> Launch:
+    batch, heads, q_len, head_dim = out.shape
+    strides = (*out.stride()[:3], *d_out.stride()[:3])
+    tile = (block_m, head_dim, tile_width(head_dim), keys)
+    grid = (heads, triton.cdiv(q_len, block_m), batch)
+    return delta_kernel, grid, (*strides, q_len, left, *tile, overlapped), {}
+
+
+def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) -> Launch:
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    causal, left, width = options.causal, options.left, tile_width(head_dim)
+    bounded, listed = left >= 0 or tensors.document_starts is not None, tensors.key_blocks is not None
+    drop, padded = drop_of(options.dropout_p), tensors.kv_lengths is not None
+    flat_heads, row_blocks = batch * heads, triton.cdiv(q_len, BLOCK_M[width])
+    columns = triton.cdiv(kv_len, KEYS.value)
+    heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
+    tail_head = None
+    if causal and not (bounded or listed or drop or padded):  # with dropout it would spill 8 to 12 B
+        tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
+        heads_per_group = in_cache if tail_head else heads_per_group
+    sizes = (
+        *(heads, flat_heads, heads_per_group, heads_per_group * columns),
+        *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
+        *(_left(left), *list_strides(tensors.query_blocks)),
+    )
+    masked = causal or kv_len % KEYS.value != 0 or padded
+    # With a window, documents or a block mask a work item has few steps.
+    dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks, padded)
+    spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
+    programs = min(flat_heads * columns, sm_count(q.device))
+    compiled = compile_options(width, dq_delay) | OVERLAPPED
+    return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled
+
+
+def _prepare_clear(dk: Tensor, dv: Tensor) -> Launch:
+    batch, heads, kv_len, head_dim = dk.shape
+    grid = (triton.cdiv(kv_len, KEYS.value), heads, batch)
+    numbers = (*dk.stride()[:3], *dv.stride()[:3], kv_len, KEYS.value, head_dim, tile_width(head_dim))
+    return clear_kernel, grid, numbers, {}
+
+
+def _prepare_round(dq: Tensor, kv_len: int, key_blocks: Tensor | None, options: Options) -> Launch:
+    batch, heads, q_len, head_dim = dq.shape
+    width, drop = tile_width(head_dim), drop_of(options.dropout_p)
+    masked_rows = max(q_len - kv_len, 0) if options.causal else 0
+    whole = options.scale * (drop.SCALE.value if drop else 1.0)
+    numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
+    tile = (BLOCK_M[width], head_dim, width, KEYS.value)
+    grid = (heads, triton.cdiv(q_len, BLOCK_M[width]), batch)
+    return round_kernel, grid, (*numbers, *tile, bool(OVERLAPPED)), OVERLAPPED
 
 
 def _backward_wide(
@@ -264,10 +276,8 @@ def _backward_wide(
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     rows, keys = ROWS.value, WIDE_KEYS.value
 
-    def prepare_delta() -> Launch:
-        strides = (*out.stride()[:3], *d_out.stride()[:3])
-        tile = (rows, head_dim, WIDTH.value, keys, False)  # the next kernel waits for the end of this one
-        return delta_kernel, (heads, triton.cdiv(q_len, rows), batch), (*strides, q_len, 0, *tile), {}
+    def prepare_delta() -> Launch:  # the next kernel waits for the end of this one
+        return _prepare_delta(out, d_out, 0, rows, keys, overlapped=False)
 
     def prepare_dkdv() -> Launch:
         row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)

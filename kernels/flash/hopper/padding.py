@@ -53,8 +53,8 @@ def clear_kernel(
     DK, DV, KvLengths, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, kv_len,
     KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Set dK and dV to 0 in blocks of KEYS keys that are all padding. Grid (heads, ceil(kv_len / KEYS), batch)."""
-    head, block, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Set dK and dV to 0 in blocks of KEYS keys that are all padding. Grid (ceil(kv_len / KEYS), heads, batch)."""
+    block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     if block * KEYS >= tl.load(KvLengths + batch):
         keys = block * KEYS + tl.arange(0, KEYS)[:, None]
         dims = tl.arange(0, WIDTH)[None, :]

@@ -59,3 +59,11 @@ def arrive(barrier, pred=True):
 def opaque(number):
     """The number, hidden from the optimiser: nothing is known about the value, and nothing folds into it."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, True, 1)
+
+
+@gluon.jit
+def sync_consumers():
+    """Synchronise the two consumer warpgroups, by named barrier 8."""
+    one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    token = gl.full([128], 0, gl.int32, one_each)
+    gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [token], gl.int32, False, 1)

@@ -12,6 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ...launch import INTERPRETED
+
 if hasattr(tma, "async_load"):
     tma_load, tma_store, tma_add = tma.async_load, tma.async_store, tma.async_atomic_add
 else:
@@ -41,7 +43,7 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
 # before it has called `let_next_start`, or has ended. What that kernel writes is there after `await_previous`.
 AWAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 LET_START = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
-OVERLAPPED = {"launch_pdl": True}
+OVERLAPPED = {} if INTERPRETED else {"launch_pdl": True}
 
 
 @gluon.jit

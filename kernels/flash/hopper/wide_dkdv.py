@@ -23,10 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward import sync_consumers
 from .forward_schedule import HALF_ROWS, ROWS
 from .masks import masked_bias
-from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring
+from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, sync_consumers
 from .primitives import tma_load
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 

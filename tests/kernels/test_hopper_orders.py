@@ -1,0 +1,175 @@
+"""The orders of the Hopper backward on any machine: that of work items and turns, whatever the sizes, and that of its
+overlapping kernels, whatever starts when.
+
+Why it cannot hang, as these tests check it: items are claimed in ascending order by programs that run, and where a
+block of queries is given its turns, a later turn belongs to a later item. So the earliest unfinished item waits for
+nothing but its own program's warps; and no program waits for one that has not started.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels.flash.call import Options, Tensors
+from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper.backward_schedule import BLOCK_M, KEYS, BackwardSizes, block_at, decode_work_item
+from kernels.flash.hopper.bounds import Bounds
+from kernels.flash.hopper.dq import turns_of
+from kernels.flash.masks import ANY, document_bounds
+from kernels.naive import naive_attention
+from tests.kernels.accuracy import assert_as_accurate, documents, inputs
+from tests.kernels.emulated_stream import Call, Stream
+from tests.kernels.emulator import Scalar, _argument, _Emulated, _Machine
+from tests.kernels.test_hopper_emulated import features
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU runs the kernels itself"
+)
+
+LENGTHS = [1, 63, 64, 65, 127, 128, 129, 191, 255, 257, 300, 385, 511, 640, 700]
+
+
+class Alone(_Machine):
+    """For functions that no other warp disturbs."""
+
+    def turn(self, *_: object) -> None:
+        pass
+
+
+def seen(
+    mask: str, q_len: int, kv_len: int, flat_heads: int, left: int
+) -> tuple[torch.Tensor, torch.Tensor, Bounds | None]:
+    """The first and the last key that each query sees, (flat_heads, q_len), and the kernels' bounds."""
+    rows, bounds = torch.arange(q_len).expand(flat_heads, -1), None
+    first, last = torch.zeros_like(rows), torch.full_like(rows, kv_len - 1)
+    if mask == "causal":
+        last = rows + kv_len - q_len
+    if mask == "window":
+        first, last = (rows - left).clamp(min=0), rows
+        bounds = Bounds(None, None, Scalar(left), Scalar(q_len))
+    if mask == "documents":
+        starts, ends = document_bounds(documents(q_len, flat_heads), flat_heads, q_len)
+        first, last = starts.long(), rows
+        bounds = Bounds(_argument(starts), _argument(ends), Scalar(ANY), Scalar(q_len))
+    return first, last, bounds
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "documents"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block of keys of each head is one item, whose steps are the blocks of queries that see some of it; and
+    the turns of a block of queries, in the order of items, ascend from the first one without a gap."""
+    block_m, keys, causal = BLOCK_M[width], KEYS.value, mask != "full"
+    kernel = _Emulated(Alone(0), 1)
+    decode, at, turns = (kernel.function(f) for f in (decode_work_item, block_at, turns_of))
+    alike = zip(LENGTHS, LENGTHS, strict=True)
+    pairs = alike if mask in ("window", "documents") else itertools.product(LENGTHS, LENGTHS)
+    for number, (q_len, kv_len) in enumerate(pairs):
+        if width == 128 and mask == "causal":
+            q_len = q_len % 20 + 2048  # from where on heads go upwards
+        flat_heads, left = 1 + number % 5, number % 7 * 50
+        monkeypatch.setattr(hopper, "CACHED", 1 << 16 + number % 5)
+        monkeypatch.setattr(hopper, "sm_count", lambda device, number=number: 1 + number % 11)
+        first, last, bounds = seen(mask, q_len, kv_len, flat_heads, left)
+        q, k = (torch.empty(flat_heads, 1, length, width, device="meta") for length in (q_len, kv_len))
+        options = Options(causal, 1.0, left=left if mask == "window" else -1)
+        tensors = Tensors(document_starts=first if mask == "documents" else None)
+        _, _, numbers, _ = hopper._prepare_backward(q, k, tensors, options)
+        own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
+        sizes = BackwardSizes(*own, bounds, None, None, None)
+        begin = first[:, ::block_m] // keys  # as delta_kernel sets the turns
+        last_rows = (torch.arange(0, q_len, block_m) + block_m - 1).clamp(max=q_len - 1)
+        end = last[:, last_rows].div(keys, rounding_mode="floor") + 1
+        done, items = begin.clone(), set()
+        for index in range(sizes.key_blocks * flat_heads):
+            item = decode(Scalar(index), sizes, block_m, causal)
+            items.add((item.flat_head, item.key_block))
+            assert item.steps > 0
+            for step in range(item.steps):
+                row_block = at(item, step, sizes, block_m)
+                place = item.flat_head, row_block
+                assert turns(item, row_block, sizes, block_m) == (begin[place], done[place])
+                done[place] += 1
+        assert len(items) == sizes.key_blocks * flat_heads
+        assert torch.equal(done, end.maximum(begin))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
+    """What `launch.backward` launches on a GPU, whose new tensors hold what their memory held before."""
+    launched: list[Call] = []
+
+    def launch(pointers, key, prepare, moved=(), describe=None) -> None:
+        kernel, grid, numbers, options = prepare()
+        arguments = (*(describe(*moved) if moved else ()), *pointers, *numbers)
+        launched.append(Call(kernel, grid, arguments, options.get("launch_pdl", False)))
+
+    def new_empty(x: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return x.new_full(shape, float("nan") if (dtype or x.dtype).is_floating_point else 3, dtype=dtype)
+
+    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "sm_count", lambda device: 3)
+    monkeypatch.setattr(hopper, "OVERLAPPED", {"launch_pdl": True})
+    monkeypatch.setattr(hopper, "CACHED", 1)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield launched
+    torch.set_num_threads(threads)
+
+
+def backward(q_len: int, kv_len: int, causal: bool, seed: int, **given: object):
+    """Ask for a backward; returns its gradients, NaN until the stream has run, and how to check them."""
+    batch = 3 if given else 1
+    tensors = inputs(q_len, kv_len, 64, torch.float16, batch=batch, heads=2, kv_heads=2, seed=seed)
+    *leaves, d_out = tensors
+    q, k, v = (x.detach() for x in leaves)
+    out, lse = naive_attention(q.double(), k.double(), v.double(), causal=causal, return_lse=True, **given)
+    dq, dk, dv, delta = (torch.full_like(x, float("nan")) for x in (q, k, v, lse.float()))
+    extra = features(q_len, kv_len, batch, causal, given)
+    half, options = out.to(q.dtype), Options(causal, 0.125)
+    hopper.backward(d_out, None, half, None, lse.float(), q, k, v, dq, dk, dv, delta, extra, options)
+    found = {"dq": dq, "dk": dk, "dv": dv}
+    return found, lambda: assert_as_accurate(found, tensors[:3], d_out, causal=causal, **given)
+
+
+@pytest.mark.parametrize("room", [1, 5])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_kernels_that_overlap(calls: list[Call], causal: bool, room: int) -> None:
+    """And again with the same memory, as a graph's replays do, in another order of events: the same bits."""
+    found, check = backward(300, 300, causal, 0)
+    assert [call.dependent for call in calls] == [False, True, True]
+    Stream(0, room).run_all(calls)
+    check()
+    first = {name: x.clone() for name, x in found.items()}
+    for x in found.values():
+        x.fill_(float("nan"))
+    Stream(1, room).run_all(calls * 2)
+    assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+def test_calls_of_two_threads_on_one_stream(calls: list[Call]) -> None:
+    (_, check), (_, check_other) = backward(200, 200, True, 0), backward(130, 300, True, 1)
+    Stream(0).run_all([calls[each] for each in (0, 3, 1, 4, 2, 5)])
+    check()
+    check_other()
+
+
+def test_a_kernel_between_that_does_not_overlap(calls: list[Call]) -> None:
+    """With key padding, whose dK and dV are cleared before dQ is rounded."""
+    _, check = backward(130, 300, False, 0, kv_lengths=torch.tensor([0, 128, 300], dtype=torch.int32))
+    assert [call.dependent for call in calls] == [False, True, False, True]
+    Stream(0).run_all(calls)
+    check()
+
+
+@pytest.mark.parametrize(
+    "deaf", ["load_tiles", "round_kernel"]
+)  # the other warps read what load_tiles claims
+def test_the_stream_notices_a_missing_wait(calls: list[Call], deaf: str) -> None:
+    backward(200, 200, True, 0)
+    with pytest.raises(AssertionError, match=f"{deaf} accesses memory before"):
+        Stream(0, deaf=[deaf]).run_all(calls)
