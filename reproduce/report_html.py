@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from . import report
-from .claims import CLAIMS, PAPERS, Claim
+from .claims import PAPERS
 from .common import html_table
 from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
 
@@ -36,21 +36,21 @@ open();
 
 def as_html(page: report.Page) -> str:
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    claims = "".join(_claim(page, name, claim) for name, claim in CLAIMS.items())
+    claims = page.claims.values()
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
     papers = "; ".join(f"{short}: {paper}" for short, paper in PAPERS.items())
     parts = [
         "<h1>The papers' claims, reproduced</h1>",
         *map(_picture, page.headlines),
-        _table(report.FIRST_COLUMNS, page.first(), "first"),
+        _table(report.FIRST_COLUMNS, report.first_rows(page), "first"),
         f"<p class=summary>{escape(report.summary(page))}</p>",
         f"<p class=dim>{escape(report.HOW_TO_READ)} {escape(WHERE)}</p>",
-        _filter(page),
-        f"<section id=claims>{claims}</section>",
+        _filter([judged.state for judged in claims]),
+        f"<section id=claims>{''.join(map(_claim, claims))}</section>",
         f"<p class=dim>{escape(papers)}.</p>",
         f"<ul class=notes>{notes}</ul>" if notes else "",
         "<h2 id=appendix>Appendix: counted on a CPU</h2>",
-        "".join(_counted(page, name, claim) for name, claim in CLAIMS.items()),
+        *map(_counted, claims),
         "<h2 id=runs>Appendix: runs</h2>",
         _table(report.RUN_COLUMNS, report.run_rows(page)),
         *(
@@ -65,8 +65,7 @@ def as_html(page: report.Page) -> str:
     )
 
 
-def _filter(page: report.Page) -> str:
-    states = [page.state(name) for name in CLAIMS]
+def _filter(states: list[str]) -> str:
     buttons = "".join(
         f'<button class={MARKS[state]} data-state="{state}" aria-pressed=false>{states.count(state)} {state}</button>'
         for state in report.STATES
@@ -75,29 +74,21 @@ def _filter(page: report.Page) -> str:
     return f"<div class=filter>{buttons}</div>"
 
 
-def _claim(page: report.Page, name: str, claim: Claim) -> str:
+def _claim(judged: report.Judged) -> str:
     """A line, which opens to the claim's figures on a GPU and their pictures."""
-    state, tally = page.state(name), page.tally(name)
-    chip = _chip(state, f", {tally}" if tally else "")
-    line = f"<b>{name}</b><span>{escape(claim.statement)} <small>{escape(claim.source)}</small></span>{chip}"
-    inside = _figures(page.on_gpu(name))
-    if claim.estimate:
-        inside += f"<p class=dim>Estimate, not a run: {escape(claim.estimate)}.</p>"
-    if page.on_cpu(name):
-        inside += f'<p class=dim><a href="#cpu-{name}">Counted on a CPU</a></p>'
-    inside += "".join(map(_picture, page.pictures_below(name, True)))
+    claim, state = judged.claim, judged.state
+    chip = _chip(state, judged.tally and f", {judged.tally}")
+    line = f"<b>{claim.name}</b><span>{escape(claim.statement)} <small>{escape(claim.source)}</small></span>{chip}"
+    cpu = f'<p class=dim><a href="#cpu-{claim.name}">Counted on a CPU</a></p>' if judged.on_cpu else ""
+    inside = _figures(judged.on_gpu) + cpu + "".join(map(_picture, judged.gpu_pictures))
     content = f"<summary>{line}</summary><div class=inside>{inside}</div>"
-    return f'<details id={name} data-state="{state}">{content}</details>'
+    return f'<details id={claim.name} data-state="{state}">{content}</details>'
 
 
-def _counted(page: report.Page, name: str, claim: Claim) -> str:
-    figures = page.on_cpu(name)
-    line = f"<b>{name}</b><span>{escape(claim.statement)}</span>"
-    pictures = "".join(map(_picture, page.pictures_below(name, False)))
-    inside = f"<div class=inside>{_figures(figures)}{pictures}</div>"
-    return (
-        f"<details id=cpu-{name}><summary>{line}</summary>{inside}</details>" if figures or pictures else ""
-    )
+def _counted(judged: report.Judged) -> str:
+    claim, inside = judged.claim, _figures(judged.on_cpu) + "".join(map(_picture, judged.cpu_pictures))
+    line = f"<summary><b>{claim.name}</b><span>{escape(claim.statement)}</span></summary>"
+    return f"<details id=cpu-{claim.name}>{line}<div class=inside>{inside}</div></details>" if inside else ""
 
 
 def _figures(figures: list[report.Figure]) -> str:
