@@ -33,6 +33,12 @@ def tflops(sample: Sample, backend: str, phase: str) -> Times | None:
     return times and times.inverse(flops(sample, phase) / 1e9)
 
 
+def rates(samples: list[Sample], backend: str) -> dict[int, float]:
+    """Length -> TFLOP/s of forward and backward."""
+    reached = ((sample["length"], tflops(sample, backend, "both")) for sample in samples)
+    return {length: rate.median for length, rate in reached if rate}
+
+
 def speedup(sample: Sample, ours: str = OURS, phase: str = "both") -> Times | None:
     """Time of the fastest standard attention of eager PyTorch over ours."""
     standard = fastest(sample, EAGER, phase)
@@ -53,10 +59,12 @@ def _backends(samples: list[Sample]) -> list[str]:
     return sorted(names, key=lambda name: (name == OURS, name != BASELINE, name))
 
 
-def _peaks(results: Results) -> dict[tuple[str, int], float]:
-    """(backend, length) -> peak bytes on Table 21's workload, without masks."""
-    samples = pick(results, kind="memory", figure="fa1", mask="plain")
-    return {(s["backend"], s["length"]): s["peak_bytes"] for s in samples}
+def peaks(results: Results) -> dict[str, dict[int, float]]:
+    """Backend -> length -> peak bytes on Table 21's workload, without masks."""
+    found: dict[str, dict[int, float]] = {}
+    for sample in pick(results, kind="memory", figure="fa1", mask="plain"):
+        found.setdefault(sample["backend"], {})[sample["length"]] = sample["peak_bytes"]
+    return found
 
 
 def _on_cpu(results: Results) -> bool:
@@ -73,12 +81,12 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
         if samples := timed(results, kind="time", figure="fa1", mask=mask):
             series = {name: medians(samples, name) for name in _backends(samples)}
             yield plots.lines(f"Time, {words}", series, up="ms, forward and backward", log="y")
-    if peaks := _peaks(results):
+    if measured := peaks(results):
         # A CPU counts one head of one sequence, so the paper's memory, of 128 heads, is drawn divided by 128.
         heads = 1 if _on_cpu(results) else 128
-        lengths = {n for _, n in peaks}
-        names = sorted({name for name, _ in peaks}, key=lambda name: (name == OURS, name))
-        series = {name: {n: b / 2**20 for (each, n), b in peaks.items() if each == name} for name in names}
+        names = sorted(measured, key=lambda name: (name == OURS, name))
+        series = {name: {n: b / 2**20 for n, b in measured[name].items()} for name in names}
+        lengths = set().union(*measured.values())
         theirs = {
             f"{name} of FA1, Table 21": {n: mib * heads / 128 for n, mib in table.items() if n in lengths}
             for name, table in paper.FA1_MIB.items()
@@ -88,10 +96,7 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
     shapes = {(s["head_dim"], s["causal"]) for s in timed(results, kind="time", figure="fa2")}
     for head_dim, causal in sorted(shapes):
         samples = timed(results, kind="time", figure="fa2", head_dim=head_dim, causal=causal)
-        work = {s["length"]: flops(s, "both") / 1e9 for s in samples}
-        series = {
-            name: {n: work[n] / ms for n, ms in medians(samples, name).items()} for name in _backends(samples)
-        }
+        series = {name: rates(samples, name) for name in _backends(samples)}
         theirs = {"paper, FA2 on an H100": paper.FA2_H100.get((head_dim, causal), {}).get("fa2", {})}
         title = f"head_dim {head_dim}{', causal' if causal else ''}, 16k tokens"
         yield plots.lines(title, series, up="TFLOP/s, forward and backward", paper=theirs)
@@ -167,42 +172,35 @@ def _judge_growth(results: Results, found: Verdicts) -> None:
 
 
 def _judge_memory(results: Results, found: Verdicts) -> None:
-    peaks = _peaks(results)
+    measured = peaks(results)
+    ours, standard = measured.get(OURS, {}), measured.get(BASELINE, {})
     for n in MIDDLE:
-        if (BASELINE, n) in peaks and (OURS, n) in peaks:
-            ours = peaks[BASELINE, n] / peaks[OURS, n]
-            theirs = paper.FA1_MIB[BASELINE][n] / paper.FA1_MIB[OURS][n]
+        if n in ours and n in standard:
+            ratio, theirs = standard[n] / ours[n], paper.FA1_MIB[BASELINE][n] / paper.FA1_MIB[OURS][n]
             what, why = f"{BASELINE}/{OURS} peak memory at {n} tokens", "within a third either way"
-            if ours > 1.05 * theirs and not _on_cpu(results):  # a CPU counts one head, the paper 128
-                mib = peaks[OURS, n] / 2**20
+            if ratio > 1.05 * theirs and not _on_cpu(results):  # a CPU counts one head, the paper 128
+                mib = ours[n] / 2**20
                 why += f"; above it because {OURS} takes {mib:.0f} MiB, the paper's {paper.FA1_MIB[OURS][n]}"
-            passed = abs(ours / theirs - 1) <= 1 / 3
-            found.times("C8", what, theirs, ours, passed, why, form="{:.1f}x")
+            passed = abs(ratio / theirs - 1) <= 1 / 3
+            found.times("C8", what, theirs, ratio, passed, why, form="{:.1f}x")
     for name in (OURS, BASELINE):
-        measured = _peaks_of(results, name)
-        theirs = log_slope({n: mib for n, mib in paper.FA1_MIB[name].items() if n in measured})
-        ours = log_slope(measured)
-        if ours is not None and theirs is not None:
-            what, passed = f"slope of log memory against log length, {name}", abs(ours - theirs) <= 0.05
+        theirs = {n: mib for n, mib in paper.FA1_MIB[name].items() if n in measured.get(name, {})}
+        slopes = log_slope(theirs), log_slope(measured.get(name, {}))
+        if None not in slopes:
+            expected, slope = slopes
+            what, passed = f"slope of log memory against log length, {name}", abs(slope - expected) <= 0.05
             why = "within 0.05 of Table 21's at the same lengths, from 1024 tokens on"
-            found.times("C8", what, theirs, ours, passed, why, form="{:.2f}")
-    if (OURS, 65536) in peaks:
-        gib, limit = peaks[OURS, 65536] / 2**30, paper.FA1_MIB[OURS][65536] / 1024
+            found.times("C8", what, expected, slope, passed, why, form="{:.2f}")
+    if 65536 in ours:
+        gib, limit = ours[65536] / 2**30, paper.FA1_MIB[OURS][65536] / 1024
         what, why = "peak memory at 65536 tokens", "at most the paper's and 5 %"
         found.times("C8", what, limit, gib, gib <= 1.05 * limit, why, form="{:.1f} GiB")
 
 
-def _peaks_of(results: Results, name: str) -> dict[int, float]:
-    """Length -> peak bytes of a backend, from 1024 tokens on."""
-    return {n: peak for (backend, n), peak in _peaks(results).items() if backend == name and n >= 1024}
-
-
-def log_slope(values: dict[int, float]) -> float | None:
-    """The exponent of a power law fitted to `values` by least squares on logarithms; None below three points."""
-    if len(values) < 3:
-        return None
-    x, y = list(map(math.log, values)), list(map(math.log, values.values()))
-    return statistics.linear_regression(x, y).slope
+def log_slope(bytes_at: dict[int, float]) -> float | None:
+    """The exponent of a power law, fitted on logarithms from 1024 tokens on; None below three lengths."""
+    logs = [(math.log(length), math.log(bytes_)) for length, bytes_ in bytes_at.items() if length >= 1024]
+    return statistics.linear_regression(*zip(*logs, strict=True)).slope if len(logs) >= 3 else None
 
 
 def _judge_approximate(results: Results, found: Verdicts) -> None:
@@ -279,7 +277,7 @@ def is_hopper(results: Results) -> bool:
 
 def _judge_chunks(results: Results, found: Verdicts) -> None:
     """C32: attention in chunks with checkpointing."""
-    if (slope := log_slope(_peaks_of(results, "chunked"))) is not None:
+    if (slope := log_slope(peaks(results).get("chunked", {}))) is not None:
         what, why = "slope of log memory against log length, chunked", "1.15 at most, from 1024 tokens on"
         found.add("C32", what, "1", f"{slope:.2f}", slope <= 1.15, why, ratio=slope)
     for sample, slower in gains(results, "chunked", OURS, kind="time", figure="fa1", mask="plain"):
