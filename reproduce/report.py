@@ -68,6 +68,12 @@ class Figure:
     source: str = ""
     gpu: bool = True
 
+    @property
+    def link(self) -> str:
+        """Where it was measured, in Markdown: a link to the file."""
+        basis = self.verdict.basis
+        return f"[{basis}]({self.source})" if self.source and basis else basis
+
 
 @dataclass
 class Judged:
@@ -77,6 +83,12 @@ class Judged:
     figures: list[Figure] = field(default_factory=list)
     gpu_pictures: list[Path] = field(default_factory=list)
     cpu_pictures: list[Path] = field(default_factory=list)
+
+    @property
+    def pictured_at(self) -> str:
+        """The claim that its figures' picture is at, if it is another one."""
+        first = EXPERIMENTS[self.claim.experiment].claims[0]
+        return first if first != self.claim.name and any(each.source for each in self.on_gpu) else ""
 
     @property
     def on_gpu(self) -> list[Figure]:
@@ -124,8 +136,9 @@ def first_rows(page: Page) -> list[list[str]]:
     rows = []
     for subject, (claim, words) in FIRST.items():
         figures = page.claims[claim].on_gpu
-        v = next((each for each in figures if words in each.verdict.what), figures[0]).verdict
-        rows.append([subject, v.what, v.paper, v.ours or NOT_MEASURED, v.status, v.basis])
+        figure = next((each for each in figures if words in each.verdict.what), figures[0])
+        v = figure.verdict
+        rows.append([subject, v.what, v.paper, v.ours or NOT_MEASURED, v.status, figure.link])
     return rows
 
 
@@ -136,8 +149,7 @@ def figure_rows(figures: list[Figure]) -> list[list[str]]:
         v = figure.verdict
         why = "as above" if v.why and v.why == before else v.why
         ratio, before = "" if v.ratio is None else f"{v.ratio:.2f}", v.why
-        source = f"[{v.basis}]({figure.source})" if figure.source and v.basis else v.basis
-        rows.append([v.what, v.paper, v.ours or NOT_MEASURED, ratio, v.status, why, source])
+        rows.append([v.what, v.paper, v.ours or NOT_MEASURED, ratio, v.status, why, figure.link])
     return rows
 
 
@@ -207,7 +219,7 @@ def _add(page: Page, document: Results, directory: Path) -> None:
     if can_draw():
         picture = directory / folder / f"{experiment.name}.svg"
         experiment.module.draw(document, picture)
-        first = next(each for each in page.claims.values() if each.claim.experiment == experiment.name)
+        first = page.claims[experiment.claims[0]]
         (first.gpu_pictures if gpu else first.cpu_pictures).append(picture)
     source = f"{folder}/{experiment.name}{'' if document['state'] == 'complete' else '.partial'}.json"
     for verdict in verdicts:

@@ -79,8 +79,12 @@ def _claim(judged: report.Judged) -> str:
     claim, state = judged.claim, judged.state
     chip = _chip(state, judged.tally and f", {judged.tally}")
     line = f"<b>{claim.name}</b><span>{escape(claim.statement)} <small>{escape(claim.source)}</small></span>{chip}"
-    cpu = f'<p class=dim><a href="#cpu-{claim.name}">Counted on a CPU</a></p>' if judged.on_cpu else ""
-    inside = _figures(judged.on_gpu) + cpu + "".join(map(_picture, judged.gpu_pictures))
+    inside = _figures(judged.on_gpu)
+    if judged.on_cpu:
+        inside += f'<p class=dim><a href="#cpu-{claim.name}">Counted on a CPU</a></p>'
+    if there := judged.pictured_at:
+        inside += f'<p class=dim><a href="#{there}">Picture at {there}</a></p>'
+    inside += "".join(map(_picture, judged.gpu_pictures))
     content = f"<summary>{line}</summary><div class=inside>{inside}</div>"
     return f'<details id={claim.name} data-state="{state}">{content}</details>'
 

@@ -31,10 +31,11 @@ def as_markdown(page: report.Page, directory: Path) -> str:
     lines += ["# Appendix", "", "## A. Every figure of a GPU", ""]
     for name, judged in page.claims.items():
         lines += [f"### {name}", "", f"{judged.claim.statement} {judged.claim.source}.", ""]
-        lines += [
-            *_table(judged.on_gpu),
-            *(f"![{name}]({_link(path, directory)})\n" for path in judged.gpu_pictures),
-        ]
+        lines += _table(judged.on_gpu)
+        lines += [f"Picture at [{judged.pictured_at}](#{judged.pictured_at.lower()}).", ""] * bool(
+            judged.pictured_at
+        )
+        lines += [f"![{name}]({_link(path, directory)})\n" for path in judged.gpu_pictures]
     lines += ["## B. Counted on a CPU", ""]
     for name, judged in page.claims.items():
         if judged.on_cpu:

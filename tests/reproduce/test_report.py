@@ -448,8 +448,10 @@ def test_the_committed_results_give_a_report_that_is_read_in_minutes(tmp_path):
     assert [line.split(" | ")[0] for line in front.splitlines() if line.startswith("| ")][1:4] == [
         "| speed", "| memory", "| perplexity",
     ]  # fmt: skip
+    assert len(re.findall(r"\]\(nvidia-[\w-]+/[\w.]+\.json\) \|$", front, re.MULTILINE)) == 3  # a link each
     assert len(re.findall(r"^\| \[C\d+\]", front, re.MULTILINE)) == len(CLAIMS)
     gpu, _, cpu = appendix.partition("## B. Counted on a CPU")
+    assert "Picture at [C7](#c7).\n\n### C9" in gpu  # C8's, with those of the same experiment
     assert "](cpu/" not in gpu
     assert "](nvidia-h200/" not in cpu.partition("## C. Runs")[0]
     sources = re.findall(r"\]\(((?:cpu|nvidia-h200)/\w+\.json)\)", text)
