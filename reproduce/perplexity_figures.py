@@ -84,19 +84,16 @@ def table(results: Results) -> str:
         compared = runs(results, part)
         base = compared.get(BASELINE) or compared.get("recipe_naive")
         for run in compared.values():
-            loss, lowest, diverged = (
-                final_loss(run),
-                min(each for _, each in run["validation"]),
-                diverged_from(run),
-            )
             steps = f"{run['partial']} (cut)" if "partial" in run else f"{run['steps']}"
-            steps += "" if diverged is None else f" (diverged from {diverged} on)"
+            if step := diverged_from(run):
+                steps += f" (diverged from {step} on)"
+            lowest, last = min(loss for _, loss in run["validation"]), final_loss(run)
             apart = [f"{each:.1e}" for each in gap(run, base)] if base and run is not base else ["", ""]
-            speed = f"{(run['tokens_per_second'] or math.nan) / 1e3:.0f}"
-            measured = [f"{lowest:.4f}", f"{loss:.4f}", f"{math.exp(loss):.2f}", *apart, speed]
-            rows.append([part, _label(run), steps, *measured, f"{run['peak_gib'] or 0:.1f}"])
+            losses = [f"{lowest:.4f}", f"{last:.4f}", f"{math.exp(last):.2f}", *apart]
+            measured = [f"{(run['tokens_per_second'] or math.nan) / 1e3:.0f}", f"{run['peak_gib'] or 0:.1f}"]
+            rows.append([part, _label(run), steps, *losses, *measured])
     below = (
-        "- naive: |difference| of the validation loss in nats, at the end and on average over the second half"
+        "- naive: |difference| of validation losses in nats, at the end and on average over the second half"
     )
     parts = [f"{text_table([*header, 'k tokens/s', 'GiB'], rows)}\n{below}"] if rows else []
     parts += map(_numerics_table, pick(results, kind="numerics"))

@@ -100,18 +100,18 @@ class Judged:
 
     @property
     def statuses(self) -> Counter[str]:
-        """Each figure's, once: a CPU's is left out where a GPU has it too."""
-        return Counter(
-            {each.verdict.what: each.verdict.status for each in self.on_cpu + self.on_gpu}.values()
-        )
+        """Of every figure; a CPU's is left out where a GPU has it too."""
+        names = {figure.verdict.what for figure in self.on_gpu}
+        counted = self.on_gpu + [each for each in self.on_cpu if each.verdict.what not in names]
+        return Counter(figure.verdict.status for figure in counted)
 
     @property
     def state(self) -> str:
         """One of STATES, by the figures that could be compared."""
         found = self.statuses
-        return (
-            IN_PART if {REPRODUCED, NOT_REPRODUCED} <= found.keys() else next(s for s in STATES if s in found)
-        )
+        if {REPRODUCED, NOT_REPRODUCED} <= found.keys():
+            return IN_PART
+        return next(state for state in STATES if state in found)
 
     @property
     def tally(self) -> str:

@@ -28,7 +28,13 @@ for (const button of buttons) button.onclick = () => {
   for (const claim of document.querySelectorAll("details[data-state]"))
     claim.hidden = on && claim.dataset.state !== button.dataset.state;
 };
-const open = () => document.getElementById(location.hash.slice(1))?.closest("details")?.setAttribute("open", "");
+const open = () => {
+  const claim = document.getElementById(location.hash.slice(1))?.closest("details");
+  if (!claim) return;
+  claim.open = true;
+  claim.hidden = false;
+  claim.scrollIntoView();
+};
 addEventListener("hashchange", open);
 open();
 """

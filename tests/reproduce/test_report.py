@@ -429,15 +429,14 @@ def test_claims_are_counted_by_claim_and_a_figure_of_a_cpu_and_a_gpu_once():
     }
 
 
+def test_a_figure_of_two_gpus_counts_for_each():
+    claim = page_of(C1=[("a", "reproduced", True), ("a", "not reproduced", True)]).claims["C1"]
+    assert (claim.state, claim.tally) == ("reproduced in part", "1 of 2")
+
+
 def test_numbers_are_told_in_words():
-    assert [in_words(n) for n in (0, 1, 13, 20, 21, 33)] == [
-        "no",
-        "one",
-        "thirteen",
-        "twenty",
-        "twenty-one",
-        "thirty-three",
-    ]
+    words = [in_words(number) for number in (0, 1, 13, 20, 21, 33)]
+    assert words == ["no", "one", "thirteen", "twenty", "twenty-one", "thirty-three"]
 
 
 @pytest.mark.usefixtures("undrawn")
