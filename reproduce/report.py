@@ -162,8 +162,18 @@ def run_rows(page: Page) -> list[list[str]]:
         row = [*(document[name] for name in RUN_COLUMNS[:3]), shlex.join(document["command"])]
         row += [f"{document['seconds']:.0f} s", document["date"]]
         row += [f"torch {environment['torch']}, triton {environment['triton']}"]
-        rows.append([*row, commit[:9] + "+changes" * bool(changes), ", ".join(changed_since(document))])
+        rows.append([*row, commit[:9] + "+changes" * bool(changes), _by_module(changed_since(document))])
     return rows
+
+
+def _by_module(names: list[str]) -> str:
+    """Names of definitions, or of several in a module that and how many: "kernels.naive.attend, model.gpt (2)"."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return ", ".join(
+        name if not more else f"{each} ({1 + len(more)})" for each, (name, *more) in modules.items()
+    )
 
 
 def texts(page: Page) -> Iterator[tuple[str, str]]:

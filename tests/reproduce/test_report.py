@@ -496,7 +496,12 @@ def undrawn(monkeypatch):
 
 @pytest.mark.usefixtures("undrawn")
 def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
-    write(tmp_path, "attention", papers_own_attention(), depends={"kernels.naive.naive_attention": "0"})
+    write(
+        tmp_path,
+        "attention",
+        papers_own_attention(),
+        depends={"kernels.naive.naive_attention": "0", "kernels.naive.old": "0"},
+    )
     write(tmp_path, "numerics", [{"kind": "errors", "backend": "flash"}])  # not what this version writes
     write(tmp_path, "sparse", [], version=VERSION - 1)
     write(tmp_path, "traffic", [], state="partial", depends={"kernels.gone": "1"})
@@ -513,6 +518,7 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
     assert f"code has changed since these were run (Runs tells what): attention, traffic on {GPU}" in out
     report = (tmp_path / "REPORT.md").read_text()
     assert re.search(r"\| traffic \|.*\| kernels.gone \|", report)
+    assert re.search(r"\| attention \|.*\| kernels.naive \(2\) \|", report)
     assert "20.4x" in report
 
 
