@@ -22,20 +22,16 @@ class Claim:
         source: the paper (see PAPERS), and its figure, table or section.
         statement: the claim, in a sentence.
         paper: the paper's figure, shown when ours is not measured.
-        experiment: the experiment that measures it; if empty, `missing` says why there is none.
+        experiment: the experiment that measures it.
         on_gpu: the part of it that only a GPU can measure; empty if a CPU's figures are as good.
-        missing: why it cannot be measured here.
-        estimate: a formula or an extrapolation, labelled as an estimate in the report.
     """
 
     name: str
     source: str
     statement: str
     paper: str
-    experiment: str = ""
+    experiment: str
     on_gpu: str = ""
-    missing: str = ""
-    estimate: str = ""
 
 
 _ALL = (
@@ -77,9 +73,7 @@ _ALL = (
     Claim("C18", "FA2 Figures 4-7", "FlashAttention-2 is about twice as fast as FA1.", "1.36 to 2.50x on an H100",
           "history", "time of its loop order over FlashAttention-2's; of split keys over split queries"),
     Claim("C19", "FA2 section 3.2", "Parallelism over the sequence helps where batch * heads is small.",
-          "up to min(SMs, B H T_r) / (B H)", "history", "time with one program per head over many",
-          estimate="that bound for an H200's 132 SMs, 16k tokens and 64-row tiles: 132x at B H = 1, 16.5x at 8, "
-          "1x from 132 on"),
+          "up to min(SMs, B H T_r) / (B H)", "history", "time with one program per head over many"),
     Claim("C20", "FA2 section 3.1", "Skipping blocks above the diagonal makes causal attention faster.",
           "1.7 to 1.8x over full", "attention", "full over causal time"),
     Claim("C21", "FA2 section 3.1", "Saving the log-sum-exp alone and dividing once at the end suffices.",

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +80,3 @@ def markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
         cells = " | ".join(cell.replace("|", r"\|") for cell in row)
         lines.append(f"| {cells} |")
     return [*lines, ""]
-
-
-def html_table(header: Sequence[str], rows: list[list[str]], style: str = "") -> str:
-    """A table whose cells are HTML. Each knows its column's name, to show it where a row becomes a block."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = ""
-    for row in rows:
-        cells = zip(header, row, strict=True)
-        body += (
-            "<tr>" + "".join(f'<td data-label="{escape(name)}">{cell}</td>' for name, cell in cells) + "</tr>"
-        )
-    return f'<table class="{style}"><tr>{head}</tr>{body}</table>'

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import plots
-from .attention_figures import tflops
+from .attention_figures import peaks, rates
 from .contenders import FUSED, NANOGPT, NANOGPT_BIASES
-from .experiment import Results, pick
+from .experiment import Results
 from .perplexity_figures import draw_clock, draw_gaps, draw_tokens, runs
 from .timing import timed
 from .training_figures import find, rate
@@ -50,28 +50,29 @@ def draw(attention: Results, training: Results, path: Path, perplexity: Results 
 
 def _draw_rates(axis: plots.Axes, results: Results) -> None:
     samples = timed(results, kind="time", figure="fa2", head_dim=64, causal=True)
-    for name, label in ATTENTIONS.items():
-        points = [(s["length"], tflops(s, name, "both").median) for s in samples if name in s["ms"]]
-        if points:
-            axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name), label=label)
-    plots.length_axis(axis, [sample["length"] for sample in samples])
+    _draw_lines(axis, {name: rates(samples, name) for name in ATTENTIONS})
     axis.set_ylim(0, axis.get_ylim()[1] * 1.15)
     axis.set_ylabel("TFLOP/s, forward and backward")
     axis.set_title("Attention, causal, head_dim 64, bf16")
-    plots.legend(axis, loc="upper left", reverse=True)
 
 
 def _draw_memory(axis: plots.Axes, results: Results) -> None:
-    for name in ("standard", "flash"):
-        measured = pick(results, kind="memory", figure="fa1", mask="plain", backend=name)
-        points = sorted((sample["length"], sample["peak_bytes"] / 2**30) for sample in measured)
-        if points:
-            axis.plot(*zip(*points, strict=True), "o-", color=plots.colour(name), label=ATTENTIONS[name])
-            plots.length_axis(axis, [length for length, _ in points])
+    measured = peaks(results)
+    gib = {name: {n: b / 2**30 for n, b in measured.get(name, {}).items()} for name in ("standard", "flash")}
+    _draw_lines(axis, gib)
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}" if gib >= 1 else f"1/{1 / gib:g}")
     axis.set_ylabel("peak GiB, forward and backward")
     axis.set_title("Memory of attention, 16 x 8 heads of 64")
+
+
+def _draw_lines(axis: plots.Axes, series: dict[str, dict[int, float]]) -> None:
+    """A line for each attention: length -> y."""
+    for name, points in series.items():
+        if points:
+            line = zip(*sorted(points.items()), strict=True)
+            axis.plot(*line, "o-", color=plots.colour(name), label=ATTENTIONS[name])
+    plots.length_axis(axis, sorted({length for points in series.values() for length in points}))
     plots.legend(axis, loc="upper left", reverse=True)
 
 

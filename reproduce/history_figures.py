@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import paper, plots
-from .attention_figures import OURS, PORTABLE, flops
+from .attention_figures import OURS, PORTABLE, flops, is_hopper
 from .experiment import Results, Sample, Verdict, Verdicts, pick
-from .timing import FASTER, Times, beside, timed, took
+from .timing import FASTER, Times, beside, gain, gains, medians, timed, took
 
 COUNTED = "counted on one head"
 
@@ -27,11 +27,9 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _panels(results: Results) -> Iterator[plots.Panel]:
-    accesses = {s["softmax"]: {"": s["accesses"]} for s in pick(results, kind="softmax count")}
-    if accesses:
+    if accesses := {s["softmax"]: {"": s["accesses"]} for s in pick(results, kind="softmax count")}:
         yield plots.bars("Softmax of a long row", accesses, across="memory accesses an element, counted")
-    products = {s["backend"]: {"": s["products"]} for s in pick(results, kind="backward count")}
-    if products:
+    if products := {s["backend"]: {"": s["products"]} for s in pick(results, kind="backward count")}:
         yield plots.bars("Backward", products, across="matrix products, counted")
     title, tile = "FlashAttention's forward", {"across": "keys of a tile", "log": "x"}
     if tiles := pick(results, kind="tile count"):
@@ -44,16 +42,15 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
         yield plots.lines(title, series, up="ms", **tile)
     for causal in (False, True):
         if order := timed(results, kind="order", head_dim=64, causal=causal):
-            names = ("two_pass", "flash1", PORTABLE)
-            series = {name: {s["length"]: took(s, name).median for s in order} for name in names}
+            series = {name: medians(order, name) for name in ("two_pass", "flash1", PORTABLE)}
             title = f"16k tokens, head_dim 64, {'causal' if causal else 'full'}"
             yield plots.lines(title, series, up="ms, forward and backward", log="y")
     if softmax := timed(results, kind="softmax", k=5):
         series = {}
         for rows in sorted({s["rows"] for s in softmax}):
             for name, safe in (("online", "safe"), ("online with top-k", "safe, top-k")):
-                gains = {s["length"]: took(s, safe) / took(s, name) for s in softmax if s["rows"] == rows}
-                series[f"{name}, {rows} rows"] = {n: gain.median for n, gain in gains.items()}
+                ratios = gains(results, safe, name, kind="softmax", k=5, rows=rows)
+                series[f"{name}, {rows} rows"] = {s["length"]: ratio.median for s, ratio in ratios}
         across = "elements of a row"
         yield plots.lines("Softmax, safe over online", series, across=across, up="times as fast", log="x")
 
@@ -61,9 +58,13 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
 def judge(results: Results) -> list[Verdict]:
     """C4, C18, C19, C21, C22, C25, C27 and C28."""
     found = Verdicts(results["device"])
-    judges = (_judge_tiles, _judge_order, _judge_forms, _judge_programs, _judge_backward, _judge_changes)
-    for part in (*judges, _judge_softmax):
-        part(results, found)
+    _judge_tiles(results, found)
+    _judge_order(results, found)
+    _judge_forms(results, found)
+    _judge_programs(results, found)
+    _judge_backward(results, found)
+    _judge_changes(results, found)
+    _judge_softmax(results, found)
     return found
 
 
@@ -80,14 +81,11 @@ def _judge_tiles(results: Results, found: Verdicts) -> None:
         why = "(3 T_c + 1) N d elements to the byte, and the softmax's statistics, which the paper leaves out"
         basis = f"{COUNTED}, times {paper.FIGURE_2_HEADS}"
         found.times("C4", what, theirs[keys]["gb"], gb, passed, why, basis=basis, form="{:.2f} GB")
-    for sample in timed(results, kind="tiles", length=1024):
-        ms = {keys: took(sample, keys) for keys in sample["ms"]}
-        if not {"64", "256", "512"} <= ms.keys():
-            continue
-        fall, expected = ms["64"] / ms["256"], theirs[64]["ms"] / theirs[256]["ms"]
-        why = "1.3x at least: fewer bytes take less time"
+    for _, fall in gains(results, "64", "256", kind="tiles", length=1024):
+        expected, why = theirs[64]["ms"] / theirs[256]["ms"], "1.3x at least: fewer bytes take less time"
         found.times("C4", "time, tiles of 64 over 256 keys", expected, fall, fall.low >= 1.3, why)
-        rest, expected = ms["256"] / ms["512"], theirs[256]["ms"] / theirs[512]["ms"]
+    for _, rest in gains(results, "256", "512", kind="tiles", length=1024):
+        expected = theirs[256]["ms"] / theirs[512]["ms"]
         passed = 0.9 * expected <= rest.low <= rest.high <= 1.1 * expected
         why = "within 10 % of the paper's: beyond 256 arithmetic decides; ours holds 32 queries a tile at either"
         found.times("C4", "time, tiles of 256 over 512 keys", expected, rest, passed, why)
@@ -96,39 +94,39 @@ def _judge_tiles(results: Results, found: Verdicts) -> None:
 def _judge_order(results: Results, found: Verdicts) -> None:
     """C18, at the shapes of FlashAttention-2's Figure 7, which is measured on an H100."""
     for (head_dim, causal), theirs in paper.FA2_H100.items():
-        samples = timed(results, kind="order", head_dim=head_dim, causal=causal)
-        samples = [s for s in samples if s["length"] in theirs["fa1"]]
-        if not samples:
+        order = gains(results, "flash1", PORTABLE, kind="order", head_dim=head_dim, causal=causal)
+        ours = {s["length"]: ratio for s, ratio in order if s["length"] in theirs["fa1"]}
+        if not ours:
             continue
-        expected = Times(theirs["fa2"][s["length"]] / theirs["fa1"][s["length"]] for s in samples)
-        gains = [took(s, "flash1") / took(s, PORTABLE) for s in samples]
-        medians = Times(gain.median for gain in gains)
+        expected = Times(theirs["fa2"][length] / theirs["fa1"][length] for length in ours)
+        found_here = Times(ratio.median for ratio in ours.values())
         what = f"time of flash1 over flash, both in Triton, head_dim {head_dim}, {'causal' if causal else 'full'}"
-        ratio = statistics.geometric_mean(medians) / statistics.geometric_mean(expected)
-        passed = min(gain.low for gain in gains) >= 1.3
-        why = f"1.3x at least, at each of {len(samples)} lengths; the paper compares two CUDA kernels"
+        ratio = statistics.geometric_mean(found_here) / statistics.geometric_mean(expected)
+        passed = min(each.low for each in ours.values()) >= 1.3
+        why = f"1.3x at least, at each of {len(ours)} lengths; the paper compares two CUDA kernels"
         if ratio > 2:  # more than the loop order can explain
             passed = None
             why = (
                 f"flash1 is the algorithm as printed, {_tuned(results, head_dim)}one program a head, its output in "
                 "memory; the paper measured tuned CUDA, which kept a head's output on the chip"
             )
-        found.add("C18", what, _span(expected), _span(medians), passed, why, ratio=ratio)
+        found.add("C18", what, _span(expected), _span(found_here), passed, why, ratio=ratio)
+
+
+def _span(gains: Times) -> str:
+    return f"{gains.low:.2f}x to {gains.high:.2f}x"
 
 
 def _judge_forms(results: Results, found: Verdicts) -> None:
-    for sample in timed(results, kind="ablation"):
+    """C25, on the chip that the paper measured."""
+    for sample, ratio in gains(results, PORTABLE, OURS, kind="ablation") if is_hopper(results) else ():
         whole, plain = took(sample, OURS), took(sample, PORTABLE)
-        if whole and plain and any(name in results["device"] for name in ("H100", "H200")):
-            rates = [flops(sample, "forward") / 1e9 / each.median for each in (whole, plain)]
-            gain, what = (
-                plain / whole,
-                "forward of 4 x 16 x 8448 x 128, specialised and pipelined by hand over neither",
-            )
-            shown = f"{gain.shown()} ({rates[0]:.0f} over {rates[1]:.0f} TFLOP/s)"
-            why = "faster; Gluon kernels over Triton's own pipelining; the paper leaves out one at a time"
-            theirs, ratio = "1.16x (661 over 570), 1.14x (582)", gain.median / (661 / 570)
-            found.add("C25", what, theirs, shown, beside(whole, plain) == FASTER, why, ratio=ratio)
+        rates = [flops(sample, "forward") / 1e9 / each.median for each in (whole, plain)]
+        what = "forward of 4 x 16 x 8448 x 128, specialised and pipelined by hand over neither"
+        shown = f"{ratio.shown()} ({rates[0]:.0f} over {rates[1]:.0f} TFLOP/s)"
+        why = "faster; Gluon kernels over Triton's own pipelining; the paper leaves out one at a time"
+        theirs, passed = "1.16x (661 over 570), 1.14x (582)", beside(whole, plain) == FASTER
+        found.add("C25", what, theirs, shown, passed, why, ratio=ratio.median / (661 / 570))
 
 
 def _tuned(results: Results, head_dim: int) -> str:
@@ -143,25 +141,21 @@ def _tuned(results: Results, head_dim: int) -> str:
     return ""
 
 
-def _span(gains: Times) -> str:
-    return f"{gains.low:.2f}x to {gains.high:.2f}x"
-
-
 def _judge_programs(results: Results, found: Verdicts) -> None:
-    for sample in sorted(timed(results, kind="programs"), key=lambda s: s["heads"]):
-        gain, heads = took(sample, "one") / took(sample, "many"), sample["heads"]
+    programs = gains(results, "one", "many", kind="programs")
+    for sample, ratio in sorted(programs, key=lambda each: each[0]["heads"]):
+        heads = sample["heads"]
         bound = max(1.0, min(sample["processors"], heads * sample["length"] / 64) / heads)
-        what = (
-            f"one program a head over one a tile of queries, batch * heads {heads}, {sample['length']} tokens"
-        )
-        passed = gain.low >= 0.5 * bound
+        where = f"batch * heads {heads}, {sample['length']} tokens"
+        passed = ratio.low >= 0.5 * bound
         why = (
             "at least half the bound; several programs on a processor can exceed it; of the two-pass forward"
         )
         if bound < 1.1:
-            passed = 0.9 <= gain.low <= gain.high <= 1.15
+            passed = 0.9 <= ratio.low <= ratio.high <= 1.15
             why = "0.9x to 1.15x: by the bound, heads alone fill the GPU; it leaves out shared processors"
-        found.times("C19", what, bound, gain, passed, why, form="{:.3g}x", theirs=f"up to {bound:.3g}x")
+        what, theirs = f"one program a head over one a tile of queries, {where}", f"up to {bound:.3g}x"
+        found.times("C19", what, bound, ratio, passed, why, form="{:.3g}x", theirs=theirs)
 
 
 def _judge_backward(results: Results, found: Verdicts) -> None:
@@ -184,18 +178,16 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
         what = "matrix products of the backward: delta from dO * O, delta in a pass of its own"
         passed = [round(each, 2) for each in products] == [5, 7] and right
         found.add("C22", what, "5 and 7", "{:.3g} and {:.3g}".format(*products), passed, why, basis=COUNTED)
-    samples = timed(results, kind="order", causal=False)
-    samples = [s for s in samples if {"flash1", "two_pass"} <= s["ms"].keys()]
-    for head_dim in sorted({s["head_dim"] for s in samples}):
-        alike = [s for s in samples if s["head_dim"] == head_dim]
-        gains = (took(s, "two_pass", "backward") / took(s, "flash1", "backward") for s in alike)
-        gain = Times(map(statistics.geometric_mean, zip(*gains, strict=False)))
+    order = gains(results, "two_pass", "flash1", "backward", kind="order", causal=False)
+    for head_dim in sorted({sample["head_dim"] for sample, _ in order}):
+        ratios = [ratio for sample, ratio in order if sample["head_dim"] == head_dim]
+        mean = Times(map(statistics.geometric_mean, zip(*ratios, strict=False)))
         why = (
-            f"at least 1.1x, geometric mean over {len(alike)} lengths: fewer products must take less time, not in "
+            f"at least 1.1x, geometric mean over {len(ratios)} lengths: fewer products must take less time, not in "
             "proportion; the paper states no time; both with one program per head"
         )
         what = f"time of the backward in two passes over one, head_dim {head_dim}"
-        found.times("C22", what, 1.4, gain, gain.low >= 1.1, why, theirs="1.4x by the products")
+        found.times("C22", what, 1.4, mean, mean.low >= 1.1, why, theirs="1.4x by the products")
 
 
 def _judge_changes(results: Results, found: Verdicts) -> None:
@@ -207,38 +199,31 @@ def _judge_changes(results: Results, found: Verdicts) -> None:
         theirs, ours = f"4 and {4 * lse['key_tiles']}", "{:g} and {:g}".format(*more)
         why = "float32, written once and read for each tile of keys"
         found.add("C21", what, theirs, ours, theirs == ours, why, basis=COUNTED)
-    for sample in timed(results, kind="changes"):
-        gain, theirs = (
-            took(sample, "maximum and sum") / took(sample, "printed"),
-            "log-sum-exp a little faster",
-        )
+    for _, ratio in gains(results, "maximum and sum", "printed", kind="changes"):
         what, why = (
             "time with maximum and sum saved, over log-sum-exp alone",
             "at least 0.98x: no slower than noise",
         )
-        found.times("C21", what, 1.0, gain, gain.low >= 0.98, why, theirs=theirs)
-        gain = took(sample, "divided each step", "forward") / took(sample, "printed", "forward")
+        found.times("C21", what, 1.0, ratio, ratio.low >= 0.98, why, theirs="log-sum-exp a little faster")
+    for _, ratio in gains(results, "divided each step", "printed", "forward", kind="changes"):
         what, why = (
             "time of the forward divided in every step, over once at the end",
             "above 1x in each process",
         )
-        found.times("C21", what, 1.0, gain, gain.low > 1, why, theirs="once is faster")
+        found.times("C21", what, 1.0, ratio, ratio.low > 1, why, theirs="once is faster")
     for sample in timed(results, kind="warps"):
         name = min((n for n in sample["ms"] if n != "queries"), key=lambda n: took(sample, n).median)
-        gain = took(sample, name) / took(sample, "queries")
-        what = f"time of the forward with keys split over two warps ({name.partition(', ')[2]} queries), over queries"
+        ratio, queries = gain(sample, name, "queries"), name.partition(", ")[2]
+        what = f"time of the forward with keys split over two warps ({queries} queries), over queries"
         why = "above 1x in each process; keys at the fastest of three tiles"
-        found.times("C18", what, 1.0, gain, gain.low > 1, why, theirs="queries are faster")
+        found.times("C18", what, 1.0, ratio, ratio.low > 1, why, theirs="queries are faster")
 
 
 def _judge_softmax(results: Results, found: Verdicts) -> None:
     accesses = {s["softmax"]: s["accesses"] for s in pick(results, kind="softmax count")}
     if {"safe", "online"} <= accesses.keys():
-        counts, what = (
-            (accesses["safe"], accesses["online"]),
-            "memory accesses per element: safe, online softmax",
-        )
-        ours, why = "{:.3g} and {:.3g}".format(*counts), "for a row that does not stay on the chip"
+        counts, why = (accesses["safe"], accesses["online"]), "for a row that does not stay on the chip"
+        what, ours = "memory accesses per element: safe, online softmax", "{:.3g} and {:.3g}".format(*counts)
         found.add("C27", what, "4 and 3", ours, counts == (4, 3), why, basis=COUNTED)
     names = ("safe, top-k", "online, top-k", "online with top-k")
     if set(names) <= accesses.keys():
@@ -248,16 +233,17 @@ def _judge_softmax(results: Results, found: Verdicts) -> None:
         why = "ours includes writing the k results, which the paper leaves out"
         ours = ", ".join(f"{each:.2f}" for each in counts)
         found.add("C28", what, "5, 4 and 1", ours, passed, why, basis=COUNTED)
-    softmaxes = sorted(timed(results, kind="softmax", rows=4000), key=lambda s: (s["length"], s["k"]))
-    for sample in {s["length"]: s for s in softmaxes if s["length"] >= 4000}.values():
-        gain = took(sample, "safe") / took(sample, "online")
-        what = f"time of safe over online softmax, 4000 rows of {sample['length']}"
-        why = "at least 1.2x; the paper has it from 4000 on, on a V100; our L2 cache holds 4000 rows of 4000"
-        found.times("C27", what, 1.3, gain, gain.low >= 1.2, why)
-    for sample in softmaxes:
-        theirs = paper.TOPK_SPEEDUP.get(sample["k"])
-        if sample["length"] == paper.TOPK_LENGTH and theirs:
-            gain = took(sample, "safe, top-k") / took(sample, "online with top-k")
-            what = f"time of safe softmax then top-k over one pass, k {sample['k']}, 4000 rows of {sample['length']}"
+    why = "at least 1.2x; the paper has it from 4000 on, on a V100; our L2 cache holds 4000 rows of 4000"
+    softmaxes = {
+        s["length"]: ratio for s, ratio in gains(results, "safe", "online", kind="softmax", rows=4000)
+    }
+    for length, ratio in softmaxes.items():
+        if length >= 4000:
+            what = f"time of safe over online softmax, 4000 rows of {length}"
+            found.times("C27", what, 1.3, ratio, ratio.low >= 1.2, why)
+    fused = {"kind": "softmax", "rows": 4000, "length": paper.TOPK_LENGTH}
+    for k, theirs in paper.TOPK_SPEEDUP.items():
+        for _, ratio in gains(results, "safe, top-k", "online with top-k", k=k, **fused):
+            what = f"time of safe softmax then top-k over one pass, k {k}, 4000 rows of {paper.TOPK_LENGTH}"
             why = "at least the paper's; the top-k after safe softmax is torch's"
-            found.times("C28", what, theirs, gain, gain.low >= theirs, why)
+            found.times("C28", what, theirs, ratio, ratio.low >= theirs, why)

@@ -69,37 +69,38 @@ TOPK_SPEEDUP = {5: 5.0, 10: 3.5, 15: 2.0, 30: 1.4}
 GPT3_TFLOPS = {2048: (142, 196), 8192: (72, 220)}
 
 TOKENS_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def _by_length(table: dict[tuple[int, bool], dict[str, tuple[int, ...]]]) -> dict[tuple[int, bool], dict]:
+    """(head_dim, causal) -> series -> length -> TFLOP/s."""
+    return {
+        key: {name: dict(zip(TOKENS_LENGTHS, rates, strict=True)) for name, rates in series.items()}
+        for key, series in table.items()
+    }
+
+
 # FA2 Figure 7, H100, forward and backward, TFLOP/s; 16k tokens, hidden 2048: (head_dim, causal) -> series -> length.
-FA2_H100 = {
-    key: {name: dict(zip(TOKENS_LENGTHS, values, strict=False)) for name, values in series.items()}
-    for key, series in {
-        (64, False): {"fa1": (157, 159, 161, 161, 166, 168), "fa2": (215, 254, 274, 288, 294, 296)},
-        (64, True): {"fa1": (104, 123, 136, 138, 149, 156), "fa2": (141, 192, 232, 257, 273, 284)},
-        (128, False): {"fa1": (127, 127, 128, 131, 137, 139), "fa2": (248, 294, 320, 326, 335, 338)},
-        (128, True): {"fa1": (98, 109, 108, 126, 135, 137), "fa2": (163, 221, 265, 294, 308, 328)},
-    }.items()
-}  # fmt: skip
+FA2_H100 = _by_length({
+    (64, False): {"fa1": (157, 159, 161, 161, 166, 168), "fa2": (215, 254, 274, 288, 294, 296)},
+    (64, True): {"fa1": (104, 123, 136, 138, 149, 156), "fa2": (141, 192, 232, 257, 273, 284)},
+    (128, False): {"fa1": (127, 127, 128, 131, 137, 139), "fa2": (248, 294, 320, 326, 335, 338)},
+    (128, True): {"fa1": (98, 109, 108, 126, 135, 137), "fa2": (163, 221, 265, 294, 308, 328)},
+})  # fmt: skip
 
 # FA3 Figure 5, H100, forward, TFLOP/s, same workload.
-FA3_FORWARD = {
-    key: {name: dict(zip(TOKENS_LENGTHS, values, strict=False)) for name, values in series.items()}
-    for key, series in {
-        (64, False): {"fa2": (282, 306, 318, 321, 322, 324), "fa3": (333, 392, 460, 476, 496, 497)},
-        (64, True): {"fa2": (180, 229, 262, 284, 295, 299), "fa3": (197, 265, 371, 420, 460, 473)},
-        (128, False): {"fa2": (309, 350, 362, 368, 370, 370), "fa3": (467, 565, 625, 638, 646, 648)},
-        (128, True): {"fa2": (191, 260, 298, 319, 333, 335), "fa3": (292, 423, 521, 579, 602, 616)},
-        (256, False): {"fa2": (275, 313, 321, 323, 324, 326), "fa3": (482, 627, 707, 736, 746, 756)},
-        (256, True): {"fa2": (208, 251, 278, 293, 297, 298), "fa3": (286, 427, 537, 612, 628, 642)},
-    }.items()
-}  # fmt: skip
+FA3_FORWARD = _by_length({
+    (64, False): {"fa2": (282, 306, 318, 321, 322, 324), "fa3": (333, 392, 460, 476, 496, 497)},
+    (64, True): {"fa2": (180, 229, 262, 284, 295, 299), "fa3": (197, 265, 371, 420, 460, 473)},
+    (128, False): {"fa2": (309, 350, 362, 368, 370, 370), "fa3": (467, 565, 625, 638, 646, 648)},
+    (128, True): {"fa2": (191, 260, 298, 319, 333, 335), "fa3": (292, 423, 521, 579, 602, 616)},
+    (256, False): {"fa2": (275, 313, 321, 323, 324, 326), "fa3": (482, 627, 707, 736, 746, 756)},
+    (256, True): {"fa2": (208, 251, 278, 293, 297, 298), "fa3": (286, 427, 537, 612, 628, 642)},
+})  # fmt: skip
 # FA3 Figure 6, H100, backward, TFLOP/s.
-FA3_BACKWARD = {
-    key: {name: dict(zip(TOKENS_LENGTHS, values, strict=False)) for name, values in series.items()}
-    for key, series in {
-        (64, False): {"fa2": (198, 238, 264, 279, 287, 291), "fa3": (272, 363, 422, 453, 472, 474)},
-        (128, False): {"fa2": (214, 260, 291, 310, 318, 322), "fa3": (316, 424, 501, 542, 559, 561)},
-    }.items()
-}  # fmt: skip
+FA3_BACKWARD = _by_length({
+    (64, False): {"fa2": (198, 238, 264, 279, 287, 291), "fa3": (272, 363, 422, 453, 472, 474)},
+    (128, False): {"fa2": (214, 260, 291, 310, 318, 322), "fa3": (316, 424, 501, 542, 559, 561)},
+})  # fmt: skip
 
 # FA3 Table 3: RMSE against float64, fp16, values N(0, 1) + N(0, 100) * Bernoulli(0.001).
 FA3_RMSE = {"standard": 3.2e-4, "flash": 1.9e-4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,37 +77,34 @@ def seed_gap(compared: dict[str, Sample]) -> tuple[float, float] | None:
 
 
 def table(results: Results) -> str:
-    parts = [_runs_table(results, "gpt2"), _runs_table(results, "recipe")]
-    parts += map(_numerics_table, pick(results, kind="numerics"))
-    parts += [_context_table(results), _stability_table(results), _extend_table(results)]
-    refused = [f"{s['name']}: {s['failed']}" for s in results["samples"] if s.get("failed") and "name" in s]
-    return "\n\n".join([*filter(None, parts), *refused])
-
-
-def _reached(run: Sample) -> list[str]:
-    """How far it came, and from where on it no longer learned; validation loss, perplexity."""
-    loss, lowest = final_loss(run), diverged_from(run)
-    steps = f"{run['partial']} (cut)" if "partial" in run else f"{run['steps']}"
-    steps += "" if lowest is None else f" (diverged from {lowest} on)"
-    return [steps, f"{loss:.4f}", f"{math.exp(loss):.2f}"]
-
-
-def _runs_table(results: Results, part: str) -> str:
-    compared = runs(results, part)
-    if not compared:
-        return ""
-    base = compared.get(BASELINE) or compared.get("recipe_naive")
-    header = [part, "steps", "val loss", "perplexity", "- naive", "second half", "k tokens/s", "GiB"]
+    """A row a run, then the numerics, then what failed."""
+    header = ["part", "run", "steps", "lowest val loss", "last", "perplexity", "- naive", "second half"]
     rows = []
-    for name, run in compared.items():
-        apart = [f"{each:.1e}" for each in gap(run, base)] if base and run is not base else ["", ""]
-        measured = [f"{(run['tokens_per_second'] or math.nan) / 1e3:.0f}", f"{run['peak_gib'] or 0:.1f}"]
-        rows.append([NAMES[name], *_reached(run), *apart, *measured])
-    tokens = max(run["steps"] * run["batch_tokens"] for run in compared.values())
+    for part in ("gpt2", "recipe", "context", "stability", "extend"):
+        compared = runs(results, part)
+        base = compared.get(BASELINE) or compared.get("recipe_naive")
+        for run in compared.values():
+            steps = f"{run['partial']} (cut)" if "partial" in run else f"{run['steps']}"
+            if step := diverged_from(run):
+                steps += f" (diverged from {step} on)"
+            lowest, last = min(loss for _, loss in run["validation"]), final_loss(run)
+            apart = [f"{each:.1e}" for each in gap(run, base)] if base and run is not base else ["", ""]
+            losses = [f"{lowest:.4f}", f"{last:.4f}", f"{math.exp(last):.2f}", *apart]
+            measured = [f"{(run['tokens_per_second'] or math.nan) / 1e3:.0f}", f"{run['peak_gib'] or 0:.1f}"]
+            rows.append([part, _label(run), steps, *losses, *measured])
     below = (
-        "a run; |difference| of the validation loss in nats, at the end and on average over the second half"
+        "- naive: |difference| of validation losses in nats, at the end and on average over the second half"
     )
-    return f"{text_table(header, rows)}\n{tokens / 1e6:.0f} M tokens {below}"
+    parts = [f"{text_table([*header, 'k tokens/s', 'GiB'], rows)}\n{below}"] if rows else []
+    parts += map(_numerics_table, pick(results, kind="numerics"))
+    refused = [f"{s['name']}: {s['failed']}" for s in results["samples"] if s.get("failed") and "name" in s]
+    return "\n\n".join([*parts, *refused])
+
+
+def _label(run: Sample) -> str:
+    """What the run differs in: its attention or, where that is the same, its context."""
+    other = ", other weights" * run["name"].endswith("_seed")
+    return NAMES.get(run["name"]) or f"{run['context']}{other}"
 
 
 def _numerics_table(sample: Sample) -> str:
@@ -125,44 +123,6 @@ def _numerics_table(sample: Sample) -> str:
         f"{text_table(header, rows)}\nloss of {sample['tokens']:,} validation tokens; gradients of "
         f"{sample['gradient_tokens']:,} training tokens, |g - g64| / |g64| by tensor"
     )
-
-
-def _context_table(results: Results) -> str:
-    trained = sorted(runs(results, "context").values(), key=lambda run: run["context"])
-    if not trained:
-        return ""
-    contexts = list(dict.fromkeys(run["context"] for run in trained))
-    rows = []
-    for run in trained:
-        cut = dict(map(tuple, run.get("cut", [])))
-        name = f"{run['context']}{', other weights' * run['name'].endswith('_seed')}"
-        rows.append([name, *_reached(run), *(f"{cut[c]:.4f}" if c in cut else "" for c in contexts)])
-    header = ["context", "steps", "val loss", "perplexity", *(f"cut to {c}" for c in contexts)]
-    below = "the same tokens at every step; every validation token is predicted once"
-    return f"{text_table(header, rows)}\n{below}"
-
-
-def _stability_table(results: Results) -> str:
-    again = list(runs(results, "stability").values())
-    longest = sorted(runs(results, "context").values(), key=lambda run: -run["context"])[:1]
-    rows = []
-    for run in [*longest, *again] if again else []:
-        steps, last, _ = _reached(run)
-        lowest, speed = min(loss for _, loss in run["validation"]), run["tokens_per_second"] or math.nan
-        what = NAMES.get(run["name"], f"as context {run['context']}")
-        rows.append([what, steps, f"{lowest:.4f}", last, f"{speed / 1e3:.0f}"])
-    header = ["longest context again", "steps", "lowest val loss", "last", "k tokens/s"]
-    return text_table(header, rows) if rows else ""
-
-
-def _extend_table(results: Results) -> str:
-    extended = sorted(runs(results, "extend").values(), key=lambda run: run["context"])
-    header = ["extended to", "steps", *(f"val loss {n}/4" for n in range(1, 5))]
-    rows = []
-    for run in extended:
-        losses = [f"{loss:.4f}" for _, loss in run["validation"][-4:]]
-        rows.append([f"{run['context']}", f"{run['steps']}", *losses, *[""] * (4 - len(losses))])
-    return text_table(header, rows) if rows else ""
 
 
 # ---- picture -----------------------------------------------------------------------------------------
@@ -189,6 +149,21 @@ def draw(results: Results, path: Path) -> None:
             panel(axis, of)
 
 
+Points = list[tuple[float, float]]
+LOSS = "validation loss (nats)"
+
+
+def _against_tokens(run: Sample, of: str = "validation") -> Points:
+    """A series of [step, value] against millions of tokens."""
+    return [(step * run["batch_tokens"] / 1e6, value) for step, value in run[of]]
+
+
+def _plot(axis: plots.Axes, title: str, across: str, up: str, lines: Iterable[tuple[Points, dict]]) -> None:
+    for points, style in lines:
+        axis.plot(*zip(*points, strict=True), **style)
+    axis.set(title=title, xlabel=across, ylabel=up)
+
+
 def _style(name: str) -> dict:
     seed = name.endswith("_seed")
     return {
@@ -200,78 +175,73 @@ def _style(name: str) -> dict:
     }
 
 
-def _draw_losses(
-    axis: plots.Axes, title: str, across: str, run: Sample, unit: float, **style: object
-) -> None:
-    """The validation curve against tokens, in units of `unit`."""
-    tokens = [step * run["batch_tokens"] / unit for step, _ in run["validation"]]
-    axis.plot(tokens, [loss for _, loss in run["validation"]], **style)
-    axis.set(title=title, xlabel=across, ylabel="validation loss (nats)")
-
-
 def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     """Validation loss against tokens: this panel and the next two are in README's picture too."""
     title = "Loss curve"
     if BASELINE in compared and len(compared) > 1:
         apart = max(gap(run, compared[BASELINE])[0] for run in compared.values())
         title = f"The same curve to {apart:.1g} nats"
-    for name, run in compared.items():
-        _draw_losses(axis, title, "M tokens", run, 1e6, **_style(name))
+    lines = [(_against_tokens(run), _style(name)) for name, run in compared.items()]
+    _plot(axis, title, "M tokens", LOSS, lines)
     plots.legend(axis)
 
 
 def draw_clock(axis: plots.Axes, compared: dict[str, Sample]) -> None:
+    lines = []
     for name, run in compared.items():
         if speed := run["tokens_per_second"]:
-            _draw_losses(axis, "... on the clock", "minutes of training", run, 60 * speed, **_style(name))
+            points = [(millions * 1e6 / speed / 60, loss) for millions, loss in _against_tokens(run)]
+            lines.append((points, _style(name)))
+    _plot(axis, "... on the clock", "minutes of training", LOSS, lines)
 
 
 def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     """How far a run is above naive; one of other weights, above the run that differs in nothing else."""
+    lines = []
     for name, run in compared.items():
         other = compared.get(dict(SEEDS).get(name, BASELINE))
-        if other is None or name == BASELINE:
-            continue
-        theirs = dict(map(tuple, other["validation"]))
-        common = [(step, loss) for step, loss in run["validation"] if step in theirs]
-        points = [(step * run["batch_tokens"] / 1e6, loss - theirs[step]) for step, loss in common]
-        label = NAMES[name] + (f", minus {NAMES[other['name']]}" if other["name"] != BASELINE else "")
-        axis.plot(*zip(*points, strict=True), **{**_style(name), "label": label})
+        if other is not None and name != BASELINE:
+            theirs = dict(_against_tokens(other))
+            points = [
+                (tokens, loss - theirs[tokens]) for tokens, loss in _against_tokens(run) if tokens in theirs
+            ]
+            label = NAMES[name] + (f", minus {NAMES[other['name']]}" if other["name"] != BASELINE else "")
+            lines.append((points, {**_style(name), "label": label}))
+    _plot(axis, "How far apart", "M tokens", "validation loss above naive's (nats)", lines)
     axis.axhline(0, **{**_style(BASELINE), "label": None})
-    axis.set(title="How far apart", xlabel="M tokens", ylabel="validation loss above naive's (nats)")
     plots.legend(axis)
 
 
-def _context_style(name: str, run: Sample, trained: dict[str, Sample]) -> dict[str, Any]:
-    contexts = sorted({each["context"] for each in trained.values()})
+def _context_style(run: Sample, trained: dict[str, Sample]) -> dict[str, Any]:
+    contexts, seed = sorted({each["context"] for each in trained.values()}), run["name"].endswith("_seed")
     return {
         "color": plots.COLOURS[contexts.index(run["context"]) % len(plots.COLOURS)],
-        "linestyle": "--" if name.endswith("_seed") else ":" if name in NAMES else "-",
+        "linestyle": "--" if seed else ":" if run["name"] in NAMES else "-",
         "linewidth": 1.3,
-        "label": NAMES.get(name) or (None if name.endswith("_seed") else f"{run['context']}"),
+        "label": None if seed else _label(run),
     }
 
 
 def _draw_contexts(axis: plots.Axes, trained: dict[str, Sample]) -> None:
     """A run that diverged is drawn up to its lowest loss."""
-    for name, run in trained.items():
-        style, lowest = _context_style(name, run, trained), diverged_from(run)
-        kept = [each for each in run["validation"] if lowest is None or each[0] <= lowest]
-        _draw_losses(
-            axis, "Longer context, same tokens", "M tokens", run | {"validation": kept}, 1e6, **style
-        )
-        if lowest is not None:
-            axis.plot(lowest * run["batch_tokens"] / 1e6, kept[-1][1], "x", color=style["color"])
+    lines = []
+    for run in trained.values():
+        style, points, lowest = _context_style(run, trained), _against_tokens(run), diverged_from(run)
+        if lowest is None:
+            lines.append((points, style))
+        else:
+            points = [each for each in points if each[0] <= lowest * run["batch_tokens"] / 1e6]
+            cross = {"color": style["color"], "marker": "x", "linestyle": "None"}
+            lines += [(points, style), (points[-1:], cross)]
+    _plot(axis, "Longer context, same tokens", "M tokens", LOSS, lines)
     plots.legend(axis, title="context" + " (x: diverged)" * any(map(diverged_from, trained.values())))
 
 
 def _draw_norms(axis: plots.Axes, trained: dict[str, Sample]) -> None:
-    for name, run in trained.items():
-        if norms := run.get("gradient_norms"):
-            tokens = [step * run["batch_tokens"] / 1e6 for step, _ in norms]
-            axis.plot(tokens, [norm for _, norm in norms], **_context_style(name, run, trained))
+    runs_with = [run for run in trained.values() if run.get("gradient_norms")]
+    lines = [(_against_tokens(run, "gradient_norms"), _context_style(run, trained)) for run in runs_with]
+    _plot(axis, "Gradient norm before clipping", "M tokens", "norm", lines)
     axis.set_yscale("log")
-    axis.set(title="Gradient norm before clipping", xlabel="M tokens", ylabel="norm")
     plots.legend(axis, title="context")
 
 
@@ -279,18 +249,18 @@ def _draw_cut(axis: plots.Axes, trained: dict[str, Sample]) -> None:
     views = [run for run in trained.values() if run.get("cut")]
     learning = [run for run in views if diverged_from(run) is None]
     longest = max(learning or views, key=lambda run: run["context"])
-    axis.plot(*zip(*longest["cut"], strict=True), "o-")
-    plots.length_axis(axis, [context for context, _ in longest["cut"]])
     title = f"The {longest['context']} model, windows cut"
-    axis.set(title=title, xlabel="window", ylabel="validation loss (nats)")
+    _plot(axis, title, "window", LOSS, [(longest["cut"], {"marker": "o"})])
+    plots.length_axis(axis, [context for context, _ in longest["cut"]])
+    axis.set_xlabel("window")
 
 
 def _draw_positions(axis: plots.Axes, trained: dict[str, Sample]) -> None:
-    for name, run in trained.items():
-        if not name.endswith("_seed") and run.get("positions") and diverged_from(run) is None:
-            _, last, losses = zip(*run["positions"], strict=True)
-            shade = _context_style(name, run, trained)["color"]
-            axis.plot(last, losses, "o-", color=shade, label=f"{run['context']}", linewidth=1.3)
+    lines = []
+    for run in trained.values():
+        if not run["name"].endswith("_seed") and run.get("positions") and diverged_from(run) is None:
+            points = [(last, loss) for _, last, loss in run["positions"]]
+            lines.append((points, {**_context_style(run, trained), "marker": "o", "linestyle": "-"}))
+    _plot(axis, "By position in the window", "up to token", LOSS, lines)
     axis.set_xscale("log", base=2)
-    axis.set(title="By position in the window", xlabel="up to token", ylabel="validation loss (nats)")
     plots.legend(axis, title="context")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,55 +68,78 @@ class Figure:
     source: str = ""
     gpu: bool = True
 
+    @property
+    def link(self) -> str:
+        """Where it was measured, in Markdown: a link to the file."""
+        basis = self.verdict.basis
+        return f"[{basis}]({self.source})" if self.source and basis else basis
+
+
+@dataclass
+class Judged:
+    """A claim with its figures, and with its experiment's pictures if it is the first claim of that."""
+
+    claim: Claim
+    figures: list[Figure] = field(default_factory=list)
+    gpu_pictures: list[Path] = field(default_factory=list)
+    cpu_pictures: list[Path] = field(default_factory=list)
+
+    @property
+    def pictured_at(self) -> str:
+        """The claim that its figures' picture is at, if it is another one."""
+        first = EXPERIMENTS[self.claim.experiment].claims[0]
+        return first if first != self.claim.name and any(each.source for each in self.on_gpu) else ""
+
+    @property
+    def on_gpu(self) -> list[Figure]:
+        return [figure for figure in self.figures if figure.gpu]
+
+    @property
+    def on_cpu(self) -> list[Figure]:
+        return [figure for figure in self.figures if not figure.gpu]
+
+    @property
+    def statuses(self) -> Counter[str]:
+        """Of every figure; a CPU's is left out where a GPU has it too."""
+        names = {figure.verdict.what for figure in self.on_gpu}
+        counted = self.on_gpu + [each for each in self.on_cpu if each.verdict.what not in names]
+        return Counter(figure.verdict.status for figure in counted)
+
+    @property
+    def state(self) -> str:
+        """One of STATES, by the figures that could be compared."""
+        found = self.statuses
+        if {REPRODUCED, NOT_REPRODUCED} <= found.keys():
+            return IN_PART
+        return next(state for state in STATES if state in found)
+
+    @property
+    def tally(self) -> str:
+        """How many of the figures that could be compared are reproduced: "3 of 4"."""
+        found = self.statuses
+        compared = found[REPRODUCED] + found[NOT_REPRODUCED]
+        return f"{found[REPRODUCED]} of {compared}" if compared else ""
+
 
 @dataclass
 class Page:
     """The report's content, independent of its format."""
 
-    figures: dict[str, list[Figure]] = field(default_factory=lambda: {name: [] for name in CLAIMS})
+    claims: dict[str, Judged] = field(default_factory=lambda: {name: Judged(c) for name, c in CLAIMS.items()})
     documents: list[Results] = field(default_factory=list)
-    # (experiment, whether on a GPU) -> its pictures
-    pictures: dict[tuple[str, bool], list[Path]] = field(default_factory=dict)
     headlines: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def on_gpu(self, claim: str) -> list[Figure]:
-        return [figure for figure in self.figures[claim] if figure.gpu]
 
-    def on_cpu(self, claim: str) -> list[Figure]:
-        return [figure for figure in self.figures[claim] if not figure.gpu]
-
-    def counted(self, claim: str) -> list[Figure]:
-        """Each figure once: a CPU's is left out where a GPU has it too."""
-        on_gpu = self.on_gpu(claim)
-        names = {figure.verdict.what for figure in on_gpu}
-        return on_gpu + [each for each in self.on_cpu(claim) if each.verdict.what not in names]
-
-    def pictures_below(self, claim: str, gpu: bool) -> list[Path]:
-        """The pictures that are shown below a claim: those of its experiment, below the first of its claims."""
-        experiment = CLAIMS[claim].experiment
-        first = next(each.name for each in CLAIMS.values() if each.experiment == experiment)
-        return self.pictures.get((experiment, gpu), []) if claim == first else []
-
-    def state(self, claim: str) -> str:
-        """One of STATES, by the figures that could be compared."""
-        found = {figure.verdict.status for figure in self.counted(claim)}
-        return IN_PART if {REPRODUCED, NOT_REPRODUCED} <= found else next(s for s in STATES if s in found)
-
-    def tally(self, claim: str) -> str:
-        """How many of the figures that could be compared are reproduced: "3 of 4"."""
-        counts = Counter(figure.verdict.status for figure in self.counted(claim))
-        compared = counts[REPRODUCED] + counts[NOT_REPRODUCED]
-        return f"{counts[REPRODUCED]} of {compared}" if compared else ""
-
-    def first(self) -> list[list[str]]:
-        """The rows of the first screen."""
-        rows = []
-        for subject, (claim, words) in FIRST.items():
-            figures = self.on_gpu(claim)
-            v = next((each for each in figures if words in each.verdict.what), figures[0]).verdict
-            rows.append([subject, v.what, v.paper, v.ours or NOT_MEASURED, v.status, v.basis])
-        return rows
+def first_rows(page: Page) -> list[list[str]]:
+    """The rows of the first screen, in FIRST_COLUMNS."""
+    rows = []
+    for subject, (claim, words) in FIRST.items():
+        figures = page.claims[claim].on_gpu
+        figure = next((each for each in figures if words in each.verdict.what), figures[0])
+        v = figure.verdict
+        rows.append([subject, v.what, v.paper, v.ours or NOT_MEASURED, v.status, figure.link])
+    return rows
 
 
 def figure_rows(figures: list[Figure]) -> list[list[str]]:
@@ -126,8 +149,7 @@ def figure_rows(figures: list[Figure]) -> list[list[str]]:
         v = figure.verdict
         why = "as above" if v.why and v.why == before else v.why
         ratio, before = "" if v.ratio is None else f"{v.ratio:.2f}", v.why
-        source = f"[{v.basis}]({figure.source})" if figure.source and v.basis else v.basis
-        rows.append([v.what, v.paper, v.ours or NOT_MEASURED, ratio, v.status, why, source])
+        rows.append([v.what, v.paper, v.ours or NOT_MEASURED, ratio, v.status, why, figure.link])
     return rows
 
 
@@ -135,12 +157,32 @@ def run_rows(page: Page) -> list[list[str]]:
     """A row for each document that says what produced it, in RUN_COLUMNS."""
     rows = []
     for document in page.documents:
+        environment = document["environment"]
+        commit, changes, _ = (document["commit"] or "unknown").partition("+")
         row = [*(document[name] for name in RUN_COLUMNS[:3]), shlex.join(document["command"])]
         row += [f"{document['seconds']:.0f} s", document["date"]]
-        environment = document["environment"]
-        row += [f"torch {environment['torch']}, triton {environment['triton']}", short_commit(document)]
-        rows.append([*row, ", ".join(changed_since(document))])
+        row += [f"torch {environment['torch']}, triton {environment['triton']}"]
+        rows.append([*row, commit[:9] + "+changes" * bool(changes), _by_module(changed_since(document))])
     return rows
+
+
+def _by_module(names: list[str]) -> str:
+    """Names of definitions, or of several in a module that and how many: "kernels.naive.attend, model.gpt (2)"."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return ", ".join(
+        name if not more else f"{each} ({1 + len(more)})" for each, (name, *more) in modules.items()
+    )
+
+
+def texts(page: Page) -> Iterator[tuple[str, str]]:
+    """(what wrote it, text) of naive's and flash's last checkpoints, sampled with one seed."""
+    for document in page.documents:
+        if document["experiment"] == "perplexity":
+            for name, run in runs(document, "gpt2").items():
+                if name in ("naive", "flash") and "text" in run:
+                    yield f"{name}, {run['steps']:,} steps on {document['device']}", run["text"]
 
 
 def main(argv: list[str]) -> int:
@@ -165,140 +207,123 @@ def build(directory: Path) -> Page:
     page = Page()
     documents = read_all(directory, EXPERIMENTS, page.notes.append)
     for document in sorted(documents, key=lambda each: not ran_on_gpu(each)):
-        experiment = EXPERIMENTS[document["experiment"]]
-        where = f"{experiment.name} on {document['device']}"
         if document["state"] != "complete":
-            page.notes.append(f"{where} is partial: it was interrupted or ran out of time")
+            page.notes.append(f"{_name(document)} is partial: it was interrupted or ran out of time")
         # One bad document must not lose the others' rows.
         try:
-            verdicts = experiment.module.judge(document)
-            picture = _draw(experiment.module, document, directory)
+            _add(page, document, directory)
         except Exception as error:
-            page.notes.append(f"{where} cannot be judged: {type(error).__name__}: {error}")
-            continue
-        suffix = ".json" if document["state"] == "complete" else ".partial.json"
-        source = f"{slug(document['device'])}/{experiment.name}{suffix}"
-        for verdict in verdicts:
-            page.figures[verdict.claim].append(Figure(verdict, source, ran_on_gpu(document)))
-        page.documents.append(document)
-        if picture:
-            page.pictures.setdefault((experiment.name, ran_on_gpu(document)), []).append(picture)
-    page.notes += [*_older(page.documents), *_late(page.documents), *_alone(page.documents)]
-    page.headlines = list(_headlines(page, directory))
-    for name, claim in CLAIMS.items():
-        page.figures[name] += [Figure(verdict) for verdict in _missing(claim, page)]
+            page.notes.append(f"{_name(document)} cannot be judged: {type(error).__name__}: {error}")
+    page.notes += _notes(page.documents)
+    page.headlines = list(_headlines(page.documents, directory)) if can_draw() else []
+    for judged in page.claims.values():
+        judged.figures += map(Figure, _missing(judged, page.documents))
     return page
 
 
-def _headlines(page: Page, directory: Path) -> Iterator[Path]:
-    """The picture that README shows, for each GPU on which attention and training were both measured."""
-    by_name = {(each["device"], each["experiment"]): each for each in page.documents if ran_on_gpu(each)}
-    curves = [each for (_, name), each in by_name.items() if name == "perplexity" and compares(each)]
-    for device in sorted({device for device, _ in by_name}):
-        needed = [by_name.get((device, name)) for name in ("attention", "training")]
-        if all(needed) and can_draw():
+def _add(page: Page, document: Results, directory: Path) -> None:
+    """Add a document's verdicts and its picture."""
+    experiment, gpu = EXPERIMENTS[document["experiment"]], ran_on_gpu(document)
+    verdicts = experiment.module.judge(document)
+    folder = slug(document["device"])
+    if can_draw():
+        picture = directory / folder / f"{experiment.name}.svg"
+        experiment.module.draw(document, picture)
+        first = page.claims[experiment.claims[0]]
+        (first.gpu_pictures if gpu else first.cpu_pictures).append(picture)
+    source = f"{folder}/{experiment.name}{'' if document['state'] == 'complete' else '.partial'}.json"
+    for verdict in verdicts:
+        page.claims[verdict.claim].figures.append(Figure(verdict, source, gpu))
+    page.documents.append(document)
+
+
+def _headlines(documents: list[Results], directory: Path) -> Iterator[Path]:
+    """The picture that README shows, for each GPU on which attention and training were both measured.
+
+    The loss curves in it are of the same GPU, or else of another.
+    """
+    measured = {(each["device"], each["experiment"]): each for each in documents if ran_on_gpu(each)}
+    curves = {
+        device: each for (device, name), each in measured.items() if name == "perplexity" and compares(each)
+    }
+    for device in sorted({device for device, _ in measured}):
+        needed = [measured.get((device, name)) for name in ("attention", "training")]
+        if all(needed):
             path = directory / slug(device) / "headline.svg"
-            own = by_name.get((device, "perplexity"))
-            headline.draw(*needed, path, own if own in curves else next(iter(curves), None))
+            headline.draw(*needed, path, curves.get(device, next(iter(curves.values()), None)))
             yield path
 
 
-def texts(page: Page) -> Iterator[tuple[str, str]]:
-    """(what wrote it, text) of naive's and flash's last checkpoints, sampled with one seed."""
-    for document in page.documents:
-        if document["experiment"] == "perplexity":
-            for name, run in runs(document, "gpt2").items():
-                if name in ("naive", "flash") and "text" in run:
-                    yield f"{name}, {run['steps']:,} steps on {document['device']}", run["text"]
-
-
-def _listed(documents: Iterable[Results]) -> str:
-    """Experiments by device: "attention, history on NVIDIA H200; ..."."""
-    names: dict[str, list[str]] = {}
+def _notes(documents: list[Results]) -> Iterator[str]:
+    """What a reader has to know of the runs."""
+    yield from _listed("code has changed since these were run (Runs tells what)", documents, changed_since)
     for document in documents:
-        names.setdefault(document["device"], []).append(document["experiment"])
-    return "; ".join(f"{', '.join(experiments)} on {device}" for device, experiments in names.items())
-
-
-def _alone(documents: list[Results]) -> Iterator[str]:
-    """One note that lists the results that were timed in a single process."""
-    timings = [(each, [s for s in each["samples"] if "ms" in s]) for each in documents]
-    if alone := [d for d, timed in timings if timed and not any(s.get("process") for s in timed)]:
-        yield f"timed in one process, so their figures have no range yet: {_listed(alone)}"
-
-
-def _older(documents: list[Results]) -> Iterator[str]:
-    """One note that lists the results made by code that has changed since."""
-    if older := [each for each in documents if changed_since(each)]:
-        yield f"code has changed since these were run (Runs tells what): {_listed(older)}"
-
-
-def _late(documents: list[Results]) -> Iterator[str]:
-    """A note for each run with late rounds (see `timing.Timed`), whose times may include waiting for the host."""
-    for document in documents:
-        rounds: Counter[str] = Counter()
+        rounds: Counter[str] = Counter()  # late ones, whose times may include waiting; see `timing.Timed`
         for sample in document["samples"]:
             rounds.update(sample.get("late", {}))
         if rounds:
-            listed = ", ".join(f"{name} in {count}" for name, count in rounds.most_common())
-            where = f"{document['experiment']} on {document['device']}"
-            yield f"in some rounds of {where} the device waited for the host, so their times may include it: {listed}"
+            late = ", ".join(f"{name} in {count}" for name, count in rounds.most_common())
+            yield (
+                f"in some rounds of {_name(document)} the device waited for the host, so their times may include "
+                f"it: {late}"
+            )
+    yield from _listed("timed in one process, so their figures have no range yet", documents, _timed_once)
 
 
-def _draw(module: object, document: Results, directory: Path) -> Path | None:
-    if not can_draw():
-        return None
-    path = directory / slug(document["device"]) / f"{document['experiment']}.svg"
-    module.draw(document, path)
-    return path
+def _listed(words: str, documents: list[Results], holds: Callable[[Results], object]) -> Iterator[str]:
+    """The documents of which it holds, if any, by device: "WORDS: attention, history on NVIDIA H200; ..."."""
+    names: dict[str, list[str]] = {}
+    for document in filter(holds, documents):
+        names.setdefault(document["device"], []).append(document["experiment"])
+    if names:
+        by_device = [f"{', '.join(experiments)} on {device}" for device, experiments in names.items()]
+        yield f"{words}: {'; '.join(by_device)}"
 
 
-def _missing(claim: Claim, page: Page) -> Iterator[Verdict]:
+def _timed_once(document: Results) -> bool:
+    timings = [sample for sample in document["samples"] if "ms" in sample]
+    return bool(timings) and not any(sample.get("process") for sample in timings)
+
+
+def _missing(judged: Judged, documents: list[Results]) -> Iterable[Verdict]:
     """A "not measured" row if no document has a row for the claim, or none from a GPU where it takes a GPU."""
-    if not claim.experiment:
-        yield Verdict(claim.name, "the claim", claim.paper, why=claim.missing)
-        return
-    if page.on_gpu(claim.name) or (page.figures[claim.name] and not claim.on_gpu):
-        return
+    claim = judged.claim
+    if judged.on_gpu or (judged.figures and not claim.on_gpu):
+        return []
     why = f"needs a CUDA device: python -m reproduce {claim.experiment}"
-    if any(each["experiment"] == claim.experiment and ran_on_gpu(each) for each in page.documents):
+    if any(each["experiment"] == claim.experiment and ran_on_gpu(each) for each in documents):
         why = f"no run of {claim.experiment} on a GPU has measured it yet"
-    yield Verdict(claim.name, claim.on_gpu or "the claim", claim.paper, why=why)
+    return [Verdict(claim.name, claim.on_gpu or "the claim", claim.paper, why=why)]
 
 
 def ran_on_gpu(document: Results) -> bool:
     return document["environment"]["device"].startswith("cuda")
 
 
+def _name(document: Results) -> str:
+    return f"{document['experiment']} on {document['device']}"
+
+
 # ---- words -------------------------------------------------------------------------------------------
 
-_ONES = (
-    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-)  # fmt: skip
-_TENS = ("", "", "twenty", "thirty")
+_ONES = "no one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_ONES += " seventeen eighteen nineteen"
 
 
 def in_words(number: int) -> str:
     """0 to 39: no, one, ... thirty-nine."""
     if number < 20:
-        return _ONES[number]
-    return _TENS[number // 10] + (f"-{_ONES[number % 10]}" if number % 10 else "")
+        return _ONES.split()[number]
+    tens = "twenty" if number < 30 else "thirty"
+    return f"{tens}-{in_words(number % 10)}" if number % 10 else tens
 
 
 def summary(page: Page) -> str:
     """The claims counted by claim, in a sentence; those that are not simply reproduced are named."""
-    names = {state: [name for name in CLAIMS if page.state(name) == state] for state in STATES}
     words = {NOT_COMPARABLE: "measured but not comparable", NOT_MEASURED: "not measured"}
     parts = []
-    for state, claims in names.items():
-        if claims:
-            named = "" if state == REPRODUCED else f" ({', '.join(claims)})"
-            verb = "is" if len(claims) == 1 else "are"
-            parts.append(f"{in_words(len(claims))} {verb} {words.get(state, state)}{named}")
+    for state in STATES:
+        if names := [name for name, judged in page.claims.items() if judged.state == state]:
+            verb, named = "is" if len(names) == 1 else "are", f" ({', '.join(names)})" * (state != REPRODUCED)
+            parts.append(f"{in_words(len(names))} {verb} {words.get(state, state)}{named}")
     return f"Of the papers' {in_words(len(CLAIMS))} claims, {'; '.join(parts)}."
-
-
-def short_commit(document: Results) -> str:
-    commit, changes, _ = (document["commit"] or "unknown").partition("+")
-    return commit[:9] + ("+changes" if changes else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import report
-from .claims import CLAIMS, PAPERS
+from .claims import PAPERS
 from .common import markdown_table
 
 WHERE = (
@@ -18,26 +18,29 @@ WHERE = (
 def as_markdown(page: report.Page, directory: Path) -> str:
     lines = ["# The papers' claims, reproduced", ""]
     lines += [f"![At a glance]({_link(path, directory)})\n" for path in page.headlines]
-    lines += markdown_table(report.FIRST_COLUMNS, page.first())
+    lines += markdown_table(report.FIRST_COLUMNS, report.first_rows(page))
     lines += [f"**{report.summary(page)}**", "", f"{report.HOW_TO_READ} {WHERE}", ""]
     lines += [f"- {note}" for note in page.notes] + [""] * bool(page.notes)
     lines += ["## The claims", ""]
     rows = []
-    for name, claim in CLAIMS.items():
-        row = [f"[{name}](#{name.lower()})", claim.statement, claim.source, page.state(name)]
-        rows.append([*row, page.tally(name) or claim.missing])
+    for name, judged in page.claims.items():
+        row = [f"[{name}](#{name.lower()})", judged.claim.statement, judged.claim.source]
+        rows.append([*row, judged.state, judged.tally])
     lines += markdown_table(("", "claim", "source", "verdict", "figures"), rows)
     lines += ["; ".join(f"{short}: {paper}" for short, paper in PAPERS.items()) + ".", ""]
     lines += ["# Appendix", "", "## A. Every figure of a GPU", ""]
-    for name, claim in CLAIMS.items():
-        lines += [f"### {name}", "", f"{claim.statement} {claim.source}.", "", *_table(page.on_gpu(name))]
-        lines += [f"Estimate, not a run: {claim.estimate}.", ""] if claim.estimate else []
-        lines += _pictures(page, name, True, directory)
+    for name, judged in page.claims.items():
+        lines += [f"### {name}", "", f"{judged.claim.statement} {judged.claim.source}.", ""]
+        lines += _table(judged.on_gpu)
+        lines += [f"Picture at [{judged.pictured_at}](#{judged.pictured_at.lower()}).", ""] * bool(
+            judged.pictured_at
+        )
+        lines += [f"![{name}]({_link(path, directory)})\n" for path in judged.gpu_pictures]
     lines += ["## B. Counted on a CPU", ""]
-    for name, claim in CLAIMS.items():
-        if on_cpu := page.on_cpu(name):
-            lines += [f"{name}. {claim.statement}", "", *_table(on_cpu)]
-        lines += _pictures(page, name, False, directory)
+    for name, judged in page.claims.items():
+        if judged.on_cpu:
+            lines += [f"{name}. {judged.claim.statement}", "", *_table(judged.on_cpu)]
+        lines += [f"![{name}]({_link(path, directory)})\n" for path in judged.cpu_pictures]
     lines += ["## C. Runs", "", *markdown_table(report.RUN_COLUMNS, report.run_rows(page))]
     if written := list(report.texts(page)):
         lines += ["", "## D. Texts", "", "What GPT-2 small writes, from an empty prompt and one seed.", ""]
@@ -48,10 +51,6 @@ def as_markdown(page: report.Page, directory: Path) -> str:
 
 def _table(figures: list[report.Figure]) -> list[str]:
     return markdown_table(report.COLUMNS, report.figure_rows(figures)) if figures else []
-
-
-def _pictures(page: report.Page, claim: str, gpu: bool, directory: Path) -> list[str]:
-    return [f"![{claim}]({_link(path, directory)})\n" for path in page.pictures_below(claim, gpu)]
 
 
 def _link(path: Path, directory: Path) -> str:

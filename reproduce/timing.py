@@ -254,6 +254,26 @@ def fastest(sample: Sample, names: tuple[str, ...], phase: str = "both") -> tupl
     return min(found.items(), key=lambda item: item[1].median) if found else None
 
 
+def medians(samples: list[Sample], name: str) -> dict[int, float]:
+    """Length -> milliseconds of a contender, of the samples that have it."""
+    return {sample["length"]: times.median for sample in samples if (times := took(sample, name))}
+
+
+def gain(sample: Sample, over: str, under: str, phase: str = "both") -> Times | None:
+    """How many times as long the contender `over` takes as `under`; None if one of them was not timed."""
+    theirs, ours = took(sample, over, phase), took(sample, under, phase)
+    return theirs / ours if theirs and ours else None
+
+
+def gains(
+    results: Results, over: str, under: str, phase: str = "both", **where: Any
+) -> list[tuple[Sample, Times]]:
+    """The timings at the coordinates `where` that have both contenders, each with its `gain`."""
+    return [
+        (sample, found) for sample in timed(results, **where) if (found := gain(sample, over, under, phase))
+    ]
+
+
 # ---- the device --------------------------------------------------------------------------------------
 
 
