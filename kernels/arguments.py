@@ -46,7 +46,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise AttentionError(f"q, k and v must share a device, got {device} and {name} {tensor.device}")
     (batch, heads, _, head_dim), (kv_batch, kv_heads, _, kv_head_dim) = q.shape, k.shape
     if k.shape != v.shape:
-        pad = " (pad v with zeros and cut the output)" if k.shape[:-1] == v.shape[:-1] else ""
+        pad = " (attention=flash takes another head_dim of v)" if k.shape[:-1] == v.shape[:-1] else ""
         raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}{pad}")
     if (kv_batch, kv_head_dim) != (batch, head_dim):
         raise AttentionError(

@@ -33,6 +33,13 @@ PLAIN: tuple[MaskFunction, ...] = (
     masking_utils.causal_mask_function,
     masking_utils.bidirectional_mask_function,
 )
+# An argument that only other attentions serve -> how a refusal calls it.
+REFUSED = {
+    "position_bias": "position biases, as T5 has them",
+    "output_attentions": "output_attentions: the weights are never in memory",
+    "block_table": "paged attention (continuous batching)",
+    "cache": "paged attention (continuous batching)",
+}
 
 
 class Mask(NamedTuple):
@@ -231,20 +238,12 @@ def _within(
 
 def _refuse_others(attention_mask: object, asked: dict[str, Any]) -> None:
     """Refuse what only other attentions can."""
-    if isinstance(attention_mask, Tensor) and (attention_mask.dtype is not torch.int32):
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype is not torch.int32:
         shape = tuple(attention_mask.shape)
         _refuse(f"a mask of your own, {attention_mask.dtype} {shape}: it takes those of two axes")
     for name, words in REFUSED.items():
         if asked.get(name) is not None and asked[name] is not False:
             _refuse(words)
-
-
-REFUSED = {
-    "position_bias": "position biases, as T5 has them",
-    "output_attentions": "output_attentions: the weights are never in memory",
-    "block_table": "paged attention (continuous batching)",
-    "cache": "paged attention (continuous batching)",
-}
 
 
 def _check(condition: Tensor, otherwise: str) -> None:

@@ -13,14 +13,12 @@ if TYPE_CHECKING:  # a checker reads neither __getattr__ nor a computed __all__
     from .fused import FusedGPT, FusedLayers
     from .gpt import GPT
     from .huggingface import from_huggingface, to_huggingface
-    from .modern import FusedModernGPT, ModernGPT, build_gpt
+    from .modern import build_gpt
 
 _HOME = {
     "GPT": "gpt",
     "FusedGPT": "fused",
     "FusedLayers": "fused",
-    "ModernGPT": "modern",
-    "FusedModernGPT": "modern",
     "build_gpt": "modern",
     "from_huggingface": "huggingface",
     "to_huggingface": "huggingface",
@@ -29,9 +27,7 @@ __all__ = [
     "GPT",
     "FusedGPT",
     "FusedLayers",
-    "FusedModernGPT",
     "GPTConfig",
-    "ModernGPT",
     "build_gpt",
     "from_huggingface",
     "to_huggingface",

@@ -63,15 +63,12 @@ class GPTConfig:
                 "this vocab_size"
             )
         if self.n_embd % self.n_head:
-            below, above = (
-                self.n_embd // self.n_head * self.n_head,
-                -(-self.n_embd // self.n_head) * self.n_head,
-            )
-            widths = " or ".join(str(width) for width in (below, above) if width)
+            below = self.n_embd // self.n_head * self.n_head
+            widths = " or ".join(str(width) for width in (below, below + self.n_head) if width)
             heads = [count for count in range(1, self.n_embd + 1) if self.n_embd % count == 0]
             fewer = max(count for count in heads if count < self.n_head)
             more = [count for count in heads if count > self.n_head][:1]
-            counts = " or ".join(str(count) for count in [fewer, *more])
+            counts = " or ".join(map(str, [fewer, *more]))
             raise ValueError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
                 f"set n_embd={widths}, or n_head={counts}"
@@ -80,9 +77,9 @@ class GPTConfig:
 
     def _check_switches(self) -> None:
         if self.n_kv_head is not None and (self.n_kv_head < 1 or self.n_head % self.n_kv_head):
-            counts = [str(count) for count in range(1, self.n_head + 1) if self.n_head % count == 0]
+            counts = ", ".join(str(n) for n in range(1, self.n_head + 1) if self.n_head % n == 0)
             raise ValueError(
-                f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}: it may be {', '.join(counts)}"
+                f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}: it may be {counts}"
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window}: it must be at least 1 token, or null for no window")

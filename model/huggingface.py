@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-# Switches that a Llama has, and of those the one that it need not have.
+# The switches of a Llama; n_kv_head may be on too.
 _LLAMA = {"rope": True, "rmsnorm": True, "mlp": MLPKind.swiglu}
-_LLAMA_TOO = "n_kv_head"
 # what GPT computes and a transformers config may ask otherwise
 _REQUIRED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -121,7 +120,7 @@ def _to_llama(model: GPT) -> "LlamaForCausalLM":
             f"{', '.join(config.switches)}: GPT-2's format has no such part, and Llama's only together with "
             f"{', '.join('mlp=swiglu' if name == 'mlp' else name for name in missing)}"
         )
-    unknown = sorted(config.switches.keys() - _LLAMA.keys() - {_LLAMA_TOO})
+    unknown = sorted(config.switches.keys() - _LLAMA.keys() - {"n_kv_head"})
     unknown += ["scale_attn_by_inverse_layer_idx"] * config.scale_attn_by_inverse_layer_idx
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: neither GPT-2's format nor Llama's has such a part")

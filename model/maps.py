@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .part import attentions
 
 if TYPE_CHECKING:
     from .gpt import GPT, AttentionFn
@@ -22,16 +24,16 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     it is called T / head_dim times more, with columns of that matrix for v.
     """
     maps: list[Tensor] = []
-    attentions: list[Any] = [block.attn for block in model.h]
-    kept = [(each.attention, each.packed) for each in attentions]
+    layers = attentions(model)
+    kept = [(each.attention, each.packed) for each in layers]
     was_training = model.training
     model.eval()
     try:
-        for each in attentions:
+        for each in layers:
             each.attention, each.packed = _noting(each.attention, maps), None
         model.hidden(tokens)
     finally:
-        for each, (attention, packed) in zip(attentions, kept, strict=True):
+        for each, (attention, packed) in zip(layers, kept, strict=True):
             each.attention, each.packed = attention, packed
         model.train(was_training)
     return torch.stack(maps)

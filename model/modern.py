@@ -129,8 +129,12 @@ def norm(config: GPTConfig) -> Any:  # GPT has a LayerNorm there
     return nn.RMSNorm(config.n_embd, EPS) if config.rmsnorm else nn.LayerNorm(config.n_embd)
 
 
-class Exchanged(GPT):
-    """What ModernGPT and its fused form share: GPT with its parts exchanged."""
+class ModernGPT(GPT):
+    """GPT with the parts that config's switches name. Arguments as GPT's.
+
+    attention may get also, where a switch is on: k and v (B, n_kv_head, T, D), window=(left, -1), softcap, and sinks
+    (n_head,) that are learned. `packed` is called unless heads are grouped, or q and k normalised or rotated.
+    """
 
     def build(self, attention: AttentionFn, packed: AttentionFn | None) -> None:
         config = self.config
@@ -162,15 +166,7 @@ class Exchanged(GPT):
         return 6 * self.num_parameters(position_embeddings=False) + 12 * self.config.n_embd * keys
 
 
-class ModernGPT(Exchanged):
-    """GPT with the parts that config's switches name. Arguments as GPT's.
-
-    attention may get also, where a switch is on: k and v (B, n_kv_head, T, D), window=(left, -1), softcap, and sinks
-    (n_head,) that are learned. `packed` is called unless heads are grouped, or q and k normalised or rotated.
-    """
-
-
-class FusedModernGPT(Exchanged, FusedGPT):
+class FusedModernGPT(ModernGPT, FusedGPT):
     """ModernGPT, with the same parameters, computing with the functions in `layers` as FusedGPT does.
 
     Their MLP is GPT-2's only: ValueError with another.

@@ -159,3 +159,4 @@ def test_the_slurm_config_submits_an_array_of_jobs(command_line, tiny, tmp_path)
     assert (asked["time"], asked["gpus-per-node"], asked["partition"]) == ("240", "1", "gpu")
     assert asked["array"].startswith("0-1")
     assert len(list((tmp_path / "sweep").glob("*/summary.json"))) == 2
+    assert "output       sweep/.submitit/*/*_log.out\n" in done.stdout

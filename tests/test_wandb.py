@@ -300,7 +300,7 @@ def test_a_sweep_that_the_server_leads(server, user_environment, tiny, tmp_path)
             [sys.executable, "-m", "wandb", *args],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             cwd=tmp_path,
             env=user_environment | server.variables | path | {"WANDB_SILENT": "false"},
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from data.tokenizer import END_OF_TEXT
 
 from .config import ConfigError, is_users_mistake
+from .gguf_file import check_gguf, merges_of, write_gguf
 
 if TYPE_CHECKING:
     import tiktoken
@@ -57,7 +58,6 @@ def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: boo
         raise ConfigError(f"{folder} is not an empty folder: name a new one.")
     from model.huggingface import to_huggingface
 
-    from .gguf_file import check_gguf, write_gguf
     from .restore import load_run
 
     model, encoding = load_run(run, "cpu", "naive", tokenizer_name)
@@ -82,7 +82,7 @@ def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: boo
         theirs.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if gguf:
-            write_gguf(theirs, encoding, *merges_of(encoding), folder / "model.gguf")
+            write_gguf(theirs, encoding, folder / "model.gguf")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written ({error.strerror or error}).") from None
 
@@ -99,27 +99,6 @@ def tokenizer_of(encoding: tiktoken.Encoding, seq_len: int) -> PreTrainedTokeniz
         model_max_length=seq_len,
         clean_up_tokenization_spaces=False,
     )
-
-
-def merges_of(encoding: tiktoken.Encoding) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """An encoding's vocabulary and merges, each byte a character as in GPT-2's files.
-
-    tiktoken merges the neighbours whose union has the lowest rank, so every split of a token into two others is a
-    merge of its rank.
-    """
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    character = bytes_to_unicode()
-    ranks = encoding._mergeable_ranks
-    name = {token: "".join(character[value] for value in token) for token in ranks}
-    vocabulary = {name[token]: rank for token, rank in ranks.items()} | encoding._special_tokens
-    merges = [
-        (name[token[:cut]], name[token[cut:]])
-        for token in sorted(ranks, key=ranks.__getitem__)
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    return vocabulary, merges
 
 
 def byte_level_bpe(encoding: tiktoken.Encoding) -> Tokenizer:

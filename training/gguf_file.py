@@ -1,4 +1,8 @@
-"""A model and its tokenizer as one GGUF file, the format of llama.cpp and what is built on it."""
+"""A model and its tokenizer as one GGUF file, the format of llama.cpp and what is built on it.
+
+llama-cpp-python 0.3.36 gives the same tokens, logits and greedy text as our model, for bytes and for GPT-2's
+tokenizer; tests/training/test_export.py looks again where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,27 @@ if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, PreTrainedModel
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in transformers, (out, in) in GGUF
+
+
+def merges_of(encoding: tiktoken.Encoding) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """An encoding's vocabulary and merges, each byte a character as in GPT-2's files.
+
+    tiktoken merges the neighbours whose union has the lowest rank, so every split of a token into two others is a
+    merge of its rank.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    character = bytes_to_unicode()
+    ranks = encoding._mergeable_ranks
+    name = {token: "".join(character[value] for value in token) for token in ranks}
+    vocabulary = {name[token]: rank for token, rank in ranks.items()} | encoding._special_tokens
+    merges = [
+        (name[token[:cut]], name[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    return vocabulary, merges
 
 
 def check_gguf(model: PreTrainedModel, encoding: tiktoken.Encoding) -> None:
@@ -32,20 +57,12 @@ def check_gguf(model: PreTrainedModel, encoding: tiktoken.Encoding) -> None:
         raise ConfigError(f"--gguf: the tokenizer {encoding.name} splits text otherwise than GPT-2's does.")
 
 
-def write_gguf(
-    model: GPT2LMHeadModel,
-    encoding: tiktoken.Encoding,
-    vocabulary: dict[str, int],
-    merges: list[tuple[str, str]],
-    path: Path,
-) -> None:
-    """Write the weights, float32, and the tokenizer, which `check_gguf` has let through.
-
-    vocabulary, merges: of the encoding, as `export.merges_of` gives them.
-    """
+def write_gguf(model: GPT2LMHeadModel, encoding: tiktoken.Encoding, path: Path) -> None:
+    """Write the weights, float32, and the tokenizer, which `check_gguf` has let through."""
     import gguf
 
     config = model.config
+    vocabulary, merges = merges_of(encoding)
     writer = gguf.GGUFWriter(path, "gpt2")
     writer.add_context_length(config.n_positions)
     writer.add_embedding_length(config.n_embd)

@@ -71,6 +71,9 @@ class Sweep(Callback):
         folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, folder / "multirun.yaml")
+        if "submitit" in config.hydra.launcher._target_:  # else they print here
+            print(f"output       {folder}/.submitit/*/*_log.out", flush=True)
+            print(f"compare      python -m reproduce compare {folder}", flush=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """When all its jobs have ended, exit with what was refused in them."""

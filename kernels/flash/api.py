@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from ..arguments import (
     check_dropout,
@@ -51,7 +52,8 @@ def flash_attention(
 
     q, k and v may have any strides whose last is 1, so views of a packed qkv are not copied. Autocast casts them to
     its dtype, as for torch's own attention. float32 is computed in full precision, without tensor cores. Tiles that a
-    mask hides entirely are not visited. Gradients are bitwise repeatable.
+    mask hides entirely are not visited. Gradients are bitwise repeatable. v may have another head_dim, which out then
+    has too: the narrower of q, k and v are padded to the wider, and cost as much.
 
     Memory beyond inputs and outputs: 4 bytes per query and head for the log-sum-exp, and 4 more during the backward;
     with documents 8 bytes per token; with a block mask 12 bytes per mask element. The Hopper backward up to head_dim
@@ -78,6 +80,12 @@ def flash_attention(
             return (out, lse) if return_lse else out
     if _packed is not None:
         q, k, v = parts(_packed.detach())
+    value_dim = None
+    if k.shape != v.shape and k.shape[:-1] == v.shape[:-1] and k.shape[-1:] == q.shape[-1:]:
+        head_dim, value_dim, place = q.shape[-1], v.shape[-1], None
+        scale, width = check_scale(scale, head_dim), max(head_dim, value_dim)
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        qkv = (q, k, v)
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     check_features(
@@ -108,6 +116,7 @@ def flash_attention(
         if len(_passed) >= LIMIT:
             _passed.clear()
         _passed[place] = options
+    out = out if value_dim is None else out[..., :value_dim]
     return (out, lse) if return_lse else out
 
 

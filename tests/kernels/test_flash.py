@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import kernels
 from kernels import AttentionError
@@ -271,6 +272,23 @@ def test_autocast_casts_inputs_to_its_dtype() -> None:
     assert torch.equal(out, flash(*(x.half() for x in tensors)))
     out.backward(d_out.half())
     assert [x.grad.dtype for x in tensors] == [torch.float16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(32, 16), (16, 40)], ids=["narrower", "wider"])
+def test_v_may_have_a_head_dim_of_its_own(head_dim: int, value_dim: int) -> None:
+    """As in multi-head latent attention; twice, since calls are remembered."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 20, head_dim), (2, 2, 24, head_dim), (2, 2, 24, value_dim)]
+    tensors = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    visible = torch.ones(20, 24, dtype=torch.bool).tril(4)
+    expected = F.scaled_dot_product_attention(*wide, attn_mask=visible, enable_gqa=True)
+    d_out = torch.randn(expected.shape, generator=draw)
+    wanted = torch.autograd.grad(expected, wide, d_out.double())
+    for _ in range(2):
+        out = flash(*tensors)
+        found = torch.autograd.grad(out, tensors, d_out)
+        torch.testing.assert_close((out, *found), (expected.float(), *(each.float() for each in wanted)))
 
 
 def test_a_batch_larger_than_a_grid_is_refused() -> None:

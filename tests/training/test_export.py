@@ -194,6 +194,28 @@ def test_a_gguf_file_of_bytes_has_a_merge_that_never_applies(config, exported, t
     assert field.contents() == [f"{END_OF_TEXT} {END_OF_TEXT}"]
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "ranks"])
+def test_llama_cpp_reads_a_gguf_file_and_says_the_same(config, exported, tmp_path, tokenizer):
+    """llama.cpp itself: pip install llama-cpp-python gguf; it compiles for 20 minutes."""
+    llama_cpp, _ = pytest.importorskip("llama_cpp"), pytest.importorskip("gguf")
+    if tokenizer == "ranks":
+        tokenizer = write_ranks(tmp_path / "own.tiktoken")
+    run = tmp_path / "run"
+    train(having(replace(config, data=replace(config.data, tokenizer=tokenizer)), steps=1), run)
+    draw_weights(run)
+    assert exported(run, tmp_path / "to", "--gguf") is None
+    model, encoding = load_run(run, "cpu")
+    llama = llama_cpp.Llama(str(tmp_path / "to/model.gguf"), n_ctx=32, logits_all=True, verbose=False)
+    text = "the quick  naïve\n\n17 don't"
+    tokens = encoding.encode_ordinary(text)
+    assert llama.tokenize(text.encode()) == tokens
+    assert llama.detokenize(tokens) == text.encode()
+    llama.eval(tokens)
+    logits = model(torch.tensor([tokens]))[0].detach()
+    torch.testing.assert_close(torch.from_numpy(llama.scores[: len(tokens)]), logits, rtol=0.01, atol=0.01)
+    llama.close()
+
+
 def test_gguf_without_its_package_is_refused_before_anything_is_written(
     config, exported, tmp_path, monkeypatch
 ):
