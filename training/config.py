@@ -228,6 +228,8 @@ class TrainerConfig:
         for name in ("micro_batch", "eval_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1, or null.")
+        if self.hellaswag_file and not self.hellaswag:
+            raise ConfigError("trainer.hellaswag_file is read with trainer.hellaswag=true only: add that.")
         if self.profile_step is not None and not 1 <= self.profile_step <= self.steps:
             steps = (
                 f"it must be from 1 to trainer.steps={self.steps}, or null"

@@ -88,7 +88,10 @@ def test_resuming_drops_a_truncated_last_row_of_the_metrics(config, tmp_path):
 
 def test_resuming_reports_changed_settings_and_refuses_conflicting_ones(config, tmp_path, capsys):
     train(config, tmp_path / "a")
-    goes_on = having(config, steps=9, save_every=3, hellaswag_file="moved", resume=str(tmp_path / "a"))
+    question = {"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": list("abcd"), "label": 0}
+    (tmp_path / "one.jsonl").write_text(json.dumps(question))
+    asked = {"hellaswag": True, "hellaswag_file": str(tmp_path / "one.jsonl")}
+    goes_on = having(config, steps=9, save_every=3, resume=str(tmp_path / "a"), **asked)
     goes_on = replace(goes_on, parallel=ParallelConfig(timeout=90.0))
     train(replace(goes_on, optimizer=OptimizerConfig(lr=1e-4)), tmp_path / "b")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
