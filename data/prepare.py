@@ -68,10 +68,7 @@ def prepare(
         raise DataError(f"data.workers={workers}: it must be at least 1, or null for one process per core")
     if isinstance(source, Mix):
         if val_fraction != VAL_FRACTION:
-            raise DataError(
-                f"data.val_fraction={val_fraction} does not apply to a mix, whose corpora were split when they were "
-                "prepared"
-            )
+            raise DataError("data.val_fraction does not apply to a mix: its corpora have been split")
         return open_mix(source, tokenizer, cache_root, progress)
     tokenizer = findable(tokenizer)  # for the manifest: inspection or repair may run in another folder
     encoding = load_tokenizer(tokenizer)
