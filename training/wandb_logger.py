@@ -224,6 +224,8 @@ def check_wandb(config: LoggerConfig) -> None:
             wandb.Settings().update_from_env_vars({name: value})
         except (wandb.errors.UsageError, ValueError) as error:
             raise ConfigError(f"{name}={value}: {_first_line(error)}; correct it, or unset it.") from None
+        if name == "WANDB_IDENTITY_TOKEN_FILE" and not os.path.isfile(value):  # wandb's process would panic
+            raise ConfigError(f"{name}={value}: there is no such file; correct it, or unset it.")
     try:
         wandb_mode(config.mode)
     except ConfigError:
