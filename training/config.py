@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -31,6 +34,17 @@ class ConfigError(ValueError):
 def is_users_mistake(error: ValueError) -> bool:
     """Whether one of our packages raised this, so that the user can fix it; any other ValueError is a bug."""
     return type(error).__module__.split(".")[0] in {"training", "data", "kernels", "reproduce"}
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End a command with one line for a user's mistake; a bug keeps its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        if not is_users_mistake(error):
+            raise
+        sys.exit(f"error: {error}")
 
 
 class Precision(Enum):

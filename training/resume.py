@@ -65,8 +65,6 @@ class Start:
         # Where a checkpoint is older than a setting, it was trained with the default.
         older = {"optimizer.name": "adamw", "model": _model(GPTConfig())}
         was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
-        if was["corpus"] == corpus.directory.name:  # as checkpoints had it before they had the tokens' hash
-            was["corpus"] = now["corpus"]
         if differing := [name for name in now if was.get(name) != now[name]]:
             theirs, ours = (
                 ", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now)
@@ -113,7 +111,7 @@ def finished(config: Config, run_dir: Path) -> dict[str, Any] | None:
 def start_at(path: str) -> Start:
     """The checkpoint that `path` names. Its tensors are not read yet."""
     found = checkpoint.find(path)
-    state = checkpoint.load_training(found, "cpu", mmap=True)
+    state = checkpoint.load_training(found)
     return Start(found, path, state["step"], state["seconds"], state["init_from"], state["identity"])
 
 
@@ -124,7 +122,7 @@ def load_state(
     scaler: torch.amp.GradScaler,
 ) -> None:
     """The checkpoint's weights, moments and gradient scale; learning rates and decays stay this run's."""
-    state = checkpoint.load_training(start.checkpoint, "cpu", mmap=True)
+    state = checkpoint.load_training(start.checkpoint)
     into = parts.tensors(model, optimizer)
     if checkpoint.in_parts(start.checkpoint):
         checkpoint.load_parts(start.checkpoint, into)

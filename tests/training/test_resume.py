@@ -28,7 +28,7 @@ def test_resuming_from_an_older_checkpoint_drops_everything_after_it(config, tmp
     """The summary is dropped as well: it belongs to the abandoned branch."""
     train(having(config, save_every=2, keep_checkpoints=9), tmp_path)
     start = tmp_path / "checkpoints" / "step-00000004"
-    saved = checkpoint.load_training(start, "cpu")["seconds"]
+    saved = checkpoint.load_training(start)["seconds"]
     run = Trainer(having(config, save_every=2, resume=str(start)), tmp_path, CPU)
     run.train_step = killed
     with pytest.raises(Killed):
@@ -268,7 +268,7 @@ def test_a_resumed_run_with_muon_ends_with_the_same_weights_and_moments(config, 
     train(having(config, resume=str(start)), tmp_path / "resumed")
     whole, resumed = (checkpoint.find(tmp_path / name) for name in ("whole", "resumed"))
     assert (whole / checkpoint.WEIGHTS).read_bytes() == (resumed / checkpoint.WEIGHTS).read_bytes()
-    states = [checkpoint.load_training(each, "cpu")["optimizer"]["state"] for each in (whole, resumed)]
+    states = [checkpoint.load_training(each)["optimizer"]["state"] for each in (whole, resumed)]
     for ours, theirs in zip(*(state.values() for state in states), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
     assert any("momentum_buffer" in state for state in states[0].values())
