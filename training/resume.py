@@ -80,8 +80,9 @@ class Start:
             )
         before, facts_before = _settings(run_dir / "config.yaml"), _record(run_dir / "facts.json")
         changed = _changed(before, config)
-        resolved = _resolved_otherwise(facts_before, facts)
-        changed |= {name: values for name, values in resolved.items() if _RESOLVED[name] not in changed}
+        for name, setting in _RESOLVED.items():
+            if setting not in changed and name in facts_before and facts_before[name] != facts[name]:
+                changed[name] = [facts_before[name], facts[name]]
         return dataclasses.replace(
             self,
             changed=changed,
@@ -185,11 +186,6 @@ def _changed(was: dict[str, Any], config: Config) -> dict[str, list]:
         for name in now
         if name in was and was[name] != now[name] and not name.startswith(_NOT_REPORTED)
     }
-
-
-def _resolved_otherwise(was: dict[str, Any], now: dict[str, Any]) -> dict[str, list]:
-    """{"world_size": [1, 2]}: the facts that are other ones, though their setting may be the same."""
-    return {name: [was[name], now[name]] for name in _RESOLVED if name in was and was[name] != now[name]}
 
 
 def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:
