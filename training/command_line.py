@@ -144,7 +144,9 @@ def _one_line_errors(job: _Job) -> Iterator[None]:
             raise
         if isinstance(error, OSError):
             sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
-        sys.exit(f"error: {str(error).splitlines()[0]}")  # Hydra's own, of its options, or of a group that is null
+        sys.exit(
+            f"error: {str(error).splitlines()[0]}"
+        )  # Hydra's own, of its options, or of a group that is null
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
         sys.stderr.writelines(f"{each}\n" for each in job.refused)
         raise
