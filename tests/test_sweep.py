@@ -34,7 +34,7 @@ def test_a_search_finds_the_best_run_among_refused_ones(started, tiny, tmp_path)
     assert found["best_params"] == {"trainer.micro_batch": 8}
     assert found["best_value"] == json.loads(summary.read_text())["val/loss"]
     fixed = started(train.main, "-m", "hydra/sweeper=search", *tiny, "optimizer.lr=1e-3")
-    assert fixed.startswith("error: a search needs a setting to vary, and all are fixed: ")
+    assert fixed.startswith("error: all settings are fixed; a search varies one: ")
     assert only_sweep(tmp_path) == sweep
 
 

@@ -73,10 +73,7 @@ def _check_search(hydra: DictConfig) -> None:
     given = OverridesParser.create().parse_overrides([*words, *hydra.overrides.task])
     last = {each.key_or_group: each for each in given}
     if not any(each.is_sweep_override() for each in last.values()):
-        sys.exit(
-            "error: a search needs a setting to vary, and all are fixed: give one an interval or choices, as in "
-            "'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
-        )
+        sys.exit("error: all settings are fixed; a search varies one: 'optimizer.lr=interval(1e-4,1e-2)'")
 
 
 class Sweep(Callback):
