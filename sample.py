@@ -53,14 +53,14 @@ def main() -> None:
 
     import torch
 
-    from training.config import is_users_mistake
+    from training.config import one_line_errors
     from training.console import printable
     from training.restore import load_run
     from training.sampling import sample_texts, stream_text
 
     sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
     show = printable if sys.stdout.isatty() else str
-    try:
+    with one_line_errors():
         model, tokenizer = load_run(Path(args.run), args.device, args.attention, args.tokenizer)
         generator = torch.Generator().manual_seed(args.seed % 2**64)  # torch takes no longer ones
         for number in range(args.samples):
@@ -77,14 +77,9 @@ def main() -> None:
                 held = piece[len(piece.removesuffix("\r")) :]
                 print(show(piece.removesuffix("\r")), end="", flush=True)
             print(show(held))
-    except ValueError as error:
-        if not is_users_mistake(error):
-            raise
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    if hasattr(signal, "SIGPIPE"):  # not on Windows
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends cat
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends cat
     main()

@@ -5,7 +5,6 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -40,7 +39,7 @@ class PythonSource(Source):
             if not (files := _files_below(root, (".py",), without=("site-packages", "dist-packages"))):
                 raise DataError(f"no .py file with text below {root}: name other folders, data.roots=[...]")
             found += files
-        return found
+        return _once(found)
 
     def parts(self, step: int) -> list[Part]:
         # some files of the standard library's own tests are in other encodings, or in none
@@ -70,8 +69,7 @@ class TextFiles(Source):
         return state_of(self.paths())
 
     def paths(self) -> list[Path]:
-        found: dict[tuple[str, str], Path] = {}  # by real folder and name, in order
-        real_folder = cache(os.path.realpath)
+        found: list[Path] = []
         for pattern in self.files:
             paths = _files_below(pattern, SUFFIXES) if os.path.isdir(pattern) else _files(pattern)
             if not paths:
@@ -80,8 +78,8 @@ class TextFiles(Source):
                 )
             for path in paths:
                 _require_readable(path)
-                found.setdefault((real_folder(path.parent), path.name), path)
-        with_text = [path for path in found.values() if path.stat().st_size]
+            found += paths
+        with_text = [path for path in _once(found) if path.stat().st_size]
         if not with_text:
             raise DataError(f"the files that match data.files={','.join(self.files)} are all empty")
         return with_text
@@ -127,6 +125,14 @@ class TextFiles(Source):
             else:
                 parts += json_lines_parts(path, step, self.column)
         return parts
+
+
+def _once(paths: list[Path]) -> list[Path]:
+    """Without those that are an earlier one by another name, as by a link."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        found.setdefault(os.path.realpath(path), path)
+    return [*found.values()]
 
 
 def _typed(separator: str) -> str:

@@ -37,6 +37,7 @@ SHARD_BYTES = 8 << 20
 WORTH_A_PROCESS = 16 << 20
 # nanoGPT's and flash-attention's seed for OpenWebText; every corpus is split by the same rule
 SPLIT_SEED = 2357
+VAL_FRACTION = 0.01
 
 
 @readable()
@@ -45,7 +46,7 @@ def prepare(
     tokenizer: str,
     cache_root: str | Path,
     *,
-    val_fraction: float = 0.01,
+    val_fraction: float = VAL_FRACTION,
     workers: int | None = None,
     progress: Progress | None = None,
     give_way: float = 0,
@@ -66,6 +67,8 @@ def prepare(
     if workers is not None and workers < 1:
         raise DataError(f"data.workers={workers}: it must be at least 1, or null for one process per core")
     if isinstance(source, Mix):
+        if val_fraction != VAL_FRACTION:
+            raise DataError("data.val_fraction does not apply to a mix: its corpora have been split")
         return open_mix(source, tokenizer, cache_root, progress)
     tokenizer = findable(tokenizer)  # for the manifest: inspection or repair may run in another folder
     encoding = load_tokenizer(tokenizer)

@@ -91,21 +91,21 @@ def _stream(model, tokens, n, temperature, top_k, generator, end_token, never) -
     model.eval()
     seq_len = model.config.seq_len
     batch, prompt_len = tokens.shape
-    out = torch.cat([tokens, tokens.new_zeros(batch, n)], dim=1)
+    recent = tokens[:, -seq_len:]  # all that the model can see
+    unread = recent  # what the cache does not have yet
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     cache = KVCache(min(seq_len, prompt_len + n))
-    start = max(0, prompt_len - seq_len)  # first token the cache has not read
     try:
-        for end in range(prompt_len, prompt_len + n):
-            if cache.length + end - start > seq_len:
-                start, cache.length, cache.first = end - max(1, seq_len // 2), 0, 0
-            hidden = _read(model, out[:, start:end], cache)
-            start = end
+        for _ in range(n):
+            if cache.length + unread.size(1) > seq_len:
+                unread, cache.length, cache.first = recent[:, -max(1, seq_len // 2) :], 0, 0
+            hidden = _read(model, unread, cache)
             token = draw(model.logits(hidden[:, -1]), temperature, top_k, generator, never)  # (B,)
             if end_token is not None:
                 token = token.masked_fill(ended, end_token)
                 ended |= token == end_token
-            out[:, end] = token
+            unread = token[:, None]
+            recent = torch.cat([recent, unread], dim=1)[:, -seq_len:]
             yield token
             if end_token is not None and ended.all():
                 return

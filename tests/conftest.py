@@ -47,8 +47,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are left out, not skipped one by one: they are 600."""
-    if not torch.cuda.is_available():
+    """Without a GPU its tests are left out, not skipped one by one: they are 600.
+
+    With one, `-m gpu` takes also those that use it where it is there, of modules with a DEVICE.
+    """
+    if torch.cuda.is_available():
+        for item in items:
+            if getattr(item.module, "DEVICE", "cpu") == "cuda":
+                item.add_marker("gpu")
+    else:
         on_gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=on_gpu)

@@ -33,6 +33,9 @@ def test_a_search_finds_the_best_run_among_refused_ones(started, tiny, tmp_path)
     (summary,) = sweep.glob("*/summary.json")
     assert found["best_params"] == {"trainer.micro_batch": 8}
     assert found["best_value"] == json.loads(summary.read_text())["val/loss"]
+    fixed = started(train.main, "-m", "hydra/sweeper=search", *tiny, "optimizer.lr=1e-3")
+    assert fixed.startswith("error: all settings are fixed; a search varies one: ")
+    assert only_sweep(tmp_path) == sweep
 
 
 @pytest.mark.slow

@@ -285,7 +285,7 @@ def test_resuming_takes_optimizer_settings_from_the_command_line(started, tiny, 
     assert started(train.main, *tiny, "hydra.run.dir=a") == 0
     changed = [*tiny, "trainer.steps=20", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.6]"]
     assert started(train.main, *changed, "hydra.run.dir=b", "trainer.resume=a") == 0
-    group = load_training(find(tmp_path / "b"), "cpu")["optimizer"]["param_groups"][0]
+    group = load_training(find(tmp_path / "b"))["optimizer"]["param_groups"][0]
     assert (group["weight_decay"], tuple(group["betas"])) == (0.5, (0.5, 0.6))
 
 

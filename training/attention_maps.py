@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import ConfigError, is_users_mistake
+from .config import ConfigError, one_line_errors
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +30,9 @@ def main() -> None:
     parser.add_argument("--head", type=int, help="only this head, from 0")
     parser.add_argument("--tokenizer", metavar="PATH", help="the run's tokenizer file, if it has moved")
     args = parser.parse_args()
-    try:
+    with one_line_errors():
         maps, tokens = maps_of(Path(args.run), args.text, args.tokenizer)
         draw(Path(args.output), maps, tokens, args.layer, args.head)
-    except ValueError as error:
-        if not is_users_mistake(error):
-            raise
-        sys.exit(f"error: {error}")
     print(args.output)
 
 

@@ -39,7 +39,6 @@ FOLDER = "checkpoints"
 BEST = "best"
 WEIGHTS = "weights.safetensors"
 PARTS = "parts"
-OLD_WEIGHTS = "weights.pt"  # pickled, of runs before 2026-11-25: still read
 
 
 def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep: int) -> Path:
@@ -96,11 +95,11 @@ def _prune(run_dir: Path, keep: int) -> None:
 
 
 class Best(NamedTuple):
-    """The checkpoint with the lowest validation loss, and of how many tokens: None in runs before 2026-11-25."""
+    """The checkpoint with the lowest validation loss, and of how many tokens that is."""
 
     path: Path
     loss: float
-    tokens: int | None
+    tokens: int
 
 
 def keep_best(run_dir: Path, step: int, loss: float, tokens: int, keep: int) -> None:
@@ -121,8 +120,8 @@ def best(run_dir: Path) -> Best | None:
     """The best checkpoint, where one is kept."""
     link = run_dir / FOLDER / BEST
     try:
-        loss, *tokens = (link / "validation_loss").read_text().split()
-        return Best(_link_target(link), float(loss), int(tokens[0]) if tokens else None)
+        loss, tokens = (link / "validation_loss").read_text().split()
+        return Best(_link_target(link), float(loss), int(tokens))
     except (OSError, ValueError):  # none is kept, or a power cut emptied the file
         return None
 
@@ -170,7 +169,7 @@ def _remove_leftovers(run_dir: Path) -> None:
 def find(path: str | Path) -> Path:
     """The checkpoint directory that `path` names: itself, or the newest of a run directory or its checkpoints/."""
     path = Path(path)
-    if _weights(path).is_file() or in_parts(path):
+    if (path / WEIGHTS).is_file() or in_parts(path):
         return _link_target(path)
     if path.is_file():
         raise ConfigError(
@@ -189,10 +188,12 @@ def find(path: str | Path) -> Path:
 
 def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
     """The model's state dict. Raises ConfigError if it cannot be read, or holds a value that is not finite."""
-    path = _weights(checkpoint)
-    if in_parts(checkpoint):
-        path = checkpoint / PARTS
-    weights = _load(path, device)
+    path = checkpoint / (PARTS if in_parts(checkpoint) else WEIGHTS)
+    with _readable(path):
+        if path.name == PARTS:
+            weights = {name: weight.to(device) for name, weight in parts.read_weights(path).items()}
+        else:
+            weights = load_file(path, device=str(device))
     _check_finite(path, weights)
     return weights
 
@@ -216,29 +217,16 @@ def not_finite(weights: dict[str, torch.Tensor]) -> str | None:
     return next((name for name, weight in local.items() if not weight.isfinite().all()), None)
 
 
-def load_training(checkpoint: Path, device: torch.device | str, *, mmap: bool = False) -> dict[str, Any]:
-    """All else that was saved. mmap: read a tensor only when it is used."""
-    return _load(checkpoint / "training.pt", device, mmap)
+def load_training(checkpoint: Path) -> dict[str, Any]:
+    """All else that was saved, on the CPU; a tensor is read only when it is used."""
+    path = checkpoint / "training.pt"
+    with _readable(path):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def in_parts(checkpoint: Path) -> bool:
     """Whether the ranks of a sharded run wrote it."""
     return parts.is_whole(checkpoint / PARTS)
-
-
-def _weights(checkpoint: Path) -> Path:
-    """The file with a checkpoint's weights."""
-    old = checkpoint / OLD_WEIGHTS
-    return old if old.is_file() else checkpoint / WEIGHTS
-
-
-def _load(path: Path, device: torch.device | str, mmap: bool = False) -> Any:
-    with _readable(path):
-        if path.name == PARTS:
-            return {name: weight.to(device) for name, weight in parts.read_weights(path).items()}
-        if path.name == WEIGHTS:
-            return load_file(path, device=str(device))
-        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
 
 
 @contextmanager

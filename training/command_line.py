@@ -139,14 +139,14 @@ def _one_line_errors(job: _Job) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         print("error: the program that this output is piped to has exited", file=sys.stderr)
         sys.exit(128 + signal.SIGPIPE)
-    except ValueError as error:  # Hydra's own, of its options, or of a group that is null
+    except (ValueError, OSError) as error:
         if job.begun:
             raise
-        sys.exit(f"error: {str(error).splitlines()[0]}")
-    except OSError as error:
-        if job.begun:
-            raise
-        sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
+        if isinstance(error, OSError):
+            sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
+        sys.exit(
+            f"error: {str(error).splitlines()[0]}"
+        )  # Hydra's own, of its options, or of a group that is null
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
         sys.stderr.writelines(f"{each}\n" for each in job.refused)
         raise

@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -31,6 +34,17 @@ class ConfigError(ValueError):
 def is_users_mistake(error: ValueError) -> bool:
     """Whether one of our packages raised this, so that the user can fix it; any other ValueError is a bug."""
     return type(error).__module__.split(".")[0] in {"training", "data", "kernels", "reproduce"}
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End a command with one line for a user's mistake; a bug keeps its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        if not is_users_mistake(error):
+            raise
+        sys.exit(f"error: {error}")
 
 
 class Precision(Enum):
@@ -228,6 +242,8 @@ class TrainerConfig:
         for name in ("micro_batch", "eval_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1, or null.")
+        if self.hellaswag_file and not self.hellaswag:
+            raise ConfigError("trainer.hellaswag_file is read with trainer.hellaswag=true only: add that.")
         if self.profile_step is not None and not 1 <= self.profile_step <= self.steps:
             steps = (
                 f"it must be from 1 to trainer.steps={self.steps}, or null"

@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.tokenizer import END_OF_TEXT
 
-from .config import ConfigError, is_users_mistake
+from .config import ConfigError, one_line_errors
 from .gguf_file import check_gguf, merges_of, write_gguf
 
 if TYPE_CHECKING:
@@ -38,15 +37,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     folder = Path(args.folder)
-    try:
+    with one_line_errors():
         export(Path(args.run), folder, args.tokenizer, args.gguf)
         print(f"{folder}: for transformers.pipeline('text-generation', {str(folder)!r})")
         if args.push:
             print(f"pushed: {push(folder, args.push)}")
-    except ValueError as error:
-        if not is_users_mistake(error):
-            raise
-        sys.exit(f"error: {error}")
 
 
 def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: bool = False) -> None:

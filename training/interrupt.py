@@ -36,24 +36,20 @@ class Interrupt:
 
         A second SIGTERM does not: torchrun sends one to every rank when the first has left.
         """
-
-        hangup = getattr(signal, "SIGHUP", None)  # not on Windows
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
         def note(number: int, _frame: object) -> None:
             if self._received and number == signal.SIGINT:
                 raise KeyboardInterrupt
             # Writing to a closed terminal raises, and the run is not saved yet.
-            if number == hangup:
+            if number == signal.SIGHUP:
                 for stream in terminals:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             self._received = number
 
-        heard = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGUSR1"):  # not on Windows
-            heard += [signal.SIGUSR1, signal.SIGUSR2]
-        if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:  # under nohup the run continues
-            heard.append(hangup)
+        heard = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the run continues
+            heard.append(signal.SIGHUP)
         previous = {number: signal.signal(number, note) for number in heard}
         try:
             yield

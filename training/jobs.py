@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
@@ -63,11 +64,24 @@ def note_refused(sweep: Path, line: str) -> None:
         file.write(f"{line}\n")
 
 
+def _check_search(hydra: DictConfig) -> None:
+    """Exit if a sweeper that searches has nothing to vary, so that all of its runs would be one."""
+    sweeper = hydra.sweeper
+    if "n_trials" not in sweeper or sweeper.get("custom_search_space"):
+        return
+    words = [f"{name}={value}" for name, value in (sweeper.params or {}).items()]
+    given = OverridesParser.create().parse_overrides([*words, *hydra.overrides.task])
+    last = {each.key_or_group: each for each in given}
+    if not any(each.is_sweep_override() for each in last.values()):
+        sys.exit("error: all settings are fixed; a search varies one: 'optimizer.lr=interval(1e-4,1e-2)'")
+
+
 class Sweep(Callback):
     """What every sweep does, whatever makes its runs."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Leave multirun.yaml, which tells that a folder is a sweep's: Optuna's sweeper does not."""
+        _check_search(config.hydra)
         folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, folder / "multirun.yaml")

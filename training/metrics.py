@@ -89,13 +89,9 @@ class Throughput:
             yield batch
             self._phases.begin("data")
 
-    def backward_ends(self) -> None:
-        """The device has no more of the backward to compute: it waits for the other ranks' gradients."""
-        self._phases.begin("exchange")
-
-    def optimizer_begins(self) -> None:
-        """The rest of this step is the optimizer's."""
-        self._phases.begin("optimizer")
+    def begins(self, phase: str) -> None:
+        """What follows is of `phase`: the exchange, or the optimizer to the end of the step."""
+        self._phases.begin(phase)
 
     def step(self) -> None:
         """Count one optimizer step, just done or at least queued on the device."""

@@ -144,7 +144,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
 def _check_best(plan: Plan) -> None:
     """Raise ConfigError where the best checkpoint so far is the best by losses of other tokens than this run's."""
     best = plan.world.share(checkpoint.best(plan.run_dir)) if plan.config.trainer.keep_best else None
-    if best is None or best.tokens is None or best.path > checkpoint.at(plan.run_dir, plan.start.step):
+    if best is None or best.path > checkpoint.at(plan.run_dir, plan.start.step):
         return
     whole = plan.corpus.val.tokens - 1
     tokens = min(plan.config.trainer.eval_tokens or whole, whole)

@@ -193,7 +193,7 @@ def _best(run_dir: Path, trainer: TrainerConfig, tokens: int) -> Rows:
         return []
     ended = "" if trainer.keep_best else ", the best while trainer.keep_best was on"
     where = f"{run_dir / checkpoint.FOLDER / checkpoint.BEST}: {best.path.name}{ended}"
-    part = f" (first {best.tokens:,} tokens)" if best.tokens not in (None, tokens) else ""
+    part = f" (first {best.tokens:,} tokens)" if best.tokens != tokens else ""
     return [("best", f"loss {best.loss:.4f}{part}, {where}")]
 
 

@@ -65,8 +65,6 @@ class Start:
         # Where a checkpoint is older than a setting, it was trained with the default.
         older = {"optimizer.name": "adamw", "model": _model(GPTConfig())}
         was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
-        if was["corpus"] == corpus.directory.name:  # as checkpoints had it before they had the tokens' hash
-            was["corpus"] = now["corpus"]
         if differing := [name for name in now if was.get(name) != now[name]]:
             theirs, ours = (
                 ", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now)
@@ -82,8 +80,9 @@ class Start:
             )
         before, facts_before = _settings(run_dir / "config.yaml"), _record(run_dir / "facts.json")
         changed = _changed(before, config)
-        resolved = _resolved_otherwise(facts_before, facts)
-        changed |= {name: values for name, values in resolved.items() if _RESOLVED[name] not in changed}
+        for name, setting in _RESOLVED.items():
+            if setting not in changed and name in facts_before and facts_before[name] != facts[name]:
+                changed[name] = [facts_before[name], facts[name]]
         return dataclasses.replace(
             self,
             changed=changed,
@@ -113,7 +112,7 @@ def finished(config: Config, run_dir: Path) -> dict[str, Any] | None:
 def start_at(path: str) -> Start:
     """The checkpoint that `path` names. Its tensors are not read yet."""
     found = checkpoint.find(path)
-    state = checkpoint.load_training(found, "cpu", mmap=True)
+    state = checkpoint.load_training(found)
     return Start(found, path, state["step"], state["seconds"], state["init_from"], state["identity"])
 
 
@@ -124,7 +123,7 @@ def load_state(
     scaler: torch.amp.GradScaler,
 ) -> None:
     """The checkpoint's weights, moments and gradient scale; learning rates and decays stay this run's."""
-    state = checkpoint.load_training(start.checkpoint, "cpu", mmap=True)
+    state = checkpoint.load_training(start.checkpoint)
     into = parts.tensors(model, optimizer)
     if checkpoint.in_parts(start.checkpoint):
         checkpoint.load_parts(start.checkpoint, into)
@@ -187,11 +186,6 @@ def _changed(was: dict[str, Any], config: Config) -> dict[str, list]:
         for name in now
         if name in was and was[name] != now[name] and not name.startswith(_NOT_REPORTED)
     }
-
-
-def _resolved_otherwise(was: dict[str, Any], now: dict[str, Any]) -> dict[str, list]:
-    """{"world_size": [1, 2]}: the facts that are other ones, though their setting may be the same."""
-    return {name: [was[name], now[name]] for name in _RESOLVED if name in was and was[name] != now[name]}
 
 
 def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:

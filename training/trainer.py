@@ -88,7 +88,7 @@ class Trainer:
             self.beginning = EvaluationBatches(part, seq_len, sequences)
         self.questions = hellaswag.load(config, tokenizer, ranks) if config.trainer.hellaswag else []
 
-        built = build(self.plan, initial, lambda: self.throughput.backward_ends())
+        built = build(self.plan, initial, lambda: self.throughput.begins("exchange"))
         self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
         self.train_model, self.eval_model = built.train_model, built.eval_model
         self.sharded = config.parallel.shard is not Shard.none
@@ -244,7 +244,7 @@ class Trainer:
                 self.watch.tick(f"in the backward of step {step + 1:,}")
                 self.scaler.scale(loss / how.accumulation).backward()
             total += loss.detach() / how.accumulation
-        self.throughput.optimizer_begins()
+        self.throughput.begins("optimizer")
         limit = self.config.trainer.grad_clip or math.inf
         if self.sharded:
             return total, update_shards(self.model, self.optimizer, limit)

@@ -184,19 +184,20 @@ def _unchanged_if_refused(folder: Path) -> Iterator[None]:
     """Leave a run directory's folder `wandb` as it was if wandb does not begin: it makes files before it fails."""
     import wandb
 
-    before = {path: path.readlink() if path.is_symlink() else None for path in folder.glob("*")}
+    before = [*folder.glob("*")]
+    links = {path: path.readlink() for path in before if path.is_symlink()}
     try:
         yield
     except BaseException:
         with suppress(Exception):
             wandb.teardown()  # its process still writes there
         for path in folder.glob("*"):
-            if path.is_symlink() and path.readlink() != before.get(path):
+            if path.is_symlink():
                 path.unlink()
-                if path in before:
-                    path.symlink_to(before[path])
             elif path not in before:
                 shutil.rmtree(path, ignore_errors=True)
+        for path, target in links.items():
+            path.symlink_to(target)
         if folder.is_dir() and not before:
             folder.rmdir()
         raise
@@ -224,6 +225,8 @@ def check_wandb(config: LoggerConfig) -> None:
             wandb.Settings().update_from_env_vars({name: value})
         except (wandb.errors.UsageError, ValueError) as error:
             raise ConfigError(f"{name}={value}: {_first_line(error)}; correct it, or unset it.") from None
+        if name == "WANDB_IDENTITY_TOKEN_FILE" and not os.path.isfile(value):  # wandb's process would panic
+            raise ConfigError(f"{name}={value}: there is no such file; correct it, or unset it.")
     try:
         wandb_mode(config.mode)
     except ConfigError:

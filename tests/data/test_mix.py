@@ -175,6 +175,8 @@ def test_what_cannot_be_mixed_is_refused(mix, parts, rank_file, tmp_path):
         DataError, match=r"data\.limit_documents does not apply to source mix, which uses corpora"
     ):
         make_corpus("mix", corpora=both, limit_documents=5)
+    with pytest.raises(DataError, match=r"data\.val_fraction does not apply to a mix"):
+        prepare(make_corpus("mix", corpora=both), "bytes", tmp_path, val_fraction=0.1)
     with pytest.raises(DataError, match=r"data\.corpora does not apply to source python_source"):
         make_corpus("python_source", corpora=both)
     with pytest.raises(

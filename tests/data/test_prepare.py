@@ -306,7 +306,8 @@ def test_python_source_takes_py_files_but_no_installed_packages(tmp_path: Path):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    corpus = prepare(make_corpus("python_source", roots=[str(tmp_path)]), "bytes", tmp_path / "cache")
+    roots = [str(tmp_path), str(tmp_path / "b")]  # a folder named twice is read once
+    corpus = prepare(make_corpus("python_source", roots=roots), "bytes", tmp_path / "cache")
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["x = 1\n", "y = '東'\n"]
     assert any(path.name == "argparse.py" for path in make_corpus("python_source").paths())
     (tmp_path / "site-packages" / "g.txt").write_text("text files are taken wherever they are")
@@ -423,7 +424,7 @@ def test_a_file_name_with_brackets_is_not_taken_for_a_glob(tmp_path: Path):
     assert sorted(decoded(corpus.train) + decoded(corpus.val)) == ["one", "two"]
 
 
-def test_a_folder_linked_twice_is_read_once(tmp_path: Path):
+def test_a_folder_or_file_linked_twice_is_read_once(tmp_path: Path):
     """As globs do. A link to the folder that contains the link adds nothing."""
     for name in ("texts/a.txt", "elsewhere/b.txt"):
         (tmp_path / name).parent.mkdir()
@@ -432,6 +433,7 @@ def test_a_folder_linked_twice_is_read_once(tmp_path: Path):
         (tmp_path / "texts" / link).symlink_to(tmp_path / target)
     folder = str(tmp_path / "texts")
     files = [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "one" / "b.txt"]
+    (tmp_path / "texts" / "b.txt").symlink_to("a.txt")  # a file by another name
     for patterns in (folder, f"{folder}/**/*.txt", f"{folder}/**", [folder, f"{folder}/around/a.txt"]):
         assert make_corpus("text_files", files=patterns).paths() == files
     # two of these would keep a glob of Python's busy for ever

@@ -5,7 +5,7 @@ import torch
 
 from model.cache import KVCache
 from model.config import GPTConfig
-from model.generate import generate
+from model.generate import generate, stream
 from model.gpt import GPT
 
 
@@ -78,6 +78,11 @@ def test_text_beyond_the_window_is_the_same_with_and_without_the_cache(model, le
     expected = uncached(model, tokens, 30, temperature, min(top_k, 50) if top_k else None, seeded())
     assert text.shape == (2, length + 30)
     assert torch.equal(text, expected)
+
+
+def test_a_stream_of_any_length_takes_no_memory_for_what_is_not_drawn(model):
+    (first,) = generate(model, prompt(1, 5), 1, temperature=0.0)[:, 5:]
+    assert torch.equal(next(stream(model, prompt(1, 5), 10**14, temperature=0.0)), first)
 
 
 def test_same_generator_same_text(model):

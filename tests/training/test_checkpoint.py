@@ -22,7 +22,7 @@ def test_the_newest_checkpoint_is_found_and_read_back(tmp_path):
         save(tmp_path, step)
     found = checkpoint.find(tmp_path)
     assert found == checkpoint.find(found)
-    assert checkpoint.load_training(found, "cpu")["step"] == 100
+    assert checkpoint.load_training(found)["step"] == 100
     assert checkpoint.load_weights(found, "cpu")["w"].tolist() == [100.0] * 4
 
 
@@ -71,7 +71,7 @@ def test_leftover_folders_do_not_block_saving_and_are_deleted_later(tmp_path, mo
     assert shutil.rmtree is delete
     assert [path.name for path in checkpoint.saved(tmp_path)] == ["step-00000010", "step-00000020"]
     for found in checkpoint.saved(tmp_path):
-        checkpoint.load_training(found, "cpu")
+        checkpoint.load_training(found)
     save(tmp_path, 30)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000030"]
 
@@ -132,24 +132,15 @@ def test_find_reports_a_file_and_a_missing_path_with_different_errors(tmp_path):
         checkpoint.find(tmp_path / "nothing")
 
 
-def as_an_older_version_wrote_it(saved: Path, weights: dict) -> None:
-    (saved / "weights.safetensors").unlink()
-    torch.save(weights, saved / "weights.pt")
-
-
-def test_the_pickled_weights_of_an_older_run_are_read(tmp_path):
-    as_an_older_version_wrote_it(save(tmp_path, 5), {"w": torch.full((4,), 3.0)})
-    assert checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")["w"].tolist() == [3.0] * 4
-
-
 def test_pickled_code_is_not_run(tmp_path):
     class Payload:
         def __reduce__(self):
             return print, ("ran",)
 
-    as_an_older_version_wrote_it(save(tmp_path, 5), {"w": Payload()})
+    saved = save(tmp_path, 5)
+    torch.save({"optimizer": Payload()}, saved / "training.pt")
     with pytest.raises(ConfigError, match="cannot be read"):
-        checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")
+        checkpoint.load_training(saved)
 
 
 def test_the_weights_of_a_model_are_read_by_safetensors_alone_with_tied_ones_once(tmp_path):
@@ -169,7 +160,7 @@ def test_the_best_checkpoint_is_kept_and_found_through_its_link(tmp_path):
             checkpoint.keep_best(tmp_path, step, loss, 100, keep=1)
     assert [path.name for path in checkpoint.saved(tmp_path)] == ["step-00000010", "step-00000030"]
     assert checkpoint.best(tmp_path) == (checkpoint.find(link), 2.1, 100)
-    assert checkpoint.load_training(checkpoint.find(link), "cpu")["step"] == 10
+    assert checkpoint.load_training(checkpoint.find(link))["step"] == 10
     assert checkpoint.find(tmp_path).name == "step-00000030"
     checkpoint.drop_after(tmp_path, 10)
     assert checkpoint.best(tmp_path)
@@ -195,17 +186,10 @@ def test_a_kill_while_replacing_the_best_checkpoint_leaves_the_old_best(tmp_path
         with pytest.raises(KeyboardInterrupt):
             checkpoint.keep_best(tmp_path, 10, 2.0, 100, keep=1)
     found, loss, _ = checkpoint.best(tmp_path)
-    assert (checkpoint.load_training(found, "cpu")["step"], loss) == (5, 3.0)
+    assert (checkpoint.load_training(found)["step"], loss) == (5, 3.0)
     checkpoint.keep_best(tmp_path, 10, 2.0, 100, keep=1)
     assert checkpoint.best(tmp_path).loss == 2.0
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "step-00000010"]
-
-
-def test_a_best_of_before_it_had_its_tokens_is_still_read(tmp_path):
-    save(tmp_path, 5, keep=1)
-    checkpoint.keep_best(tmp_path, 5, 3.0, 100, keep=1)
-    (tmp_path / "checkpoints" / "best" / "validation_loss").write_text("2.5\n")
-    assert checkpoint.best(tmp_path) == (checkpoint.at(tmp_path, 5), 2.5, None)
 
 
 def test_a_best_link_that_was_copied_as_a_folder_can_be_replaced(tmp_path):

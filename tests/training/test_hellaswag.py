@@ -92,7 +92,7 @@ def test_a_run_logs_the_accuracy_that_each_ending_alone_gives(longer, file, tmp_
 def test_the_accuracy_does_not_depend_on_the_size_of_a_batch(longer, file, tmp_path):
     train(having(longer, steps=1), tmp_path / "run")
     model, tokenizer = load_run(tmp_path / "run", "cpu", "naive", None)
-    questions = hellaswag.load(having(longer, hellaswag_file=str(file)), tokenizer, CPU)
+    questions = hellaswag.load(having(longer, hellaswag=True, hellaswag_file=str(file)), tokenizer, CPU)
     batches = [hellaswag.batches(questions, size, CPU) for size in (1, 7, 64, 1000)]
     found = {hellaswag.accuracy(model, each, CPU, torch.no_grad) for each in batches}
     assert len(found) == 1
@@ -100,7 +100,9 @@ def test_the_accuracy_does_not_depend_on_the_size_of_a_batch(longer, file, tmp_p
 
 def test_ranks_share_the_questions_and_take_as_many_batches(longer, file):
     """Between two batches they ask each other whether to stop."""
-    questions = hellaswag.load(having(longer, hellaswag_file=str(file)), load_tokenizer("bytes"), CPU)
+    questions = hellaswag.load(
+        having(longer, hellaswag=True, hellaswag_file=str(file)), load_tokenizer("bytes"), CPU
+    )
     shares = [hellaswag.batches(questions, 4, World(CPU.device, rank, 3)) for rank in range(3)]
     assert [len(share) for share in shares] == [14, 14, 14]
     assert sum(len(batch) for share in shares for batch in share) == len(questions)
@@ -207,16 +209,22 @@ def test_without_a_network_one_line_says_what_to_do(longer, monkeypatch, tmp_pat
 
 def test_files_and_lengths_that_cannot_work_are_refused(config, longer, file, tmp_path):
     bytes_ = load_tokenizer("bytes")
+    with pytest.raises(
+        ConfigError, match=r"trainer\.hellaswag_file is read with trainer\.hellaswag=true only"
+    ):
+        having(longer, hellaswag_file=str(file))
     with pytest.raises(ConfigError, match=r"tokens, more than model\.seq_len=32; use a longer one"):
-        hellaswag.load(having(config, hellaswag_file=str(file)), bytes_, CPU)
+        hellaswag.load(having(config, hellaswag=True, hellaswag_file=str(file)), bytes_, CPU)
     with pytest.raises(ConfigError, match="does not exist"):
-        hellaswag.load(having(longer, hellaswag_file=str(tmp_path / "gone.jsonl")), bytes_, CPU)
+        hellaswag.load(
+            having(longer, hellaswag=True, hellaswag_file=str(tmp_path / "gone.jsonl")), bytes_, CPU
+        )
     file.write_text("")
     with pytest.raises(ConfigError, match="has no questions"):
-        hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_, CPU)
+        hellaswag.load(having(longer, hellaswag=True, hellaswag_file=str(file)), bytes_, CPU)
     file.write_text('{"question": 1}\n')
     with pytest.raises(ConfigError, match=r"is not a file of HellaSwag's \(KeyError: 'activity_label'\)"):
-        hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_, CPU)
+        hellaswag.load(having(longer, hellaswag=True, hellaswag_file=str(file)), bytes_, CPU)
     row = {"activity_label": "Cooking", "ctx_a": "A man", "ctx_b": "then", "endings": ["a", "b", "c", "d"]}
     for wrong in (
         {"label": 4},
@@ -228,4 +236,4 @@ def test_files_and_lengths_that_cannot_work_are_refused(config, longer, file, tm
         with pytest.raises(
             ConfigError, match=r"is not a file of HellaSwag's \(ValueError: label -?\d of \d endings"
         ):
-            hellaswag.load(having(longer, hellaswag_file=str(file)), bytes_, CPU)
+            hellaswag.load(having(longer, hellaswag=True, hellaswag_file=str(file)), bytes_, CPU)

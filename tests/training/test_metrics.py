@@ -47,7 +47,7 @@ def test_throughput_excludes_warmup_steps_and_pauses(clock):
     meter = Throughput(CPU, warmup_steps=2)
     for number, _ in enumerate(meter.waiting(arriving([5] * 2 + [1] * 10, clock.sleep)), 1):
         clock.sleep(5 if number <= 2 else 2)  # compiling, say
-        meter.optimizer_begins()
+        meter.begins("optimizer")
         meter.step()
         if number == 2:
             assert meter.mark() is None
@@ -65,7 +65,7 @@ def test_a_step_is_split_into_its_phases(clock):
     meter = Throughput(CPU, warmup_steps=1)
     for number, _ in enumerate(meter.waiting(arriving([1] * 7, clock.sleep)), 1):
         clock.sleep(4)
-        meter.optimizer_begins()
+        meter.begins("optimizer")
         clock.sleep(2)
         meter.step()
         clock.sleep(1)  # logging, say: it is part of the step but of no phase
@@ -107,7 +107,7 @@ def test_on_a_gpu_phase_times_are_measured_on_the_cuda_stream():
     def queue_steps(count: int, late: float) -> None:
         for _ in meter.waiting(arriving([late] * count)):
             torch.cuda._sleep(cycles)
-            meter.optimizer_begins()
+            meter.begins("optimizer")
             torch.cuda._sleep(cycles)
             meter.step()
 

@@ -28,7 +28,7 @@ def test_resuming_from_an_older_checkpoint_drops_everything_after_it(config, tmp
     """The summary is dropped as well: it belongs to the abandoned branch."""
     train(having(config, save_every=2, keep_checkpoints=9), tmp_path)
     start = tmp_path / "checkpoints" / "step-00000004"
-    saved = checkpoint.load_training(start, "cpu")["seconds"]
+    saved = checkpoint.load_training(start)["seconds"]
     run = Trainer(having(config, save_every=2, resume=str(start)), tmp_path, CPU)
     run.train_step = killed
     with pytest.raises(Killed):
@@ -88,7 +88,10 @@ def test_resuming_drops_a_truncated_last_row_of_the_metrics(config, tmp_path):
 
 def test_resuming_reports_changed_settings_and_refuses_conflicting_ones(config, tmp_path, capsys):
     train(config, tmp_path / "a")
-    goes_on = having(config, steps=9, save_every=3, hellaswag_file="moved", resume=str(tmp_path / "a"))
+    question = {"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": list("abcd"), "label": 0}
+    (tmp_path / "one.jsonl").write_text(json.dumps(question))
+    asked = {"hellaswag": True, "hellaswag_file": str(tmp_path / "one.jsonl")}
+    goes_on = having(config, steps=9, save_every=3, resume=str(tmp_path / "a"), **asked)
     goes_on = replace(goes_on, parallel=ParallelConfig(timeout=90.0))
     train(replace(goes_on, optimizer=OptimizerConfig(lr=1e-4)), tmp_path / "b")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
@@ -265,7 +268,7 @@ def test_a_resumed_run_with_muon_ends_with_the_same_weights_and_moments(config, 
     train(having(config, resume=str(start)), tmp_path / "resumed")
     whole, resumed = (checkpoint.find(tmp_path / name) for name in ("whole", "resumed"))
     assert (whole / checkpoint.WEIGHTS).read_bytes() == (resumed / checkpoint.WEIGHTS).read_bytes()
-    states = [checkpoint.load_training(each, "cpu")["optimizer"]["state"] for each in (whole, resumed)]
+    states = [checkpoint.load_training(each)["optimizer"]["state"] for each in (whole, resumed)]
     for ours, theirs in zip(*(state.values() for state in states), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
     assert any("momentum_buffer" in state for state in states[0].values())

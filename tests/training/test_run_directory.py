@@ -38,6 +38,7 @@ def test_a_second_run_in_a_directory_that_is_in_use_is_refused(config, tmp_path,
         ("WANDB_TAGS", "a,,b", "Tag at index 1 is empty"),
         ("WANDB_PROJECT", "a/b", "Invalid project name 'a/b'"),
         ("WANDB_SERVICE", "junk", "WANDB_SERVICE='junk'"),
+        ("WANDB_IDENTITY_TOKEN_FILE", "gone", "there is no such file"),
     ],
 )
 def test_a_malformed_variable_of_wandb_is_refused_in_one_line_and_changes_nothing(

