@@ -39,6 +39,7 @@ FOLDER = "checkpoints"
 BEST = "best"
 WEIGHTS = "weights.safetensors"
 PARTS = "parts"
+OLD_WEIGHTS = "weights.pt"  # pickled, of runs before 2026-11-25: still read
 
 
 def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep: int) -> Path:
@@ -169,7 +170,7 @@ def _remove_leftovers(run_dir: Path) -> None:
 def find(path: str | Path) -> Path:
     """The checkpoint directory that `path` names: itself, or the newest of a run directory or its checkpoints/."""
     path = Path(path)
-    if (path / WEIGHTS).is_file() or in_parts(path):
+    if any((path / name).is_file() for name in (WEIGHTS, OLD_WEIGHTS)) or in_parts(path):
         return _link_target(path)
     if path.is_file():
         raise ConfigError(
@@ -189,9 +190,13 @@ def find(path: str | Path) -> Path:
 def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
     """The model's state dict. Raises ConfigError if it cannot be read, or holds a value that is not finite."""
     path = checkpoint / (PARTS if in_parts(checkpoint) else WEIGHTS)
+    if not path.exists() and (checkpoint / OLD_WEIGHTS).is_file():
+        path = checkpoint / OLD_WEIGHTS
     with _readable(path):
         if path.name == PARTS:
             weights = {name: weight.to(device) for name, weight in parts.read_weights(path).items()}
+        elif path.name == OLD_WEIGHTS:
+            weights = torch.load(path, map_location=device, weights_only=True)
         else:
             weights = load_file(path, device=str(device))
     _check_finite(path, weights)

@@ -132,6 +132,13 @@ def test_find_reports_a_file_and_a_missing_path_with_different_errors(tmp_path):
         checkpoint.find(tmp_path / "nothing")
 
 
+def test_the_pickled_weights_of_an_older_run_are_read(tmp_path):
+    saved = save(tmp_path, 5)
+    (saved / "weights.safetensors").unlink()
+    torch.save({"w": torch.full((4,), 3.0)}, saved / "weights.pt")
+    assert checkpoint.load_weights(checkpoint.find(tmp_path), "cpu")["w"].tolist() == [3.0] * 4
+
+
 def test_pickled_code_is_not_run(tmp_path):
     class Payload:
         def __reduce__(self):
