@@ -101,6 +101,7 @@ class Experiment:
             them, it takes `minutes`.
         compiles: coordinates of samples whose measuring compiles; several processes do so before anything is timed.
         first: the values of its settings that README and its picture show, which are measured before all else.
+        wants: a setting without which `all` leaves it out.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Experiment:
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiles: tuple[Sample, ...] = ()
     first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    wants: str = ""
 
     @property
     def path(self) -> str:
@@ -254,6 +256,7 @@ EXPERIMENTS: dict[str, Experiment] = {
                 *("data.loader.Batches", "data.permutation.Permutation"),
             ),
             alone=True,
+            wants="text",
         ),
     )
 }
@@ -277,6 +280,7 @@ class Options:
 
     Attributes:
         device: where to run.
+        devices: for an experiment that runs on several at once: all that it may take, by default that one.
         tiny: whether this is the smoke test, whose figures mean nothing.
         settings: the module's Settings with the command line's changes applied.
         sample: `sample(measure, **where)` returns the sample at the coordinates `where`. It reuses the one from an
@@ -300,6 +304,7 @@ class Options:
     find: Callable[..., Sample | None] = lambda **where: None
     deadline: float | None = None
     say: Callable[[str], None] = print
+    devices: list[torch.device] = field(default_factory=list)
 
     def timed(self, measure: Callable[[], Sample], **where: Any) -> Sample:
         """`sample` of what each process measures anew."""

@@ -8,17 +8,18 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from reproduce import attention, history, timing
-from reproduce.__main__ import main
+from reproduce import attention, command_line, fleet, history, timing
+from reproduce.__main__ import PROGRAM, main
 from reproduce.attention import Workload
 from reproduce.experiment import EXPERIMENTS, parse_settings
-from reproduce.plan import ends, missing, steps
+from reproduce.plan import Step, missing, steps
 from reproduce.results import Store
-from reproduce.side_by_side import Call, compile_share, measure_all
+from reproduce.side_by_side import Call, compile_share, measure, measure_all
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -135,13 +136,52 @@ def test_what_readme_shows_is_planned_before_the_rest(tmp_path, capsys):
     assert rows == ["attention (README's figures)", "history", "attention", "perplexity"]  # which runs alone
 
 
-def test_others_wait_for_an_experiments_first_process_alone():
-    store = type("Nothing", (), {"find": lambda self, **where: None, "document": {"took": {}}})()
-    settings = parse_settings(history.Settings(), [])
-    plan = list(steps(EXPERIMENTS["history"], store, settings, torch.device("cuda"), False))
-    first, second, third = (step.seconds for step in plan)
-    assert max(ends(plan, 1).values()) == pytest.approx(first + second + third)
-    assert max(ends(plan, 2).values()) == pytest.approx(first + max(second, third))
+@pytest.mark.parametrize(("devices", "took"), [(1, 6), (2, 5)])
+def test_others_wait_for_an_experiments_first_process_alone(devices, took, monkeypatch):
+    """Simulated processes of 3, 1 and 2 seconds: the second and third run at the same time if they can."""
+    clock, seconds = [0], {"first": 3, "second": 1, "third": 2}
+
+    class Process:
+        exitcode, sentinel = 0, None
+        terminate = join = kill = lambda self, *_: None
+
+        def __init__(self, job, device):
+            self.end = clock[0] + seconds[job.name]
+
+        def is_alive(self):
+            return clock[0] < self.end
+
+    monkeypatch.setattr(fleet, "_started", Process)
+    monkeypatch.setattr(fleet, "wait", lambda sentinels, timeout: clock.__setitem__(0, clock[0] + 1))
+    jobs = [fleet.Job(name, print, (), Path(), None if name == "first" else "first") for name in seconds]
+    ended = [(job.name, state) for job, state in fleet.run(jobs, [CPU] * devices)]
+    assert [name for name, _ in ended] == ["first", "second", "third"]
+    assert {state for _, state in ended} == {fleet.DONE}
+    assert clock == [took]
+
+
+def test_what_waits_for_a_job_that_failed_is_not_started(tmp_path):
+    jobs = [
+        fleet.Job("first", int, ("no number",), tmp_path / "first.log"),
+        fleet.Job("second", print, (), tmp_path / "second.log", after="first"),
+        fleet.Job("third", print, ("said",), tmp_path / "third.log", after="an earlier call's"),
+    ]
+    ended = {job.name: state for job, state in fleet.run(jobs, [CPU])}
+    assert ended == {"first": fleet.FAILED, "second": fleet.NOT_STARTED, "third": fleet.DONE}
+    assert (tmp_path / "third.log").read_text() == "cpu said\n"
+
+
+def test_one_gpu_that_is_named_is_all_that_an_experiment_gets(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus = [torch.device("cuda", n) for n in range(2)]
+    assert command_line._devices("auto", gpus[0]) == command_line._devices("cuda", gpus[0]) == gpus
+    assert command_line._devices("cuda:0", gpus[0]) == gpus[:1]
+    given = []
+    asked = SimpleNamespace(name="perplexity", module=SimpleNamespace(run=given.append))
+    step = Step(asked, None, None, 0, 1, None, 0.0)
+    monkeypatch.setattr(Call, "store", lambda *_, **how: SimpleNamespace(sample=None, find=None))
+    measure(gpus[:1], step, Call(Path(), True, {}))
+    assert given[0].devices == gpus[:1]
 
 
 def test_a_document_that_was_cut_between_processes_is_judged():
@@ -194,6 +234,15 @@ def test_a_mistake_in_a_list_of_experiments_is_a_one_line_error(arguments, words
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_all_leaves_out_what_takes_a_text_of_ones_own_unless_it_is_named(capsys):
+    chosen = command_line._chosen(PROGRAM, ["all", "history.rounds=3"], False)
+    assert chosen.keys() == EXPERIMENTS.keys() - {"perplexity"}
+    said = "left out, as it takes text of your own: perplexity (name it with perplexity.text=...)\n"
+    assert capsys.readouterr().out == said
+    words = ["all", "perplexity.text=a.txt"]
+    assert command_line._chosen(PROGRAM, words, False)["perplexity"] == ["text=a.txt"]
 
 
 @pytest.mark.gpu
