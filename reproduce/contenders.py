@@ -6,7 +6,6 @@ fused AdamW, and a gradient scaler for float16. They differ only in the model an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,16 +110,6 @@ class Contender:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
-
-
-def split_phases(phases: list[list[float]]) -> dict[str, list[float]]:
-    """Milliseconds of each step's forward, backward and optimizer, summed over the phases of `Contender.step`."""
-    *micro, optimizer = phases
-    return {
-        "forward": [math.fsum(each) for each in zip(*micro[0::2], strict=True)],
-        "backward": [math.fsum(each) for each in zip(*micro[1::2], strict=True)],
-        "optimizer": optimizer,
-    }
 
 
 def _make(

@@ -21,6 +21,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
@@ -148,7 +149,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=20.0,
             measures=ATTENTIONS,
-            seconds={"matrix_rate": 2.0, "check": 0.5, "memory": 0.15, "time": 5.0},
+            seconds={"check": 0.5, "memory": 0.15, "time": 5.0},
             compiles=({"kind": "check"}, {"kind": "memory"}),
             first={"figures": ("gpt2", "fa2")},
         ),
@@ -159,7 +160,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=2.0,
             measures=ATTENTIONS,
-            seconds={"check": 0.5, "time": 6.0, "passes": 2.0, "tiles": 1.0, "copy rate": 2.0, "ncu": 6.0},
+            seconds={"check": 0.5, "time": 6.0, "passes": 2.0, "tiles": 1.0, "ncu": 6.0},
             compiles=({"kind": "check"},),
         ),
         Experiment(
@@ -209,7 +210,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cuda",
             minutes=46.0,
             measures=_STEP,
-            seconds={"machine": 3.0, "memory": 4.2, "speed": 43.0},
+            seconds={"memory": 4.2, "speed": 43.0},
             compiles=({"kind": "memory", "mode": "compiled"},),
             first={"parts": ("compiled", "whole")},
         ),
@@ -306,9 +307,29 @@ class Options:
     say: Callable[[str], None] = print
     devices: list[torch.device] = field(default_factory=list)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.settings.dtype)
+
+    def autocast(self) -> torch.autocast:
+        import torch
+
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+
     def timed(self, measure: Callable[[], Sample], **where: Any) -> Sample:
         """`sample` of what each process measures anew."""
         return self.sample(measure, **where, process=self.process)
+
+    def right(
+        self, names: Iterable[str], check: Callable[[str], Sample], of: str = "backend", **where: Any
+    ) -> list[str]:
+        """Those of the names whose check has "passed": a sample for each, in which `of` is the name."""
+        checks = {
+            name: self.sample(partial(check, name), kind="check", **{of: name}, **where) for name in names
+        }
+        return [name for name, sample in checks.items() if sample.get("passed")]
 
 
 def parse_settings(defaults: Any, overrides: list[str]) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,7 @@ class Store:
             for s in self.document["samples"]
             if _is_open(s) and (retry is None or s.get("process", 0) in retry)
         ]
-        same = earlier and earlier["settings"] == self.document["settings"]
+        same = earlier and self._settings_of(earlier) == self.document["settings"]
         self.finished = bool(same) and earlier["state"] == "complete" and not self.retried
 
     def forget(self) -> None:
@@ -128,10 +128,13 @@ class Store:
 
         def applies_to(document: Results) -> list[Any]:
             versions = [document["environment"][name] for name in ("torch", "triton")]
-            settings = {key: value for key, value in document["settings"].items() if key not in selection}
-            return [settings, document["device"], document["tiny"], *versions]
+            return [self._settings_of(document, selection), document["device"], document["tiny"], *versions]
 
         return other if applies_to(other) == applies_to(self.document) else None
+
+    def _settings_of(self, other: Results, selection: Sequence[str] = ()) -> Sample:
+        """Those that there are by now, but for the selection."""
+        return {key: other["settings"].get(key) for key in self.document["settings"] if key not in selection}
 
     def sample(self, measure: Callable[[], Sample], **where: Any) -> Sample:
         """See `Options.sample`."""

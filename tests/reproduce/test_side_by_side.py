@@ -101,7 +101,7 @@ def test_what_is_cut_at_the_end_of_its_time_is_continued(tmp_path, capsys):
 def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(
-        history, "_checked", lambda name, workload, *rest: taken.append((name, workload.causal))
+        history, "_checked", lambda name, workload, **rest: taken.append((name, workload.causal))
     )
     settings = parse_settings(history.TINY, ["lengths=64,32", "heads=", "row_lengths=", "tile_keys="])
     call = Call(tmp_path, tiny=True, settings={})
