@@ -171,6 +171,8 @@ def _run(
     arguments: argparse.Namespace,
 ) -> tuple[set[str], dict[str, int]]:
     """The experiments that did not come to their end, and the exit statuses of those that ran on their own."""
+    import torch
+
     from .side_by_side import compile_all, measure, measure_all
 
     if len(plan) == 1:
@@ -183,7 +185,8 @@ def _run(
         call = replace(call, deadline=end - (1 - RESERVED) * arguments.budget)
     alone = {step.experiment.name: step.experiment for step in plan if step.experiment.alone}
     if len({step.experiment.name for step in plan}) == 1 and alone:
-        return measure_all(plan, devices[:1], call, end), {}
+        sees_all = devices[0].type == "cuda" and plan[0].experiment.gpus > 1
+        return measure_all(plan, [torch.device("cuda")] if sees_all else devices[:1], call, end), {}
     shared = [step for step in plan if not step.experiment.alone]
     compile_all(shared, devices, call, end)
     cut = measure_all(shared, devices, call, end)

@@ -118,14 +118,13 @@ def _cut(processes: Iterable[BaseProcess]) -> None:
 
 
 def _started(job: Job, device: torch.device) -> BaseProcess:
-    """The job's process, which sees one GPU, as if it were the only one.
+    """The job's process, which sees one GPU, as if it were the only one; of a device without a number, all.
 
     In the environment it starts with: importing a library can already initialise CUDA.
     """
     name, shown = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
-    if device.type == "cuda":
-        index = device.index or 0
-        os.environ[name] = shown.split(",")[index] if shown else str(index)
+    if device.index is not None:
+        os.environ[name] = shown.split(",")[device.index] if shown else str(device.index)
     how = (device.type, job.function, job.arguments, job.log)
     process = multiprocessing.get_context("spawn").Process(target=_child, args=how)
     process.start()

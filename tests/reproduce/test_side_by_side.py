@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reproduce import attention, command_line, fleet, history, timing
+from benchmarks.__main__ import BENCHMARKS
+from reproduce import attention, command_line, fleet, history, side_by_side, timing
 from reproduce.__main__ import PROGRAM, main
 from reproduce.attention import Workload
 from reproduce.experiment import EXPERIMENTS, parse_settings
@@ -169,6 +170,26 @@ def test_what_waits_for_a_job_that_failed_is_not_started(tmp_path):
     ended = {job.name: state for job, state in fleet.run(jobs, [CPU])}
     assert ended == {"first": fleet.FAILED, "second": fleet.NOT_STARTED, "third": fleet.DONE}
     assert (tmp_path / "third.log").read_text() == "cpu said\n"
+
+
+def say_gpus(device: torch.device) -> None:
+    print(device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def test_a_job_sees_its_gpu_or_all_of_them_where_it_takes_several(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    for name, device in (("all", torch.device("cuda")), ("second", torch.device("cuda", 1))):
+        job = fleet.Job(name, say_gpus, (), tmp_path / name)
+        assert [state for _, state in fleet.run([job], [device])] == [fleet.DONE]
+    assert (tmp_path / "all").read_text() == "cuda 4,7\n"
+    assert (tmp_path / "second").read_text() == "cuda 7\n"
+    given = []
+    monkeypatch.setattr(side_by_side, "measure_all", lambda plan, devices, *_: given.append(devices) or set())
+    gpus = [torch.device("cuda", n) for n in range(2)]
+    for name in ("neighbour", "huggingface"):
+        plan = [Step(BENCHMARKS[name], None, None, process, 3, None, 0.0) for process in range(3)]
+        command_line._run(plan, gpus, Call(tmp_path, False, {}), None, SimpleNamespace())
+    assert given == [[torch.device("cuda")], gpus[:1]]
 
 
 def test_one_gpu_that_is_named_is_all_that_an_experiment_gets(monkeypatch):
