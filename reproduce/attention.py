@@ -235,7 +235,6 @@ def memory(backend: str, workload: Workload, dtype: torch.dtype, device: torch.d
     inputs, out, *grads = kept
     return {
         "peak_bytes": peak,
-        "basis": "torch.cuda.max_memory_allocated" if device.type == "cuda" else "torch's CPU allocations",
         "row_errors": {} if backend in peers.APPROXIMATE else _row_errors(inputs, out, grads[0]),
         "finite": all(bool(torch.isfinite(x).all()) for x in (out, *grads)),
     }
