@@ -82,15 +82,8 @@ def time_matrices(options: Options) -> Sample:
     shape = (options.settings.size,) * 2
     a, b, c = (torch.randn(shape, device=options.device).to(options.dtype) for _ in range(3))
 
-    def product(number: int) -> Iterator[None]:
-        torch.mm(a, b, out=c)
-        yield
-
-    def copy(number: int) -> Iterator[None]:
-        c.copy_(a)
-        yield
-
-    return timing.race({PRODUCT: product, COPY: copy}, options)
+    calls = {PRODUCT: lambda _, number: torch.mm(a, b, out=c), COPY: lambda _, number: c.copy_(a)}
+    return race(calls, [None], options, backward=False)
 
 
 def time_host(options: Options) -> Sample:

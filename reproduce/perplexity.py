@@ -25,6 +25,7 @@ import csv
 import json
 import math
 import shutil
+import statistics
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -261,26 +262,24 @@ def _curve(each: TrainingRun, settings: Settings) -> Sample:
     facts = json.loads((directory / "facts.json").read_text())
     done = (directory / (_BY_CONTEXT if each.part == "context" else "summary.json")).exists()
     summary = json.loads((directory / "summary.json").read_text()) if done else {}
-    speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
+
+    def column(name: str) -> list[list[Any]]:
+        return [[int(row["step"]), row[name]] for row in rows if name in row]
+
+    speeds = [speed for _, speed in column("perf/tokens_per_second")]
     sample: Sample = {
-        "losses": [[int(row["step"]), round(row["train/loss"], 5)] for row in rows if "train/loss" in row],
-        "validation": [[int(row["step"]), row["val/loss"]] for row in rows if "val/loss" in row],
+        "losses": [[step, round(loss, 5)] for step, loss in column("train/loss")],
+        "validation": column("val/loss"),
         "seconds": round(rows[-1]["seconds"], 1),
-        "tokens_per_second": round(speeds[len(speeds) // 2], 1) if speeds else None,
-        "peak_gib": max(
-            (row["perf/peak_allocated_gib"] for row in rows if "perf/peak_allocated_gib" in row), default=None
-        ),
+        "tokens_per_second": round(statistics.median_high(speeds), 1) if speeds else None,
+        "peak_gib": max((gib for _, gib in column("perf/peak_allocated_gib")), default=None),
         "tier": facts.get("attention_tier"),
         "parameters": facts["parameters"],
         "batch_tokens": each.config.trainer.batch_tokens,
     }
     if each.part in ON_CODE:
-        norms = [
-            [int(row["step"]), float(f"{row['train/grad_norm']:.3g}")]
-            for row in rows
-            if "train/grad_norm" in row
-        ]
-        sample["gradient_norms"] = norms[::5]
+        norms = column("train/grad_norm")[::5]
+        sample["gradient_norms"] = [[step, float(f"{norm:.3g}")] for step, norm in norms]
     if not done:
         return sample | {"partial": int(rows[-1]["step"])}
     sample |= {"bits_per_byte": summary["val/bits_per_byte"], "text": (directory / "sample.txt").read_text()}

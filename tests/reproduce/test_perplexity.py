@@ -179,6 +179,15 @@ def test_a_budget_scales_the_plan_or_is_refused(monkeypatch, capsys):
         planned(3)
 
 
+def test_what_is_extended_may_be_the_run_of_the_longest_context():
+    settings = perplexity.replace(perplexity.TINY, only=(), extend_from="context_32")
+    options = perplexity.Options(perplexity.torch.device("cpu"), True, settings, sample=None)
+    tasks = perplexity._numerics(perplexity.training_runs(settings, options), settings)
+    assert [(task.where["when"], task.where["of"]) for task in tasks] == [
+        (when, "context_32") for when in ("start", "end", "context")
+    ]
+
+
 # ---- conclusions, from curves made up for the purpose ---------------------------------------------------
 
 
