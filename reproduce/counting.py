@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -54,27 +55,26 @@ def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
-    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_dot")
-    original = {name: getattr(Builder, name) for name in names}
+    original = dict(vars(Builder))
 
     def size(mask: Any, handle: Any) -> int:
         return int(np.count_nonzero(mask.data)) * handle.data.dtype.itemsize
 
-    def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
         loaded = original["create_masked_load"](self, ptrs, mask, *rest)
         traffic.read += size(mask, loaded)
         return loaded
 
-    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         traffic.written += size(mask, value)
         return original["create_masked_store"](self, ptrs, value, mask, *rest)
 
-    def atomic(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_atomic_rmw(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         traffic.read += size(mask, value)
         traffic.written += size(mask, value)
         return original["create_atomic_rmw"](self, operation, ptrs, value, mask, *rest)
 
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         *batch, m, k = a.data.shape
         traffic.flops += 2 * math.prod(batch) * m * k * b.data.shape[-1]
         return original["create_dot"](self, a, b, *rest)
@@ -85,15 +85,12 @@ def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
         with _disable_current_modes():
             return launch(self, *args, **kwargs)
 
-    GridExecutor.__call__ = uncounted
-    for name, replacement in zip(names, (load, store, atomic, dot), strict=True):
-        setattr(Builder, name, replacement)
-    try:
+    counted = (create_masked_load, create_masked_store, create_atomic_rmw, create_dot)
+    with (
+        patch.multiple(Builder, **{each.__name__: each for each in counted}),
+        patch.object(GridExecutor, "__call__", uncounted),
+    ):
         yield
-    finally:
-        GridExecutor.__call__ = launch
-        for name, method in original.items():
-            setattr(Builder, name, method)
 
 
 class _OperatorCounter(TorchDispatchMode):

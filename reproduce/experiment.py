@@ -108,9 +108,9 @@ class Experiment:
     name: str
     title: str
     claims: tuple[str, ...]
-    needs: str
     minutes: float
     measures: tuple[str, ...]
+    needs: str = "cuda"
     package: str = "reproduce"
     gpus: int = 1
     alone: bool = False
@@ -137,6 +137,19 @@ ATTENTIONS = (
 _STEP = (
     *("kernels", *ATTENTIONS, "model.gpt.GPT", "training.optimizer.build_optimizer"),
     *("training.optimizer.update", "training.precision.compiled", "training.cuda_graphs.compiled_to_graphs"),
+)
+_RUN = (
+    *(
+        *_STEP,
+        "training.evaluation.evaluate",
+        "training.schedule.learning_rate",
+        "training.seeds.stream_seed",
+    ),
+    *("data.loader.Batches", "data.permutation.Permutation"),
+)
+_RING = (
+    *(*ATTENTIONS, "kernels.ring.passes.forward", "kernels.ring.passes.backward"),
+    *("kernels.ring.blocks.Layout", "kernels.ring.group.RingGroup"),
 )
 # The most useful first: `all` runs them in this order, those that need all GPUs at the end.
 EXPERIMENTS: dict[str, Experiment] = {
@@ -207,7 +220,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             name="training",
             title="tokens/s and memory of GPT-2 training, attention swapped alone and the whole stack",
             claims=("C11", "C13", "C23"),
-            needs="cuda",
             minutes=46.0,
             measures=_STEP,
             seconds={"memory": 4.2, "speed": 43.0},
@@ -218,7 +230,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             name="encoders",
             title="BERT-large's step, and long-range tasks: ListOps at equal accuracy, Path-X's length",
             claims=("C15", "C16"),
-            needs="cuda",
             minutes=11.0,
             measures=_STEP,
             seconds={"bert": 35.0, "listops": 22.0, "path": 20.0, "accuracy": 75.0},
@@ -227,17 +238,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             name="ring",
             title="attention of one sequence on several GPUs: time and bytes against length",
             claims=("C33",),
-            needs="cuda",
             minutes=3.0,
-            measures=(
-                *ATTENTIONS,
-                *(
-                    "kernels.ring.passes.forward",
-                    "kernels.ring.passes.backward",
-                    "kernels.ring.blocks.Layout",
-                ),
-                "kernels.ring.group.RingGroup",
-            ),
+            measures=_RING,
             gpus=2,
             alone=True,
         ),
@@ -245,17 +247,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             name="perplexity",
             title="loss curves of every backend, and of longer contexts at equal tokens",
             claims=("C12", "C14"),
-            needs="cuda",
             minutes=130.0,
-            measures=(
-                *_STEP,
-                *(
-                    "training.evaluation.evaluate",
-                    "training.schedule.learning_rate",
-                    "training.seeds.stream_seed",
-                ),
-                *("data.loader.Batches", "data.permutation.Permutation"),
-            ),
+            measures=_RUN,
             alone=True,
             wants="text",
         ),

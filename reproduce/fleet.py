@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -122,15 +123,14 @@ def _started(job: Job, device: torch.device) -> BaseProcess:
 
     In the environment it starts with: importing a library can already initialise CUDA.
     """
-    name, shown = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    name, seen = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    alone = {}
     if device.index is not None:
-        os.environ[name] = shown.split(",")[device.index] if shown else str(device.index)
+        alone[name] = seen.split(",")[device.index] if seen else str(device.index)
     how = (device.type, job.function, job.arguments, job.log)
     process = multiprocessing.get_context("spawn").Process(target=_child, args=how)
-    process.start()
-    os.environ.pop(name, None)
-    if shown is not None:
-        os.environ[name] = shown
+    with patch.dict(os.environ, alone):
+        process.start()
     return process
 
 
