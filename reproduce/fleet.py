@@ -139,6 +139,7 @@ def _child(device_type: str, function: Callable[..., None], arguments: tuple[Any
     with log.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # so that it can be followed
     # Ctrl-C reaches every process: the parent then cuts its jobs.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -20,6 +20,7 @@ import itertools
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import time
@@ -287,28 +288,16 @@ def recorded(device: torch.device) -> Iterator[dict[str, list[float]]]:
     and after, by which to see whether something else ran beside. Empty without a GPU. Changes nothing.
     """
     found: dict[str, list[float]] = {}
-    if device.type != "cuda":
+    if device.type != "cuda" or not shutil.which("nvidia-smi"):
         yield found
         return
     found["host_load"] = [round(os.getloadavg()[0], 1)]
     # By UUID: nvidia-smi numbers all GPUs, PyTorch only those in CUDA_VISIBLE_DEVICES.
     uuid = torch.cuda.get_device_properties(device).uuid
-    query = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(RECORDED)}",
-        "--format=csv,noheader,nounits",
-        f"--id=GPU-{uuid}",
-    ]
-    try:
-        process = subprocess.Popen(
-            [*query, f"--loop-ms={RECORD_EVERY_MS}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    except OSError:
-        yield found
-        return
+    query = ["nvidia-smi", f"--query-gpu={','.join(RECORDED)}", "--format=csv,noheader,nounits"]
+    query += [f"--id=GPU-{uuid}"]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen([*query, f"--loop-ms={RECORD_EVERY_MS}"], **how)
     try:
         yield found
     finally:

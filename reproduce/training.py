@@ -276,7 +276,7 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
         {name: built[name].step for name in names},
         options,
         ("forward", "backward") * group.accumulation + ("optimizer",),
-        warmup=0 if options.tiny else 2,  # the second step records CUDA graphs
+        warmup=2,  # the second step records CUDA graphs
         rounds=(rounds, max(rounds, 30)),
         patience=1,  # waiting for the host is part of a training step
     )
