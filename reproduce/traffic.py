@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.flash.portable.launch import architecture
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 
 from . import counting, hardware_counters, paper, peers, plots, timing
@@ -154,7 +155,7 @@ def time_passes(workload: Workload, options: Options) -> Sample:
 
 def time_tiles(workload: Workload, options: Options) -> Sample:
     """Our forward with each BLOCK_M; the default tile's other parameters stay."""
-    attend, default = attend_with(OURS), _tiles(_architecture(options.device), workload)["forward"]
+    attend, default = attend_with(OURS), _tiles(architecture(options.device), workload)["forward"]
 
     def with_rows(block_m: int) -> Callable[[Inputs, int], None]:
         tile = replace(default, block_m=block_m, block_n=options.settings.block_n)
@@ -167,13 +168,6 @@ def time_tiles(workload: Workload, options: Options) -> Sample:
 
     attends = {str(block_m): with_rows(block_m) for block_m in options.settings.block_m}
     return race(attends, [Inputs(workload, torch.float16, options.device)], options, backward=False)
-
-
-def _architecture(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 # ---- the page ----------------------------------------------------------------------------------------
