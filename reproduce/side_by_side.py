@@ -118,9 +118,8 @@ class _Compiling:
 
     def __call__(self, measure: Callable[[], Sample], **where: Any) -> Sample:
         known = self.store.find(**where) or {**where, **ASSUMED}
-        if {"refused", "out_of_memory", "failed"} & known.keys() or not self._serves(where):
-            return known
-        if str(where) in self.asked:
+        cannot = {"refused", "out_of_memory", "failed"} & known.keys()
+        if cannot or not self._serves(where) or str(where) in self.asked:
             return known
         self.asked.add(str(where))
         if len(self.asked) % self.of == self.share:
