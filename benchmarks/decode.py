@@ -122,7 +122,7 @@ def time_all(batch: int, options: Options) -> Sample:
     settings, tokens = options.settings, prompts(batch, options)
     n = settings.length - settings.prompt
 
-    racing = contenders(options, getattr(torch, settings.dtype))
+    racing = contenders(options, options.dtype)
     calls = {name: lambda _, number, go=generate: go(tokens, n) for name, generate in racing.items()}
     raced = race(calls, [None], options, backward=False, warmup=1, patience=1)
     ms = {name: {"token": [ms / n for ms in each["all"]]} for name, each in raced["ms"].items()}

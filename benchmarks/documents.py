@@ -192,24 +192,19 @@ def _varlen(inputs: Inputs, number: int) -> Tensor:
 
 def run(options: Options) -> None:
     """Run the experiment; see `experiment.py`."""
-    settings = options.settings
-    for workload in workloads(settings):
-        right = {}
-        for name, attend in contenders().items():
-            if name == FLEX and workload.length not in settings.flex_lengths:
-                continue
-            kind = {"contender": name} | {
-                key: getattr(workload, key) for key in ("bound", "size", "head_dim")
-            }
-            found = options.sample(partial(check, name, attend, workload, options), kind="check", **kind)
-            if found.get("passed"):
-                right[name] = attend
+    for workload in workloads(options.settings):
+        attends = contenders()
+        if workload.length not in options.settings.flex_lengths:
+            attends.pop(FLEX, None)
+        where = {key: getattr(workload, key) for key in ("bound", "size", "head_dim")}
+        measure = partial(check, attends=attends, workload=workload, options=options)
+        right = {name: attends[name] for name in options.right(attends, measure, "contender", **where)}
         options.timed(partial(time_all, right, workload, options), kind="time", **asdict(workload))
 
 
-def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sample:
+def check(name: str, attends: dict[str, Attend], workload: Workload, options: Options) -> Sample:
     """`attention.compare` of out and the gradients."""
-    device, dtype = options.device, getattr(torch, options.settings.dtype)
+    device, dtype = options.device, options.dtype
     if name in (FLEX, VARLEN) and device.type != "cuda":
         raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
     if name in ATTENTION and name != FLEX:
@@ -218,7 +213,7 @@ def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sa
     length = max(options.settings.check_length, 3 * workload.size)
     inputs = Inputs(replace(workload, batch=2, heads=2, length=length), dtype, device)
     naive = _unbounded("naive") if name == WHOLE else _registered("naive")
-    found, theirs = gradients(attend, inputs), gradients(naive, inputs)
+    found, theirs = gradients(attends[name], inputs), gradients(naive, inputs)
     inputs.qkv = [x.detach().double().requires_grad_() for x in inputs.qkv]
     inputs.d_out = inputs.d_out.double()
     return compare(found, theirs, gradients(naive, inputs), dtype)
@@ -226,11 +221,11 @@ def check(name: str, attend: Attend, workload: Workload, options: Options) -> Sa
 
 def time_all(attends: dict[str, Attend], workload: Workload, options: Options) -> Sample:
     """The result of `attention.race`, and "share": the share of the causal pairs that are visible."""
-    device, dtype = options.device, getattr(torch, options.settings.dtype)
+    device = options.device
     if FLEX in attends:
         torch.compiler.reset()  # else the second shape would be compiled for dynamic shapes
     bytes_per_set = 8 * workload.batch * workload.heads * workload.length * workload.head_dim
-    sets = [Inputs(workload, dtype, device) for _ in range(timing.input_sets(bytes_per_set, device))]
+    sets = [Inputs(workload, options.dtype, device) for _ in range(timing.input_sets(bytes_per_set, device))]
     return {**race(attends, sets, options), "share": sets[0].share()}
 
 

@@ -74,7 +74,7 @@ def build(name: str, attention: str, options: Options) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except ImportError as error:
         raise kernels.AttentionError(f"it needs its package ({error})") from None
-    return model.to(options.device, getattr(torch, settings.dtype)).train()
+    return model.to(options.device, options.dtype).train()
 
 
 def batch_of(padded: bool, options: Options) -> dict[str, Tensor]:
@@ -96,16 +96,12 @@ def run(options: Options) -> None:
     for name in options.settings.models:
         for padded in (False, True):
             key = {"model": name, "padded": padded}
-            passed = []
-            for attention in options.settings.attentions:
-                sample = options.sample(
-                    partial(check, name, attention, padded, options), kind="check", attention=attention, **key
-                )
-                passed += [attention] * ("loss_error" in sample)
+            measure = partial(check, name=name, padded=padded, options=options)
+            passed = options.right(options.settings.attentions, measure, "attention", **key)
             options.timed(partial(time_all, name, passed, padded, options), kind="time", **key)
 
 
-def check(name: str, attention: str, padded: bool, options: Options) -> Sample:
+def check(attention: str, name: str, padded: bool, options: Options) -> Sample:
     """Its errors relative to eager in float32: {"loss_error", "gradient_error"}; raises if they are not rounding."""
     batch = batch_of(padded, options)
     found = []
@@ -123,7 +119,7 @@ def check(name: str, attention: str, padded: bool, options: Options) -> Sample:
     }
     if errors["loss_error"] > 1e-2 or errors["gradient_error"] > 5e-2:
         raise ValueError(f"{attention} differs from {ORACLE}: {errors}")
-    return errors
+    return {**errors, "passed": True}
 
 
 def time_all(name: str, attentions: list[str], padded: bool, options: Options) -> Sample:

@@ -74,7 +74,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 def make_inputs(rows: int, options: Options) -> Inputs:
     """hidden (rows, width), the float32 weight (padded vocabulary, width) as initialised, targets (rows,)."""
     settings, device = options.settings, options.device
-    hidden = torch.randn(rows, settings.width, device=device, dtype=getattr(torch, settings.dtype))
+    hidden = torch.randn(rows, settings.width, device=device, dtype=options.dtype)
     weight = 0.02 * torch.randn(settings.padded_vocab, settings.width, device=device)
     targets = torch.randint(settings.vocab_size, (rows,), device=device)
     return hidden.requires_grad_(), weight.requires_grad_(), targets
@@ -91,15 +91,15 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> T
     return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight.to(hidden.dtype), targets, *rest)[0]
 
 
-def contenders(settings: Settings) -> dict[str, LossFn]:
+def contenders(options: Options) -> dict[str, LossFn]:
     """The losses to compare, ours first."""
-    compiled_loss = compiled(cross_entropy, getattr(torch, settings.dtype), settings.compiler)
+    compiled_loss = compiled(cross_entropy, options.dtype, options.settings.compiler)
     return {OURS: linear_cross_entropy, EAGER: cross_entropy, COMPILED: compiled_loss, LIGER: liger}
 
 
 def forward(loss: LossFn, inputs: Inputs, vocab_size: int, options: Options) -> Tensor:
     """The mean NLL, under autocast."""
-    with torch.autocast(options.device.type, getattr(torch, options.settings.dtype)):
+    with options.autocast():
         return loss(*inputs, vocab_size)
 
 
@@ -123,20 +123,15 @@ def exact(inputs: Inputs, vocab_size: int, chunk: int = 1024) -> tuple[Tensor, .
 def run(options: Options) -> None:
     """Run the experiment; see `experiment.py`."""
     torch.compiler.reset()  # before every shape: else the second would be compiled for a dynamic number of rows
-    right = {}
-    for name, loss in contenders(options.settings).items():
-        found = options.sample(partial(check, name, loss, options), kind="check", contender=name)
-        if found.get("passed"):
-            right[name] = loss
+    losses = contenders(options)
+    right = options.right(losses, lambda name: check(name, losses[name], options), "contender")
     for rows in options.settings.rows:
         torch.compiler.reset()
         fit = {}
-        for name, loss in right.items():
-            found = options.sample(
-                partial(memory, loss, rows, options), kind="memory", contender=name, rows=rows
-            )
-            if "peak_bytes" in found:
-                fit[name] = loss
+        for name in right:
+            measure = partial(memory, losses[name], rows, options)
+            if "peak_bytes" in options.sample(measure, kind="memory", contender=name, rows=rows):
+                fit[name] = losses[name]
         if fit:
             options.timed(partial(time_all, fit, rows, options), kind="time", rows=rows)
 

@@ -73,31 +73,23 @@ def workload(shape: str) -> Workload:
 
 def time_attention(shape: str, options: Options) -> Sample:
     """`attention.race` of the backends."""
-    dtype = getattr(torch, options.settings.dtype)
-    sets = input_sets(workload(shape), dtype, options.device)
+    sets = input_sets(workload(shape), options.dtype, options.device)
     return race({name: attend_with(name) for name in options.settings.backends}, sets, options)
 
 
 def time_matrices(options: Options) -> Sample:
     """What most depends on the clock and the power, a product, and on memory, a copy."""
-    shape, dtype = (options.settings.size,) * 2, getattr(torch, options.settings.dtype)
-    a, b, c = (torch.randn(shape, device=options.device).to(dtype) for _ in range(3))
+    shape = (options.settings.size,) * 2
+    a, b, c = (torch.randn(shape, device=options.device).to(options.dtype) for _ in range(3))
 
-    def product(number: int) -> Iterator[None]:
-        torch.mm(a, b, out=c)
-        yield
-
-    def copy(number: int) -> Iterator[None]:
-        c.copy_(a)
-        yield
-
-    return timing.race({PRODUCT: product, COPY: copy}, options)
+    calls = {PRODUCT: lambda _, number: torch.mm(a, b, out=c), COPY: lambda _, number: c.copy_(a)}
+    return race(calls, [None], options, backward=False)
 
 
 def time_host(options: Options) -> Sample:
     """Queueing calls of attention too small to keep the GPU busy, by the host's clock."""
     settings, device = options.settings, options.device
-    inputs = Inputs(workload(settings.small), getattr(torch, settings.dtype), device)
+    inputs = Inputs(workload(settings.small), options.dtype, device)
     attends = {name: attend_with(name) for name in settings.backends}
     ms: dict[str, list[float]] = {name: [] for name in attends}
     for number in range(-3, settings.rounds):  # the first are warm-ups

@@ -9,6 +9,10 @@ What goes in, and where it is from:
     network          50 GB/s a GPU and direction: one 400 Gb/s InfiniBand NDR port each, 8 GPUs a host
     overlap          all that PyTorch can overlap: gradients with the last micro-batch's backward but for the last
                      bucket of 25 MB; a block's parts with the computation of the block before it
+    one sequence     that all GPUs share (parallel.context): a block's attention is a ring (reproduce.ring.predict),
+                     whose slowest link counts, and the flash kernels reach 550 TFLOP/s on an H200, both passes at
+                     16,384 tokens (results/nvidia-h200/attention.json); all other layers treat tokens one by one,
+                     and take one GPU's share of the time
 
 What is left out, so that it predicts the best case: latency, links below their stated speed, SMs that NCCL takes from
 the computation, hosts that wait for each other. The last column holds a prediction against what was measured.
@@ -19,17 +23,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reproduce.common import markdown_table
+from reproduce.ring import predict as ring
+from reproduce.ring_ranks import Shape
 
-SHAPES = {
-    "small": (768, 12, 65536),
-    "xl": (1600, 48, 8192),
-    "7b": (4096, 32, 4096),
-}  # width, blocks, tokens at once
+# width, blocks, tokens at once
+SHAPES = {"small": (768, 12, 65536), "xl": (1600, 48, 8192), "7b": (4096, 32, 4096)}
 TOKENS = {"xl": 65536, "7b": 16384}  # a GPU and step, where that is more than one micro-step
 MEMORY = 80e9  # bytes of a GPU
 GPUS_A_HOST = 8
@@ -37,14 +40,17 @@ NVLINK, NETWORK = 450e9, 50e9  # bytes/s of a GPU, each direction
 PEAK = 989e12  # FLOP/s in bf16, H100 and H200 SXM
 BACKWARD = 2 / 3  # of a step's computation
 BUCKET = 25 * 2**20  # bytes, of DistributedDataParallel
+KERNELS = 550e12  # FLOP/s
+LENGTHS = {"32k": 32768, "64k": 65536, "128k": 131072, "256k": 262144}  # of one sequence, as in scaling.py
+LEAST = 2048  # tokens of a chunk of it: on less, the kernels are slower than that
 MEASURED = Path("nvidia-h200/train_two_gpus.json")
+HEADER = ("model", "layout", "GPUs", "step, ms", "k tokens/s", "of so many alone", "error")
 
 
 @dataclass(frozen=True)
 class Work:
     """What a GPU does in a step."""
 
-    model: str
     parameters: float
     in_blocks: float  # parameters
     blocks: int
@@ -98,7 +104,7 @@ def work(model: str, tokens: int, mfu: float) -> Work:
     flops = 6 * (in_blocks + 50257 * width) + 12 * blocks * width * 1024
     micro_steps = max(1, tokens // at_once)
     seconds = tokens * flops / mfu / PEAK
-    return Work(model, in_blocks + ends, in_blocks, blocks, tokens, micro_steps, seconds)
+    return Work(in_blocks + ends, in_blocks, blocks, tokens, micro_steps, seconds)
 
 
 def alone(results: Path) -> dict[str, tuple[float, str]]:
@@ -124,24 +130,49 @@ def measured(results: Path) -> dict[tuple[str, str, int], float]:
     return found
 
 
-def rows(results: Path, counts: list[int], batch: int | None) -> list[list[str]]:
+def rows(results: Path, counts: list[int], batch: int | None) -> Iterator[list[str]]:
     """batch: tokens of all GPUs together; None: as many a GPU as SHAPES has, so the batch grows with them."""
-    known, mfus = measured(results), alone(results)
-    found = []
+    known, mfus = {} if batch else measured(results), alone(results)
     for (model, (_, _, at_once)), (layout, predict) in itertools.product(SHAPES.items(), LAYOUTS.items()):
         for gpus in counts:
             own = work(model, batch // gpus if batch else TOKENS.get(model, at_once), mfus[model][0])
             if own.tokens < 1024 or (layout == "whole" and 16 * own.parameters > MEMORY):
                 continue  # less than a sequence, or more weights, gradients and moments than a GPU holds
             seconds = predict(own, gpus)
-            truth = None if batch else known.get((model, layout, gpus))
-            error = f"{own.tokens / seconds / truth - 1:+.1%}" if truth else "not measured"
-            speed = f"{1e3 * seconds:.1f}", f"{own.tokens * gpus / seconds / 1e3:,.0f}"
-            found.append([model, layout, f"{gpus:,}", *speed, f"{own.seconds / seconds:.1%}", error])
-    return found
+            yield _row((model, layout, gpus), own.tokens, seconds, own.seconds / seconds, known)
 
 
-HEADER = ("model", "layout", "GPUs", "step, ms", "k tokens/s", "of so many alone", "error")
+def _row(
+    key: tuple[str, str, int], tokens: float, seconds: float, share: float, known: dict[tuple[str, str, int], float]
+) -> list[str]:  # fmt: skip
+    """tokens: of a GPU and step. share: of the speed of so many GPUs alone. known: tokens/s a GPU, as measured."""
+    model, layout, gpus = key
+    error = f"{tokens / seconds / known[key] - 1:+.1%}" if key in known else "not measured"
+    speed = f"{1e3 * seconds:.1f}", f"{tokens * gpus / seconds / 1e3:,.0f}"
+    return [model, layout, f"{gpus:,}", *speed, f"{share:.1%}", error]
+
+
+def shared(length: int, gpus: int, mfu: float) -> float:
+    """Seconds of a step of GPT-2 small with one sequence that the GPUs share.
+
+    mfu: of one GPU, in all but long attention; gradients travel as in data parallel.
+    """
+    shape, short = Shape(1, 12, length, 64), work("small", length, mfu)
+    attention = 3.5 * shape.flops / KERNELS  # of a block, both passes
+    if gpus > 1:
+        link = NVLINK if gpus <= GPUS_A_HOST else NETWORK
+        attention = sum(ring(shape, gpus, element=2, flops=KERNELS, link=link).values())
+    seconds = short.seconds / gpus + short.blocks * attention
+    return data_parallel(replace(short, tokens=length // gpus, micro_steps=1, seconds=seconds), gpus)
+
+
+def rows_of_one_sequence(results: Path, counts: list[int]) -> Iterator[list[str]]:
+    known, (mfu, _) = measured(results), alone(results)["small"]
+    for (name, length), gpus in itertools.product(LENGTHS.items(), counts):
+        if length >= 2 * gpus * LEAST:
+            seconds = shared(length, gpus, mfu)
+            share = shared(length, 1, mfu) / gpus / seconds
+            yield _row((name, "context", gpus), length / gpus, seconds, share, known)
 
 
 def main(argv: list[str]) -> int:
@@ -154,9 +185,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--gpus {odd[0]}: beyond one host, whole hosts of {GPUS_A_HOST} GPUs")
     for model, (mfu, source) in alone(asked.results).items():
         print(f"{model}: MFU of one GPU {mfu:.3f} ({source})")
-    print("\n" + "\n".join(markdown_table(HEADER, rows(asked.results, asked.gpus, asked.batch_tokens))))
-    from . import predict_context  # which builds on this module
-
-    print("\nOne sequence that the GPUs share, GPT-2 small (predict_context.py):\n")
-    print("\n".join(markdown_table(HEADER, predict_context.rows(asked.results, asked.gpus))))
+    every = rows(asked.results, asked.gpus, asked.batch_tokens)
+    print("\n" + "\n".join(markdown_table(HEADER, [*every])))
+    print("\nOne sequence that the GPUs share, GPT-2 small:\n")
+    print("\n".join(markdown_table(HEADER, [*rows_of_one_sequence(asked.results, asked.gpus)])))
     return 0

@@ -91,7 +91,8 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         order = kinds[:: -1 if turn % 2 else 1]
         turns.append({kind: measure(kind, options, scratch / f"{turn}-{kind}") for kind in order})
         loads.append(os.getloadavg()[0])
-    size = turns[0]["bare"]["text_bytes"]
+    documents, size = (turns[0]["bare"][each] for each in ("documents", "text_bytes"))
+    cpu = device_name(torch.device("cpu"))
 
     def ratio(slow: str, fast: str) -> dict[str, Any]:
         seconds, cpu = (
@@ -112,16 +113,8 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "command": command + (" --nanogpt CHECKOUT" if options.nanogpt else ""),
         "load": f"the machine's load average was {min(loads):.1f} to {max(loads):.1f} on {cpu_count()} cores "
         "meanwhile; above that number, seconds say little and CPU seconds are what to compare",
-        "machine": {
-            "cpu": device_name(torch.device("cpu")),
-            "cores": cpu_count(),
-            "python": platform.python_version(),
-        },
-        "text": {
-            "documents": turns[0]["bare"]["documents"],
-            "bytes": size,
-            "tokenizer": Path(options.tokenizer).stem,
-        },
+        "machine": {"cpu": cpu, "cores": cpu_count(), "python": platform.python_version()},
+        "text": {"documents": documents, "bytes": size, "tokenizer": Path(options.tokenizer).stem},
         "megabytes_per_second": {kind: speed(kind) for kind in kinds},
         "ratios": ratios,
         "same_tokens_as_nanogpt": same_tokens(*last) if options.nanogpt else "not measured",

@@ -104,8 +104,10 @@ def launched(named: list, gpus: int, steps: int, folder: Path, minutes: float) -
 
 
 def _reason(told: str) -> str:
-    """The first line of a rank's output that names an error."""
-    found = re.search(r"^(?:\[rank\d+\]: )?([\w.]*Error: .+)", told, re.MULTILINE)
+    """The first line of a rank's output that names an error, or else what torchrun says of the first that failed."""
+    error = r"^(?:\[rank\d+\]: )?([\w.]*(?:[Ee]rror|Exception)(?:: \S.*)?)$"
+    ended = r"Root Cause[\s\S]*?traceback : (Signal .+)"
+    found = re.search(error, told, re.MULTILINE) or re.search(ended, told)
     return found[1][:300] if found else "no reason was printed"
 
 

@@ -44,15 +44,10 @@ def measure(settings: list[str], steps: int, folder: Path, ranks: World) -> dict
         "batch_tokens": config.trainer.batch_tokens,
         "micro_batch": run.plan.how.micro_batch,
         **measured,
-        **_largest(memory(ranks.device), ranks),
+        **{name: max(ranks.gather(peak)) for name, peak in memory(ranks.device).items()},
         "losses": (ranks.sum(torch.stack(losses)) / ranks.size).tolist(),
         "weights": _digest(run.model, ranks),
     }
-
-
-def _largest(peaks: dict[str, float], ranks: World) -> dict[str, float]:
-    """Over the ranks."""
-    return {name: max(ranks.gather(value)) for name, value in peaks.items()}
 
 
 def _digest(model: torch.nn.Module, ranks: World) -> str:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from model.config import GPTConfig
 from model.gpt import GPT
 from reproduce import nanogpt, timing
-from reproduce.common import as_lines
+from reproduce.common import as_lines, text_table
 from training.environment import environment
 
 SHAPES = {  # name: (config, sequences per step)
@@ -124,15 +124,14 @@ def main(argv: list[str]) -> int:
     machine = environment(torch.device("cpu")) | {"load_average": os.getloadavg()}
     del machine["command"]  # the paths of this machine
     report = {"command": f"{command} --seconds {arguments.seconds:g}", "environment": machine, "shapes": {}}
-    print(f"{'shape':<12}{'nanoGPT':<20}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}   quartiles")
+    rows = []
     for name in arguments.shapes:
         result = report["shapes"][name] = compare(arguments.nanogpt, name, arguments.seconds)
         medians = {key: 1e3 * statistics.median(seconds) for key, seconds in result["seconds"].items()}
         for key, ratio in result["ratios"].items():
-            spread = f"{ratio['quartile_1']:.3f} to {ratio['quartile_3']:.3f}"
-            print(
-                f"{name:<12}{key:<20}{medians['ours']:>9.1f}{medians[key]:>11.1f}{ratio['median']:>8.3f}   {spread}"
-            )
+            times = [f"{medians['ours']:.1f}", f"{medians[key]:.1f}", f"{ratio['median']:.3f}"]
+            rows.append([f"{name}  {key}", *times, f"{ratio['quartile_1']:.3f} to {ratio['quartile_3']:.3f}"])
+    print(text_table(["shape  nanoGPT", "ours ms", "theirs ms", "ratio", "quartiles"], rows))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(as_lines(report))
     print(f"wrote {arguments.out}")

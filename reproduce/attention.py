@@ -58,20 +58,13 @@ class Settings(Timing):
     # Those of kernels.history are up to 157 times as slow as flash on an H200; chunked takes 31 s a call at 65536
     # tokens. So they are timed only at fa1's shape and up to 4096 tokens, unless `backends` names them.
     old: tuple[str, ...] = history.NAMES
-    # Size of the square matrix product whose rate is the reference for shares of the matrix rate.
-    matrix_size: int = 8192
 
 
 # In float16, so that flash runs on a CPU too: Triton's interpreter gets bfloat16 products wrong.
 TINY = Settings(
-    dtype="float16",
-    backends=(STANDARD, "flash", "sdpa", *peers.APPROXIMATE),
-    lengths=(64,),
-    processes=1,
-    rounds=1,
+    dtype="float16", backends=(STANDARD, "flash", "sdpa", *peers.APPROXIMATE), lengths=(64,), processes=1, rounds=1,
     seconds=0.0,
-    matrix_size=128,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -242,7 +235,6 @@ def memory(backend: str, workload: Workload, dtype: torch.dtype, device: torch.d
     inputs, out, *grads = kept
     return {
         "peak_bytes": peak,
-        "basis": "torch.cuda.max_memory_allocated" if device.type == "cuda" else "torch's CPU allocations",
         "row_errors": {} if backend in peers.APPROXIMATE else _row_errors(inputs, out, grads[0]),
         "finite": all(bool(torch.isfinite(x).all()) for x in (out, *grads)),
     }
@@ -326,12 +318,9 @@ def race(
 
 def run(options: Options) -> None:
     """Run the experiment; see `experiment.py`."""
-    settings, device = options.settings, options.device
-    dtype = getattr(torch, settings.dtype)
+    settings, device, dtype = options.settings, options.device, options.dtype
     if device.type == "cpu" and not options.tiny:
         return _count_memory(options, torch.float16)  # bfloat16's size; the interpreter gets bfloat16 wrong
-    size = settings.matrix_size
-    options.sample(lambda: {"flops": timing.matrix_rate(dtype, device, size)}, kind="matrix_rate", size=size)
     for workload in workloads(settings, options.tiny):
         able = [each for each in _names(settings, workload) if _ready(each, workload, options, dtype)]
         if able:

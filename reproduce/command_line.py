@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from training.config import is_users_mistake
 
@@ -122,41 +122,44 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
     from .side_by_side import Call  # imports torch
 
     began, tiny = time.monotonic(), arguments.tiny
-    overrides = _chosen(program, arguments.words)
+    overrides = _chosen(program, arguments.words, tiny)
     device = _device(arguments.device)
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: our kernels on a CPU
     devices = _devices(arguments.device, device)
     chosen = _able([program.experiments[name] for name in overrides], device, len(devices), tiny)
-    directory = arguments.results or Path(TINY_RESULTS if tiny else RESULTS)
-    call = Call(directory, tiny, overrides, again=arguments.again)
+    call = Call(arguments.results or Path(TINY_RESULTS if tiny else RESULTS), tiny, overrides)
     plan: list[Step] = []
-    unfinished: dict[str, Any] = {}  # experiment -> its settings
+    unfinished: dict[str, Store] = {}
     for each in chosen:
         settings = parse_settings(each.module.TINY if tiny else each.module.Settings(), overrides[each.name])
-        store = call.store(each, settings, device, again=call.again)
+        store = call.store(each, settings, device)
+        if arguments.again:
+            store.forget()
         if store.finished:
             print(f"{each.name}: already done with the same code: {store.complete} (--again repeats it)")
             continue
-        unfinished[each.name] = settings
+        unfinished[each.name] = store
         plan += steps(each, store, settings, device, tiny)
     plan.sort(key=lambda each: (each.experiment.alone, each.selected == each.settings))  # README's first
     if len(plan) > 1 or (plan and arguments.plan):
         print(shown(plan, devices), flush=True)
     if arguments.plan:
         return 0
+    for store in unfinished.values() if arguments.again else ():
+        store.write(store.partial)
     end = began + arguments.budget if arguments.budget else None
     cut, statuses = _run(plan, devices, call, end, arguments)
     late = end is not None and time.monotonic() >= began + RESERVED * arguments.budget
     late |= len(plan) == 1 and bool(cut)  # which says so itself
-    for each in chosen:
-        if each.name in unfinished and each.name not in statuses:
-            store = call.store(each, unfinished[each.name], device, retry=[])
-            left = missing(each, store, unfinished[each.name], device, tiny)
-            whole = not left if each.seconds else each.name not in cut
-            statuses[each.name] = _conclude(store, whole, late)
-            if store.document["samples"] and (whole or len(chosen) == 1):
-                _show(store)
+    for name in [each for each in unfinished if each not in statuses]:
+        experiment, settings = program.experiments[name], unfinished[name].settings
+        store = call.store(experiment, settings, device, retry=[])
+        left = missing(experiment, store, settings, device, tiny)
+        whole = not left if experiment.seconds else name not in cut
+        statuses[name] = _conclude(store, whole, late)
+        if store.document["samples"] and (whole or len(chosen) == 1):
+            _show(store)
     return max(statuses.values(), default=0)
 
 
@@ -168,11 +171,13 @@ def _run(
     arguments: argparse.Namespace,
 ) -> tuple[set[str], dict[str, int]]:
     """The experiments that did not come to their end, and the exit statuses of those that ran on their own."""
+    import torch
+
     from .side_by_side import compile_all, measure, measure_all
 
     if len(plan) == 1:
         try:
-            measure(devices[0], plan[0], replace(call, deadline=end))
+            measure(devices, plan[0], replace(call, deadline=end))
         except OutOfTime:
             return {plan[0].experiment.name}, {}
         return set(), {}
@@ -180,7 +185,8 @@ def _run(
         call = replace(call, deadline=end - (1 - RESERVED) * arguments.budget)
     alone = {step.experiment.name: step.experiment for step in plan if step.experiment.alone}
     if len({step.experiment.name for step in plan}) == 1 and alone:
-        return measure_all(plan, devices[:1], call, end), {}
+        sees_all = devices[0].type == "cuda" and plan[0].experiment.gpus > 1
+        return measure_all(plan, [torch.device("cuda")] if sees_all else devices[:1], call, end), {}
     shared = [step for step in plan if not step.experiment.alone]
     compile_all(shared, devices, call, end)
     cut = measure_all(shared, devices, call, end)
@@ -212,19 +218,19 @@ def _show(store: Store) -> None:
     )
 
 
-def _chosen(program: Program, words: list[str]) -> dict[str, list[str]]:
+def _chosen(program: Program, words: list[str], tiny: bool) -> dict[str, list[str]]:
     """The experiments named, `all` for every one, with their settings: of several, written NAME.key=value."""
     names = [word for word in words if "=" not in word]
     if not names:
         raise ReproduceError(f"{words[0]}: name an experiment first")
-    if names[:1] == ["all"]:
+    everything = names[0] == "all"
+    if everything:
         names = list(program.experiments)
     for name in names[1:]:
         if name not in program.experiments:
             raise ReproduceError(f"{name} is not key=value, nor an experiment")
-    chosen = {name: [] for name in names}
-    for name in chosen:
-        find_experiment(name, program.experiments, program.others)
+    find_experiment(names[0], program.experiments, program.others)
+    chosen: dict[str, list[str]] = {name: [] for name in names}
     for word in (word for word in words if "=" in word):
         name, dot, setting = word.partition(".")
         if len(chosen) == 1:
@@ -233,6 +239,11 @@ def _chosen(program: Program, words: list[str]) -> dict[str, list[str]]:
             chosen[name].append(setting)
         else:
             raise ReproduceError(f"{word}: settings apply to one experiment: write NAME.{word}")
+    for name in names if everything and not tiny else ():
+        wants = program.experiments[name].wants
+        if wants and not any(word.startswith(f"{wants}=") for word in chosen[name]):
+            print(f"left out, as it takes {wants} of your own: {name} (name it with {name}.{wants}=...)")
+            del chosen[name]
     return chosen
 
 

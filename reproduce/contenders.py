@@ -6,7 +6,6 @@ fused AdamW, and a gradient scaler for float16. They differ only in the model an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,13 +76,32 @@ class Contender:
         self.name, self.device, self.dtype, self.vocab_size = name, device, dtype, config.vocab_size
         self.accumulation, self.graphs = accumulation, graphs
         compile_model = _compiler(dtype, compiler, graphs)
-        self.model, self._loss = _make(name, config, device, dtype, compile_model, nanogpt_path)
+        self.model, self._loss = self._build(config, compile_model, nanogpt_path)
         self.model.train()
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
         generator = torch.Generator().manual_seed(0)
         shape = (2, accumulation, micro_batch, config.seq_len)
         self.tokens, self.targets = torch.randint(config.vocab_size, shape, generator=generator).to(device)
+
+    def _build(self, config: GPTConfig, compile_model: Compile, nanogpt_path: str) -> tuple[nn.Module, Loss]:
+        name, device, dtype = self.name, self.device, self.dtype
+        if name in (NANOGPT, NANOGPT_BIASES):
+            theirs = nanogpt.build(nanogpt_path, config, biases=name == NANOGPT_BIASES).to(device)
+            forward = compile_model(theirs)
+            return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
+        if name.startswith((HF_EAGER, HF_SDPA)):
+            return _huggingface(name, config, device, compile_model)
+        backend, _, fused = name.partition("+")
+        if backend == STANDARD:
+            attention = causal_standard(config, device, dtype)
+        else:
+            request = {"dropout_p": config.dropout} if config.dropout else {}
+            request |= {"device": device, "dtype": dtype, "head_dim": config.head_dim}
+            _, attention = resolve_attention(backend, **request)
+        ours = initial_model(config, attention, device, Layers.fused if fused else Layers.torch)
+        forward = compile_model(ours)
+        return ours, lambda tokens, targets, seed: forward(tokens, targets, dropout_seed=seed)
 
     def step(self, number: int) -> Iterator[None]:
         """One optimizer step; yields after every forward, every backward, and after the optimizer."""
@@ -111,43 +129,6 @@ class Contender:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
-
-
-def split_phases(phases: list[list[float]]) -> dict[str, list[float]]:
-    """Milliseconds of each step's forward, backward and optimizer, summed over the phases of `Contender.step`."""
-    *micro, optimizer = phases
-    return {
-        "forward": [math.fsum(each) for each in zip(*micro[0::2], strict=True)],
-        "backward": [math.fsum(each) for each in zip(*micro[1::2], strict=True)],
-        "optimizer": optimizer,
-    }
-
-
-def _make(
-    name: str,
-    config: GPTConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    compile_model: Compile,
-    nanogpt_path: str,
-) -> tuple[nn.Module, Loss]:
-    if name in (NANOGPT, NANOGPT_BIASES):
-        theirs = nanogpt.build(nanogpt_path, config, biases=name == NANOGPT_BIASES).to(device)
-        forward = compile_model(theirs)
-        return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
-    if name.startswith((HF_EAGER, HF_SDPA)):
-        return _huggingface(name, config, device, compile_model)
-    backend, _, fused = name.partition("+")
-    if backend == STANDARD:
-        attention = causal_standard(config, device, dtype)
-    else:
-        features = {"dropout_p": config.dropout} if config.dropout else {}
-        _, attention = resolve_attention(
-            backend, device=device, dtype=dtype, head_dim=config.head_dim, **features
-        )
-    ours = initial_model(config, attention, device, Layers.fused if fused else Layers.torch)
-    forward = compile_model(ours)
-    return ours, lambda tokens, targets, seed: forward(tokens, targets, dropout_seed=seed)
 
 
 def causal_standard(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> AttentionFn:

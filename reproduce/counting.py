@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -54,27 +55,26 @@ def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
-    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_dot")
-    original = {name: getattr(Builder, name) for name in names}
+    original = dict(vars(Builder))
 
     def size(mask: Any, handle: Any) -> int:
         return int(np.count_nonzero(mask.data)) * handle.data.dtype.itemsize
 
-    def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
         loaded = original["create_masked_load"](self, ptrs, mask, *rest)
         traffic.read += size(mask, loaded)
         return loaded
 
-    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         traffic.written += size(mask, value)
         return original["create_masked_store"](self, ptrs, value, mask, *rest)
 
-    def atomic(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_atomic_rmw(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         traffic.read += size(mask, value)
         traffic.written += size(mask, value)
         return original["create_atomic_rmw"](self, operation, ptrs, value, mask, *rest)
 
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         *batch, m, k = a.data.shape
         traffic.flops += 2 * math.prod(batch) * m * k * b.data.shape[-1]
         return original["create_dot"](self, a, b, *rest)
@@ -85,15 +85,12 @@ def _interpreter_counted(traffic: Traffic) -> Iterator[None]:
         with _disable_current_modes():
             return launch(self, *args, **kwargs)
 
-    GridExecutor.__call__ = uncounted
-    for name, replacement in zip(names, (load, store, atomic, dot), strict=True):
-        setattr(Builder, name, replacement)
-    try:
+    counted = (create_masked_load, create_masked_store, create_atomic_rmw, create_dot)
+    with (
+        patch.multiple(Builder, **{each.__name__: each for each in counted}),
+        patch.object(GridExecutor, "__call__", uncounted),
+    ):
         yield
-    finally:
-        GridExecutor.__call__ = launch
-        for name, method in original.items():
-            setattr(Builder, name, method)
 
 
 class _OperatorCounter(TorchDispatchMode):
@@ -104,51 +101,29 @@ class _OperatorCounter(TorchDispatchMode):
         self.traffic = traffic
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operator(*args, **(kwargs or {}))
-        if operator.namespace != "aten" or _moves_nothing(operator):
+        result, name = operator(*args, **(kwargs or {})), operator.overloadpacket.__name__
+        if operator.namespace != "aten" or operator.is_view or name in _MOVE_NOTHING:
             return result
-        if "scaled_dot_product" in operator.name() and "math" not in operator.name():
+        if "scaled_dot_product" in name and "math" not in name:
             raise AttentionError(
                 "torch fuses it into one operator, whose loads and stores cannot be seen from here"
             )
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        overwritten = operator.overloadpacket in _WRITES_ONLY
-        self.traffic.read += 0 if overwritten else sum(_bytes(x) for x in inputs)
+        self.traffic.read += 0 if name in _WRITE_ONLY else sum(_bytes(x) for x in inputs)
         self.traffic.written += sum(_bytes(x) for x in outputs)
-        if operator.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.mm, torch.ops.aten.baddbmm):
+        if name in _PRODUCTS:
             *_, a, b = inputs
             self.traffic.flops += 2 * a.numel() * b.shape[-1]
         return result
 
 
-_ALLOCATIONS = {
-    torch.ops.aten.empty,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.new_empty_strided,
-}
-# Of their arguments these need the shape and the dtype alone.
-_FACTORIES = (
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "rand_like",
-    "randn_like",
-)
-_FILLS = ("fill_", "zero_", "normal_", "uniform_", "random_")
-_WRITES_ONLY = {getattr(torch.ops.aten, name) for name in (*_FACTORIES, *_FILLS)}
-
-
-def _moves_nothing(operator: Any) -> bool:
-    """Whether it is an allocation or a view: an operator that returns an alias of an argument it does not write."""
-    if operator.overloadpacket in _ALLOCATIONS or operator.is_view:
-        return True
-    # these move nothing either, whether or not their schema declares the alias (reshape's _unsafe_view does not)
-    return operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
+# Allocations and views, whether or not their schema declares the alias (reshape's _unsafe_view does not).
+_MOVE_NOTHING = {"empty", "new_empty", "empty_like", "new_empty_strided", "_unsafe_view", "detach", "alias"}
+# Of their arguments the first need the shape and the dtype alone.
+_WRITE_ONLY = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like"}
+_WRITE_ONLY |= {"randn_like", "fill_", "zero_", "normal_", "uniform_", "random_"}
+_PRODUCTS = {"bmm", "mm", "baddbmm"}
 
 
 def _bytes(x: torch.Tensor) -> int:

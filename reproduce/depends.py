@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,22 +204,20 @@ class Tree:
             return None
         if name in self.modules[module].definitions:
             return Definition(module, name)
-        origin = self.modules[module].imports.get(name)
-        return self._defined(self._absolute(module, origin[0]), origin[1]) if origin else None
+        origin = self._origin(module, name)
+        return self._defined(*origin) if origin else None
 
     def _module_called(self, module: str, name: str) -> str | None:
-        origin = self.modules[module].imports.get(name)
-        found = ".".join(filter(None, (self._absolute(module, origin[0]), origin[1]))) if origin else None
+        found = ".".join(self._origin(module, name) or ())
         return found if found in self.modules else None
 
-    def _absolute(self, module: str, source: str) -> str:
-        """The module that a relative import in `module` names: "..flash.rules" -> kernels.flash.rules."""
-        level = len(source) - len(source.lstrip("."))
-        if not level:
-            return source
+    def _origin(self, module: str, name: str) -> tuple[str, str] | None:
+        """Where a name of `module` is imported from: the module, and its name there."""
+        source, there = self.modules[module].imports.get(name, ("", ""))
+        if not source:
+            return None
         is_package = (self.root / module.replace(".", "/")).is_dir()
-        base = module.split(".")[: None if level == 1 and is_package else is_package - level]
-        return ".".join([*base, *filter(None, [source[level:]])])
+        return resolve_name(source, module if is_package else module.rpartition(".")[0]), there
 
 
 class _Module:
@@ -252,13 +251,9 @@ def _own_names(node: ast.stmt) -> dict[str, str]:
             found[part.arg] = None
         elif isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load):
             found[part.id] = None
-        elif isinstance(part, ast.FunctionDef) and not _is_method(part, node):
+        elif isinstance(part, ast.FunctionDef) and not (isinstance(node, ast.ClassDef) and part in node.body):
             found[part.name] = None
     return {name: f"own{number}" for number, name in enumerate(found)}
-
-
-def _is_method(part: ast.FunctionDef, node: ast.stmt) -> bool:
-    return isinstance(node, ast.ClassDef) and part in node.body
 
 
 def _is_gluon(node: ast.stmt) -> bool:

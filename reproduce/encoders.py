@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels import resolve_attention
+import kernels
 from model.config import GPTConfig
 from model.gpt import AttentionFn
 from training.optimizer import OptimizerConfig, build_optimizer, update
@@ -109,7 +109,7 @@ def time_bert(options: Options) -> Sample:
     scaler = torch.amp.GradScaler(device.type, enabled=False)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: None, number: int) -> None:
-        with _autocast(options):
+        with options.autocast():
             loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
         update(model, optimizer, scaler)
@@ -117,7 +117,7 @@ def time_bert(options: Options) -> Sample:
     steps, logits = {}, {}
     for name in settings.bert:
         model = _bert(name, options)
-        with torch.no_grad(), _autocast(options):
+        with torch.no_grad(), options.autocast():
             logits[name] = model.eval()(input_ids=tokens[:1]).logits.float()
         steps[name] = partial(step, model.train(), build_optimizer(model, OptimizerConfig()))
     first = logits[settings.bert[0]]
@@ -129,19 +129,10 @@ def time_bert(options: Options) -> Sample:
 
 def _bert(name: str, options: Options) -> nn.Module:
     """transformers' BertForMaskedLM with the attention `name`; its initial weights are the same for each."""
-    from transformers import AttentionInterface, BertConfig, BertForMaskedLM
+    from transformers import BertConfig, BertForMaskedLM
 
     settings = options.settings
-    features = {"dropout_p": settings.dropout} if settings.dropout else {}
-    flash = _resolve(OURS, settings.width // settings.bert_heads, options, **features)
-
-    def ours(
-        module: object, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float = 0.0, **rest: object
-    ) -> tuple[Tensor, None]:
-        seed = int(torch.randint(2**31, ())) if dropout else None
-        return flash(q, k, v, causal=False, dropout_p=dropout, dropout_seed=seed).transpose(1, 2), None
-
-    AttentionInterface.register(IN_TRANSFORMERS, ours)
+    kernels.register_transformers()
     config = BertConfig(
         vocab_size=settings.bert_vocabulary, hidden_size=settings.width, num_hidden_layers=settings.layers,
         num_attention_heads=settings.bert_heads, intermediate_size=4 * settings.width,
@@ -150,16 +141,6 @@ def _bert(name: str, options: Options) -> nn.Module:
     )  # fmt: skip
     torch.manual_seed(0)
     return BertForMaskedLM(config).to(options.device)
-
-
-def _resolve(name: str, head_dim: int, options: Options, **features: object) -> AttentionFn:
-    dtype = getattr(torch, options.settings.dtype)
-    return resolve_attention(name, device=options.device, dtype=dtype, head_dim=head_dim, **features)[1]
-
-
-def _autocast(options: Options) -> torch.autocast:
-    dtype = getattr(torch, options.settings.dtype)
-    return torch.autocast(options.device.type, dtype, enabled=dtype is not torch.float32)
 
 
 # ---- long-range tasks ----------------------------------------------------------------------------------
@@ -203,7 +184,7 @@ class Encoder:
 
     def answers(self, tokens: Tensor) -> Tensor:
         """Logits (batch, 10), read at the first token."""
-        with _autocast(self.options):
+        with self.options.autocast():
             return self.model.logits(self.model.hidden(tokens)[:, :1])[:, 0, :10].float()
 
     def step(self, tokens: Tensor, answers: Tensor) -> None:
@@ -216,7 +197,8 @@ def both_ways(name: str, config: GPTConfig, options: Options) -> AttentionFn:
     if name == BASELINE:
         return lambda q, k, v, **_: standard_attention(*(x.to(v.dtype) for x in (q, k, v)))
     mask = {"block_mask": butterfly_mask(config.seq_len).to(options.device)} if name == SPARSE else {}
-    attend = _resolve(name.partition("+")[0], config.head_dim, options, **mask)
+    how = {"device": options.device, "dtype": options.dtype, "head_dim": config.head_dim}
+    _, attend = kernels.resolve_attention(name.partition("+")[0], **how, **mask)
     return lambda q, k, v, **_: attend(q, k, v, causal=False, **mask)
 
 

@@ -21,6 +21,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
@@ -101,20 +102,22 @@ class Experiment:
             them, it takes `minutes`.
         compiles: coordinates of samples whose measuring compiles; several processes do so before anything is timed.
         first: the values of its settings that README and its picture show, which are measured before all else.
+        wants: a setting without which `all` leaves it out.
     """
 
     name: str
     title: str
     claims: tuple[str, ...]
-    needs: str
     minutes: float
     measures: tuple[str, ...]
+    needs: str = "cuda"
     package: str = "reproduce"
     gpus: int = 1
     alone: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiles: tuple[Sample, ...] = ()
     first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    wants: str = ""
 
     @property
     def path(self) -> str:
@@ -135,6 +138,19 @@ _STEP = (
     *("kernels", *ATTENTIONS, "model.gpt.GPT", "training.optimizer.build_optimizer"),
     *("training.optimizer.update", "training.precision.compiled", "training.cuda_graphs.compiled_to_graphs"),
 )
+_RUN = (
+    *(
+        *_STEP,
+        "training.evaluation.evaluate",
+        "training.schedule.learning_rate",
+        "training.seeds.stream_seed",
+    ),
+    *("data.loader.Batches", "data.permutation.Permutation"),
+)
+_RING = (
+    *(*ATTENTIONS, "kernels.ring.passes.forward", "kernels.ring.passes.backward"),
+    *("kernels.ring.blocks.Layout", "kernels.ring.group.RingGroup"),
+)
 # The most useful first: `all` runs them in this order, those that need all GPUs at the end.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each
@@ -146,7 +162,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=20.0,
             measures=ATTENTIONS,
-            seconds={"matrix_rate": 2.0, "check": 0.5, "memory": 0.15, "time": 5.0},
+            seconds={"check": 0.5, "memory": 0.15, "time": 5.0},
             compiles=({"kind": "check"}, {"kind": "memory"}),
             first={"figures": ("gpt2", "fa2")},
         ),
@@ -157,7 +173,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             needs="cpu",
             minutes=2.0,
             measures=ATTENTIONS,
-            seconds={"check": 0.5, "time": 6.0, "passes": 2.0, "tiles": 1.0, "copy rate": 2.0, "ncu": 6.0},
+            seconds={"check": 0.5, "time": 6.0, "passes": 2.0, "tiles": 1.0, "ncu": 6.0},
             compiles=({"kind": "check"},),
         ),
         Experiment(
@@ -204,10 +220,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             name="training",
             title="tokens/s and memory of GPT-2 training, attention swapped alone and the whole stack",
             claims=("C11", "C13", "C23"),
-            needs="cuda",
             minutes=46.0,
             measures=_STEP,
-            seconds={"machine": 3.0, "memory": 4.2, "speed": 43.0},
+            seconds={"memory": 4.2, "speed": 43.0},
             compiles=({"kind": "memory", "mode": "compiled"},),
             first={"parts": ("compiled", "whole")},
         ),
@@ -215,7 +230,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             name="encoders",
             title="BERT-large's step, and long-range tasks: ListOps at equal accuracy, Path-X's length",
             claims=("C15", "C16"),
-            needs="cuda",
             minutes=11.0,
             measures=_STEP,
             seconds={"bert": 35.0, "listops": 22.0, "path": 20.0, "accuracy": 75.0},
@@ -224,17 +238,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             name="ring",
             title="attention of one sequence on several GPUs: time and bytes against length",
             claims=("C33",),
-            needs="cuda",
             minutes=3.0,
-            measures=(
-                *ATTENTIONS,
-                *(
-                    "kernels.ring.passes.forward",
-                    "kernels.ring.passes.backward",
-                    "kernels.ring.blocks.Layout",
-                ),
-                "kernels.ring.group.RingGroup",
-            ),
+            measures=_RING,
             gpus=2,
             alone=True,
         ),
@@ -242,18 +247,10 @@ EXPERIMENTS: dict[str, Experiment] = {
             name="perplexity",
             title="loss curves of every backend, and of longer contexts at equal tokens",
             claims=("C12", "C14"),
-            needs="cuda",
             minutes=130.0,
-            measures=(
-                *_STEP,
-                *(
-                    "training.evaluation.evaluate",
-                    "training.schedule.learning_rate",
-                    "training.seeds.stream_seed",
-                ),
-                *("data.loader.Batches", "data.permutation.Permutation"),
-            ),
+            measures=_RUN,
             alone=True,
+            wants="text",
         ),
     )
 }
@@ -277,6 +274,7 @@ class Options:
 
     Attributes:
         device: where to run.
+        devices: for an experiment that runs on several at once: all that it may take, by default that one.
         tiny: whether this is the smoke test, whose figures mean nothing.
         settings: the module's Settings with the command line's changes applied.
         sample: `sample(measure, **where)` returns the sample at the coordinates `where`. It reuses the one from an
@@ -300,10 +298,31 @@ class Options:
     find: Callable[..., Sample | None] = lambda **where: None
     deadline: float | None = None
     say: Callable[[str], None] = print
+    devices: list[torch.device] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.settings.dtype)
+
+    def autocast(self) -> torch.autocast:
+        import torch
+
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
 
     def timed(self, measure: Callable[[], Sample], **where: Any) -> Sample:
         """`sample` of what each process measures anew."""
         return self.sample(measure, **where, process=self.process)
+
+    def right(
+        self, names: Iterable[str], check: Callable[[str], Sample], of: str = "backend", **where: Any
+    ) -> list[str]:
+        """Those of the names whose check has "passed": a sample for each, in which `of` is the name."""
+        checks = {
+            name: self.sample(partial(check, name), kind="check", **{of: name}, **where) for name in names
+        }
+        return [name for name, sample in checks.items() if sample.get("passed")]
 
 
 def parse_settings(defaults: Any, overrides: list[str]) -> Any:

@@ -29,31 +29,23 @@ METRICS = {
 }
 
 
-def command(backend: str, workload: Workload) -> list[str]:
-    """The command line that reads the counters of one forward and backward."""
-    ncu = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off"]
-    ncu += ["--csv", "--print-units", "base", "--metrics", ",".join(METRICS)]
-    return [*ncu, sys.executable, "-m", __spec__.name, backend, json.dumps(asdict(workload))]
-
-
 def read_counters(backend: str, workload: Workload) -> Sample:
     """{"dram_read", "dram_written", "l2_bytes", "nanoseconds", "kernels"} or {"refused": why}, and "command"."""
-    line = command(backend, workload)
-    shown = shlex.join(["python", *line[line.index(sys.executable) + 1 :]])
-    shown = f"{shlex.join(line[: line.index(sys.executable)])} {shown}"
+    ncu = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off"]
+    ncu += ["--csv", "--print-units", "base", "--metrics", ",".join(METRICS)]
+    program = ["-m", __spec__.name, backend, json.dumps(asdict(workload))]
+    command = {"command": shlex.join([*ncu, "python", *program])}
     if shutil.which("ncu") is None:
-        return {"refused": "ncu is not installed", "command": shown}
+        return {"refused": "ncu is not installed", **command}
+    line = [*ncu, sys.executable, *program]
     done = subprocess.run(line, capture_output=True, text=True, timeout=180, check=False)
     counters = parse(done.stdout)
     if not counters["kernels"]:
-        errors = [
-            each
-            for each in (done.stdout + done.stderr).splitlines()
-            if "==ERROR==" in each or "Error" in each
-        ]
+        said = (done.stdout + done.stderr).splitlines()
+        errors = [each for each in said if "==ERROR==" in each or "Error" in each]
         why = errors[0].replace("==ERROR==", "").strip() if errors else "it profiled no kernel"
-        return {"refused": f"ncu: {why}", "command": shown}
-    return {**counters, "command": shown}
+        return {"refused": f"ncu: {why}", **command}
+    return {**counters, **command}
 
 
 def parse(output: str) -> Sample:

@@ -205,14 +205,8 @@ def _time(options: Options) -> None:
             for causal in (False, True):
                 shape = (tokens // length, hidden // head_dim, length, head_dim)
                 workload = Workload("fa2", *shape, causal)
-                where = {"kind": "check", "head_dim": head_dim, "causal": causal}
-                checks = {
-                    name: options.sample(
-                        partial(_checked, name, workload, options, tiles[head_dim]), backend=name, **where
-                    )
-                    for name in ATTENTIONS
-                }
-                right = [name for name, found in checks.items() if found.get("passed")]
+                checked = partial(_checked, workload=workload, options=options, tiles=tiles[head_dim])
+                right = options.right(ATTENTIONS, checked, head_dim=head_dim, causal=causal)
                 measure = partial(time_order, right, workload, options, tiles[head_dim])
                 options.timed(measure, kind="order", **asdict(workload))
     shape = (tokens // settings.length or 1, hidden // 64 or 1, min(settings.length, tokens), 64)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from kernels import AttentionError, get_attention, resolve_attention
+from kernels import AttentionError
 
-from . import fp8, paper, plots
+from . import fp8, paper, peers, plots
 from .attention import DROPPED, Attend, Inputs, Workload, attend_with, backend_names, gradients
 from .attention_figures import BASELINE, MASK_NAMES, OURS
 from .experiment import Options, Results, Sample, Verdict, Verdicts, pick
@@ -102,17 +102,10 @@ def errors(backend: str, workload: Workload, dtype: torch.dtype, device: torch.d
 
 
 def _resolve(backend: str, workload: Workload, dtype: torch.dtype, device: torch.device) -> Attend:
-    if backend != BASELINE:
-        features = workload.features
-        resolve_attention(backend, device=device, dtype=dtype, head_dim=workload.head_dim, **features)
-    if workload.mask == DROPPED and not _draws_our_mask(backend):
+    peers.refuse(backend, workload, dtype, device)
+    if workload.mask == DROPPED and backend == BASELINE:  # torch's backends refuse padding
         raise AttentionError(f"{backend} draws its own dropout mask, so there is nothing to compare it with")
     return attend_with(backend)
-
-
-def _draws_our_mask(backend: str) -> bool:
-    """Whether the reference can have the same dropout mask; torch's backends draw their own."""
-    return backend != BASELINE and not getattr(get_attention(backend), "__module__", "").endswith("library")
 
 
 def outliers(backend: str, workload: Workload, device: torch.device, seed: int) -> Sample:

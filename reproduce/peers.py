@@ -138,10 +138,5 @@ def refuse(name: str, workload: Workload, dtype: torch.dtype, device: torch.devi
         if device.type != "cuda":
             raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
     elif name not in (STANDARD, *APPROXIMATE):
-        resolve_attention(
-            name.partition("+")[0],
-            device=device,
-            dtype=dtype,
-            head_dim=workload.head_dim,
-            **workload.features,
-        )
+        request = {"device": device, "dtype": dtype, "head_dim": workload.head_dim}
+        resolve_attention(name.partition("+")[0], **request, **workload.features)

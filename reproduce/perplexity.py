@@ -25,12 +25,13 @@ import csv
 import json
 import math
 import shutil
+import statistics
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +39,9 @@ from training import checkpoint
 from training.config import AttentionConfig, Config
 from training.corpus import prepare_corpus
 
+from . import fleet
 from .experiment import Options, OutOfTime, ReproduceError, Sample
-from .fleet import CUT, DONE, FAILED, NOT_STARTED, Fleet, Job
+from .fleet import CUT, DONE, FAILED, Follow, Job
 from .perplexity_figures import draw, table
 from .perplexity_runs import (
     PARTS,
@@ -70,44 +72,40 @@ _PROBE_STEPS = 30
 _BY_CONTEXT = "by_context.json"
 
 
+class Task(NamedTuple):
+    """A job, where its sample belongs, what reads it from the job's files, and whether there is something to read."""
+
+    job: Job
+    where: dict[str, Any]
+    measure: Callable[[], Sample]
+    begun: Callable[[], bool]
+
+
 def run(options: Options) -> None:
     settings = _checked(options.settings)
     corpora = _corpora(options)
     settings = _planned(options, settings)
-    every = training_runs(settings, options)
-    runs = [each for each in every if wanted(each.part, each.name, settings)]
+    every = {each.name: each for each in training_runs(settings, options)}
+    runs = [each for each in every.values() if wanted(each.part, each.name, settings)]
     _check_names(runs, settings)
     for each in runs:
         tokens = each.config.trainer.steps * each.config.trainer.batch_tokens
         corpora[each.part in ON_CODE].train.epochs(tokens, at_most=MAX_EPOCHS)
-    jobs = [_job(each, options, settings) for each in runs if not _is_known(options, each)]
-    sources = {each.name: each for each in (source_of(every, settings), longest_of(every, settings))}
-    numerics = _numerics(sources, settings)
-    awaited = [job.after for job in jobs] + [
-        job.after for job, where in numerics if not options.find(**where)
-    ]
-    for name, source in sources.items():
-        trained = (source.directory(settings) / "summary.json").exists()
-        if name in awaited and not trained and name not in {job.name for job in jobs}:
-            jobs.insert(0, _job(source, options, settings))
+    tasks = [_training(each, settings) for each in runs]
     # Before the runs that the verdict does not need.
-    early = next((n for n, job in enumerate(jobs) if job.name in ("sdpa", "flash_triton")), len(jobs))
-    jobs[early:early] = [job for job, where in numerics if not options.find(**where)]
+    early = next((n for n, task in enumerate(tasks) if task.job.name in ("sdpa", "flash_triton")), len(tasks))
+    tasks[early:early] = _numerics([*every.values()], settings)
+    tasks = [task for task in tasks if not options.find(**task.where)]
+    jobs = {task.job.name: task.job for task in tasks}
+    for name in {job.after for job in jobs.values() if job.after} - jobs.keys():
+        if not (every[name].directory(settings) / "summary.json").exists():
+            tasks.insert(0, _training(every[name], settings))
     deadline = None if options.deadline is None else options.deadline - _SAVING_S
+    by_name = {task.job.name: task for task in tasks}
     unfinished = False
-    with Fleet(jobs, _devices(options.device), deadline) as fleet:
-        names = {job.name for job in jobs}
-        for each in runs:
-            state = fleet.wait(each.name) if each.name in names else DONE
-            log = each.directory(settings).with_suffix(".log")
-            measure = partial(_curve, each, settings)
-            unfinished |= _collect(
-                options, state, log, measure, partial(_began, each, settings), **_where(each)
-            )
-        for job, where in numerics:
-            state = fleet.wait(job.name) if job.name in names else DONE
-            measure = partial(lambda file: json.loads(file.read_text()), _output(job))
-            unfinished |= _collect(options, state, job.log, measure, _output(job).exists, **where)
+    with closing(fleet.run([task.job for task in tasks], options.devices, deadline)) as ended:
+        for job, state in ended:
+            unfinished |= _collect(options, by_name[job.name], state)
     if unfinished:
         raise OutOfTime
 
@@ -120,10 +118,6 @@ def _checked(settings: Settings) -> Settings:
             raise ReproduceError(
                 f"batch_tokens={settings.batch_tokens} is not a multiple of context {context}"
             )
-    if settings.batch_tokens % max(settings.contexts):
-        raise ReproduceError(
-            f"batch_tokens={settings.batch_tokens} is not a multiple of the longest context, {max(settings.contexts)}"
-        )
     return settings
 
 
@@ -150,13 +144,6 @@ def _corpora(options: Options) -> list[Any]:
     return corpora
 
 
-def _devices(device: torch.device) -> list[torch.device]:
-    """Every GPU, unless one was named (auto is cuda:0, so that one cannot be)."""
-    if device.type != "cuda" or device.index:
-        return [device]
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-
-
 # ---- a budget ----------------------------------------------------------------------------------------
 
 
@@ -165,7 +152,7 @@ def _planned(options: Options, settings: Settings) -> Settings:
     if not settings.budget:
         return settings
     speeds = {name: _probed(options, settings, name) for name in ("naive", "flash")}
-    devices = len(_devices(options.device))
+    devices = len(options.devices)
     every = training_runs(settings, options)
     runs = [each for each in every if wanted(each.part, each.name, settings)]
     fixed = 60.0 * len(runs)  # seconds: compiling, evaluating, saving
@@ -205,9 +192,9 @@ def _probed(options: Options, settings: Settings, attention: str) -> float:
 
     def measure() -> Sample:
         job = Job(probe.name, train_in, (probe.config, directory), directory.with_suffix(".log"))
-        with Fleet([job], _devices(options.device)[:1], None) as fleet:
-            if fleet.wait(job.name) != DONE:
-                raise RuntimeError(f"{job.name} failed: {_last_line(job.log)}")
+        ((_, state),) = fleet.run([job], options.devices[:1])
+        if state != DONE:
+            raise RuntimeError(f"{job.name} failed: {_last_line(job.log)}")
         summary = json.loads((directory / "summary.json").read_text())
         return {"tokens_per_second": summary["perf/tokens_per_second"]}
 
@@ -237,30 +224,17 @@ def train_in(device: torch.device, config: Config, directory: Path, contexts: tu
         (directory / _BY_CONTEXT).write_text(json.dumps(by_context(device, directory, contexts)))
 
 
-def _job(each: TrainingRun, options: Options, settings: Settings) -> Job:
-    directory = each.directory(settings)
-    watch = _Watch(each.name, directory, options.say)
+def _training(each: TrainingRun, settings: Settings) -> Task:
+    directory, metrics = each.directory(settings), each.directory(settings) / "metrics.csv"
     log, after = directory.with_suffix(".log"), settings.extend_from if each.part == "extend" else None
-    contexts = settings.contexts if each.part == "context" else ()
-    return Job(each.name, train_in, (each.config, directory, contexts), log, after, watch)
-
-
-class _Watch:
-    """Tells of each evaluation of a run, as its metrics.csv grows."""
-
-    def __init__(self, name: str, directory: Path, say: Callable[[str], None]) -> None:
-        self.name, self.file, self.say = name, directory / "metrics.csv", say
-        self.told = -1
-
-    def __call__(self) -> None:
-        with suppress(OSError, ValueError):
-            for row in _rows(self.file):
-                if row.get("val/loss") is not None and row["step"] > self.told:
-                    self.told = row["step"]
-                    self.say(f"{self.name}: step {row['step']:,.0f}, validation loss {row['val/loss']:.4f}")
+    arguments = (each.config, directory, settings.contexts if each.part == "context" else ())
+    job = Job(each.name, train_in, arguments, log, after, Follow(each.name, log, having=": validation "))
+    return Task(job, _where(each), partial(_curve, each, settings), lambda: bool(_rows(metrics)))
 
 
 def _rows(file: Path) -> list[dict[str, float]]:
+    if not file.exists():
+        return []
     with file.open(newline="") as text:
         return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(text)]
 
@@ -281,16 +255,6 @@ def _where(each: TrainingRun) -> dict[str, Any]:
     }
 
 
-def _is_known(options: Options, each: TrainingRun) -> bool:
-    return bool(options.find(**_where(each)))
-
-
-def _began(each: TrainingRun, settings: Settings) -> bool:
-    """Whether the run has a row of metrics."""
-    file = each.directory(settings) / "metrics.csv"
-    return file.exists() and bool(_rows(file))
-
-
 def _curve(each: TrainingRun, settings: Settings) -> Sample:
     """What a run's files say: losses and validation by step, seconds, speed, memory, and a text it wrote."""
     directory = each.directory(settings)
@@ -298,26 +262,24 @@ def _curve(each: TrainingRun, settings: Settings) -> Sample:
     facts = json.loads((directory / "facts.json").read_text())
     done = (directory / (_BY_CONTEXT if each.part == "context" else "summary.json")).exists()
     summary = json.loads((directory / "summary.json").read_text()) if done else {}
-    speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
+
+    def column(name: str) -> list[list[Any]]:
+        return [[int(row["step"]), row[name]] for row in rows if name in row]
+
+    speeds = [speed for _, speed in column("perf/tokens_per_second")]
     sample: Sample = {
-        "losses": [[int(row["step"]), round(row["train/loss"], 5)] for row in rows if "train/loss" in row],
-        "validation": [[int(row["step"]), row["val/loss"]] for row in rows if "val/loss" in row],
+        "losses": [[step, round(loss, 5)] for step, loss in column("train/loss")],
+        "validation": column("val/loss"),
         "seconds": round(rows[-1]["seconds"], 1),
-        "tokens_per_second": round(speeds[len(speeds) // 2], 1) if speeds else None,
-        "peak_gib": max(
-            (row["perf/peak_allocated_gib"] for row in rows if "perf/peak_allocated_gib" in row), default=None
-        ),
+        "tokens_per_second": round(statistics.median_high(speeds), 1) if speeds else None,
+        "peak_gib": max((gib for _, gib in column("perf/peak_allocated_gib")), default=None),
         "tier": facts.get("attention_tier"),
         "parameters": facts["parameters"],
         "batch_tokens": each.config.trainer.batch_tokens,
     }
     if each.part in ON_CODE:
-        norms = [
-            [int(row["step"]), float(f"{row['train/grad_norm']:.3g}")]
-            for row in rows
-            if "train/grad_norm" in row
-        ]
-        sample["gradient_norms"] = norms[::5]
+        norms = column("train/grad_norm")[::5]
+        sample["gradient_norms"] = [[step, float(f"{norm:.3g}")] for step, norm in norms]
     if not done:
         return sample | {"partial": int(rows[-1]["step"])}
     sample |= {"bits_per_byte": summary["val/bits_per_byte"], "text": (directory / "sample.txt").read_text()}
@@ -326,34 +288,21 @@ def _curve(each: TrainingRun, settings: Settings) -> Sample:
     return sample
 
 
-def _collect(
-    options: Options,
-    state: str,
-    log: Path,
-    measure: Callable[[], Sample],
-    left: Callable[[], bool],
-    **where: Any,
-) -> bool:
+def _collect(options: Options, task: Task, state: str) -> bool:
     """Store what a job left, if it left something; whether something of it is still to be done."""
-    if state == NOT_STARTED:
-        return not options.find(**where)
+    job = task.job
     if state == FAILED:
 
         def failed() -> Sample:
-            raise RuntimeError(f"{_last_line(log)} (see {log})")
+            raise RuntimeError(f"{_last_line(job.log)} (see {job.log})")
 
-        options.sample(failed, **where)
-        return False
-    if state == CUT:
-        if left():
-            options.sample(measure, **where)
-        return True
-    sample = options.sample(measure, **where)
-    if "validation" in sample:
-        name, (step, loss) = sample["name"], sample["validation"][-1]
-        speed = sample["tokens_per_second"] or 0
-        options.say(f"{name}: {step:,} steps, validation loss {loss:.4f}, {speed:,.0f} tokens/s")
-    return False
+        options.sample(failed, **task.where)
+    elif state == DONE or (state == CUT and task.begun()):
+        sample = options.sample(task.measure, **task.where)
+        if state == DONE and "validation" in sample:
+            (step, loss), speed = sample["validation"][-1], sample["tokens_per_second"] or 0
+            options.say(f"{job.name}: {step:,} steps, validation loss {loss:.4f}, {speed:,.0f} tokens/s")
+    return state not in (DONE, FAILED)
 
 
 def _last_line(log: Path) -> str:
@@ -364,12 +313,12 @@ def _last_line(log: Path) -> str:
 # ---- numerics ----------------------------------------------------------------------------------------
 
 
-def _numerics(sources: dict[str, TrainingRun], settings: Settings) -> list[tuple[Job, dict[str, Any]]]:
+def _numerics(runs: list[TrainingRun], settings: Settings) -> list[Task]:
     """Evaluations and gradients of one run's weights before the first step and after the last, and of the longest
     context's where its validation loss was lowest."""
     from .perplexity_numerics import compare_backends
 
-    short, long = sources.values()
+    short, long = source_of(runs, settings), longest_of(runs, settings)
     found = []
     for part, when, trained in (
         ("numerics", "start", short), ("numerics", "end", short), ("stability", "context", long)
@@ -378,16 +327,11 @@ def _numerics(sources: dict[str, TrainingRun], settings: Settings) -> list[tuple
         if not wanted(part, name, settings):
             continue
         directory = trained.directory(settings)
+        weights, after = (None, None) if when == "start" else (directory, trained.name)
         batch = max(1, settings.numerics_batch * settings.context // trained.config.model.seq_len)
         output = directory.with_name(f"{name}_{directory.name}.json")
-        arguments = (
-            trained.config, None if when == "start" else directory, output, settings.numerics_tokens, batch,
-        )  # fmt: skip
+        arguments = (trained.config, weights, output, settings.numerics_tokens, batch)
+        job = Job(name, compare_backends, arguments, output.with_suffix(".log"), after)
         where = {"kind": "numerics", "when": when, "of": trained.name}
-        after = None if when == "start" else trained.name
-        found.append((Job(name, compare_backends, arguments, output.with_suffix(".log"), after=after), where))
+        found.append(Task(job, where, lambda output=output: json.loads(output.read_text()), output.exists))
     return found
-
-
-def _output(job: Job) -> Path:
-    return job.arguments[2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def compare_backends(
     parameter.
     """
     corpus = prepare_corpus(config.data, quiet=True)
-    shape = _shape(corpus, config)
+    shape = replace(config.model, vocab_size=corpus.n_vocab, dropout=0.0)
     if run is None:
         seed = config.seed if config.init_seed is None else config.init_seed
         generator = torch.Generator().manual_seed(stream_seed(seed, "init"))
@@ -64,11 +64,11 @@ def compare_backends(
             nats, counts = _by_position(model, corpus, shape.seq_len, dtype, tokens)
             row["loss"] = (nats.sum() / counts.sum()).item()
             gradients = _gradients(model, corpus, config, batch, dtype)
-            row["gradient_errors"] = {key: _error(gradients[key], exact[key]) for key in exact}
-        except (AttentionError, torch.OutOfMemoryError) as error:
-            row["refused"] = str(error).splitlines()[0]
-        except RuntimeError as error:  # how torch's SDPA refuses
-            if "No available kernel" not in str(error):
+            errors = {key: gradients[key] - exact[key] for key in exact}
+            row["gradient_errors"] = {key: float(errors[key].norm() / exact[key].norm()) for key in exact}
+        except (AttentionError, RuntimeError) as error:
+            is_refusal = isinstance(error, AttentionError | torch.OutOfMemoryError)
+            if not is_refusal and "No available kernel" not in str(error):  # how torch's SDPA refuses
                 raise
             row["refused"] = str(error).splitlines()[0]
         rows.append(row)
@@ -76,18 +76,6 @@ def compare_backends(
         gc.collect()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"rows": rows, "tokens": tokens, "gradient_tokens": batch * shape.seq_len}))
-
-
-def _shape(corpus: Corpus, config: Config) -> GPTConfig:
-    """The run's model without dropout."""
-    return GPTConfig(
-        corpus.n_vocab,
-        config.model.seq_len,
-        config.model.n_layer,
-        config.model.n_head,
-        config.model.n_embd,
-        scale_attn_by_inverse_layer_idx=config.model.scale_attn_by_inverse_layer_idx,
-    )
 
 
 def _attentions(shape: GPTConfig, device: torch.device) -> Iterator[tuple[str, Any, torch.dtype]]:
@@ -117,10 +105,8 @@ def _model(
     return model
 
 
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager:
-    if dtype in (None, torch.float32):
-        return nullcontext()
-    return torch.autocast(device.type, dtype)
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(device.type, dtype, enabled=dtype not in (None, torch.float32))
 
 
 def _nll(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -176,10 +162,6 @@ def _gradients(
     return found
 
 
-def _error(ours: Tensor, exact: Tensor) -> float:
-    return float((ours - exact).norm() / exact.norm())
-
-
 def by_context(device: torch.device, run: Path, contexts: tuple[int, ...]) -> dict[str, Any]:
     """Evaluate a run's last checkpoint with windows of every context up to its own, and by token position.
 
@@ -194,7 +176,8 @@ def by_context(device: torch.device, run: Path, contexts: tuple[int, ...]) -> di
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     _, attention = resolve_attention("auto", device=device, dtype=dtype, head_dim=config.model.head_dim)
     state = checkpoint.load_weights(found, device)
-    model = _model(_shape(corpus, config), attention, state, device, torch.float32)
+    shape = replace(config.model, vocab_size=corpus.n_vocab, dropout=0.0)
+    model = _model(shape, attention, state, device, torch.float32)
     cut = []
     for context in contexts:
         if context <= trained:

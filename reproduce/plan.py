@@ -36,7 +36,6 @@ class Step:
         process: which of the settings' `processes` this is, of `processes`.
         samples: how many are missing; None if the experiment does not tell.
         seconds: about what they take.
-        fresh: whether the process has no step before this one, which would have tried what failed again.
     """
 
     experiment: Experiment
@@ -46,7 +45,6 @@ class Step:
     processes: int
     samples: int | None
     seconds: float
-    fresh: bool = True
 
     @property
     def name(self) -> str:
@@ -91,7 +89,6 @@ def steps(
                 yield Step(experiment, settings, settings, process, count, None, seconds)
         return
     planned: set[str] = set()
-    begun: set[int] = set()
     counted = device.type == "cpu" and not tiny  # which README does not show
     for selected in [settings] if counted else dict.fromkeys(_parts(experiment, settings)):
         left = [
@@ -102,9 +99,7 @@ def steps(
             own = [each for each in left if each.get("process", 0) == process]
             if own:
                 seconds = STARTING_S + sum(_price(experiment, store, each["kind"]) for each in own)
-                fresh = process not in begun
-                begun.add(process)
-                yield Step(experiment, settings, selected, process, count, len(own), seconds, fresh)
+                yield Step(experiment, settings, selected, process, count, len(own), seconds)
 
 
 def _parts(experiment: Experiment, settings: Any) -> Iterator[Any]:
@@ -124,35 +119,16 @@ def _price(experiment: Experiment, store: Store, kind: str) -> float:
     return seconds / count if count else experiment.seconds.get(kind, 1.0)
 
 
-def ends(plan: list[Step], devices: int) -> dict[str, float]:
-    """By a step's name, when it ends: each on the first device that is free, an experiment's first process before its
-    others, and what shares with nobody after all others."""
-    free, first, found = [0.0] * devices, {}, {}
-    waiting = [step for step in plan if not step.experiment.alone]
-    while waiting:
-        free.sort()
-        starts = [max(free[0], first.get(step.experiment.name, 0.0)) for step in waiting]
-        step = waiting.pop(starts.index(min(starts)))
-        free[0] = found[step.name] = min(starts) + step.seconds
-        if step.process == 0:
-            first[step.experiment.name] = free[0]
-    now = max(free)
-    for step in (each for each in plan if each.experiment.alone):
-        now = found[step.name] = now + step.seconds
-    return found
-
-
 def shown(plan: list[Step], devices: list[torch.device]) -> str:
     """The plan for a terminal: a row for each part of an experiment, in the order in which they start."""
     rows: dict[str, list[Step]] = {}
     for step in plan:
         rows.setdefault(step.name.partition(", process")[0], []).append(step)
-    header, lines = ["to measure", "samples", "processes"], []
-    end = ends(plan, len(devices))
+    header, lines, end = ["to measure", "samples", "processes"], [], 0.0
     for name, own in rows.items():
         samples, seconds = sum(step.samples or 0 for step in own), sum(step.seconds for step in own)
-        minutes = [f"{each / 60:.1f}" for each in (seconds, max(end[step.name] for step in own))]
-        lines.append([name, str(samples or ""), str(len(own)), *minutes])
+        end += seconds if own[0].experiment.alone else seconds / len(devices)
+        lines.append([name, str(samples or ""), str(len(own)), f"{seconds / 60:.1f}", f"{end / 60:.1f}"])
     header += ["GPU minutes", f"done by, on {len(devices)}"]
     if devices[0].type != "cuda":  # the seconds are a GPU's
         header, lines = header[:3], [line[:3] for line in lines]

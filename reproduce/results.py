@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,6 @@ class Store:
         tiny: bool,
         command: list[str],
         deadline: float | None = None,
-        again: bool = False,
         retry: Iterable[int] | None = None,
     ) -> None:
         """Start a run's document with the samples of an earlier run, if that one still applies (see the module).
@@ -71,12 +70,11 @@ class Store:
         Args:
             command: the arguments after `python -m reproduce` or `python -m benchmarks`.
             deadline: on the clock of `time.monotonic`; no sample is started after it.
-            again: ignore earlier runs and measure everything.
             retry: measure failed samples of the earlier run again, those of these processes; None: of all.
         """
         from training.environment import device_name, environment
 
-        self.experiment = experiment
+        self.experiment, self.settings = experiment, settings
         self.folder = directory / slug(device_name(device))
         self.complete = self.folder / f"{experiment.name}.json"
         self.partial = self.folder / f"{experiment.name}.partial.json"
@@ -100,19 +98,26 @@ class Store:
             "took": {},  # kind -> number of samples, and the seconds that measuring them took
             "samples": [],
         }
-        self.stamp, self.forgotten = self._stamp(), []  # see _add
-        earlier = None if again else self._reusable(read(self.partial)) or self._reusable(read(self.complete))
+        earlier = self._reusable(read(self.partial)) or self._reusable(read(self.complete))
+        self.earlier_seconds = 0.0
         if earlier:
-            self.document["samples"] = list(earlier["samples"])
-            self.document["took"] = earlier.get("took", {})
-        self.earlier_seconds = earlier["seconds"] if earlier else 0.0
+            self._go_on_from(earlier)
+            self.earlier_seconds = earlier["seconds"]
         self.retried = [
             s
             for s in self.document["samples"]
             if _is_open(s) and (retry is None or s.get("process", 0) in retry)
         ]
-        same = earlier and earlier["settings"] == self.document["settings"]
+        same = earlier and self._settings_of(earlier) == self.document["settings"]
         self.finished = bool(same) and earlier["state"] == "complete" and not self.retried
+
+    def forget(self) -> None:
+        """Begin again, without the samples of earlier runs."""
+        self.document |= {"samples": [], "took": {}}
+        self.retried, self.finished, self.earlier_seconds = [], False, 0.0
+
+    def _go_on_from(self, other: Results) -> None:
+        self.document |= {"samples": list(other["samples"]), "took": other.get("took", {})}
 
     def _reusable(self, other: Results | None) -> Results | None:
         """The other document if its samples are those that this run would measure."""
@@ -123,10 +128,13 @@ class Store:
 
         def applies_to(document: Results) -> list[Any]:
             versions = [document["environment"][name] for name in ("torch", "triton")]
-            settings = {key: value for key, value in document["settings"].items() if key not in selection}
-            return [settings, document["device"], document["tiny"], *versions]
+            return [self._settings_of(document, selection), document["device"], document["tiny"], *versions]
 
         return other if applies_to(other) == applies_to(self.document) else None
+
+    def _settings_of(self, other: Results, selection: Sequence[str] = ()) -> Sample:
+        """Those that there are by now, but for the selection."""
+        return {key: other["settings"].get(key) for key in self.document["settings"] if key not in selection}
 
     def sample(self, measure: Callable[[], Sample], **where: Any) -> Sample:
         """See `Options.sample`."""
@@ -157,36 +165,27 @@ class Store:
                 measured = {"failed": f"{type(error).__name__}: {first_line}", "broke_device": broken}
                 print(f"  failed: {where}: {measured['failed']}")
         known = {**where, **rounded(measured)}
-        if before := [sample for sample in self.retried if where.items() <= sample.items()]:
-            self._forget(before)
-            if "failed" not in known:
-                self._forget_turns_without(where)
-        self._add(known, time.monotonic() - began)
+        self._add(known, where, time.monotonic() - began)
         if broken:
             raise ReproduceError("that sample broke the device; the same command continues with the next one")
         return known
 
-    def _add(self, sample: Sample, seconds: float) -> None:
-        """Write a sample to the partial document, to which another process may have written since."""
+    def _add(self, sample: Sample, where: Sample, seconds: float) -> None:
+        """Write a sample to the partial document, in place of the one that had failed there.
+
+        Another process may have written to it since.
+        """
         with writing(self.partial, "--results FOLDER"), FileLock(self.partial.with_suffix(".lock")):
-            if self._stamp() != self.stamp and (other := read(self.partial)):
-                held = set(map(json.dumps, [*self.document["samples"], *self.forgotten]))
-                new = [each for each in other["samples"] if json.dumps(each) not in held]
-                self.document["samples"] += new
-                self.document["took"] = other.get("took", {})
+            if written := self._reusable(read(self.partial)):
+                self._go_on_from(written)
+            if before := [each for each in self.retried if where.items() <= each.items()]:
+                self.retried = [each for each in self.retried if each not in before]
+                gone = before if "failed" in sample else [*before, *self._turns_without(where)]
+                self.document["samples"] = [each for each in self.document["samples"] if each not in gone]
             self.document["samples"].append(sample)
             count, so_far = self.document["took"].get(sample.get("kind", ""), (0, 0.0))
             self.document["took"][sample.get("kind", "")] = [count + 1, so_far + seconds]
             self.write(self.partial)
-            self.stamp = self._stamp()
-
-    def _stamp(self) -> tuple[int, int]:
-        """By which a partial document is known to be the one that was read or written last."""
-        try:
-            found = self.partial.stat()
-        except OSError:
-            return (0, 0)
-        return found.st_ino, found.st_mtime_ns
 
     def find(self, **where: Any) -> Sample | None:
         """See `Options.find`."""
@@ -196,13 +195,8 @@ class Store:
                 return known
         return None
 
-    def _forget(self, samples: list[Sample]) -> None:
-        self.forgotten += samples
-        self.retried = [each for each in self.retried if each not in samples]
-        self.document["samples"] = [each for each in self.document["samples"] if each not in samples]
-
-    def _forget_turns_without(self, where: Sample) -> None:
-        """Drop joint timings made without the contender at `where`, which had failed, to time all together again."""
+    def _turns_without(self, where: Sample) -> list[Sample]:
+        """Joint timings made without the contender at `where`, which had failed, to time all together again."""
 
         def stale(sample: Sample) -> bool:
             joint = isinstance(sample.get("ms"), dict) and not {"backend", "contender"} & sample.keys()
@@ -210,8 +204,8 @@ class Store:
                 sample.get(key, value) == value for key, value in where.items() if key != "kind"
             )
 
-        if {"backend", "contender"} & where.keys():
-            self._forget([sample for sample in self.document["samples"] if stale(sample)])
+        named = {"backend", "contender"} & where.keys()
+        return [each for each in self.document["samples"] if named and stale(each)]
 
     @property
     def failures(self) -> list[Sample]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import get_attention
-from kernels.ring import RingGroup, passes, ring_attention, shard_positions
-from kernels.ring.blocks import Layout
-from kernels.ring.compute import Flash, Whole
+from kernels.ring import RingGroup, ring_attention, shard_positions
 from kernels.ring.group import Arriving
 
 from .attention import compare
@@ -45,42 +44,6 @@ class Shape(NamedTuple):
         return 2 * self.batch * self.heads * self.length**2 * self.head_dim
 
 
-class Counting(RingGroup):
-    """A ring that keeps what it sends."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(group)
-        self.sent: list[Tensor] = []
-
-    def pass_on(self, tensor: Tensor) -> Arriving:
-        self.sent.append(tensor)
-        return super().pass_on(tensor)
-
-
-class Silent(RingGroup):
-    """A ring that sends nothing: each rank goes on with what it has."""
-
-    def pass_on(self, tensor: Tensor) -> Arriving:
-        return Arriving(tensor, tensor, [])
-
-
-class Attend(torch.autograd.Function):
-    """Ring attention over a RingGroup of another kind."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingGroup) -> Tensor:
-        layout = Layout(ring.rank, ring.size, q.shape[2], causal=True, spans=None)
-        ctx.how = passes.Pass(ring, layout, Flash("auto"), q.shape[3] ** -0.5)
-        out, lse = passes.forward(ctx.how, q, k, v)
-        ctx.save_for_backward(out, lse, q, k, v)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, *qkv = ctx.saved_tensors
-        return *passes.backward(ctx.how, Whole(d_out, None, out, lse), *qkv), None
-
-
 class Inputs:
     """Seeded q, k, v and a gradient of the output, (batch, heads, length, head_dim): whole, and this rank's part."""
 
@@ -94,20 +57,43 @@ class Inputs:
         return x[:, :, self.positions]
 
 
-# A contender: q, k, v -> out, and whether it takes whole sequences instead of this rank's part.
-Contender = tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]
+class Contender(NamedTuple):
+    """attend: q, k, v -> out; whole: of whole sequences, not of this rank's part; within: for both passes."""
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    whole: bool = False
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def contenders(on_gpu: bool) -> dict[str, Contender]:
     """Name -> contender. PyTorch's has no ring on a CPU."""
-    found: dict[str, Contender] = {
-        RING: (ring_attention, False),
-        COMPUTE: (lambda q, k, v: Attend.apply(q, k, v, Silent()), False),
-        ONE: (get_attention("flash"), True),
+    found = {
+        RING: Contender(ring_attention),
+        COMPUTE: Contender(ring_attention, within=silent),
+        ONE: Contender(get_attention("flash"), whole=True),
     }
     if on_gpu:
-        found[TORCH] = (_sdpa, False)
+        found[TORCH] = Contender(_sdpa)
     return found
+
+
+def silent() -> AbstractContextManager[Any]:
+    """Within it a ring sends nothing: each rank goes on with what it has."""
+    return patch.object(RingGroup, "pass_on", lambda ring, tensor: Arriving(tensor, tensor, []))
+
+
+@contextmanager
+def kept_messages() -> Iterator[list[Tensor]]:
+    """What this rank sends in a ring."""
+    sent: list[Tensor] = []
+    pass_on = RingGroup.pass_on
+
+    def keeping(ring: RingGroup, tensor: Tensor) -> Arriving:
+        sent.append(tensor)
+        return pass_on(ring, tensor)
+
+    with patch.object(RingGroup, "pass_on", keeping):
+        yield sent
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,7 +124,7 @@ def counted_collectives() -> Iterator[list[int]]:
     ranks = dist.get_world_size()
     # to every other rank what it holds; to the next rank what it holds
     copies = {"all_gather_single": ranks - 1, "all_gather_tensor": ranks - 1, "permute_tensor": 1}
-    with ExitStack() as restored:
+    with ExitStack() as patched:
         for name in filter(lambda each: hasattr(collectives, each), copies):
             call = getattr(collectives, name)
 
@@ -148,33 +134,32 @@ def counted_collectives() -> Iterator[list[int]]:
                 sent.append(_copies * tensor.nbytes)
                 return _call(tensor, *rest, **named)
 
-            restored.callback(setattr, collectives, name, call)
-            setattr(collectives, name, counting)
+            patched.enter_context(patch.object(collectives, name, counting))
         yield sent
 
 
 def _passes(contender: Contender, inputs: Inputs) -> Iterator[list[Tensor]]:
     """Nothing, the output of a forward, the gradients of a backward: each as soon as it is there."""
-    attend, is_whole = contender
-    *qkv, d_out = inputs.whole if is_whole else inputs.part
+    *qkv, d_out = inputs.whole if contender.whole else inputs.part
     qkv = [x.detach().requires_grad_() for x in qkv]
-    yield []
-    out = attend(*qkv)
-    yield [out.detach()]
-    yield list(torch.autograd.grad(out, qkv, d_out))
+    with contender.within():
+        yield []
+        out = contender.attend(*qkv)
+        yield [out.detach()]
+        yield list(torch.autograd.grad(out, qkv, d_out))
 
 
 def _gradients(contender: Contender, inputs: Inputs) -> list[Tensor]:
     """This rank's part of out, dq, dk and dv."""
     results = [x for each in _passes(contender, inputs) for x in each]
-    return [inputs.mine(x) for x in results] if contender[1] else results
+    return [inputs.mine(x) for x in results] if contender.whole else results
 
 
 def _errors(contender: Contender, settings: Settings, device: torch.device) -> dict[str, float]:
     """The largest error of any rank over its limit, by `attention.compare`: 1 or less passes."""
     dtype = getattr(torch, settings.dtype)
     inputs = Inputs(Shape(settings.batch, 2, settings.check_length, settings.head_dim), dtype, device)
-    naive: Contender = (get_attention("naive"), True)
+    naive = Contender(get_attention("naive"), whole=True)
     found, theirs = _gradients(contender, inputs), _gradients(naive, inputs)
     inputs.whole = [x.double() for x in inputs.whole]
     compared = compare(found, theirs, _gradients(naive, inputs), dtype)
@@ -244,8 +229,8 @@ def on_rank(rank: int, ranks: int, length: int, settings: Settings, device_type:
 
 def _sample(inputs: Inputs, racing: dict[str, Contender], settings: Settings, device: torch.device) -> Sample:
     """See `ring.measure`."""
-    counting = Counting()
-    messages = _messages(inputs, counting.sent, (lambda *qkv: Attend.apply(*qkv, counting), False))
+    with kept_messages() as kept:
+        messages = _messages(inputs, kept, racing[RING])
     sent = {RING: {phase: sum(x.nbytes for x in each) for phase, each in messages.items()}}
     errors, left_out = {}, {}
     for name in [each for each in racing if each != COMPUTE]:  # in one order on all ranks

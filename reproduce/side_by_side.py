@@ -7,11 +7,9 @@ sample is written as soon as it is measured, so a run that is cut or killed lose
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,8 +18,8 @@ from typing import Any
 
 import torch
 
+from . import fleet
 from .experiment import Experiment, Options, OutOfTime, Sample
-from .fleet import DONE, Fleet, Job
 from .plan import ASSUMED, Step, missing
 from .results import Store
 
@@ -37,14 +35,12 @@ class Call:
 
     settings: key=value, by experiment.
     deadline: on the clock of `time.monotonic`, which all processes of a machine share: no sample starts after it.
-    again: ignore earlier runs.
     """
 
     directory: Path
     tiny: bool
     settings: Mapping[str, list[str]]
     deadline: float | None = None
-    again: bool = False
 
     def store(self, experiment: Experiment, settings: Any, device: torch.device, **how: Any) -> Store:
         """The experiment's document; `how`: arguments of `Store`."""
@@ -55,15 +51,12 @@ class Call:
         )  # fmt: skip
 
 
-def measure(device: torch.device, step: Step, call: Call) -> None:
-    """Measure what the step lacks. Raises OutOfTime."""
-    store = call.store(
-        step.experiment, step.settings, device,
-        again=call.again and step.fresh and step.process == 0, retry=[step.process] if step.fresh else [],
-    )  # fmt: skip
-    step.experiment.module.run(
-        Options(device, call.tiny, step.selected, store.sample, step.process, store.find, call.deadline)
-    )
+def measure(devices: list[torch.device], step: Step, call: Call) -> None:
+    """Measure what the step lacks, on the first device but where the experiment takes all. Raises OutOfTime."""
+    store = call.store(step.experiment, step.settings, devices[0], retry=[step.process])
+    options = Options(devices[0], call.tiny, step.selected, store.sample, step.process, store.find)
+    options.devices, options.deadline = devices, call.deadline
+    step.experiment.module.run(options)
 
 
 def measure_all(plan: list[Step], devices: list[torch.device], call: Call, end: float | None) -> set[str]:
@@ -75,19 +68,17 @@ def measure_all(plan: list[Step], devices: list[torch.device], call: Call, end: 
 
     Returns the experiments that did not come to their end.
     """
-    jobs, first = [], {}
+    jobs, first, experiments = [], {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for number, step in enumerate(plan):
             log, name = Path(folder, f"{number}.log"), step.experiment.name
-            jobs.append(Job(step.name, _measure, (step, call), log, first.get(name), Follow(name, log)))
+            after, follow = first.get(name), fleet.Follow(name, log)
+            jobs.append(fleet.Job(step.name, _measure, (step, call), log, after, follow))
+            experiments[step.name] = name
             if step.process == 0:
                 first[name] = step.name
-        with Fleet(jobs, devices, end) as fleet:
-            return {
-                step.experiment.name
-                for step, job in zip(plan, jobs, strict=True)
-                if fleet.wait(job.name) != DONE
-            }
+        ended = fleet.run(jobs, devices, end)
+        return {experiments[job.name] for job, state in ended if state != fleet.DONE}
 
 
 def compile_all(plan: list[Step], devices: list[torch.device], call: Call, end: float | None) -> None:
@@ -99,19 +90,17 @@ def compile_all(plan: list[Step], devices: list[torch.device], call: Call, end: 
     number, began = each * len(devices), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
-            Job(f"compiling {n}", _compile, (steps, call, n, number), Path(folder, f"{n}.log"))
+            fleet.Job(f"compiling {n}", _compile, (steps, call, n, number), Path(folder, f"{n}.log"))
             for n in range(number)
         ]
-        with Fleet(jobs, devices * each, end) as fleet:
-            for job in jobs:
-                fleet.wait(job.name)
+        list(fleet.run(jobs, devices * each, end))
     print(f"compiled in {number} processes, in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def compile_share(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
     """Measure one in `of` of the samples by which what is missing is compiled, and keep nothing."""
     for step in steps:
-        store = call.store(step.experiment, step.settings, device, again=call.again)
+        store = call.store(step.experiment, step.settings, device)
         left = missing(step.experiment, store, step.settings, device, call.tiny)
         sample = _Compiling(store, step.experiment.compiles, left, share, of)
         options = Options(device, call.tiny, step.settings, sample, 0, store.find, say=lambda line: None)
@@ -129,9 +118,8 @@ class _Compiling:
 
     def __call__(self, measure: Callable[[], Sample], **where: Any) -> Sample:
         known = self.store.find(**where) or {**where, **ASSUMED}
-        if {"refused", "out_of_memory", "failed"} & known.keys() or not self._serves(where):
-            return known
-        if str(where) in self.asked:
+        cannot = {"refused", "out_of_memory", "failed"} & known.keys()
+        if cannot or not self._serves(where) or str(where) in self.asked:
             return known
         self.asked.add(str(where))
         if len(self.asked) % self.of == self.share:
@@ -155,46 +143,16 @@ class _Compiling:
         return False
 
 
-class Follow:
-    """Prints the lines that a job has written since the last call, each behind a name."""
-
-    def __init__(self, name: str, log: Path) -> None:
-        self.name, self.log, self.at = name, log, 0
-
-    def __call__(self) -> None:
-        if not self.log.exists():
-            return
-        with self.log.open("rb") as file:
-            file.seek(self.at)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self.at += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            print(f"{self.name} | {line}", flush=True)
-
-
 def _measure(device: torch.device, step: Step, call: Call) -> None:
     """`measure` as a job."""
-    _end_with_parent()
     print(step.name, flush=True)
     try:
-        measure(device, step, call)
+        measure([device], step, call)
     except OutOfTime:
         sys.exit(f"{step.name}: out of time")  # so that the experiment's next process does not start
 
 
 def _compile(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
     """`compile_share` as a job."""
-    _end_with_parent()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the processes are many enough
     compile_share(device, steps, call, share, of)
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent is killed: else the next call would find a second writer of the document."""
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

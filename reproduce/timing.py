@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import time
@@ -66,7 +68,7 @@ def race(
     """Time calls in turns, as the experiment's settings say: {"ms": {name: {phase: [...]}}, "late", "clocks"}.
 
     Args:
-        phases: the names of the calls' phases; a call of a single phase has the first.
+        phases: of the calls; what has the same name is added up, and a call of a single phase has the first.
         how: other arguments of `time_alternating`.
     """
     settings = options.settings
@@ -75,10 +77,11 @@ def race(
         how["warmup"] = 0
     with recorded(options.device) as clocks:
         raced = time_alternating(calls, options.device, seconds=settings.seconds, seed=options.process, **how)
-    milliseconds = {
-        name: dict(zip(phases, ([float(f"{ms:.5g}") for ms in each] for each in found), strict=False))
-        for name, found in raced.ms.items()
-    }
+    milliseconds: dict[str, dict[str, list[float]]] = {name: {} for name in calls}
+    for name, found in raced.ms.items():
+        for phase in dict.fromkeys(phases[: len(found)]):
+            own = [each for each, its in zip(found, phases, strict=False) if its == phase]
+            milliseconds[name][phase] = [float(f"{math.fsum(ms):.5g}") for ms in zip(*own, strict=True)]
     return {"ms": milliseconds, "late": raced.late, "clocks": clocks}
 
 
@@ -285,28 +288,16 @@ def recorded(device: torch.device) -> Iterator[dict[str, list[float]]]:
     and after, by which to see whether something else ran beside. Empty without a GPU. Changes nothing.
     """
     found: dict[str, list[float]] = {}
-    if device.type != "cuda":
+    if device.type != "cuda" or not shutil.which("nvidia-smi"):
         yield found
         return
     found["host_load"] = [round(os.getloadavg()[0], 1)]
     # By UUID: nvidia-smi numbers all GPUs, PyTorch only those in CUDA_VISIBLE_DEVICES.
     uuid = torch.cuda.get_device_properties(device).uuid
-    query = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(RECORDED)}",
-        "--format=csv,noheader,nounits",
-        f"--id=GPU-{uuid}",
-    ]
-    try:
-        process = subprocess.Popen(
-            [*query, f"--loop-ms={RECORD_EVERY_MS}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    except OSError:
-        yield found
-        return
+    query = ["nvidia-smi", f"--query-gpu={','.join(RECORDED)}", "--format=csv,noheader,nounits"]
+    query += [f"--id=GPU-{uuid}"]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen([*query, f"--loop-ms={RECORD_EVERY_MS}"], **how)
     try:
         yield found
     finally:
@@ -335,31 +326,6 @@ def input_sets(bytes_per_set: int, device: torch.device) -> int:
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(64, -(-2 * cache // bytes_per_set)))
-
-
-def matrix_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
-    """FLOP/s of a size^3 matrix product on random data: the reference for shares of the matrix rate."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-
-    def call(number: int) -> Iterator[None]:
-        a @ b
-        yield
-
-    milliseconds = time_alternating({"matmul": call}, device, seconds=1.0).ms["matmul"][0]
-    return 2 * size**3 / (1e-3 * statistics.median(milliseconds))
-
-
-def copy_rate(device: torch.device, size: int) -> float:
-    """Memory bandwidth of a copy of `size` bytes, in bytes/s read plus written."""
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def call(number: int) -> Iterator[None]:
-        target.copy_(source)
-        yield
-
-    milliseconds = time_alternating({"copy": call}, device, seconds=0.5).ms["copy"][0]
-    return 2 * size / (1e-3 * statistics.median(milliseconds))
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.flash.portable.launch import architecture
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 
 from . import counting, hardware_counters, paper, peers, plots, timing
@@ -108,16 +109,16 @@ def _tiles(architecture: int, workload: Workload) -> dict[str, Tile]:
 
 def _time(options: Options) -> None:
     settings, device = options.settings, options.device
-    names = backend_names(settings.backends, (BASELINE, peers.COMPILED))
+    known = backend_names(settings.backends, (BASELINE, peers.COMPILED))
+    names = [each for each in known if each not in settings.compiled]
     plain = Workload("figure2", settings.batch, settings.heads, settings.lengths[0], 64, False)
     for workload in (replace(plain, mask=PADDED), plain):
-        able = [each for each in names if each not in settings.compiled and _able(each, workload, options)]
+        how = {"workload": workload, "dtype": torch.float16, "device": device}
+        able = options.right(names, partial(check, **how), mask=workload.mask)
         measure = partial(time_all, able, workload, options, torch.float16)
         options.timed(measure, kind="time", **asdict(workload))
     dropped = replace(plain, mask=DROPPED)
     options.timed(partial(time_passes, dropped, options), kind="passes", **asdict(dropped))
-    size = 2**22 if options.tiny else 2**32
-    options.sample(lambda: {"rate": timing.copy_rate(device, size)}, kind="copy rate")
     options.timed(partial(time_tiles, plain, options), kind="tiles", **asdict(plain))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the profiled program is a separate process that needs memory on the same device
@@ -126,12 +127,6 @@ def _time(options: Options) -> None:
         found = options.sample(measure, kind="ncu", backend=name, **asdict(plain))
     if "refused" in found:  # the other's command differs only in the backend's name
         options.say(f"  hardware counters: {found['refused']}; where they can be read:\n  {found['command']}")
-
-
-def _able(backend: str, workload: Workload, options: Options) -> bool:
-    how = (backend, workload, torch.float16, options.device)
-    found = options.sample(lambda: check(*how), kind="check", backend=backend, mask=workload.mask)
-    return bool(found.get("passed"))
 
 
 def time_passes(workload: Workload, options: Options) -> Sample:
@@ -160,7 +155,7 @@ def time_passes(workload: Workload, options: Options) -> Sample:
 
 def time_tiles(workload: Workload, options: Options) -> Sample:
     """Our forward with each BLOCK_M; the default tile's other parameters stay."""
-    attend, default = attend_with(OURS), _tiles(_architecture(options.device), workload)["forward"]
+    attend, default = attend_with(OURS), _tiles(architecture(options.device), workload)["forward"]
 
     def with_rows(block_m: int) -> Callable[[Inputs, int], None]:
         tile = replace(default, block_m=block_m, block_n=options.settings.block_n)
@@ -173,13 +168,6 @@ def time_tiles(workload: Workload, options: Options) -> Sample:
 
     attends = {str(block_m): with_rows(block_m) for block_m in options.settings.block_m}
     return race(attends, [Inputs(workload, torch.float16, options.device)], options, backward=False)
-
-
-def _architecture(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 # ---- the page ----------------------------------------------------------------------------------------

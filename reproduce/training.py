@@ -9,7 +9,6 @@ weights), and its peak memory is measured. Then the group's contenders take turn
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -106,7 +105,7 @@ def run(options: Options) -> None:
     if options.settings.nanogpt:
         nanogpt.load(options.settings.nanogpt)  # fail early if the path is wrong
     if options.device.type == "cuda":
-        options.sample(partial(_machine, options), kind="machine")
+        options.sample(lambda: {"peak_flops": peak_flops(options.device)}, kind="machine")
     for group, names in plan(options.settings):
         _run_group(options, group, names)
 
@@ -151,15 +150,6 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
             add("gpt3", settings.large, context, core, mode)
     add("dropout", small, base, (*dropped, fused), "compiled", settings.dropout)
     return [(group, names) for group, names in found if group.part in settings.parts]
-
-
-def _machine(options: Options) -> Sample:
-    """The rate that this device reaches on matrix products, and the peak that MFU refers to."""
-    dtype = getattr(torch, options.settings.dtype)
-    return {
-        "matmul_flops": timing.matrix_rate(dtype, options.device, 8192),
-        "peak_flops": peak_flops(options.device),
-    }
 
 
 # ---- a group -----------------------------------------------------------------------------------------
@@ -228,7 +218,6 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
     The contender is kept in `built`, to be timed later.
     """
     _collect(options.device)
-    began = time.perf_counter()
     contender = _build(options, group, name)
     error = None if name in (NANOGPT, NANOGPT_BIASES) else _logit_error(contender, group)
     states = contender.optimizer.state
@@ -250,7 +239,6 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
         "peak_bytes": peak,
         "logit_error": error,
         "agrees": error is None or error <= LOGIT_TOLERANCE,
-        "build_and_two_steps_s": time.perf_counter() - began,
     }
 
 
@@ -283,29 +271,20 @@ def _speed(options: Options, group: Group, names: list[str], built: dict[str, Co
     for name in names:
         if name not in built:
             built[name] = _build(options, group, name)
-    settings = options.settings
-    with timing.recorded(options.device) as clocks:
-        timed = timing.time_alternating(
-            {name: built[name].step for name in names},
-            options.device,
-            seconds=settings.seconds,
-            warmup=0 if options.tiny else 2,  # the second step records CUDA graphs
-            rounds=(settings.rounds, max(settings.rounds, 30)),
-            patience=1,  # waiting for the host is part of a training step
-            seed=options.process,
-        )
-    return {
-        "ms": {name: contenders.split_phases(phases) for name, phases in timed.ms.items()},
-        "step_tokens": group.micro_batch * group.accumulation * group.context,
-        "flops_per_token": _flops_per_token(group.config),
-        "clocks": clocks,
-    }
-
-
-def _flops_per_token(config: GPTConfig) -> int:
-    """6 N + 12 L H Q T, as in the trainer; the same for every contender, since all compute the same function."""
+    rounds = options.settings.rounds
+    raced = timing.race(
+        {name: built[name].step for name in names},
+        options,
+        ("forward", "backward") * group.accumulation + ("optimizer",),
+        warmup=2,  # the second step records CUDA graphs
+        rounds=(rounds, max(rounds, 30)),
+        patience=1,  # waiting for the host is part of a training step
+    )
+    # The same for every contender, since all compute the same function.
     with torch.device("meta"):
-        return GPT(config, get_attention("naive")).flops_per_token(config.seq_len)
+        flops = GPT(group.config, get_attention("naive")).flops_per_token(group.context)
+    step_tokens = group.micro_batch * group.accumulation * group.context
+    return {**raced, "step_tokens": step_tokens, "flops_per_token": flops}
 
 
 # ---- hygiene -----------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ BUDGET = {
     "kernels": 11792,
     "data": 3476,
     "training": 6178,
-    "reproduce": 10282,
-    "benchmarks": 2318,
+    "reproduce": 9980,
+    "benchmarks": 2261,
 }
 
 

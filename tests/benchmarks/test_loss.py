@@ -115,7 +115,7 @@ def test_a_contender_out_of_memory_is_left_out_and_the_rest_timed(tmp_path, caps
         return loss.cross_entropy(hidden, weight, targets, vocab_size)
 
     losses = {"fused": loss.linear_cross_entropy, "eager": hungry}
-    monkeypatch.setattr(loss, "contenders", lambda settings: losses)
+    monkeypatch.setattr(loss, "contenders", lambda options: losses)
     timed = pick(run(tmp_path, "rows=24,16"), kind="time")
     assert [set(sample["ms"]) for sample in timed] == [{"fused"}, {"fused", "eager"}]
     assert "left out: memory, eager, 24: out of memory" in capsys.readouterr().out

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import predict_context
 from benchmarks.__main__ import main
-from benchmarks.predict import collective, data_parallel, fsdp, rows, work
-from benchmarks.scaling import LAYOUTS, MODELS, layouts_of
+from benchmarks.predict import collective, data_parallel, fsdp, rows, rows_of_one_sequence, work
+from benchmarks.scaling import LAYOUTS, MODELS, _reason, layouts_of
 from training.command_line import composed
 
 
@@ -39,6 +38,32 @@ def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(text
     failed = json.loads(out.read_text())["samples"]
     assert [each["ranks"] for each in failed] == [1, 2]
     assert all("fp8" in each["failed"] for each in failed)
+
+
+TORCHRUN = """
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: {end}
+Root Cause (first observed failure):
+[0]:
+  exitcode  : {code} (pid: 9966)
+  traceback : {trace}
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "trace", "reason"),
+    [
+        (
+            "[rank1]: x.MissingConfigException: no model/a",
+            "To enable",
+            "x.MissingConfigException: no model/a",
+        ),
+        ("[rank0]:   raise Error: this\nAssertionError", "To enable", "AssertionError"),
+        ("error: cuda:0 is out of memory", "To enable", "error: cuda:0 is out of memory"),
+        ("W1125 a warning", "Signal 9 (SIGKILL) received by PID 9", "Signal 9 (SIGKILL) received by PID 9"),
+    ],
+)
+def test_the_reason_of_a_rank_is_found_in_what_torchrun_prints(told, trace, reason):
+    assert _reason(told + TORCHRUN.format(code=1, trace=trace, end="")) == reason
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
@@ -72,7 +97,7 @@ def test_the_prediction_is_held_against_the_two_gpus_that_were_measured():
 
 def test_a_ring_is_predicted_to_scale_within_a_host_and_to_wait_for_the_network_beyond():
     """32k tokens are shared by 8 GPUs at most, since each has two chunks; 256k by 16 over two hosts."""
-    found = {(row[0], row[2]): row for row in predict_context.rows(Path("results"), [1, 2, 8, 16])}
+    found = {(row[0], row[2]): row for row in rows_of_one_sequence(Path("results"), [1, 2, 8, 16])}
     assert ("32k", "16") not in found
     assert float(found["32k", "8"][5].rstrip("%")) > 99
     assert float(found["64k", "16"][5].rstrip("%")) < 50

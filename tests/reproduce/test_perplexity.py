@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from reproduce import perplexity
+from reproduce import fleet, perplexity
 from reproduce.__main__ import main
 from reproduce.command_line import OUT_OF_TIME
 from reproduce.experiment import NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
-from reproduce.fleet import Fleet
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -99,14 +98,6 @@ def test_another_selection_adds_to_what_was_measured(tiny: Path, tmp_path: Path)
     assert samples(tmp_path, "run").keys() == samples(tiny, "run").keys()
 
 
-class CutAfterAnEvaluation(Fleet):
-    """As if the budget were over then."""
-
-    def _late(self) -> bool:
-        kept = [line for file in self.runs.glob("*/metrics.csv") for line in file.read_text().splitlines()]
-        return len(kept) > 25
-
-
 @pytest.mark.slow
 def test_a_checkpoint_that_is_gone_is_trained_again_for_what_extends_it(tiny: Path, tmp_path: Path):
     """As on another machine, with the results of an earlier one."""
@@ -121,10 +112,13 @@ def test_a_checkpoint_that_is_gone_is_trained_again_for_what_extends_it(tiny: Pa
 
 @pytest.mark.slow
 def test_a_run_that_is_cut_is_kept_and_goes_on(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(CutAfterAnEvaluation, "runs", tmp_path / "runs", raising=False)
+    def after_an_evaluation(deadline: float | None) -> bool:
+        kept = (tmp_path / "runs").glob("*/metrics.csv")
+        return len([line for file in kept for line in file.read_text().splitlines()]) > 25
+
     whole = command(tmp_path, "only=naive", "steps=2000", "eval_every=20")
     with monkeypatch.context() as patch:
-        patch.setattr(perplexity, "Fleet", CutAfterAnEvaluation)
+        patch.setattr(fleet, "_is_late", after_an_evaluation)  # as if the budget were over then
         assert main(whole) == OUT_OF_TIME
     first = samples(tmp_path, "run")["naive"]
     assert 0 < first["partial"] < 2000
@@ -172,7 +166,8 @@ def test_a_budget_scales_the_plan_or_is_refused(monkeypatch, capsys):
         extended=(128,),
     )
     monkeypatch.setattr(perplexity, "_probed", lambda options, settings, name: 20_000.0)
-    options = perplexity.Options(perplexity.torch.device("cpu"), True, settings, sample=None)
+    cpu = perplexity.torch.device("cpu")
+    options = perplexity.Options(cpu, True, settings, sample=None, devices=[cpu])
 
     def planned(minutes: float) -> perplexity.Settings:
         return perplexity._planned(options, perplexity.replace(settings, budget=minutes))
@@ -182,6 +177,15 @@ def test_a_budget_scales_the_plan_or_is_refused(monkeypatch, capsys):
     assert "640 ms a step" in capsys.readouterr().out
     with pytest.raises(perplexity.ReproduceError, match="at least 5 minutes"):
         planned(3)
+
+
+def test_what_is_extended_may_be_the_run_of_the_longest_context():
+    settings = perplexity.replace(perplexity.TINY, only=(), extend_from="context_32")
+    options = perplexity.Options(perplexity.torch.device("cpu"), True, settings, sample=None)
+    tasks = perplexity._numerics(perplexity.training_runs(settings, options), settings)
+    assert [(task.where["when"], task.where["of"]) for task in tasks] == [
+        (when, "context_32") for when in ("start", "end", "context")
+    ]
 
 
 # ---- conclusions, from curves made up for the purpose ---------------------------------------------------

@@ -8,17 +8,19 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from reproduce import attention, history, timing
-from reproduce.__main__ import main
+from benchmarks.__main__ import BENCHMARKS
+from reproduce import attention, command_line, fleet, history, side_by_side, timing
+from reproduce.__main__ import PROGRAM, main
 from reproduce.attention import Workload
 from reproduce.experiment import EXPERIMENTS, parse_settings
-from reproduce.plan import ends, missing, steps
+from reproduce.plan import Step, missing, steps
 from reproduce.results import Store
-from reproduce.side_by_side import Call, compile_share, measure_all
+from reproduce.side_by_side import Call, compile_share, measure, measure_all
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -100,7 +102,7 @@ def test_what_is_cut_at_the_end_of_its_time_is_continued(tmp_path, capsys):
 def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(
-        history, "_checked", lambda name, workload, *rest: taken.append((name, workload.causal))
+        history, "_checked", lambda name, workload, **rest: taken.append((name, workload.causal))
     )
     settings = parse_settings(history.TINY, ["lengths=64,32", "heads=", "row_lengths=", "tile_keys="])
     call = Call(tmp_path, tiny=True, settings={})
@@ -135,13 +137,72 @@ def test_what_readme_shows_is_planned_before_the_rest(tmp_path, capsys):
     assert rows == ["attention (README's figures)", "history", "attention", "perplexity"]  # which runs alone
 
 
-def test_others_wait_for_an_experiments_first_process_alone():
-    store = type("Nothing", (), {"find": lambda self, **where: None, "document": {"took": {}}})()
-    settings = parse_settings(history.Settings(), [])
-    plan = list(steps(EXPERIMENTS["history"], store, settings, torch.device("cuda"), False))
-    first, second, third = (step.seconds for step in plan)
-    assert max(ends(plan, 1).values()) == pytest.approx(first + second + third)
-    assert max(ends(plan, 2).values()) == pytest.approx(first + max(second, third))
+@pytest.mark.parametrize(("devices", "took"), [(1, 6), (2, 5)])
+def test_others_wait_for_an_experiments_first_process_alone(devices, took, monkeypatch):
+    """Simulated processes of 3, 1 and 2 seconds: the second and third run at the same time if they can."""
+    clock, seconds = [0], {"first": 3, "second": 1, "third": 2}
+
+    class Process:
+        exitcode, sentinel = 0, None
+        terminate = join = kill = lambda self, *_: None
+
+        def __init__(self, job, device):
+            self.end = clock[0] + seconds[job.name]
+
+        def is_alive(self):
+            return clock[0] < self.end
+
+    monkeypatch.setattr(fleet, "_started", Process)
+    monkeypatch.setattr(fleet, "wait", lambda sentinels, timeout: clock.__setitem__(0, clock[0] + 1))
+    jobs = [fleet.Job(name, print, (), Path(), None if name == "first" else "first") for name in seconds]
+    ended = [(job.name, state) for job, state in fleet.run(jobs, [CPU] * devices)]
+    assert [name for name, _ in ended] == ["first", "second", "third"]
+    assert {state for _, state in ended} == {fleet.DONE}
+    assert clock == [took]
+
+
+def test_what_waits_for_a_job_that_failed_is_not_started(tmp_path):
+    jobs = [
+        fleet.Job("first", int, ("no number",), tmp_path / "first.log"),
+        fleet.Job("second", print, (), tmp_path / "second.log", after="first"),
+        fleet.Job("third", print, ("said",), tmp_path / "third.log", after="an earlier call's"),
+    ]
+    ended = {job.name: state for job, state in fleet.run(jobs, [CPU])}
+    assert ended == {"first": fleet.FAILED, "second": fleet.NOT_STARTED, "third": fleet.DONE}
+    assert (tmp_path / "third.log").read_text() == "cpu said\n"
+
+
+def say_gpus(device: torch.device) -> None:
+    print(device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def test_a_job_sees_its_gpu_or_all_of_them_where_it_takes_several(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    for name, device in (("all", torch.device("cuda")), ("second", torch.device("cuda", 1))):
+        job = fleet.Job(name, say_gpus, (), tmp_path / name)
+        assert [state for _, state in fleet.run([job], [device])] == [fleet.DONE]
+    assert (tmp_path / "all").read_text() == "cuda 4,7\n"
+    assert (tmp_path / "second").read_text() == "cuda 7\n"
+    given = []
+    monkeypatch.setattr(side_by_side, "measure_all", lambda plan, devices, *_: given.append(devices) or set())
+    gpus = [torch.device("cuda", n) for n in range(2)]
+    for name in ("neighbour", "huggingface"):
+        plan = [Step(BENCHMARKS[name], None, None, process, 3, None, 0.0) for process in range(3)]
+        command_line._run(plan, gpus, Call(tmp_path, False, {}), None, SimpleNamespace())
+    assert given == [[torch.device("cuda")], gpus[:1]]
+
+
+def test_one_gpu_that_is_named_is_all_that_an_experiment_gets(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus = [torch.device("cuda", n) for n in range(2)]
+    assert command_line._devices("auto", gpus[0]) == command_line._devices("cuda", gpus[0]) == gpus
+    assert command_line._devices("cuda:0", gpus[0]) == gpus[:1]
+    given = []
+    asked = SimpleNamespace(name="perplexity", module=SimpleNamespace(run=given.append))
+    step = Step(asked, None, None, 0, 1, None, 0.0)
+    monkeypatch.setattr(Call, "store", lambda *_, **how: SimpleNamespace(sample=None, find=None))
+    measure(gpus[:1], step, Call(Path(), True, {}))
+    assert given[0].devices == gpus[:1]
 
 
 def test_a_document_that_was_cut_between_processes_is_judged():
@@ -194,6 +255,15 @@ def test_a_mistake_in_a_list_of_experiments_is_a_one_line_error(arguments, words
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_all_leaves_out_what_takes_a_text_of_ones_own_unless_it_is_named(capsys):
+    chosen = command_line._chosen(PROGRAM, ["all", "history.rounds=3"], False)
+    assert chosen.keys() == EXPERIMENTS.keys() - {"perplexity"}
+    said = "left out, as it takes text of your own: perplexity (name it with perplexity.text=...)\n"
+    assert capsys.readouterr().out == said
+    words = ["all", "perplexity.text=a.txt"]
+    assert command_line._chosen(PROGRAM, words, False)["perplexity"] == ["text=a.txt"]
 
 
 @pytest.mark.gpu
