@@ -125,6 +125,7 @@ compile_report._constants = constants
 """
 
 
+@pytest.mark.slow
 def test_two_warps_have_their_own_queries_or_their_own_slices_of_keys(printed) -> None:
     """Of a product (queries, keys) the first axis, of (slices, queries, keys) too."""
     assert printed(SPLIT) == [["2,", "1"]] + 3 * [["2,", "1,", "1"]]

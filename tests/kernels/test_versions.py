@@ -1,4 +1,4 @@
-"""Other releases of torch and triton than those we know: one line that says what to do. About 25 s."""
+"""Other releases of torch and triton than those we know: one line that says what to do. About 10 s."""
 
 import subprocess
 import sys
