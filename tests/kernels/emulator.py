@@ -202,26 +202,24 @@ class Warp(threading.Thread):
     def __init__(self, machine: "_Machine", program: "Program", body: Callable[[], None]) -> None:
         super().__init__(daemon=True)
         self.machine, self.program, self.body = machine, program, body
-        self.may_go = threading.Lock()
+        self.may_go = threading.Lock()  # not a Semaphore, which is written in Python
         self.may_go.acquire()
         self.ready: Callable[[], bool] = lambda: True
-        self.waits_for = "start"
+        self.waits_for, self.error, self.finished = "start", None, False
         self.unfenced: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.products: list[Product] = []  # in order of issue
         self.stores: list[list] = []  # TMA stores: [read, write] or, once read, [write]
 
     def run(self) -> None:
         self.may_go.acquire()
-        if self.machine.over:
-            return
         try:
-            self.body()
-            assert not self.products, "a wgmma was never waited for"
-            self.machine.leave(self)
-        except SystemExit:
-            pass
-        except BaseException as error:
-            self.machine.end(error)
+            if not self.machine.over:
+                self.body()
+                assert not self.products, "a wgmma was never waited for"
+        except BaseException as error:  # handed to the thread that asked
+            self.error = error
+        self.finished = True
+        self.machine.baton.release()
 
 
 class Program(NamedTuple):
@@ -233,75 +231,49 @@ class _Machine:
     def __init__(self, seed: int) -> None:
         self.choice = random.Random(seed)
         self.haste = HASTE[seed % 3]
-        self.ended = threading.Event()
-        self.over, self.error = False, None
-        self.warp, self.running, self.warps = None, [], []
+        self.baton = threading.Semaphore(0)
+        self.over, self.warp, self.warps = False, None, []
         self.loads: list[Callable[[], None]] = []
 
     def run(self, kernel: JITFunction, programs: int, arguments: tuple[object, ...]) -> None:
         functions = _Emulated(self, programs).function(kernel)
         values = [_argument(x) for x in arguments]
         for number in range(programs):
-            self.start(Warp(self, Program(number, []), lambda: functions(*values)))
-        self.choose()
-        self.warp.may_go.release()
-        self.ended.wait()
-        if self.error:
-            raise self.error
-
-    def start(self, warp: Warp) -> None:
-        self.running.append(warp)
-        self.warps.append(warp)
-        warp.start()
-
-    def leave(self, warp: Warp) -> None:
-        """Called by a warp at its end."""
-        self.running.remove(warp)
-        if self.running:
-            self.choose()
-            self.warp.may_go.release()
-            return
-        for each in self.warps:
-            while each.stores:
-                self.advance_store(each)
-        self.end(None)
-
-    def end(self, error: BaseException | None) -> None:
-        self.over, self.error = True, error
-        for warp in self.running:
-            if warp is not threading.current_thread():
+            program = Program(number, [])
+            self.warps.append(Warp(self, program, lambda: functions(*values)))
+            self.warps[-1].start()
+        try:
+            while any(not warp.finished for warp in self.warps):
+                self._one_event()
+            self._drain()
+        finally:
+            self.over = True
+            for warp in self.warps:
                 warp.may_go.release()
-        self.ended.set()
 
-    def turn(self, ready: Callable[[], bool] = lambda: True, what: str = "its turn") -> None:
-        """Let others go on, until this warp is chosen and may."""
-        warp = self.warp
-        warp.ready, warp.waits_for = ready, what
-        self.choose()
-        if self.warp is not warp:
-            self.warp.may_go.release()
-            warp.may_go.acquire()
-            if self.over:
-                raise SystemExit
-
-    def choose(self) -> None:
-        """Which warp goes on, after as much of the asynchronous work as chance will have."""
-        while True:
-            able = [warp for warp in self.running if warp.ready()]
-            late = self._late() if not able or self.choice.random() < self.haste else []
-            if late:
-                self.choice.choice(late)()
-            elif able:
-                self.warp = self.choice.choice(able)
-                return
-            else:
-                stand = (f"program {w.program.number} {w.name}: {w.waits_for}" for w in self.running)
-                raise Deadlock("\n".join(stand))
-
-    def _late(self) -> list[Callable[[], None]]:
+    def _one_event(self) -> None:
+        able = [warp for warp in self.warps if not warp.finished and warp.ready()]
         late: list[Callable[[], None]] = [lambda each=each: self._land(each) for each in self.loads]
         late += [lambda w=warp: self.multiply(w) for warp in self.warps if warp.products]
-        return late + [lambda w=warp: self.advance_store(w) for warp in self.warps if warp.stores]
+        late += [lambda w=warp: self.advance_store(w) for warp in self.warps if warp.stores]
+        if not able and not late:
+            stand = "\n".join(
+                f"program {w.program.number} {w.name}: {w.waits_for}" for w in self.warps if not w.finished
+            )
+            raise Deadlock(stand)
+        if late and (not able or self.choice.random() < self.haste):
+            self.choice.choice(late)()
+            return
+        self.warp = self.choice.choice(able)
+        self.warp.may_go.release()
+        self.baton.acquire()
+        if self.warp.error:
+            raise self.warp.error
+
+    def _drain(self) -> None:
+        for warp in self.warps:
+            while warp.stores:
+                self.advance_store(warp)
 
     def _land(self, load: Callable[[], None]) -> None:
         self.loads.remove(load)
@@ -316,6 +288,15 @@ class _Machine:
         stages.pop(0)()
         if not stages:
             warp.stores.remove(stages)
+
+    def turn(self, ready: Callable[[], bool] = lambda: True, what: str = "its turn") -> None:
+        """Let others go on, until this warp is chosen and may."""
+        warp = self.warp
+        warp.ready, warp.waits_for = ready, what
+        self.baton.release()
+        warp.may_go.acquire()
+        if self.over:
+            raise SystemExit
 
 
 def _argument(x: object) -> object:
@@ -616,7 +597,8 @@ class _Emulated:
         others = [Warp(machine, program, lambda f=f, a=a: f(*a)) for f, a in parts[1:]]
         for (f, _), warp in zip(parts[1:], others, strict=True):
             warp.name = f.__name__
-            machine.start(warp)
+            machine.warps.append(warp)
+            warp.start()
         function, values = parts[0]
         machine.warp.name = function.__name__
         function(*values)
