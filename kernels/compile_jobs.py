@@ -1,6 +1,7 @@
 """What compile_report compiles: every tile and form of the kernels that ship, each a Job."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,3 +135,28 @@ def _wide(head_dim: int) -> list[Job]:
         jobs.append(Job(90, "hopper_forward", head_dim, True, None, feature=feature))
     kernels = ("hopper_forward", "hopper_dkdv", "hopper_dq")
     return jobs + [Job(90, name, 136, causal, None) for name in kernels for causal in (True, False)]
+
+
+Form = frozenset[tuple[str, str]]
+
+
+def distinct(jobs: list[Job], form: Callable[[Job], Form]) -> dict[Job, Form]:
+    """The jobs and their forms, each form once. What tells two jobs apart, as their length, need not tell kernels."""
+    found = {form(job): job for job in reversed(jobs)}
+    return {job: each for each, job in reversed(found.items())}
+
+
+def pairwise(forms: dict[Job, Form]) -> list[Job]:
+    """A selection of the jobs in which every two values that stand in one form of a kernel stand in one again."""
+    kernels: dict[tuple[int, str], dict[Job, set[tuple]]] = {}
+    for job, form in forms.items():
+        pairs = set(itertools.combinations(sorted(form), 2))
+        kernels.setdefault((job.architecture, job.kernel), {})[job] = pairs
+    selected = set()
+    for pairs_of in kernels.values():
+        missing = set().union(*pairs_of.values())
+        while missing:
+            job = max(pairs_of, key=lambda job: len(pairs_of[job] & missing))
+            selected.add(job)
+            missing -= pairs_of[job]
+    return [job for job in forms if job in selected]

@@ -3,11 +3,12 @@
     python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256] [--with triton==3.9.0]
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
-ptxas (for AMD, LLVM); no GPU or driver is needed. The table has registers per thread, bytes spilled, shared memory,
-the tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more
-than compile_budgets.toml allows, does not use tensor cores or (except history and AMD) asynchronous loads, has its
-wgmma serialised, creates a barrier that no warp uses, or does not compile. --with compiles with another Triton, which
-pip downloads (other_triton.py).
+ptxas (for AMD, LLVM); no GPU or driver is needed. --pairs takes half the time: it leaves out kernels, but no two
+compile-time values that stand together in one. The table has registers per thread, bytes spilled, shared memory, the
+tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more than
+compile_budgets.toml allows, does not use tensor cores or (except history and AMD) asynchronous loads, has its wgmma
+serialised, creates a barrier that no warp uses, or does not compile. --with compiles with another Triton, which pip
+downloads (other_triton.py).
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 import tomllib
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .compile_jobs import HISTORY, RAGGED, TYPE_NAMES, Job, shipped
+from .compile_jobs import HISTORY, RAGGED, TYPE_NAMES, Job, distinct, pairwise, shipped
 from .features import FEATURES
 from .flash import dropout
 from .flash.decode import decode_kernel
@@ -129,7 +130,11 @@ def outcome(job: Job) -> tuple[str, list[str]]:
 
 def compile_job(job: Job) -> Report:
     """Compile one job from scratch; take the figures from the assembly and ptxas's log."""
-    compiled, log = compile_kernel(job)
+    return report_of(job, *compile_kernel(job))
+
+
+def report_of(job: Job, compiled: triton.compiler.CompiledKernel, log: str) -> Report:
+    """The figures of what `compile_kernel` returned."""
     if job.architecture == AMD:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     report = _read(compiled.asm["ptx"], log, compiled.metadata.shared)
@@ -141,21 +146,15 @@ def compile_job(job: Job) -> Report:
 def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
     """The compiled kernel, whose `asm` has every compilation stage, and ptxas's log."""
     function, on_hopper = FUNCTIONS[job.kernel], job.kernel in HOPPER
-    values = _hopper_constants(job) if on_hopper else _constants(job)
+    types, values, options = _arguments(job)
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         if name in values:
             signature[name], constants[index,] = "constexpr", values[name]
             continue
-        signature[name] = _descriptor(name, job) if name.endswith("_desc") else _type(name, job)
+        signature[name] = types[name]
         if signature[name].startswith("*") or name.startswith("stride"):
             attributes[index,] = [["tt.divisibility", 16]]  # otherwise no vector loads
-    # The Hopper kernels specify the warps of their other partitions themselves; num_warps is the first consumer's.
-    if on_hopper:
-        options = {"num_warps": 4, **compile_options(tile_width(job.head_dim), values.get("DQ_DELAY", 0))}
-    else:
-        assert job.tile
-        options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
     source = GluonASTSource if on_hopper else ASTSource
     target = GPUTarget("cuda", job.architecture, 32)
     if job.architecture == AMD:
@@ -169,6 +168,36 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
             source(function, signature, constants, attributes), target=target, options=FUSION | options
         )
     return compiled, log.getvalue()
+
+
+def form(job: Job) -> frozenset[tuple[str, str]]:
+    """All that the compilers are told, as names and values: jobs of the same form are one kernel."""
+    types, values, options = _arguments(job)
+    told = {"gpu": job.architecture, "kernel": job.kernel, **types, **options}
+    for name, value in values.items():
+        parts = vars(value) if is_dataclass(value) else {"": value}
+        told |= {f"{name}.{part}": each for part, each in parts.items()}
+    return frozenset((name, str(value)) for name, value in told.items())
+
+
+def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+    """The types of a kernel's arguments, the values of those that are compile-time, and the compiler's options."""
+    on_hopper = job.kernel in HOPPER
+    names = FUNCTIONS[job.kernel].arg_names
+    values = _hopper_constants(job) if on_hopper else _constants(job)
+    values = {name: value for name, value in values.items() if name in names}
+    types = {
+        name: _descriptor(name, job) if name.endswith("_desc") else _type(name, job)
+        for name in names
+        if name not in values
+    }
+    # The Hopper kernels specify the warps of their other partitions themselves; num_warps is the first consumer's.
+    if on_hopper:
+        options = {"num_warps": 4, **compile_options(tile_width(job.head_dim), values.get("DQ_DELAY", 0))}
+    else:
+        assert job.tile
+        options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
+    return types, values, options
 
 
 def _constants(job: Job) -> dict[str, Any]:
@@ -311,6 +340,9 @@ def main(arguments: list[str] | None = None) -> int:
     tile_help = "compile this tile instead of the shipped ones"
     parser.add_argument("--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help=tile_help)
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
+    parser.add_argument(
+        "--pairs", action="store_true", help="not every combination of their compile-time values"
+    )
     options = parser.parse_args(arguments)
     if requirement := getattr(options, "with"):
         return report_with(requirement, module, other.parse_known_args(arguments)[1])
@@ -322,6 +354,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.tile:
         tile = Tile(*options.tile)
         jobs = [replace(job, tile=tile) for job in jobs if job.tile and job.dtype is torch.bfloat16]
+    forms = distinct(jobs, form)
+    jobs = pairwise(forms) if options.pairs else list(forms)
     started, failed = time.perf_counter(), 0
     print(f"triton {triton.__version__}, {len(jobs)} kernels")
     with ProcessPoolExecutor(os.cpu_count()) as pool:

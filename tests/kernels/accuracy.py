@@ -1,7 +1,7 @@
 """The accuracy gate: how wrong a kernel may be, measured against what PyTorch does in the same precision."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from unittest import mock
 
 import torch
@@ -134,19 +134,19 @@ def assert_as_accurate(
 ) -> None:
     """Allow out, lse, dq, dk, dv twice the error of the same PyTorch computation reordered, plus two ulp.
 
-    See `assert_within`. The peers are 8 random orders: where a query sees a single key, dq and dk are 0 except for
-    the difference between two sums of the same terms, which in a single order may happen to be 0.
+    See `assert_within`. The peers are up to 8 random orders: where a query sees a single key, dq and dk are 0 except
+    for the difference between two sums of the same terms, which in a single order may happen to be 0.
     """
     want = golden(tensors, d_out, **options)
     generator = torch.Generator().manual_seed(0)
-    peers = [reordered(tensors, d_out, generator, **options) for _ in range(8)]
+    peers = (reordered(tensors, d_out, generator, **options) for _ in range(8))
     assert_within(got, want, peers, times)
 
 
 def assert_within(
     got: dict[str, torch.Tensor],
     want: dict[str, torch.Tensor],
-    peers: Sequence[dict[str, torch.Tensor]],
+    peers: Iterable[dict[str, torch.Tensor]],
     times: float = 2.0,
 ) -> None:
     """Allow results `times` the error of the worst of their peers, each measured against `want` in float64.
@@ -156,27 +156,38 @@ def assert_within(
     of operations, the mean has the same limit as the max: for a single key P is exactly 1 in PyTorch but 2^(S - lse)
     of two rounded numbers in ours, 1.6 ulp off on an AMD EPYC, and dv consists of P alone. lse, which is float32 in
     every precision, must be within 1e-5 of its size.
+
+    Another peer only raises the limits, so none is asked for once all results keep to them: most keep to the first.
     """
-    for name, result in got.items():
-        if name == "lse":
-            assert result.dtype is torch.float32
-            torch.testing.assert_close(result.double(), want["lse"], atol=1e-5, rtol=1e-5)
-            continue
+    if "lse" in got:
+        assert got["lse"].dtype is torch.float32
+        torch.testing.assert_close(got["lse"].double(), want["lse"], atol=1e-5, rtol=1e-5)
+    results = {name: x for name, x in got.items() if name != "lse" and x.numel()}
+    for name, result in results.items():
         assert torch.isfinite(result).all(), f"{name} is not finite"
-        if not result.numel():
-            continue
-        eps, size = torch.finfo(result.dtype).eps, want[name].abs()
-        error = (result.double() - want[name]).abs()
-        of_peers = [(peer[name].double() - want[name]).abs() for peer in peers]
-        worst = error.max().item()
-        allowed = times * (max(x.max().item() for x in of_peers) + eps * size.max().item())
-        assert worst <= allowed, f"{name}: max error {worst:.2e}, allowed {allowed:.2e}"
-        mean, (mean_times, ulps) = (
-            error.mean().item(),
-            (times, times) if result.dtype is torch.float32 else (1.25, 0.25),
-        )
-        allowed = mean_times * max(x.mean().item() for x in of_peers) + ulps * eps * size.mean().item()
-        assert mean <= allowed, f"{name}: mean error {mean:.2e}, allowed {allowed:.2e}"
+    of_peers = dict.fromkeys(results, (0.0, 0.0))
+    for peer in peers:
+        too_large = []
+        for name, result in results.items():
+            of_peers[name] = tuple(map(max, of_peers[name], _errors(peer[name], want[name])))
+            eps, size = torch.finfo(result.dtype).eps, want[name].abs()
+            mean_times, ulps = (times, times) if result.dtype is torch.float32 else (1.25, 0.25)
+            allowed = (
+                times * (of_peers[name][0] + eps * size.max().item()),
+                mean_times * of_peers[name][1] + ulps * eps * size.mean().item(),
+            )
+            for kind, error, limit in zip(("max", "mean"), _errors(result, want[name]), allowed, strict=True):
+                if error > limit:
+                    too_large.append(f"{name}: {kind} error {error:.2e}, allowed {limit:.2e}")
+        if not too_large:
+            return
+    raise AssertionError("; ".join(too_large))
+
+
+def _errors(x: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    """The largest and the mean."""
+    error = (x.double() - want).abs()
+    return error.max().item(), error.mean().item()
 
 
 def run(

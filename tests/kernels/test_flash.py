@@ -1,4 +1,4 @@
-"""Flash attention in Triton's interpreter against float64. About 20 s."""
+"""Flash attention in Triton's interpreter against float64. About 12 s."""
 
 import pytest
 import torch

@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper.descriptors import layout_of
+from kernels.flash.hopper.forward_schedule import specify
 from kernels.flash.hopper.pipeline import fetch, make_ring
 from kernels.flash.masks import block_lists, document_bounds
 from kernels.naive import naive_attention
@@ -27,13 +28,10 @@ pytestmark = pytest.mark.skipif(
 )
 SLOW = pytest.mark.slow
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-# Also those whose tiles are filled up with zeros.
-PADDED = [pytest.param(each, marks=SLOW) for each in (16, 72, 136)]
-HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, *PADDED[:2]])
-ALL_HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256, *PADDED])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 ONE_QUICK_HEAD_DIM = pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
-LENGTHS = [(300, 300), (333, 1), (300, 130)]
-LENGTHS += [pytest.param(*each, marks=SLOW) for each in [(130, 130), (40, 300)]]
+LONG = 4096  # from here on the forward's schedule stays the same
+LENGTHS = [(300, 300), (333, 1), (300, 130), pytest.param(40, 300, marks=SLOW)]
 
 
 @pytest.fixture(autouse=True)
@@ -135,9 +133,12 @@ def test_backward(
 
 
 @HEAD_DIMS
-@pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
-@pytest.mark.parametrize("cached", [1, 1 << 18], ids=["groups of a head", "of several"])
-@pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
+@pytest.mark.parametrize(
+    ("cached", "delay"),
+    [(1, 0), (1 << 18, 1), pytest.param(1, 1, marks=SLOW), pytest.param(1 << 18, 0, marks=SLOW)],
+    ids=["groups of a head", "of several, delay", "of a head, delay", "of several"],
+)
+@pytest.mark.parametrize(("q_len", "kv_len"), [*LENGTHS[:1], *LENGTHS[2:]])
 def test_backward_upwards(
     machine, monkeypatch, q_len: int, kv_len: int, cached: int, delay: int, head_dim: int
 ) -> None:
@@ -190,7 +191,7 @@ def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), pytest.param(200, 333, marks=SLOW)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(200, 200), pytest.param(200, 333, marks=SLOW)])
 def test_key_padding(
     machine, monkeypatch, q_len: int, kv_len: int, which: str, head_dim: int, causal: bool
 ) -> None:
@@ -201,24 +202,47 @@ def test_key_padding(
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [256, PADDED[2]])
 @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
-def test_wide_backward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
-    check("backward", machine, q_len, kv_len, head_dim, causal)
+def test_wide_backward(machine, q_len: int, kv_len: int, causal: bool) -> None:
+    check("backward", machine, q_len, kv_len, 256, causal)
 
 
 @CAUSAL
-@ALL_HEAD_DIMS
-@pytest.mark.parametrize(("q_len", "kv_len"), [*LENGTHS, pytest.param(2048, 200, marks=SLOW)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
 def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
     check("forward", machine, q_len, kv_len, head_dim, causal)
+
+
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=SLOW)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), pytest.param(400, 130, marks=SLOW)])
+def test_forward_of_long_sequences(
+    machine, monkeypatch, q_len: int, kv_len: int, head_dim: int, causal: bool
+) -> None:
+    """Their schedule, dynamic and at head_dim 64 with three consumers, on few blocks."""
+    monkeypatch.setattr(hopper, "is_dynamic", lambda *_: True)
+    monkeypatch.setattr(
+        hopper,
+        "specify",
+        lambda width, causal, q_len, kv_len, *rest: specify(
+            width, causal, q_len + LONG, kv_len + LONG, *rest
+        ),
+    )
+    check("forward", machine, q_len, kv_len, head_dim, causal)
+
+
+@SLOW
+@pytest.mark.parametrize("head_dim", [16, 72, 136])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int) -> None:
+    check(which, machine, 300, 130, head_dim, True)
 
 
 @pytest.mark.parametrize(
     ("bound", "head_dim"),
     [(bound, 64) for bound in ("causal", "full", "window", "documents", "blocks")]
-    + [pytest.param(bound, 128, marks=SLOW) for bound in ("causal", "full", "window", "documents", "blocks")]
-    + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 256)],
+    + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 128, 256)],
 )
 def test_precise_delta(machine, bound: str, head_dim: int) -> None:
     """The forward keeps what rounding takes from out: of equal scores, P is 1 and sums of V are exact up to float32.
@@ -242,7 +266,8 @@ def test_precise_delta(machine, bound: str, head_dim: int) -> None:
     plain = run("forward", tensors, causal, given)
     assert all(torch.equal(again[name], got[name]) for name in got)
     assert all(torch.equal(plain[name], got[name]) for name in plain)
-    check("backward", machine, q_len, q_len, head_dim, causal, batch, **given, precise_delta=True)
+    gradients = run("backward", (q, k, v, d_out), causal, {**given, "precise_delta": True})
+    assert_as_accurate(gradients, (q, k, v), d_out, causal=causal, **given)
 
 
 @gluon.jit

@@ -30,11 +30,9 @@ def rank_of(rank: int, rendezvous: str) -> None:
     blocks = torch.ones(2, 1, 1, 1, dtype=torch.bool)
     features = [
         ({}, {}),
-        ({"alibi_slopes": per_head}, {"alibi_slopes": 0}),
-        ({"sinks": per_head, "softcap": 20.0}, {"sinks": 0}),
+        ({"alibi_slopes": per_head, "kv_lengths": lengths, "causal": False}, {"alibi_slopes": 0}),
+        ({"sinks": per_head, "softcap": 20.0, "block_mask": blocks}, {"sinks": 0}),
         ({"cu_seqlens": offsets, "window": (9, 0), "precise_delta": True}, {}),
-        ({"kv_lengths": lengths, "causal": False}, {}),
-        ({"block_mask": blocks}, {}),
         ({"dropout_p": 0.5, "dropout_seed": torch.tensor(3)}, {}),
     ]
     for options, of_heads in features:
