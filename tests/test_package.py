@@ -56,6 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_the_wheel_contains_what_runs_and_no_more(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"tilegpt/{leaf}/py.typed" for leaf in LEAVES} < names
@@ -103,6 +104,7 @@ print(name, trained, importlib.util.find_spec("tilegpt.kernels").origin)
 """
 
 
+@pytest.mark.slow
 def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(wheel, tmp_path):
     """In a fresh environment, from another folder; compiling a kernel for a GPU shows that triton is enough."""
     environment = tmp_path / "environment"

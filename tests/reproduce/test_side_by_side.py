@@ -42,6 +42,7 @@ def planned(folder: Path, capsys: pytest.CaptureFixture) -> dict[str, int]:
     return {row.split()[0]: int(row.split()[1]) for row in rows}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_where_it_stopped(tmp_path, capsys):
     whole = planned(tmp_path, capsys)
     assert whole.keys() == {"history", "sparse"}

@@ -100,6 +100,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
         return run(folder, "parts=small,padded", "backends=naive,sdpa,sdpa_cudnn,wrong"), said.getvalue()
 
 
+@pytest.mark.slow
 def test_every_phase_is_timed_in_steps_of_the_same_tokens(tiny):
     timed = [sample for sample in tiny[0]["samples"] if sample["kind"].startswith("speed")]
     assert {sample["part"] for sample in timed} == {"small", "padded"}
@@ -110,6 +111,7 @@ def test_every_phase_is_timed_in_steps_of_the_same_tokens(tiny):
             assert all(len(values) >= 2 for values in phases.values())
 
 
+@pytest.mark.slow
 def test_hugging_face_and_every_backend_are_timed_but_not_those_that_are_wrong_or_refuse(tiny):
     results, said = tiny
     of_part = {s["part"]: set(s["ms"]) for s in results["samples"] if s["kind"] == "speed"}
@@ -121,6 +123,7 @@ def test_hugging_face_and_every_backend_are_timed_but_not_those_that_are_wrong_o
     assert "sdpa_cudnn" in said.split("small: sdpa_cudnn")[0]
 
 
+@pytest.mark.slow
 def test_logits_agree_before_anything_is_timed(tiny):
     errors = {s["contender"]: s["logit_error"] for s in tiny[0]["samples"] if "logit_error" in s}
     assert errors.pop("wrong") > 0.02
