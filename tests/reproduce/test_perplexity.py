@@ -35,7 +35,7 @@ FEW = ("naive", "numerics_end", "context_8", "context_32", "numerics_context")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each kind but those that the configs of the next test tell apart; each imports torch for 2 s."""
+    """A run of each kind but those that the configs of the next test tell apart."""
     folder = tmp_path_factory.mktemp("results")
     assert main(command(folder, f"only={','.join(FEW)}")) == 0
     return folder

@@ -6,7 +6,6 @@ A launch takes ten seconds of importing torch, a run in it one. Errors that a us
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -83,10 +82,6 @@ def main() -> None:
     from training.distributed import world
     from training.trainer import Trainer
 
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.interpreter import hasten
-
-        hasten()
     # One process group for all: gloo cannot make a second one of the same name in a launch.
     with world(sys.argv[2]) as ranks:
         for settings in json.loads(sys.argv[1]):

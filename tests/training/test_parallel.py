@@ -234,7 +234,7 @@ def test_what_one_process_cannot_do_is_refused_in_one_line(started, tiny, tmp_pa
 @pytest.mark.slow
 def test_compiled_ranks_train_as_eager_ones(user_environment, tiny, tmp_path):
     """Around DDP in one piece; a block at a time in parts, and where activations are computed again."""
-    small = [*tiny, "trainer.steps=4", "trainer.sample_tokens=0"]
+    small = [*tiny, "model.n_layer=2", "trainer.steps=4", "trainer.sample_tokens=0"]
     modes = {
         "none": [],
         "again": ["parallel.recompute=attention_kept"],
