@@ -103,6 +103,8 @@ def test_the_rungs_show_measured_figures() -> None:
 COUNT = """
 import json, torch, ladder
 from reproduce.counting import counting
+from tests.interpreter import hasten
+hasten()
 rows = {}
 for name, attend in ladder.RUNGS.items():
     q, k, v = torch.randn(3, 1, 1, 256, ladder.HEAD_DIM, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""What pip installs, and examples/ that use it. About 30 s."""
+"""What pip installs, and examples/ that use it."""
 
 import re
 import shutil
@@ -56,6 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_the_wheel_contains_what_runs_and_no_more(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"tilegpt/{leaf}/py.typed" for leaf in LEAVES} < names
@@ -103,6 +104,7 @@ print(name, trained, importlib.util.find_spec("tilegpt.kernels").origin)
 """
 
 
+@pytest.mark.slow
 def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(wheel, tmp_path):
     """In a fresh environment, from another folder; compiling a kernel for a GPU shows that triton is enough."""
     environment = tmp_path / "environment"
@@ -138,6 +140,13 @@ def test_lazily_imported_names_of_model_are_in_all_and_dir():
     assert set(model.__all__) == {"GPTConfig", *model._HOME} <= set(dir(model))
 
 
+HASTEN = f"""
+import os, runpy
+if os.environ.get("TRITON_INTERPRET") == "1":
+    runpy.run_path({str(ROOT / "tests" / "interpreter.py")!r})["hasten"]()
+"""
+
+
 @pytest.fixture
 def example(tmp_path, user_environment):
     """Run a file of examples/ in an empty directory, beside the installed package: a folder `tilegpt` without
@@ -145,6 +154,7 @@ def example(tmp_path, user_environment):
     (tmp_path / "site" / "tilegpt").mkdir(parents=True)
     for leaf in LEAVES:
         (tmp_path / "site" / "tilegpt" / leaf).symlink_to(ROOT / leaf)
+    (tmp_path / "site" / "sitecustomize.py").write_text(HASTEN)  # which Python imports when it begins
 
     def run(name: str, *arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> str:
         done = subprocess.run(
@@ -197,7 +207,7 @@ def test_the_ring_example_computes_on_two_ranks_what_one_does(example):
 
 @pytest.mark.slow
 def test_the_ladder_checks_seven_rungs_and_draws_them(example, tmp_path):
-    printed = example("ladder.py", "picture.svg")
+    printed = example("ladder.py", "picture.svg", TRITON_INTERPRET="1")
     errors = re.findall(r"^\S.*? +(\d\.\de-\d\d) ", printed, re.MULTILINE)
     assert len(errors) == 7
     assert max(map(float, errors)) < 2e-3

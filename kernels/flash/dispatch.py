@@ -85,6 +85,8 @@ def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
     if which == "forward" and "precise_delta" in features and late:  # not compiled
         return f"attention without {late[0]} beside precise_delta"
     apart = 0 if length is None or kv_len is None else kv_len - length
+    if which == "forward" and "kv_lengths" in features and request.causal and apart % 64:  # spills 36 to 40 B
+        return "lengths that differ by a multiple of 64 with a causal kv_lengths"
     # Beside these, d128 with dropout spills 4 to 44 B.
     beside = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and beside:

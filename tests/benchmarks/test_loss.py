@@ -98,6 +98,7 @@ def test_liger_kernel_is_timed_if_it_is_installed(tmp_path, capsys, monkeypatch)
     assert re.search(r"\nliger +\d.*0\.8", capsys.readouterr().out)  # its errors and version
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch):
     install_peer(tmp_path / "peer", monkeypatch, 1.002)
@@ -107,6 +108,7 @@ def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypat
     )
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_contender_out_of_memory_is_left_out_and_the_rest_timed(tmp_path, capsys, monkeypatch):
     def hungry(hidden, weight, targets, vocab_size):

@@ -37,6 +37,7 @@ def sweep(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_page_goes_to_wandb_as_an_artifact_and_into_a_run(sweep, user_environment, tmp_path):
     """The wandb run of the page itself is none of the runs when they are compared again."""
     shutil.copytree(sweep, tmp_path, dirs_exist_ok=True)

@@ -1,6 +1,7 @@
 """Experiments in several processes: planned, killed, continued, none of their samples lost. 60 s on 2 cores."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -42,6 +43,7 @@ def planned(folder: Path, capsys: pytest.CaptureFixture) -> dict[str, int]:
     return {row.split()[0]: int(row.split()[1]) for row in rows}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_where_it_stopped(tmp_path, capsys):
     whole = planned(tmp_path, capsys)
     assert whole.keys() == {"history", "sparse"}
@@ -178,6 +180,9 @@ def say_gpus(device: torch.device) -> None:
 
 def test_a_job_sees_its_gpu_or_all_of_them_where_it_takes_several(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr(
+        fleet, "multiprocessing", multiprocessing
+    )  # a fork would have the environment of before
     for name, device in (("all", torch.device("cuda")), ("second", torch.device("cuda", 1))):
         job = fleet.Job(name, say_gpus, (), tmp_path / name)
         assert [state for _, state in fleet.run([job], [device])] == [fleet.DONE]

@@ -1,7 +1,9 @@
 """The training experiment: its tiny form to the end, which contenders are timed, and the verdicts."""
 
 import json
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -50,78 +52,105 @@ def run(folder: Path, *arguments: str) -> dict:
     return json.loads((folder / "cpu" / "training.json").read_text())
 
 
+def contenders_of(settings: training.Settings) -> dict[tuple[str, str, int, float], set[str]]:
+    """(part, mode, context, dropout) -> who takes part."""
+    found = {}
+    for group, names in training.plan(settings):
+        assert group.micro_batch * group.accumulation * group.context == settings.step_tokens
+        place = group.part, group.mode, group.context, group.dropout
+        found[place] = found.get(place, set()) | set(names)
+    return found
+
+
+def test_every_part_has_its_contenders_and_a_step_the_same_tokens_at_every_context():
+    found = contenders_of(training.TINY)
+    huggingface, fused = {HF_EAGER, HF_SDPA}, "naive" + FUSED
+    assert {part for part, *_ in found} == set(training.PARTS)
+    assert found["small", "eager", 8, 0.0] == {*huggingface, "naive", "sdpa", fused}
+    assert found["medium", "eager", 8, 0.0] == {*huggingface, "naive", "standard", fused}
+    assert found["compiled", "compiled", 8, 0.0] == {"naive", "standard", fused}
+    assert found["whole", "compiled", 8, 0.0] == {"naive", fused}
+    assert found["today", "compiled", 8, 0.0] == {*huggingface, fused}
+    assert found["padded", "compiled", 8, 0.0] == {HF_EAGER + PADDED, HF_SDPA + PADDED, fused}
+    assert found["dropout", "eager", 8, 0.1] == {*huggingface, "standard", fused}
+    assert found["dropout", "compiled", 8, 0.1] == {"standard", fused}
+    for mode, context in (("eager", 16), ("compiled", 8), ("compiled", 16)):
+        assert found["context", mode, context, 0.0] == {"naive", "standard"}
+    assert found["gpt3", "eager", 16, 0.0] == found["gpt3", "compiled", 16, 0.0] == {"naive", "standard"}
+
+
+def backwards(q, k, v, **options):
+    """An attention that sees the tokens to come."""
+    return get_attention("naive")(q, k, v, **options | {"causal": False})
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The tiny form of every part."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+    """An eager and a compiled part, with backends that are wrong or refuse; the results, and what was printed.
+
+    Of the other parts, `today` differs by the padding, `medium` by the shape, `whole`, `context` and `gpt3` by the
+    batch, and `dropout` by what a test below has. The fused layers alone take the interpreter seconds in each.
+    """
     if torch.cuda.is_available():
         pytest.skip("runs Triton's interpreter")
-    return run(tmp_path_factory.mktemp("results"))
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
+        patch.setitem(ATTENTION, "wrong", None)  # gone after the run
+        register_attention("wrong", refuses=lambda request: None)(backwards)
+        folder = tmp_path_factory.mktemp("results")
+        return run(folder, "parts=small,padded", "backends=naive,sdpa,sdpa_cudnn,wrong"), said.getvalue()
 
 
 @pytest.mark.slow
-def test_every_part_is_measured(tiny):
-    timed = [sample for sample in tiny["samples"] if sample["kind"].startswith("speed")]
-    assert {sample["part"] for sample in timed} == set(training.Settings().parts)
+def test_every_phase_is_timed_in_steps_of_the_same_tokens(tiny):
+    timed = [sample for sample in tiny[0]["samples"] if sample["kind"].startswith("speed")]
+    assert {sample["part"] for sample in timed} == {"small", "padded"}
     for sample in timed:
+        assert sample["micro_batch"] * sample["accumulation"] * sample["context"] == STEP
         for phases in sample["ms"].values():
             assert phases.keys() == {"forward", "backward", "optimizer"}
             assert all(len(values) >= 2 for values in phases.values())
 
 
 @pytest.mark.slow
-def test_hugging_face_and_every_backend_take_part(tiny):
-    (small,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == "small")
-    assert set(small["ms"]) == {HF_EAGER, HF_SDPA, "naive", "sdpa", "naive" + FUSED}
-    for part in ("small", "dropout", "medium"):
-        tried = [s for s in tiny["samples"] if s["kind"] == "memory" and s["part"] == part]
-        assert {HF_EAGER, HF_SDPA} <= {s["contender"] for s in tried if s["mode"] == "eager"}, part
-    (compiled,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == "compiled")
-    assert {"naive", "standard", "naive" + FUSED} <= set(compiled["ms"])
-    for part, suffix in (("today", ""), ("padded", PADDED)):
-        (timed,) = (s for s in tiny["samples"] if s["kind"] == "speed" and s["part"] == part)
-        assert set(timed["ms"]) == {"naive" + FUSED, HF_EAGER + suffix, HF_SDPA + suffix}
-
-
-@pytest.mark.slow
-def test_a_step_has_the_same_tokens_at_every_context(tiny):
-    steps = {s["micro_batch"] * s["accumulation"] * s["context"] for s in tiny["samples"]}
-    assert steps == {STEP}
+def test_hugging_face_and_every_backend_are_timed_but_not_those_that_are_wrong_or_refuse(tiny):
+    results, said = tiny
+    of_part = {s["part"]: set(s["ms"]) for s in results["samples"] if s["kind"] == "speed"}
+    assert of_part["small"] == {HF_EAGER, HF_SDPA, "naive", "sdpa", "naive" + FUSED}
+    assert of_part["padded"] == {HF_EAGER + PADDED, HF_SDPA + PADDED, "naive" + FUSED}
+    assert "2 sequences, wrong: 0.00 GiB; its logits are off by" in said
+    (refused,) = (s for s in results["samples"] if "refused" in s)
+    assert refused["contender"] == "sdpa_cudnn"
+    assert "sdpa_cudnn" in said.split("small: sdpa_cudnn")[0]
 
 
 @pytest.mark.slow
 def test_logits_agree_before_anything_is_timed(tiny):
-    errors = [s["logit_error"] for s in tiny["samples"] if s["kind"] == "memory"]
-    assert max(errors) < 1e-5  # float32
+    errors = {s["contender"]: s["logit_error"] for s in tiny[0]["samples"] if "logit_error" in s}
+    assert errors.pop("wrong") > 0.02
+    assert max(errors.values()) < 1e-5  # float32
 
 
-def test_wrong_attention_is_not_timed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(ATTENTION, "wrong", None)  # gone after the test
-    naive = get_attention("naive")
-
-    @register_attention("wrong", refuses=lambda request: None)
-    def wrong(q, k, v, **options):
-        return naive(q, k, v, **options | {"causal": False})
-
-    results = run(tmp_path, "parts=small", "backends=naive,wrong")
-    timed = [s for s in results["samples"] if s["kind"] == "speed"]
-    assert set(timed[0]["ms"]) == {HF_EAGER, HF_SDPA, "naive", "naive" + FUSED}
-    assert "2 sequences, wrong: 0.00 GiB; its logits are off by" in capsys.readouterr().out
-
-
-def test_a_backend_that_refuses_is_listed_and_the_others_go_on(tmp_path, capsys):
-    results = run(tmp_path, "parts=small", "backends=sdpa_cudnn,naive")
-    (refused,) = (s for s in results["samples"] if "refused" in s)
-    assert refused["contender"] == "sdpa_cudnn"
-    assert "sdpa_cudnn" in capsys.readouterr().out.split("small: sdpa_cudnn")[0]
-    assert "naive" in next(s for s in results["samples"] if s["kind"] == "speed")["ms"]
-
-
+@pytest.mark.slow
 @interpreted
 def test_a_nanogpt_checkout_takes_part(tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT_LIKE)
-    results = run(tmp_path, "parts=compiled", "core=naive", f"nanogpt={tmp_path / 'model.py'}")
+    results = run(tmp_path, "parts=compiled", "core=standard,naive", f"nanogpt={tmp_path / 'model.py'}")
     (timed,) = (s for s in results["samples"] if s["kind"] == "speed")
-    assert {NANOGPT, NANOGPT_BIASES} <= timed["ms"].keys()
+    assert timed["ms"].keys() == {"standard", "naive", "naive" + FUSED, NANOGPT, NANOGPT_BIASES}
+
+
+@pytest.mark.parametrize("name", [HF_SDPA, "standard"])
+def test_a_step_with_dropout_is_another_in_training_alone(name):
+    how = {"device": torch.device("cpu"), "dtype": torch.float32, "micro_batch": 1, "accumulation": 1}
+    config = replace(training.SHAPES["tiny"], seq_len=8)
+    plain, dropped = (
+        Contender(name, replace(config, dropout=dropout), **how, compiler=None) for dropout in (0.0, 0.5)
+    )
+    tokens = plain.tokens[0]
+    assert torch.equal(plain.logits(tokens), dropped.logits(tokens))
+    for each in (plain, dropped):
+        assert len(list(each.step(0))) == 3
+    assert not torch.allclose(plain.logits(tokens), dropped.logits(tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from tests.conftest import text_data
 from training import checkpoint
 from training.config import Config, LoggerConfig, ModelConfig, TrainerConfig
 from training.distributed import World
+from training.trainer import train
 
 CPU = World(torch.device("cpu"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config(text_file) -> Config:
     return Config(
         model=ModelConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32),
@@ -24,6 +25,14 @@ def config(text_file) -> Config:
         ),
         logger=LoggerConfig(wandb=False),
     )
+
+
+@pytest.fixture(scope="session")
+def run_of_a_step(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one step, to be read only."""
+    run = tmp_path_factory.mktemp("run_of_a_step") / "run"
+    train(having(config, steps=1), run)
+    return run
 
 
 def having(config: Config, **settings) -> Config:

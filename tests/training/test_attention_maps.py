@@ -5,9 +5,7 @@ import sys
 import pytest
 import torch
 
-from tests.training.conftest import having
 from training import attention_maps
-from training.trainer import train
 
 pytest.importorskip("matplotlib")
 
@@ -26,15 +24,16 @@ def drawn(monkeypatch):
     return drawn
 
 
-def test_a_picture_has_a_map_for_every_layer_and_head_that_is_asked_for(config, drawn, tmp_path, capsys):
-    train(having(config, steps=1), tmp_path / "run")
+def test_a_picture_has_a_map_for_every_layer_and_head_that_is_asked_for(
+    run_of_a_step, drawn, tmp_path, capsys
+):
     for options, titles in (
         ([], ["layer 0, head 0", "layer 0, head 1"]),
         (["--layer", "0", "--head", "1"], ["layer 0, head 1"]),
     ):
         picture = tmp_path / "maps.svg"
         capsys.readouterr()
-        assert drawn(tmp_path / "run", "the fox\tx$", "-o", picture, *options) is None
+        assert drawn(run_of_a_step, "the fox\tx$", "-o", picture, *options) is None
         assert capsys.readouterr().out == f"{picture}\n"
         text = picture.read_text()
         assert all(f"<!-- {title} -->" in text for title in titles)
@@ -42,9 +41,8 @@ def test_a_picture_has_a_map_for_every_layer_and_head_that_is_asked_for(config, 
         assert text.count("<!-- · -->") == 2 * (len(titles) == 1)  # the space of the text, on both axes
 
 
-def test_the_maps_are_of_the_texts_tokens(config, tmp_path):
-    train(having(config, steps=1), tmp_path / "run")
-    maps, tokens = attention_maps.maps_of(tmp_path / "run", "the fox")
+def test_the_maps_are_of_the_texts_tokens(run_of_a_step):
+    maps, tokens = attention_maps.maps_of(run_of_a_step, "the fox")
     assert tokens == list("the fox")
     assert maps.shape == (1, 2, 7, 7)
     torch.testing.assert_close(maps.sum(-1), torch.ones(1, 2, 7))
@@ -62,8 +60,7 @@ def test_the_maps_are_of_the_texts_tokens(config, tmp_path):
         (["x", "-o", "none/maps.png"], "none/maps.png cannot be written: "),
     ],
 )
-def test_a_mistake_is_refused_in_one_line(config, drawn, tmp_path, arguments, said):
-    train(having(config, steps=1), tmp_path / "run")
-    error = drawn(tmp_path / "run", *arguments)
+def test_a_mistake_is_refused_in_one_line(run_of_a_step, drawn, arguments, said):
+    error = drawn(run_of_a_step, *arguments)
     assert error.startswith(f"error: {said}")
     assert "\n" not in error

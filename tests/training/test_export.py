@@ -126,7 +126,9 @@ def test_every_encoding_of_tiktoken_gives_the_same_tokens(name, tmp_path, monkey
     assert theirs.decode(theirs.encode(text)) == text
 
 
-def test_what_cannot_be_exported_is_refused_in_one_line(config, exported, tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_refused_in_one_line(
+    config, run_of_a_step, exported, tmp_path, monkeypatch
+):
     assert re.fullmatch(
         r"error: \S+/none does not exist; name a run .*", exported(tmp_path / "none", tmp_path / "to")
     )
@@ -151,10 +153,9 @@ def test_what_cannot_be_exported_is_refused_in_one_line(config, exported, tmp_pa
         modern, run = replace(config, model=replace(config.model, **switches)), tmp_path / said[:5]
         train(having(modern, steps=1), run)
         assert exported(run, tmp_path / "to").startswith(f"error: {run} cannot be exported: {said}")
-    train(having(config, steps=1), tmp_path / "run")
-    assert re.fullmatch(r"error: \S+/file/to cannot be written .*", exported(tmp_path / "run", file / "to"))
+    assert re.fullmatch(r"error: \S+/file/to cannot be written .*", exported(run_of_a_step, file / "to"))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refusal = exported(tmp_path / "run", tmp_path / "to")
+    refusal = exported(run_of_a_step, tmp_path / "to")
     assert refusal == "error: training.export needs transformers: pip install transformers."
     assert not (tmp_path / "to").exists()
 
@@ -185,11 +186,10 @@ def test_a_gguf_file_holds_the_same_weights_and_tokens(config, exported, tmp_pat
     assert len(weights) == len(ours)
 
 
-def test_a_gguf_file_of_bytes_has_a_merge_that_never_applies(config, exported, tmp_path):
+def test_a_gguf_file_of_bytes_has_a_merge_that_never_applies(run_of_a_step, exported, tmp_path):
     """Without any, llama.cpp cannot find the tokenizer's merges."""
     gguf = pytest.importorskip("gguf")
-    train(having(config, steps=1), tmp_path / "run")
-    assert exported(tmp_path / "run", tmp_path / "to", "--gguf") is None
+    assert exported(run_of_a_step, tmp_path / "to", "--gguf") is None
     field = gguf.GGUFReader(tmp_path / "to" / "model.gguf").fields["tokenizer.ggml.merges"]
     assert field.contents() == [f"{END_OF_TEXT} {END_OF_TEXT}"]
 
@@ -217,11 +217,10 @@ def test_llama_cpp_reads_a_gguf_file_and_says_the_same(config, exported, tmp_pat
 
 
 def test_gguf_without_its_package_is_refused_before_anything_is_written(
-    config, exported, tmp_path, monkeypatch
+    run_of_a_step, exported, tmp_path, monkeypatch
 ):
-    train(having(config, steps=1), tmp_path / "run")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refusal = exported(tmp_path / "run", tmp_path / "to", "--gguf")
+    refusal = exported(run_of_a_step, tmp_path / "to", "--gguf")
     assert refusal == "error: --gguf needs the package gguf: pip install gguf."
     assert not (tmp_path / "to").exists()
 
@@ -272,8 +271,7 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_push_uploads_the_folder_to_a_private_repository(config, tmp_path, user_environment):
-    train(having(config, steps=1), tmp_path / "run")
+def test_push_uploads_the_folder_to_a_private_repository(run_of_a_step, tmp_path, user_environment):
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     server.received, server.url = {}, f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -290,7 +288,7 @@ def test_push_uploads_the_folder_to_a_private_repository(config, tmp_path, user_
                 sys.executable,
                 "-m",
                 "training.export",
-                tmp_path / "run",
+                run_of_a_step,
                 tmp_path / folder,
                 "--push",
                 "me/tiny",

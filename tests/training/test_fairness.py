@@ -106,6 +106,7 @@ def test_fused_layers_give_the_losses_and_random_state_of_torch_layers(short_tex
     assert torch.equal(state, switched_state)
 
 
+@pytest.mark.slow
 def test_dropout_masks_of_fused_layers_are_the_same_with_any_attention(short_text_file, tmp_path):
     """They come from a seed, and not from torch's generator, from which torch's attention draws as well.
 

@@ -20,7 +20,6 @@ from training.checkpoint import saved
         (2, 1, signal.SIGKILL),
         pytest.param(2, 1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(2, 0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(4, 2, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(4, 0, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
@@ -44,6 +43,8 @@ def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
         rf"^error: rank {lost} \(.*process {victim}\) does not answer, for \d+ s: ", said, re.MULTILINE
     )
     assert "Traceback" not in said
+    if sent == signal.SIGSTOP:
+        os.kill(victim, signal.SIGCONT)  # or torchrun waits 30 s for it to end
     assert launcher.wait(timeout=60) != 0
     (checkpoint,) = saved(tmp_path / "run")
     assert checkpoint.name == f"step-{step:08d}"
@@ -117,9 +118,9 @@ def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path):
     assert lost["1"] > 2 * lost["0"]
 
 
-# Rank 1 stays alive, and does nothing from its sixth step on.
+# Rank 1 stays alive, and does nothing from its sixth step on, until torchrun ends it.
 HANGS = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from training.command_line import composed
 from training.distributed import world
@@ -127,10 +128,15 @@ from training.parallel import watch
 from training.trainer import Trainer
 
 watch.BEHIND = 2.0
+
+def hang():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(600)
+
 with world("cpu") as ranks:
     run = Trainer(composed(*sys.argv[1:]), Path("run"), ranks)
     step = run.train_step
-    run.train_step = lambda n, *batch: (n == 5 and ranks.rank == 1 and time.sleep(600), step(n, *batch))[1]
+    run.train_step = lambda n, *batch: (n == 5 and ranks.rank == 1 and hang(), step(n, *batch))[1]
     run.run()
 """
 
