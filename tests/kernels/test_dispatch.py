@@ -55,6 +55,13 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("kv_lengths", {}, "triton", "triton", "attention without kv_lengths"),
         ("kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),
         (
+            "kv_lengths",
+            {"tier": "hopper", "causal": True, "length": 512, "kv_len": 513},
+            "triton",
+            "hopper",
+            "lengths that differ by a multiple of 64 with a causal kv_lengths",
+        ),
+        (
             "kv_lengths window",
             {"tier": "hopper"},
             "triton",
