@@ -45,13 +45,13 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if tensor.device != device:
             raise AttentionError(f"q, k and v must share a device, got {device} and {name} {tensor.device}")
     (batch, heads, _, head_dim), (kv_batch, kv_heads, _, kv_head_dim) = q.shape, k.shape
-    if k.shape != v.shape:
-        pad = " (attention=flash takes another head_dim of v)" if k.shape[:-1] == v.shape[:-1] else ""
-        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}{pad}")
     if (kv_batch, kv_head_dim) != (batch, head_dim):
         raise AttentionError(
             f"q and k must share batch and head_dim, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
         )
+    if k.shape != v.shape:
+        pad = " (attention=flash takes both; else pad with zeros)" if k.shape[:-1] == v.shape[:-1] else ""
+        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}{pad}")
     if kv_heads == 0 or heads % kv_heads:
         raise AttentionError(f"kv_heads must divide heads, got {kv_heads} kv_heads and {heads} heads")
 
