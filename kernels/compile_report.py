@@ -160,10 +160,10 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
     if job.architecture == AMD:
         target = GPUTarget("hip", "gfx942", 64)
     dropout.HAS_PTX = gl.constexpr(job.architecture != AMD)  # set at import by the installed PyTorch
-    log = io.StringIO()
-    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
-        triton.knobs.cache.dir = cache  # a cached kernel would have no log
-        triton.knobs.nvidia.dump_ptxas_log = True
+    log, knobs = io.StringIO(), triton.knobs
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log), knobs.cache.scope():
+        knobs.cache.dir = cache  # a cached kernel would have no log
+        knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(
             source(function, signature, constants, attributes), target=target, options=FUSION | options
         )
