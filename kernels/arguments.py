@@ -4,7 +4,8 @@ Query i is aligned bottom-right: its position among the keys is i + kv_len - q_l
 
     q                (batch, heads, q_len, head_dim)
     k, v             (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, consecutive query heads share one.
-                     Under autocast q, k and v are cast to its dtype, as for torch's own attention
+                     Under autocast q, k and v are cast to its dtype, as for torch's own attention. Of flash, v may
+                     have a head_dim of its own
     causal           a query sees no key after its own position
     scale            factor of the logits; None means 1/sqrt(head_dim)
     dropout_seed     int or 0-d int64 tensor, needed when dropout_p > 0. The mask is

@@ -340,9 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     tile_help = "compile this tile instead of the shipped ones"
     parser.add_argument("--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help=tile_help)
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
-    parser.add_argument(
-        "--pairs", action="store_true", help="not every combination of their compile-time values"
-    )
+    parser.add_argument("--pairs", action="store_true", help="not every combination of compile-time values")
     options = parser.parse_args(arguments)
     if requirement := getattr(options, "with"):
         return report_with(requirement, module, other.parse_known_args(arguments)[1])
