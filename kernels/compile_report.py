@@ -3,9 +3,9 @@
     python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256] [--with triton==3.9.0]
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
-ptxas (for AMD, LLVM); no GPU or driver is needed. --pairs takes half the time: it leaves out kernels, but no two
-compile-time values that stand together in one. The table has registers per thread, bytes spilled, shared memory, the
-tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more than
+ptxas (for AMD, LLVM); no GPU or driver is needed. --pairs leaves out kernels with features, but no two compile-time
+values that stand together in one. The table has registers per thread, bytes spilled, shared memory, the tensor core
+instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more than
 compile_budgets.toml allows, does not use tensor cores or (except history and AMD) asynchronous loads, has its wgmma
 serialised, creates a barrier that no warp uses, or does not compile. --with compiles with another Triton, which pip
 downloads (other_triton.py).

@@ -147,9 +147,8 @@ def _varlen_backward(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, heads: int, return_debug_mask: bool, **others: object) -> None:
     reason = refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED)
-    head_dims = [x.shape[-1] for x in (q, k, v)]
-    if len(set(head_dims)) > 1:  # varlen_attn lets them through, and the kernels would leave the tensors
-        reason = f"q, k and v must share a head_dim, got {head_dims}"
+    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:  # varlen_attn does not look, nor do the kernels
+        reason = f"q, k and v must share a head_dim, got {q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
     if heads > LARGEST_GRID:
         reason = f"it takes up to {LARGEST_GRID} heads, not {heads}"
     if return_debug_mask:
