@@ -4,7 +4,8 @@ Query i is aligned bottom-right: its position among the keys is i + kv_len - q_l
 
     q                (batch, heads, q_len, head_dim)
     k, v             (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, consecutive query heads share one.
-                     Under autocast q, k and v are cast to its dtype, as for torch's own attention
+                     Under autocast q, k and v are cast to its dtype, as for torch's own attention. Of flash, v may
+                     have a head_dim of its own
     causal           a query sees no key after its own position
     scale            factor of the logits; None means 1/sqrt(head_dim)
     dropout_seed     int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
@@ -45,13 +46,13 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if tensor.device != device:
             raise AttentionError(f"q, k and v must share a device, got {device} and {name} {tensor.device}")
     (batch, heads, _, head_dim), (kv_batch, kv_heads, _, kv_head_dim) = q.shape, k.shape
-    if k.shape != v.shape:
-        pad = " (attention=flash takes another head_dim of v)" if k.shape[:-1] == v.shape[:-1] else ""
-        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}{pad}")
     if (kv_batch, kv_head_dim) != (batch, head_dim):
         raise AttentionError(
             f"q and k must share batch and head_dim, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
         )
+    if k.shape != v.shape:
+        pad = " (attention=flash takes both; else pad with zeros)" if k.shape[:-1] == v.shape[:-1] else ""
+        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}{pad}")
     if kv_heads == 0 or heads % kv_heads:
         raise AttentionError(f"kv_heads must divide heads, got {kv_heads} kv_heads and {heads} heads")
 

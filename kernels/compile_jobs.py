@@ -147,14 +147,15 @@ def distinct(jobs: list[Job], form: Callable[[Job], Form]) -> dict[Job, Form]:
 
 
 def pairwise(forms: dict[Job, Form]) -> list[Job]:
-    """A selection of the jobs in which every two values that stand in one form of a kernel stand in one again."""
+    """The jobs without a feature, and others until every two values of a kernel's form stand in one again."""
     kernels: dict[tuple[int, str], dict[Job, set[tuple]]] = {}
     for job, form in forms.items():
         pairs = set(itertools.combinations(sorted(form), 2))
         kernels.setdefault((job.architecture, job.kernel), {})[job] = pairs
-    selected = set()
+    selected = {job for job in forms if not job.feature}  # what most calls run
     for pairs_of in kernels.values():
-        missing = set().union(*pairs_of.values())
+        covered = (pairs_of[job] for job in selected & pairs_of.keys())
+        missing = set().union(*pairs_of.values()).difference(*covered)
         while missing:
             job = max(pairs_of, key=lambda job: len(pairs_of[job] & missing))
             selected.add(job)

@@ -3,9 +3,9 @@
     python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256] [--with triton==3.9.0]
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
-ptxas (for AMD, LLVM); no GPU or driver is needed. --pairs takes half the time: it leaves out kernels, but no two
-compile-time values that stand together in one. The table has registers per thread, bytes spilled, shared memory, the
-tensor core instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more than
+ptxas (for AMD, LLVM); no GPU or driver is needed. --pairs leaves out kernels with features, but no two compile-time
+values that stand together in one. The table has registers per thread, bytes spilled, shared memory, the tensor core
+instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more than
 compile_budgets.toml allows, does not use tensor cores or (except history and AMD) asynchronous loads, has its wgmma
 serialised, creates a barrier that no warp uses, or does not compile. --with compiles with another Triton, which pip
 downloads (other_triton.py).
@@ -160,10 +160,10 @@ def compile_kernel(job: Job) -> tuple[triton.compiler.CompiledKernel, str]:
     if job.architecture == AMD:
         target = GPUTarget("hip", "gfx942", 64)
     dropout.HAS_PTX = gl.constexpr(job.architecture != AMD)  # set at import by the installed PyTorch
-    log = io.StringIO()
-    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
-        triton.knobs.cache.dir = cache  # a cached kernel would have no log
-        triton.knobs.nvidia.dump_ptxas_log = True
+    log, knobs = io.StringIO(), triton.knobs
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log), knobs.cache.scope():
+        knobs.cache.dir = cache  # a cached kernel would have no log
+        knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(
             source(function, signature, constants, attributes), target=target, options=FUSION | options
         )
@@ -340,9 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     tile_help = "compile this tile instead of the shipped ones"
     parser.add_argument("--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help=tile_help)
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
-    parser.add_argument(
-        "--pairs", action="store_true", help="not every combination of their compile-time values"
-    )
+    parser.add_argument("--pairs", action="store_true", help="not every combination of compile-time values")
     options = parser.parse_args(arguments)
     if requirement := getattr(options, "with"):
         return report_with(requirement, module, other.parse_known_args(arguments)[1])

@@ -84,8 +84,8 @@ def flash_attention(
     if k.shape != v.shape and k.shape[:-1] == v.shape[:-1] and k.shape[-1:] == q.shape[-1:]:
         head_dim, value_dim, place = q.shape[-1], v.shape[-1], None
         scale, width = check_scale(scale, head_dim), max(head_dim, value_dim)
-        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        qkv = (q, k, v)
+        q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        qkv = (q, k, v)  # F.pad copies, too, what has nothing to pad
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     check_features(

@@ -84,7 +84,7 @@ class Asked(NamedTuple):
 
 
 def _forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    _check(q, q.shape[1], return_debug_mask)
+    _check(q, k, v, q.shape[1], return_debug_mask)
     state = _draw(q, dropout_p)
     out, lse = _by_batches(_attend, Asked(dropout_p, is_causal, scale), state, q, k, v)
     unused, no_debug_mask = q.new_empty((), dtype=torch.uint64), q.new_empty(0)
@@ -107,7 +107,7 @@ def _varlen_forward(
 
     num_splits, how to share out the work, changes no result.
     """
-    _check(q, q.shape[-2], return_debug_mask, **others)
+    _check(q, k, v, q.shape[-2], return_debug_mask, **others)
     if (cum_seq_q is None) != (cum_seq_k is None) or (cum_seq_q is None and seqused_k is not None):
         raise AttentionError(f"{NAME} as varlen_attn: it needs cu_seq_q and cu_seq_k")
     asked = _asked_of_window(dropout_p, is_causal, scale, window_size_left, window_size_right)
@@ -145,8 +145,10 @@ def _varlen_backward(
     return _signed(dq, scale), dk, dv
 
 
-def _check(q: Tensor, heads: int, return_debug_mask: bool, **others: object) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, heads: int, return_debug_mask: bool, **others: object) -> None:
     reason = refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED)
+    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:  # varlen_attn does not look, nor do the kernels
+        reason = f"q, k and v must share a head_dim, got {q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
     if heads > LARGEST_GRID:
         reason = f"it takes up to {LARGEST_GRID} heads, not {heads}"
     if return_debug_mask:

@@ -73,10 +73,8 @@ class Stream(_Machine):
 
     def run_all(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            function, values = (
-                _Kernel(self, call).function(call.kernel),
-                [_argument(x) for x in call.arguments],
-            )
+            function = _Kernel(self, call).function(call.kernel)
+            values = [_argument(x) for x in call.arguments]
             numbers = list(range(call.grid[0] * call.grid[1] * call.grid[2]))
             self.grids.append(
                 Grid(call, self.grids[:], lambda function=function, values=values: function(*values), numbers)

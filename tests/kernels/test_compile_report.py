@@ -87,12 +87,14 @@ jobs = shipped(list(GPUS.values()), [64, 128, 256])
 forms = distinct(jobs, form)
 selected = pairwise(forms)
 print({form(job) for job in jobs} == set(forms.values()), len(forms) == len(set(forms.values())) < len(jobs))
-print(pairs(selected) == pairs(jobs), len(selected) < 0.7 * len(forms))
+print(pairs(selected) == pairs(jobs), len(selected) < 0.8 * len(forms))
+print({job for job in forms if not job.feature} <= set(selected), len(set(selected)) == len(selected))
 """
 
 
 def test_what_is_left_out_is_the_same_kernel_or_has_its_pairs_of_values_elsewhere(printed) -> None:
-    assert printed(SELECTED) == 2 * [["True", "True"]]
+    """And has a feature: spills belong to a whole kernel, and those without are what most calls run."""
+    assert printed(SELECTED) == 3 * [["True", "True"]]
 
 
 HOPPER = """
@@ -106,7 +108,7 @@ for kernel, head_dim in ("hopper_forward", 128), ("hopper_backward", 128), ("hop
 
 @needs_gluon
 def test_the_hopper_kernels_keep_to_their_budgets(printed) -> None:
-    """One form of each; .ci/run compiles all of them."""
+    """One form of each; .ci/run compiles many."""
     names = ("hopper_forward", "hopper_backward", "hopper_dkdv", "hopper_dq")
     assert printed(HOPPER) == [[name, "TMA"] for name in names]
 

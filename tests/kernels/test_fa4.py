@@ -34,7 +34,7 @@ def test_unsupported_features_are_refused_by_name() -> None:
     with pytest.raises(AttentionError, match="attention=fa4 does not support dropout_p"):
         fa4(q, q, q, flash_attn_func=as_the_package, dropout_p=0.1, dropout_seed=1)
     with pytest.raises(AttentionError, match="k and v must share a shape"):
-        fa4(q, q[..., :4], q, flash_attn_func=as_the_package)
+        fa4(q, q, q[..., :4], flash_attn_func=as_the_package)
 
 
 def test_a_seed_without_dropout_is_ignored_as_by_the_others() -> None:

@@ -285,8 +285,13 @@ def test_v_may_have_a_head_dim_of_its_own(head_dim: int, value_dim: int) -> None
     expected = F.scaled_dot_product_attention(*wide, attn_mask=visible, enable_gqa=True)
     d_out = torch.randn(expected.shape, generator=draw)
     wanted = torch.autograd.grad(expected, wide, d_out.double())
+    wider = {x.data_ptr() for x in tensors if x.shape[-1] == max(head_dim, value_dim)}
+    saved: set[int] = set()
     for _ in range(2):
-        out = flash(*tensors)
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.add(x.data_ptr()) or x, lambda x: x):
+            out = flash(*tensors)
+        assert wider <= saved  # not copied
         found = torch.autograd.grad(out, tensors, d_out)
         torch.testing.assert_close((out, *found), (expected.float(), *(each.float() for each in wanted)))
 

@@ -63,13 +63,13 @@ def test_a_repository_has_the_layout_of_the_hubs_library(tmp_path: Path) -> None
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    within = tmp_path / "file" / "to"
-    for folder, said in (
-        (tmp_path, "is not an empty folder: name a new one"),
-        (within, "cannot be written (Not a"),
-    ):
+    reasons = {
+        tmp_path: "is not an empty folder: name a new one",
+        tmp_path / "file" / "to": "cannot be written (Not a directory)",
+    }
+    for folder, reason in reasons.items():
         monkeypatch.setattr(sys, "argv", ["hub", str(folder)])
-        with pytest.raises(SystemExit, match=re.escape(f"error: {folder} {said}")):
+        with pytest.raises(SystemExit, match=re.escape(f"error: {folder} {reason}")):
             hub.main()
 
 

@@ -85,6 +85,14 @@ def test_varlen_attn_of_a_cache_reads_only_the_keys_in_use() -> None:
         )
 
 
+def test_another_head_dim_of_v_is_refused() -> None:
+    """torch's varlen_attn does not look."""
+    (q, k, v), _ = packed(20, 20)
+    offsets = torch.tensor([0, 20]).int()
+    with pytest.raises(kernels.AttentionError, match=r"must share a head_dim, got 16, 16 and 8$"):
+        varlen_attn(q, k, v[..., :8], offsets, offsets, 20, 20, enable_gqa=True)
+
+
 def test_torchs_dense_operator_and_dropout_in_packed_sequences() -> None:
     """What SDPA calls for nested tensors, with dropout; and the same operator for tensors without offsets."""
     operator = torch.ops.aten._flash_attention_forward

@@ -3,18 +3,16 @@
 A persistent program takes one work item after another (backward_schedule.py): KEYS keys of a head, split evenly
 between two consumer warpgroups, against all blocks of queries that see them. One warp loads tiles of Q and dO into
 rings of shared memory by TMA, another stages the rows' log-sum-exp and delta beside them (backward_loads.py). The
-warpgroups issue their
-wgmmas asynchronously, in FlashAttention-3's schedule (Shah et al. 2024), on the transposes S^T = K Q^T and dP^T =
-V dO^T, as portable/backward.py does. dQ is a sum over keys, and so over work items: two more warps accumulate it in
-global memory (dq.py).
+warpgroups issue their wgmmas asynchronously, in FlashAttention-3's schedule (Shah et al. 2024), on the transposes
+S^T = K Q^T and dP^T = V dO^T, as portable/backward.py does. dQ is a sum over keys, and so over work items: two more
+warps accumulate it in global memory (dq.py).
 
 dQ of a tile needs dS of both warpgroups, which would have to synchronise in every step. In long loops (DQ_DELAY) dQ's
 product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
 Covers plain attention with or without dropout (dropout.py), key padding (padding.py) with or without it, windows and
 documents under the causal mask (bounds.py), and block masks (block_masks.py). Everything else is left to the portable
-kernels (portable/).
-With grouped heads, every query head has its own work items, and its own dK and dV.
+kernels (portable/). With grouped heads, every query head has its own work items, and its own dK and dV.
 """
 
 from typing import NamedTuple
