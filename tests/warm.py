@@ -239,6 +239,7 @@ def _stream(old: TextIO, by_line: bool, unbuffered: bool) -> TextIO:
 if __name__ == "__main__":
     install(sys.argv[1])
     words = become(**serve(*sys.argv[1:]))
+    gc.unfreeze()  # or triton 3.9 tells at the end, in thirty lines, what was not freed
     if words[0] == "-m":
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
