@@ -297,9 +297,7 @@ def _judge_stored(results: Results, found: Verdicts) -> None:
         length = sample["length"]
         if length not in paper.STORED_OVER_FLASH:
             continue
-        ratios = {phase: gain(sample, COMPILED, OURS, phase) for phase in ("forward", "backward")} | {
-            "both": both
-        }
+        ratios = {phase: gain(sample, COMPILED, OURS, phase) for phase in ("forward", "backward", "both")}
         faster = beside(took(sample, OURS, "forward"), took(sample, COMPILED, "forward")) == FASTER
         shown = ", ".join(f"{ratio.shown()} {phase}" for phase, ratio in ratios.items())
         theirs = "{:.2f}x forward, {:.2f}x both".format(*paper.STORED_OVER_FLASH[length])

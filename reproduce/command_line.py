@@ -206,16 +206,15 @@ def _conclude(store: Store, whole: bool, late: bool) -> int:
 
 def _show(store: Store) -> None:
     """Print and draw the document."""
-    experiment, module = store.experiment, store.experiment.module
-    print(getattr(module, "table", tables.table)(store.document))
-    print(tables.verdicts(getattr(module, "judge", lambda results: [])(store.document)))
+    module, document = store.experiment.module, store.document
+    print(getattr(module, "table", tables.table)(document))
+    print(tables.verdicts(getattr(module, "judge", lambda results: [])(document)))
     if can_draw():
-        module.draw(store.document, store.picture)
+        module.draw(document, store.picture)
     else:
         print("no picture: matplotlib is not installed (the report draws it on a machine that has it)")
-    print(
-        f"{experiment.name}: {store.document['state']} in {store.document['seconds']:.0f} s, {store.folder}"
-    )
+    name, seconds = store.experiment.name, document["seconds"]
+    print(f"{name}: {document['state']} in {seconds:.0f} s, {store.folder}")
 
 
 def _chosen(program: Program, words: list[str], tiny: bool) -> dict[str, list[str]]:

@@ -27,9 +27,8 @@ from .standard import NAME as STANDARD
 from .standard import score_bias, standard_attention
 
 HF_EAGER, HF_SDPA, FUSED = "hf_eager", "hf_sdpa", "+fused"
-PADDED = (
-    "+padded"  # Hugging Face's, its vocabulary rounded up to a multiple of 64: 50,304 rows for GPT-2's 50,257
-)
+# Hugging Face's, its vocabulary rounded up to a multiple of 64: 50,304 rows for GPT-2's 50,257
+PADDED = "+padded"
 NANOGPT, NANOGPT_BIASES = "nanogpt", "nanogpt_biases"
 # (tokens, targets, dropout seed) -> mean NLL
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -139,13 +139,8 @@ _STEP = (
     *("training.optimizer.update", "training.precision.compiled", "training.cuda_graphs.compiled_to_graphs"),
 )
 _RUN = (
-    *(
-        *_STEP,
-        "training.evaluation.evaluate",
-        "training.schedule.learning_rate",
-        "training.seeds.stream_seed",
-    ),
-    *("data.loader.Batches", "data.permutation.Permutation"),
+    *(*_STEP, "training.evaluation.evaluate", "training.schedule.learning_rate"),
+    *("training.seeds.stream_seed", "data.loader.Batches", "data.permutation.Permutation"),
 )
 _RING = (
     *(*ATTENTIONS, "kernels.ring.passes.forward", "kernels.ring.passes.backward"),
@@ -274,7 +269,7 @@ class Options:
 
     Attributes:
         device: where to run.
-        devices: for an experiment that runs on several at once: all that it may take, by default that one.
+        devices: for an experiment that runs on several at once: all that it may take, that one first.
         tiny: whether this is the smoke test, whose figures mean nothing.
         settings: the module's Settings with the command line's changes applied.
         sample: `sample(measure, **where)` returns the sample at the coordinates `where`. It reuses the one from an

@@ -200,16 +200,12 @@ def _judge_changes(results: Results, found: Verdicts) -> None:
         why = "float32, written once and read for each tile of keys"
         found.add("C21", what, theirs, ours, theirs == ours, why, basis=COUNTED)
     for _, ratio in gains(results, "maximum and sum", "printed", kind="changes"):
-        what, why = (
-            "time with maximum and sum saved, over log-sum-exp alone",
-            "at least 0.98x: no slower than noise",
-        )
+        what = "time with maximum and sum saved, over log-sum-exp alone"
+        why = "at least 0.98x: no slower than noise"
         found.times("C21", what, 1.0, ratio, ratio.low >= 0.98, why, theirs="log-sum-exp a little faster")
     for _, ratio in gains(results, "divided each step", "printed", "forward", kind="changes"):
-        what, why = (
-            "time of the forward divided in every step, over once at the end",
-            "above 1x in each process",
-        )
+        what = "time of the forward divided in every step, over once at the end"
+        why = "above 1x in each process"
         found.times("C21", what, 1.0, ratio, ratio.low > 1, why, theirs="once is faster")
     for sample in timed(results, kind="warps"):
         name = min((n for n in sample["ms"] if n != "queries"), key=lambda n: took(sample, n).median)
@@ -234,10 +230,8 @@ def _judge_softmax(results: Results, found: Verdicts) -> None:
         ours = ", ".join(f"{each:.2f}" for each in counts)
         found.add("C28", what, "5, 4 and 1", ours, passed, why, basis=COUNTED)
     why = "at least 1.2x; the paper has it from 4000 on, on a V100; our L2 cache holds 4000 rows of 4000"
-    softmaxes = {
-        s["length"]: ratio for s, ratio in gains(results, "safe", "online", kind="softmax", rows=4000)
-    }
-    for length, ratio in softmaxes.items():
+    softmaxes = gains(results, "safe", "online", kind="softmax", rows=4000)
+    for length, ratio in {s["length"]: ratio for s, ratio in softmaxes}.items():
         if length >= 4000:
             what = f"time of safe over online softmax, 4000 rows of {length}"
             found.times("C27", what, 1.3, ratio, ratio.low >= 1.2, why)

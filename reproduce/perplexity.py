@@ -289,7 +289,10 @@ def _curve(each: TrainingRun, settings: Settings) -> Sample:
 
 
 def _collect(options: Options, task: Task, state: str) -> bool:
-    """Store what a job left, if it left something; whether something of it is still to be done."""
+    """Store what a job left, if it left something; whether something of it is still to be done.
+
+    What another machine has measured stays, also of a run that is made again for its checkpoint.
+    """
     job = task.job
     if state == FAILED:
 
@@ -297,7 +300,7 @@ def _collect(options: Options, task: Task, state: str) -> bool:
             raise RuntimeError(f"{_last_line(job.log)} (see {job.log})")
 
         options.sample(failed, **task.where)
-    elif state == DONE or (state == CUT and task.begun()):
+    elif not options.find(**task.where) and (state == DONE or (state == CUT and task.begun())):
         sample = options.sample(task.measure, **task.where)
         if state == DONE and "validation" in sample:
             (step, loss), speed = sample["validation"][-1], sample["tokens_per_second"] or 0

@@ -45,7 +45,7 @@ def compare_backends(
     parameter.
     """
     corpus = prepare_corpus(config.data, quiet=True)
-    shape = replace(config.model, vocab_size=corpus.n_vocab, dropout=0.0)
+    shape = _shape(corpus, config)
     if run is None:
         seed = config.seed if config.init_seed is None else config.init_seed
         generator = torch.Generator().manual_seed(stream_seed(seed, "init"))
@@ -76,6 +76,11 @@ def compare_backends(
         gc.collect()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"rows": rows, "tokens": tokens, "gradient_tokens": batch * shape.seq_len}))
+
+
+def _shape(corpus: Corpus, config: Config) -> GPTConfig:
+    """The run's model without dropout."""
+    return replace(config.model, vocab_size=corpus.n_vocab, dropout=0.0)
 
 
 def _attentions(shape: GPTConfig, device: torch.device) -> Iterator[tuple[str, Any, torch.dtype]]:
@@ -176,7 +181,7 @@ def by_context(device: torch.device, run: Path, contexts: tuple[int, ...]) -> di
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     _, attention = resolve_attention("auto", device=device, dtype=dtype, head_dim=config.model.head_dim)
     state = checkpoint.load_weights(found, device)
-    shape = replace(config.model, vocab_size=corpus.n_vocab, dropout=0.0)
+    shape = _shape(corpus, config)
     model = _model(shape, attention, state, device, torch.float32)
     cut = []
     for context in contexts:

@@ -36,6 +36,7 @@ class Step:
         process: which of the settings' `processes` this is, of `processes`.
         samples: how many are missing; None if the experiment does not tell.
         seconds: about what they take.
+        retries: whether what has failed is tried again, as no step of the process before this one does.
     """
 
     experiment: Experiment
@@ -45,6 +46,7 @@ class Step:
     processes: int
     samples: int | None
     seconds: float
+    retries: bool = True
 
     @property
     def name(self) -> str:
@@ -89,6 +91,7 @@ def steps(
                 yield Step(experiment, settings, settings, process, count, None, seconds)
         return
     planned: set[str] = set()
+    begun: set[int] = set()
     counted = device.type == "cpu" and not tiny  # which README does not show
     for selected in [settings] if counted else dict.fromkeys(_parts(experiment, settings)):
         left = [
@@ -99,7 +102,9 @@ def steps(
             own = [each for each in left if each.get("process", 0) == process]
             if own:
                 seconds = STARTING_S + sum(_price(experiment, store, each["kind"]) for each in own)
-                yield Step(experiment, settings, selected, process, count, len(own), seconds)
+                retries = process not in begun
+                begun.add(process)
+                yield Step(experiment, settings, selected, process, count, len(own), seconds, retries)
 
 
 def _parts(experiment: Experiment, settings: Any) -> Iterator[Any]:

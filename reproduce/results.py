@@ -102,7 +102,7 @@ class Store:
         self.earlier_seconds = 0.0
         if earlier:
             self._go_on_from(earlier)
-            self.earlier_seconds = earlier["seconds"]
+            self.document["seconds"] = self.earlier_seconds = earlier["seconds"]
         self.retried = [
             s
             for s in self.document["samples"]

@@ -53,7 +53,8 @@ class Call:
 
 def measure(devices: list[torch.device], step: Step, call: Call) -> None:
     """Measure what the step lacks, on the first device but where the experiment takes all. Raises OutOfTime."""
-    store = call.store(step.experiment, step.settings, devices[0], retry=[step.process])
+    retry = [step.process] if step.retries else []
+    store = call.store(step.experiment, step.settings, devices[0], retry=retry)
     options = Options(devices[0], call.tiny, step.selected, store.sample, step.process, store.find)
     options.devices, options.deadline = devices, call.deadline
     step.experiment.module.run(options)

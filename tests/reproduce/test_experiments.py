@@ -251,7 +251,7 @@ def test_a_backend_wrong_only_at_full_length_is_not_timed(tmp_path, capsys, monk
     assert "at full length" in capsys.readouterr().out
 
 
-def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):
+def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path, capsys):
     assert run(tmp_path, "numerics", "backends=naive", "--budget", "0.0001s") == 75
     assert not (tmp_path / FOLDER / "numerics.json").exists()
     assert run(tmp_path, "numerics", "backends=naive") == 0
@@ -259,10 +259,12 @@ def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):
 
     # What a killed run leaves: a partial document with some of the samples.
     path = tmp_path / FOLDER / "numerics.json"
-    killed = json.loads(path.read_text()) | {"state": "partial"}
+    killed = json.loads(path.read_text()) | {"state": "partial", "seconds": 12.0}
     killed["samples"] = [{**whole[0], "rmse": 12345.0}, {**whole[1], "failed": "RuntimeError"}]
     path.with_name("numerics.partial.json").write_text(json.dumps(killed))
     path.unlink()
+    assert run(tmp_path, "numerics", "backends=naive", "--budget", "0.0001s") == 75
+    assert "numerics: partial in 12 s" in capsys.readouterr().out
     assert run(tmp_path, "numerics", "backends=naive") == 0
     resumed = document(tmp_path, "numerics")["samples"]
     assert len(resumed) == len(whole)

@@ -111,7 +111,7 @@ def test_a_finished_experiment_is_not_run_again(tiny: Path, capsys):
 
 
 @pytest.mark.slow
-def test_another_selection_adds_to_what_was_measured(tiny: Path, tmp_path: Path):
+def test_another_selection_adds_to_what_was_measured(tiny: Path, tmp_path: Path, capsys):
     """Here of runs that are there; then one that extends a checkpoint that is gone, as on another machine."""
     shutil.copytree(tiny / "cpu", tmp_path / "cpu")
     shutil.copytree(tiny / "cache", tmp_path / "cache")
@@ -119,7 +119,11 @@ def test_another_selection_adds_to_what_was_measured(tiny: Path, tmp_path: Path)
     assert not (tmp_path / "runs").exists()  # nothing was trained again
     assert samples(tmp_path, "run").keys() == samples(tiny, "run").keys()
 
+    capsys.readouterr()
     assert main(command(tmp_path, "parts=extend", "only=extend_32")) == 0
+    said = capsys.readouterr().out
+    assert "\nextend_32: 4 steps, validation loss" in said
+    assert "\nnaive: 12 steps" not in said  # those of the earlier machine, which stay in the results
     assert samples(tmp_path, "run")["extend_32"]["context"] == 32
     assert samples(tmp_path, "run").keys() == {*samples(tiny, "run"), "extend_32"}
     assert (

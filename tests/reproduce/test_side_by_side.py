@@ -139,6 +139,23 @@ def test_what_readme_shows_is_planned_before_the_rest(tmp_path, capsys):
     assert rows == ["attention (README's figures)", "history", "attention", "perplexity"]  # which runs alone
 
 
+def test_what_fails_is_tried_once_a_call_though_it_is_in_both_parts(tmp_path, monkeypatch):
+    def fails(backend, workload, *rest):
+        tried.append(workload)
+        raise TypeError("flaky")
+
+    monkeypatch.setattr(attention, "check", fails)
+    experiment, settings = EXPERIMENTS["attention"], parse_settings(attention.TINY, ["backends=standard"])
+    call = Call(tmp_path, tiny=True, settings={})
+    for _ in range(2):
+        tried: list[Workload] = []
+        plan = list(steps(experiment, call.store(experiment, settings, CPU), settings, CPU, True))
+        assert len(plan) == 2
+        for step in plan:
+            measure([CPU], step, call)
+        assert len(tried) == len(set(tried)) > 0
+
+
 @pytest.mark.parametrize(("devices", "took"), [(1, 6), (2, 5)])
 def test_others_wait_for_an_experiments_first_process_alone(devices, took, monkeypatch):
     """Simulated processes of 3, 1 and 2 seconds: the second and third run at the same time if they can."""
