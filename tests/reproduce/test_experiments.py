@@ -810,14 +810,14 @@ def test_equal_accuracy_needs_something_learned_and_no_more_than_noise_between(a
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a CPU")
-def test_every_form_of_standard_attention_agrees_with_naive():
+@pytest.mark.parametrize("name", [peers.STANDARD, pytest.param(peers.COMPILED, marks=pytest.mark.slow)])
+def test_every_form_of_standard_attention_agrees_with_naive(name):
     for causal, mask in ((True, "plain"), (False, "padding")):
         workload = Workload("fa1", 2, 2, 32, 16, causal, mask)
         inputs = Inputs(workload, torch.float32, torch.device("cpu"))
         expected = attention.gradients(attend_with("naive"), inputs)
-        for name in (peers.STANDARD, peers.COMPILED):
-            found = attention.gradients(attend_with(name), inputs)
-            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)), name
+        found = attention.gradients(attend_with(name), inputs)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
 
 
 def test_linear_attention_and_linformer_are_what_their_papers_say():
