@@ -43,7 +43,9 @@ class Layer(torch.nn.Module):
         self.function = function
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        results = self.function(*inputs, *self.own)
+        # Torch 2.11's Dynamo unpacks no ParameterList.
+        own = [self.own[index] for index in range(len(self.own))]
+        results = self.function(*inputs, *own)
         return results if isinstance(results, tuple) else (results,)
 
 
