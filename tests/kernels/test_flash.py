@@ -294,6 +294,8 @@ def test_v_may_have_a_head_dim_of_its_own(head_dim: int, value_dim: int) -> None
         assert wider <= saved  # not copied
         found = torch.autograd.grad(out, tensors, d_out)
         torch.testing.assert_close((out, *found), (expected.float(), *(each.float() for each in wanted)))
+    compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)(*tensors)
+    torch.testing.assert_close(compiled, out)
 
 
 def test_a_batch_larger_than_a_grid_is_refused() -> None:
