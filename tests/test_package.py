@@ -1,5 +1,6 @@
 """What pip installs, and examples/ that use it."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -156,6 +157,9 @@ def example(tmp_path, user_environment):
         (tmp_path / "site" / "tilegpt" / leaf).symlink_to(ROOT / leaf)
     (tmp_path / "site" / "sitecustomize.py").write_text(HASTEN)  # which Python imports when it begins
 
+    others = filter(None, [os.environ.get("PYTHONPATH")])  # it may hold another torch
+    paths = os.pathsep.join([str(tmp_path / "site"), *others])
+
     def run(name: str, *arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> str:
         done = subprocess.run(
             [sys.executable, *launcher, str(ROOT / "examples" / name), *arguments],
@@ -163,7 +167,7 @@ def example(tmp_path, user_environment):
             text=True,
             timeout=240,
             cwd=tmp_path,
-            env=user_environment | {"PYTHONPATH": str(tmp_path / "site")} | variables,
+            env=user_environment | {"PYTHONPATH": paths} | variables,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -6,6 +6,7 @@ A launch takes ten seconds of importing torch, a run in it one. Errors that a us
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -29,13 +30,14 @@ def train_on(
     ranks: int, runs: list[list[str]], folder: Path, environment: dict[str, str], device: str = "cpu"
 ) -> subprocess.CompletedProcess:
     """Train with each of these lists of settings, on so many ranks (gloo on a CPU, NCCL on GPUs), in `folder`."""
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]  # it may hold another torch
     done = subprocess.run(
         torchrun(ranks, __file__, json.dumps(runs), device),
         capture_output=True,
         text=True,
         timeout=300,
         cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     assert done.returncode == 0, done.stderr
     return done
