@@ -21,11 +21,18 @@ from tests.kernels.accuracy import inputs
 from tests.kernels.test_flash_gpu import features
 
 
-def attend(tier: str, head_dim: int, q_len: int, kv_len: int, kv_heads: int = 4, **options: object) -> None:
+def attend(
+    tier: str, head_dim: int, q_len: int, kv_len: int, kv_heads: int = 4, backward=True, **options: object
+) -> None:
     heads = {"batch": 2, "heads": 4, "kv_heads": kv_heads}
     *tensors, d_out = inputs(q_len, kv_len, head_dim, torch.bfloat16, device="cuda", **heads)
     out = kernels.get_attention("flash")(*tensors, tier=tier, **options)
-    out.backward(d_out)
+    if backward:
+        out.backward(d_out)
+
+
+def padding(*lengths: int) -> dict[str, torch.Tensor]:
+    return {"kv_lengths": torch.tensor(lengths, dtype=torch.int32, device="cuda")}
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -76,9 +83,24 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_window": lambda: attend("hopper", 128, 300, 300, window=(100, 0)),
         "hopper_dropout": lambda: attend("auto", 64, 300, 300, dropout_p=0.1, dropout_seed=3),
         "hopper_dropout_in_both": lambda: attend("hopper", 64, 300, 300, dropout_p=0.1, dropout_seed=3),
+        "hopper_dropout_in_both_128": lambda: attend("hopper", 128, 300, 300, dropout_p=0.1, dropout_seed=3),
         "hopper_sinks": lambda: attend("hopper", 64, 300, 300, sinks=torch.zeros(4, device="cuda")),
-        "hopper_padding": lambda: attend(
-            "hopper", 64, 300, 300, kv_lengths=torch.tensor([0, 190], dtype=torch.int32, device="cuda")
+        "hopper_sinks_in_a_window": lambda: attend(
+            "hopper", 128, 300, 300, **features()["sinks in a window"]
+        ),
+        "hopper_padding": lambda: attend("hopper", 64, 300, 300, **padding(0, 190)),
+        "hopper_padding_128": lambda: attend(
+            "hopper", 128, 130, 190, kv_heads=2, causal=False, **padding(189, 1)
+        ),
+        "hopper_padding_three_consumers": lambda: attend("hopper", 64, 4100, 4100, **padding(4099, 2000)),
+        "hopper_padding_dropout": lambda: attend(
+            "hopper", 64, 300, 300, dropout_p=0.1, dropout_seed=3, **padding(300, 190)
+        ),
+        "hopper_precise_delta": lambda: attend("hopper", 64, 130, 190, precise_delta=True),
+        "hopper_precise_delta_256": lambda: attend("hopper", 256, 130, 190, precise_delta=True),
+        "hopper_wide_window": lambda: attend("hopper", 256, 300, 300, backward=False, window=(100, 0)),
+        "hopper_wide_documents": lambda: attend(
+            "hopper", 256, 1000, 1000, backward=False, cu_seqlens=features()["documents"]["cu_seqlens"]
         ),
         "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),
         "hopper_padded": lambda: attend("hopper", 72, 130, 190, kv_heads=2),
