@@ -1,6 +1,6 @@
 """One rank of `python -m benchmarks scaling`: torchrun starts it; see scaling.py.
 
-    torchrun --nproc_per_node=2 -m benchmarks.scaling_rank '[["NAME", ["parallel.shard=full", ...]]]' STEPS FOLDER
+    torchrun --nproc_per_node=2 -m benchmarks.scaling_rank '[["MODEL", "LAYOUT", ["model=nano", ...]]]' STEPS FOLDER
 
 Rank 0 prints one line of JSON for each of the named settings.
 """
@@ -64,10 +64,11 @@ def _digest(model: torch.nn.Module, ranks: World) -> str:
 def main() -> None:
     named, steps, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     with world("auto") as ranks:
-        for number, (name, settings) in enumerate(named):
+        for number, (model, name, settings) in enumerate(named):
             sample = measure(settings, steps, folder / str(number), ranks)
             if ranks.is_main:
-                print(json.dumps({"name": name, **sample}), flush=True)
+                print(json.dumps({"model": model, "name": name, **sample}), flush=True)
+            torch.compiler.reset()  # what is compiled holds the model, and the next one may need its memory
             gc.collect()
 
 
