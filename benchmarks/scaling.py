@@ -15,6 +15,7 @@ import argparse
 import base64
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -172,7 +173,13 @@ def main(argv: list[str]) -> int:
         parser.error(f"--gpus {max(asked.gpus)}: this machine has {torch.cuda.device_count()}")
     out = asked.out or Path(f"results/{slug(device_name(device))}x{max(asked.gpus)}/scaling.json")
     command = f"python -m benchmarks scaling {' '.join(argv)}".strip()
-    report: dict[str, Any] = {"command": command, "environment": environment(device), "samples": []}
+    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    report: dict[str, Any] = {
+        "command": command,
+        "environment": environment(device),
+        "nccl": nccl,
+        "samples": [],
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
