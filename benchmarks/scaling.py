@@ -104,10 +104,9 @@ def launched(named: list, gpus: int, steps: int, folder: Path, minutes: float) -
                     yield json.loads(line)
                     named = named[1:]
             launcher.wait()
-            why = "" if late.is_alive() else f"\nError: not done after {minutes:g} minutes"
-            late.cancel()
             told.seek(0)
-            reason = _reason(told.read() + why)
+            reason = _reason(told.read()) if late.is_alive() else f"not done after {minutes:g} minutes"
+            late.cancel()
         if named:
             model, name, _ = named[0]
             yield {"model": model, "name": name, "ranks": gpus, "failed": reason}
