@@ -15,7 +15,8 @@ What goes in, and where it is from:
                      and take one GPU's share of the time
 
 What is left out, so that it predicts the best case: latency, links below their stated speed, SMs that NCCL takes from
-the computation, hosts that wait for each other. The last column holds a prediction against what was measured.
+the computation, hosts that wait for each other. The last table has what was measured on several GPUs, step by step as
+it was, beside its prediction from one GPU of the same file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from reproduce.common import markdown_table
 from reproduce.ring import predict as ring
@@ -44,7 +46,9 @@ KERNELS = 550e12  # FLOP/s
 LENGTHS = {"32k": 32768, "64k": 65536, "128k": 131072, "256k": 262144}  # of one sequence, as in scaling.py
 LEAST = 2048  # tokens of a chunk of it: on less, the kernels are slower than that
 MEASURED = Path("nvidia-h200/train_two_gpus.json")
-HEADER = ("model", "layout", "GPUs", "step, ms", "k tokens/s", "of so many alone", "error")
+HEADER = ("model", "layout", "GPUs", "step, ms", "k tokens/s", "of so many alone")
+CASES = ("model", "layout", "GPUs", "tokens a step", "predicted, ms", "measured, ms", "error", "where")
+SEQUENCE = 1024  # tokens, of the models that are not named after theirs
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,14 @@ def fsdp(work: Work, gpus: int) -> float:
     return work.seconds + work.micro_steps * (work.blocks * waits + open_ends)
 
 
+def fsdp_again(work: Work, gpus: int) -> float:
+    """With parallel.recompute=block, whose backward begins with the forward."""
+    again = work.seconds * (1 - BACKWARD)
+    return fsdp(work, gpus) + again
+
+
 LAYOUTS: dict[str, Callable[[Work, int], float]] = {"whole": data_parallel, "full": fsdp}
+COMPARED = LAYOUTS | {"whole, CUDA graphs": data_parallel, "full, blocks again": fsdp_again}
 
 
 def work(model: str, tokens: int, mfu: float) -> Work:
@@ -118,38 +129,22 @@ def alone(results: Path) -> dict[str, tuple[float, str]]:
     return found
 
 
-def measured(results: Path) -> dict[tuple[str, str, int], float]:
-    """(model, layout, GPUs) -> tokens/s a GPU, of all that results/ has of several GPUs."""
-    two = [s for s in json.loads((results / MEASURED).read_text())["summaries"] if s["world_size"] == 2]
-    found = {("small", "whole", 2): two[0]["perf/tokens_per_second"] / 2}
-    for file in sorted(results.glob("*/scaling.json")):
-        for sample in json.loads(file.read_text())["samples"]:
-            if "failed" not in sample and sample["ranks"] > 1:
-                key = sample["model"], sample["name"], sample["ranks"]
-                found[key] = sample["perf/tokens_per_second_per_device"]
-    return found
-
-
-def rows(results: Path, counts: list[int], batch: int | None) -> Iterator[list[str]]:
+def rows(mfus: dict[str, tuple[float, str]], counts: list[int], batch: int | None) -> Iterator[list[str]]:
     """batch: tokens of all GPUs together; None: as many a GPU as SHAPES has, so the batch grows with them."""
-    known, mfus = {} if batch else measured(results), alone(results)
     for (model, (_, _, at_once)), (layout, predict) in itertools.product(SHAPES.items(), LAYOUTS.items()):
         for gpus in counts:
             own = work(model, batch // gpus if batch else TOKENS.get(model, at_once), mfus[model][0])
-            if own.tokens < 1024 or (layout == "whole" and 16 * own.parameters > MEMORY):
+            if own.tokens < SEQUENCE or (layout == "whole" and 16 * own.parameters > MEMORY):
                 continue  # less than a sequence, or more weights, gradients and moments than a GPU holds
             seconds = predict(own, gpus)
-            yield _row((model, layout, gpus), own.tokens, seconds, own.seconds / seconds, known)
+            yield _row((model, layout, gpus), own.tokens, seconds, own.seconds / seconds)
 
 
-def _row(
-    key: tuple[str, str, int], tokens: float, seconds: float, share: float, known: dict[tuple[str, str, int], float]
-) -> list[str]:  # fmt: skip
-    """tokens: of a GPU and step. share: of the speed of so many GPUs alone. known: tokens/s a GPU, as measured."""
+def _row(key: tuple[str, str, int], tokens: float, seconds: float, share: float) -> list[str]:
+    """tokens: of a GPU and step. share: of the speed of so many GPUs alone."""
     model, layout, gpus = key
-    error = f"{tokens / seconds / known[key] - 1:+.1%}" if key in known else "not measured"
     speed = f"{1e3 * seconds:.1f}", f"{tokens * gpus / seconds / 1e3:,.0f}"
-    return [model, layout, f"{gpus:,}", *speed, f"{share:.1%}", error]
+    return [model, layout, f"{gpus:,}", *speed, f"{share:.1%}"]
 
 
 def shared(length: int, gpus: int, mfu: float) -> float:
@@ -166,13 +161,57 @@ def shared(length: int, gpus: int, mfu: float) -> float:
     return data_parallel(replace(short, tokens=length // gpus, micro_steps=1, seconds=seconds), gpus)
 
 
-def rows_of_one_sequence(results: Path, counts: list[int]) -> Iterator[list[str]]:
-    known, (mfu, _) = measured(results), alone(results)["small"]
+def rows_of_one_sequence(mfu: float, counts: list[int]) -> Iterator[list[str]]:
     for (name, length), gpus in itertools.product(LENGTHS.items(), counts):
         if length >= 2 * gpus * LEAST:
             seconds = shared(length, gpus, mfu)
             share = shared(length, 1, mfu) / gpus / seconds
-            yield _row((name, "context", gpus), length / gpus, seconds, share, known)
+            yield _row((name, "context", gpus), length / gpus, seconds, share)
+
+
+# ---- what was measured ---------------------------------------------------------------------------
+
+
+def cases(results: Path) -> list[list[str]]:
+    """A row for each layout that was measured on several GPUs and can be predicted."""
+    one, two = (json.loads((results / MEASURED).read_text())["summaries"][each] for each in (1, 2))
+    tokens = two["tokens"] // two["steps"]
+    old = {"model": "small", "name": "whole", "batch_tokens": tokens, "micro_batch": tokens // 2 // SEQUENCE}
+    files = {
+        MEASURED.parent.name: [old | one | {"ranks": 1}, old | two | {"ranks": 2}],
+        **{
+            each.parent.name: json.loads(each.read_text())["samples"]
+            for each in sorted(results.glob("*/scaling.json"))
+        },
+    }
+    found = []
+    for where, samples in files.items():
+        samples = [each for each in samples if "failed" not in each]
+        mfus = {each["model"]: each.get("perf/mfu") for each in samples if each["ranks"] == 1}
+        several = {(s["model"], s["name"], s["ranks"]): s for s in reversed(samples) if s["ranks"] > 1}
+        for (model, layout, gpus), sample in reversed(several.items()):
+            # Without its own, a model's share of the peak is that of the next smaller one.
+            known = {"small": ("small",), "xl": ("xl", "small"), "7b": ("xl", "small")}.get(model, ("small",))
+            mfu = next((mfus[each] for each in known if mfus.get(each)), None)
+            if mfu and (seconds := predicted(sample, mfu)):
+                milliseconds = sample["perf/step_ms"]
+                error = f"{milliseconds / seconds / 1e3 - 1:+.1%}"
+                took = f"{1e3 * seconds:,.1f}", f"{milliseconds:,.1f}"
+                tokens = f"{sample['batch_tokens']:,}"
+                found.append([model, layout, str(gpus), tokens, *took, error, where])
+    return found
+
+
+def predicted(sample: dict[str, Any], mfu: float) -> float | None:
+    """Seconds of a step of a sample of `scaling`; None if its layout is not predicted. mfu: of one GPU."""
+    model, layout, gpus = sample["model"], sample["name"], sample["ranks"]
+    if model in LENGTHS and layout == "context":
+        return shared(LENGTHS[model], gpus, mfu)
+    if model not in SHAPES or layout not in COMPARED:
+        return None
+    tokens = sample["batch_tokens"] // gpus
+    micro_steps = max(1, tokens // (sample["micro_batch"] * SEQUENCE))
+    return COMPARED[layout](replace(work(model, tokens, mfu), micro_steps=micro_steps), gpus)
 
 
 def main(argv: list[str]) -> int:
@@ -183,10 +222,12 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     if odd := [n for n in asked.gpus if n > GPUS_A_HOST and n % GPUS_A_HOST]:
         parser.error(f"--gpus {odd[0]}: beyond one host, whole hosts of {GPUS_A_HOST} GPUs")
-    for model, (mfu, source) in alone(asked.results).items():
+    mfus = alone(asked.results)
+    for model, (mfu, source) in mfus.items():
         print(f"{model}: MFU of one GPU {mfu:.3f} ({source})")
-    every = rows(asked.results, asked.gpus, asked.batch_tokens)
-    print("\n" + "\n".join(markdown_table(HEADER, [*every])))
+    print("\n" + "\n".join(markdown_table(HEADER, [*rows(mfus, asked.gpus, asked.batch_tokens)])))
     print("\nOne sequence that the GPUs share, GPT-2 small:\n")
-    print("\n".join(markdown_table(HEADER, [*rows_of_one_sequence(asked.results, asked.gpus)])))
+    print("\n".join(markdown_table(HEADER, [*rows_of_one_sequence(mfus["small"][0], asked.gpus)])))
+    print("\nMeasured, and how much longer it took than predicted:\n")
+    print("\n".join(markdown_table(CASES, cases(asked.results))))
     return 0

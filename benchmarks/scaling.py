@@ -15,10 +15,12 @@ import argparse
 import base64
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,8 +75,8 @@ def layouts_of(model: str, gpus: int, asked: list[str]) -> Iterator[tuple[str, l
     known = ONLY.get(model, SHORT)
     if model in LONG:
         known = (WHOLE,) if gpus == 1 else (CONTEXT,)
-    for name in known:
-        if name not in asked or (gpus == 1 and name != WHOLE):
+    for name in asked:
+        if name not in known or (gpus == 1 and name != WHOLE):
             continue
         if not torch.cuda.is_available() and "CUDA" in name:
             continue
@@ -83,24 +85,32 @@ def layouts_of(model: str, gpus: int, asked: list[str]) -> Iterator[tuple[str, l
 
 
 def launched(named: list, gpus: int, steps: int, folder: Path, minutes: float) -> Iterator[Sample]:
-    """A sample for each of the named settings, in as many launches as it takes."""
+    """A sample for each of the named settings, as soon as it is there, in as many launches as it takes.
+
+    named: (model, layout, settings) each. minutes: of a launch, at most.
+    """
     while named:
         command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m"]
         rank = ["benchmarks.scaling_rank", json.dumps(named), str(steps), str(folder)]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", *command, *rank], capture_output=True, text=True, timeout=60 * minutes
+        with tempfile.TemporaryFile("w+") as told:
+            launcher = subprocess.Popen(
+                [sys.executable, "-m", *command, *rank], stdout=subprocess.PIPE, stderr=told, text=True
             )
-            out, told = done.stdout, done.stderr
-        except subprocess.TimeoutExpired as late:
-            out, told = ((each or b"").decode() for each in (late.stdout, late.stderr))
-            told += f"\nError: not done after {minutes:g} minutes"
-        samples = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        yield from samples
-        named = named[len(samples) :]
+            # A signal that torchrun passes on: ranks are no children of ours, and one that hangs would keep its GPU.
+            late = threading.Timer(60 * minutes, launcher.terminate)
+            late.start()
+            for line in launcher.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+                    named = named[1:]
+            launcher.wait()
+            told.seek(0)
+            reason = _reason(told.read()) if late.is_alive() else f"not done after {minutes:g} minutes"
+            late.cancel()
         if named:
-            yield {"name": named[0][0], "ranks": gpus, "failed": _reason(told)}
-            named = [each for each in named if each[0] != named[0][0]]
+            model, name, _ = named[0]
+            yield {"model": model, "name": name, "ranks": gpus, "failed": reason}
+            named = [each for each in named if each[:2] != [model, name]]
 
 
 def _reason(told: str) -> str:
@@ -127,6 +137,7 @@ def table(samples: list[Sample]) -> str:
     }
     header = ["model", "GPUs", "layout", "tokens/s", "x one", "exchange ms", "GiB a GPU", "loss", "two runs"]
     rows = []
+    samples = sorted(samples, key=lambda s: list(MODELS).index(s["model"]))
     for key, group in itertools.groupby(samples, lambda s: (s["model"], s["ranks"], s["name"])):
         first, *again = group
         row = [str(each) for each in key]
@@ -152,7 +163,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "xl", "7b"])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=20, help="measured steps, after the warm-up")
-    parser.add_argument("--minutes", type=float, default=10, help="at most, for a model on so many GPUs")
+    parser.add_argument("--minutes", type=float, default=10, help="at most, for what one launch measures")
     parser.add_argument("--out", type=Path, help="default: results/GPUxN/scaling.json")
     parser.add_argument("more", nargs="*", metavar="key=value", help="settings of train.py, after --")
     asked = parser.parse_args(argv)
@@ -161,18 +172,28 @@ def main(argv: list[str]) -> int:
         parser.error(f"--gpus {max(asked.gpus)}: this machine has {torch.cuda.device_count()}")
     out = asked.out or Path(f"results/{slug(device_name(device))}x{max(asked.gpus)}/scaling.json")
     command = f"python -m benchmarks scaling {' '.join(argv)}".strip()
-    report: dict[str, Any] = {"command": command, "environment": environment(device), "samples": []}
+    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    report: dict[str, Any] = {
+        "command": command,
+        "environment": environment(device),
+        "nccl": nccl,
+        "samples": [],
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         common = [f"data.tokenizer={vocabulary(folder)}", f"data.cache_dir={folder / 'cache'}", *asked.more]
-        for model, gpus in itertools.product(asked.models, sorted(asked.gpus)):
-            layouts = layouts_of(model, gpus, asked.layouts)
-            named = [[name, [*MODELS[model], *common, *layout]] for name, layout in layouts]
+        for gpus in sorted(asked.gpus):
+            named = [
+                [model, name, [*MODELS[model], *common, *layout]]
+                for model in asked.models
+                for name, layout in layouts_of(model, gpus, asked.layouts)
+            ]
             for sample in launched(named, gpus, asked.steps, folder, asked.minutes):
-                report["samples"].append({"model": model, **sample})
+                report["samples"].append(sample)
                 out.write_text(as_lines(report))  # a killed session keeps what it has
-                print(f"{model}, {gpus}: {sample['name']}: {sample.get('failed', 'measured')}", flush=True)
+                what = f"{sample['model']}, {gpus}: {sample['name']}"
+                print(f"{what}: {sample.get('failed', 'measured')}", flush=True)
     print(table(report["samples"]))
     print(f"wrote {out}")
     return 0

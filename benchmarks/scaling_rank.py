@@ -1,6 +1,6 @@
 """One rank of `python -m benchmarks scaling`: torchrun starts it; see scaling.py.
 
-    torchrun --nproc_per_node=2 -m benchmarks.scaling_rank '[["NAME", ["parallel.shard=full", ...]]]' STEPS FOLDER
+    torchrun --nproc_per_node=2 -m benchmarks.scaling_rank '[["MODEL", "LAYOUT", ["model=nano", ...]]]' STEPS FOLDER
 
 Rank 0 prints one line of JSON for each of the named settings.
 """
@@ -51,23 +51,24 @@ def measure(settings: list[str], steps: int, folder: Path, ranks: World) -> dict
 
 
 def _digest(model: torch.nn.Module, ranks: World) -> str:
-    """Of all weights, bit for bit, of what each rank has of them."""
-    own = hashlib.sha256()
+    """Of all weights' bits, of what each rank has of them: sums, since gigabytes take a host long to hash."""
+    sums = []
     for weight in model.state_dict().values():
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        own.update(local.detach().cpu().contiguous().view(torch.uint8).numpy())
+        sums.append(local.detach().view(torch.int32).sum(dtype=torch.int64))
     everyone: list[Any] = [None] * ranks.size
-    dist.all_gather_object(everyone, own.hexdigest())
-    return hashlib.sha256("".join(everyone).encode()).hexdigest()[:16]
+    dist.all_gather_object(everyone, torch.stack(sums).tolist())
+    return hashlib.sha256(str(everyone).encode()).hexdigest()[:16]
 
 
 def main() -> None:
     named, steps, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     with world("auto") as ranks:
-        for number, (name, settings) in enumerate(named):
+        for number, (model, name, settings) in enumerate(named):
             sample = measure(settings, steps, folder / str(number), ranks)
             if ranks.is_main:
-                print(json.dumps({"name": name, **sample}), flush=True)
+                print(json.dumps({"model": model, "name": name, **sample}), flush=True)
+            torch.compiler.reset()  # what is compiled holds the model, and the next one may need its memory
             gc.collect()
 
 

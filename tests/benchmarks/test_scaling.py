@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.predict import collective, data_parallel, fsdp, rows, rows_of_one_sequence, work
+from benchmarks.predict import cases, collective, data_parallel, fsdp, predicted, rows_of_one_sequence, work
 from benchmarks.scaling import LAYOUTS, MODELS, _reason, layouts_of
 from training.command_line import composed
 
@@ -38,6 +38,9 @@ def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(text
     failed = json.loads(out.read_text())["samples"]
     assert [each["ranks"] for each in failed] == [1, 2]
     assert all("fp8" in each["failed"] for each in failed)
+    assert main([*tiny, "--layouts", "whole", "--minutes", "0.02", "--", *small]) == 0
+    late = json.loads(out.read_text())["samples"]
+    assert {each["failed"] for each in late} == {"not done after 0.02 minutes"}
 
 
 TORCHRUN = """
@@ -89,17 +92,36 @@ def test_a_prediction_is_the_computation_and_what_links_cannot_hide():
     assert fsdp(little, 512) > fsdp(little, 8) > little.seconds
 
 
-def test_the_prediction_is_held_against_the_two_gpus_that_were_measured():
-    found = {tuple(row[:3]): row[-1] for row in rows(Path("results"), [2, 1024], None)}
-    assert abs(float(found["small", "whole", "2"].rstrip("%"))) < 6
-    assert found["small", "whole", "1,024"] == "not measured"
+def test_predictions_are_held_against_what_was_measured_step_by_step_as_it_was(tmp_path):
+    (h200,) = cases(Path("results"))[:1]
+    assert abs(float(h200[-2].rstrip("%"))) < 6
+    old = tmp_path / "nvidia-h200/train_two_gpus.json"
+    old.parent.mkdir()
+    old.write_bytes(Path("results/nvidia-h200/train_two_gpus.json").read_bytes())
+    one = {"model": "small", "name": "whole", "ranks": 1, "batch_tokens": 131072, "micro_batch": 16}
+    full = one | {
+        "name": "full",
+        "ranks": 8,
+        "perf/step_ms": 2e3 * predicted(one | {"name": "full", "ranks": 8}, 0.4),
+    }
+    samples = [
+        one | {"perf/mfu": 0.4},
+        full,
+        full | {"perf/step_ms": 0.0},
+        one | {"failed": "no memory", "ranks": 8},
+    ]
+    samples += [full | {"name": "optimizer"}, full | {"model": "7b", "name": "full, blocks again"}]
+    (tmp_path / "h100x8").mkdir()
+    (tmp_path / "h100x8/scaling.json").write_text(json.dumps({"samples": samples}))
+    _, first, last = cases(tmp_path)
+    assert (first[1:4], first[-2:]) == (["full", "8", "131,072"], ["+100.0%", "h100x8"])
+    assert last[:2] == ["7b", "full, blocks again"]
 
 
 def test_a_ring_is_predicted_to_scale_within_a_host_and_to_wait_for_the_network_beyond():
     """32k tokens are shared by 8 GPUs at most, since each has two chunks; 256k by 16 over two hosts."""
-    found = {(row[0], row[2]): row for row in rows_of_one_sequence(Path("results"), [1, 2, 8, 16])}
+    found = {(row[0], row[2]): row for row in rows_of_one_sequence(0.5, [1, 2, 8, 16])}
     assert ("32k", "16") not in found
     assert float(found["32k", "8"][5].rstrip("%")) > 99
     assert float(found["64k", "16"][5].rstrip("%")) < 50
     assert float(found["128k", "1"][3]) == pytest.approx(2 * float(found["128k", "2"][3]), rel=1e-2)
-    assert found["128k", "2"][6] == "not measured"
