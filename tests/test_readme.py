@@ -15,7 +15,8 @@ from training.command_line import composed
 from training.config import Config
 
 ROOT = Path(__file__).parents[1]
-H200 = ROOT / "results" / "nvidia-h200"
+# Folders of results, by the card's name in the tables.
+CARDS = {"H100": ROOT / "results" / "nvidia-h100-80gb-hbm3", "H200": ROOT / "results" / "nvidia-h200"}
 
 ATTENTION = {
     "flash": "flash",
@@ -46,10 +47,11 @@ CONTENDERS = {
 
 
 def table(in_its_head: str) -> list[list[str]]:
-    """The cells of each row of a table, with its header and without the line below the header."""
+    """The cells of each row of a table, with its header and without the line below the header; none without it."""
     lines = (ROOT / "docs" / "measurements.md").read_text().splitlines()
-    (start,) = (number for number, line in enumerate(lines) if line.startswith("|") and in_its_head in line)
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    starts = [number for number, line in enumerate(lines) if line.startswith(in_its_head)]
+    assert len(starts) < 2, in_its_head
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[starts[0] :] if starts else [])
     return [
         [cell.strip() for cell in row.strip("|").split("|")] for row in rows if not row.startswith("|---")
     ]
@@ -59,15 +61,21 @@ def numbers(cell: str) -> list[str]:
     return re.findall(r"[\d.]+", cell)
 
 
-def document(experiment: str) -> dict:
-    (path,) = H200.glob(f"{experiment}*.json")  # NAME.json, or NAME.partial.json of an unfinished run
-    return json.loads(path.read_text())
+def document(card: str, experiment: str) -> dict:
+    """What was measured on the card; without it, no samples."""
+    # NAME.json, or NAME.partial.json of an unfinished run
+    for path in CARDS[card].glob(f"{experiment}*.json"):
+        return json.loads(path.read_text())
+    return {"samples": []}
 
 
-def test_attention_table_shows_median_times_with_those_that_none_beats_in_bold() -> None:
-    head, *rows = table("batch x heads x length x head_dim")
-    assert len(rows) == 7
-    samples = [s for s in timed(document("attention"), kind="time", causal=True) if s["figure"] != "fa1"]
+@pytest.mark.parametrize("card", CARDS)
+def test_attention_table_shows_median_times_with_those_that_none_beats_in_bold(card: str) -> None:
+    samples = [
+        s for s in timed(document(card, "attention"), kind="time", causal=True) if s["figure"] != "fa1"
+    ]
+    head, *rows = table(f"| {card}: batch x heads x length x head_dim") or [[]]
+    assert len(rows) == (7 if samples else 0)
     for shape, *cells in rows:
         batch, heads, length, head_dim = map(int, numbers(shape)[:4])
         place = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim}
@@ -89,11 +97,12 @@ def test_attention_table_shows_median_times_with_those_that_none_beats_in_bold()
                 assert (value != number) == (float(number) == least or not beaten), (shape, name, phase)
 
 
-def test_training_table_shows_the_measured_tokens_per_second_and_mfu() -> None:
-    _, *rows = table("small, eager, fp16, 16 sequences a forward")
-    assert [name.strip("*") for name, *_ in rows] == list(CONTENDERS)
-    results = document("training")
+@pytest.mark.parametrize("card", CARDS)
+def test_training_table_shows_the_measured_tokens_per_second_and_mfu(card: str) -> None:
+    results = document(card, "training")
     samples = {(s["part"], s["model"], s["mode"]): s for s in timed(results, kind="speed")}
+    _, *rows = table(f"| {card} | small, eager, fp16, 16 sequences a forward") or [[]]
+    assert [name.strip("*") for name, *_ in rows] == (list(CONTENDERS) if samples else [])
     for name, *cells in rows:
         for group, cell in zip(GROUPS, cells, strict=True):
             sample, contenders = samples[group], CONTENDERS[name.strip("*")]
@@ -107,21 +116,24 @@ def test_training_table_shows_the_measured_tokens_per_second_and_mfu() -> None:
                 assert share == f"{100 * mfu(results, sample, contenders[0]).median:.1f}", (name, group)
 
 
-def test_readmes_results_are_those_of_the_training_experiment() -> None:
-    readme, results = (ROOT / "README.md").read_text(), document("training")
-    whole = {"part": "whole", "model": "gpt2_small"}
-    (sample,) = timed(results, kind="speed", **whole)
+@pytest.mark.parametrize("card", CARDS)
+def test_readmes_results_are_those_of_the_training_experiment(card: str) -> None:
+    rows = [row.split("|")[1:-1] for row in (ROOT / "README.md").read_text().splitlines() if "| " in row]
+    (column,) = {row.index(f" one {card} ") for row in rows if f" one {card} " in row}
+    shown = {row[0].strip(): row[column].strip() for row in rows if len(row) > column}
+    results, whole = document(card, "training"), {"part": "whole", "model": "gpt2_small"}
     peaks = {s["contender"]: f"{s['peak_bytes'] / 2**30:.1f}" for s in pick(results, kind="memory", **whole)}
     ours, theirs = "flash+fused", "nanogpt"
-    thousands = {  # the median, with the range once there are several processes
-        name: Times(each / 1e3 for each in rate(sample, name)).shown("{:.0f}") for name in (ours, theirs)
-    }
-    share = f"{100 * mfu(results, sample, ours).median:.1f}"
-    assert (
-        f"**{thousands[ours]}** thousand tokens/s, {share} % MFU | nanoGPT's model {thousands[theirs]} |"
-        in readme
-    )
-    assert f"**{peaks[ours]}** GiB | nanoGPT's model {peaks[theirs]} |" in readme
+    speed = memory = "not measured"
+    for sample in timed(results, kind="speed", **whole):
+        thousands = {  # the median, with the range once there are several processes
+            each: Times(ms / 1e3 for ms in rate(sample, each)).shown("{:.0f}") for each in (ours, theirs)
+        }
+        share = f"{100 * mfu(results, sample, ours).median:.1f}"
+        speed = f"**{thousands[ours]}** thousand tokens/s, {share} % MFU; nanoGPT's model {thousands[theirs]}"
+        memory = f"**{peaks[ours]}** GiB; nanoGPT's model {peaks[theirs]}"
+    assert shown["speed, 64 sequences a forward"] == speed
+    assert shown["peak memory of that step"] == memory
 
 
 def test_every_override_in_usage_composes() -> None:
