@@ -13,9 +13,8 @@ Six parts:
               tensor: what attention changes, without the noise of training (perplexity_numerics.py).
     context   a smaller model on whole source files, contexts 512 to 4096. Every run sees the same tokens at every
               step. Evaluated on equal targets, with the longest model's windows cut, and by token position.
-    stability the longest context again: with what rounding took from O (precise_delta), with PyTorch's attention, at
-              half the rate. And numerics of the checkpoint at which its validation loss was lowest: both of its runs
-              diverged on an H100 from there on.
+    stability the longest context again without precise_delta, as it is by default: there it diverges. With PyTorch's
+              attention too, and at half the rate. And numerics of the longest context's best checkpoint.
     extend    GPT-2 small goes on from flash's last checkpoint, its context kept or extended, on the same tokens.
 """
 
@@ -251,6 +250,7 @@ def _where(each: TrainingRun) -> dict[str, Any]:
         "micro_batch": config.trainer.micro_batch,
         "steps": config.trainer.steps,
         **({"code": [*config.data.files, config.data.tokenizer]} if each.part in ON_CODE else {}),
+        **({"precise_delta": config.attention.precise_delta} if each.part in ON_CODE else {}),
         **({"lr": config.optimizer.lr} if each.part == "stability" else {}),
     }
 

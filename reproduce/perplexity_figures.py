@@ -24,7 +24,7 @@ NAMES = {
     "flash_triton": "flash, portable kernels",
     "recipe_naive": "naive, the paper's recipe",
     "recipe_flash": "flash, the paper's recipe",
-    "stability_precise": "flash with precise_delta",
+    "stability_plain": "flash without precise_delta",
     "stability_sdpa": "sdpa",
     "stability_half_lr": "half the rate",
 }
