@@ -61,7 +61,8 @@ FEATURES: dict[str, Feature] = {
         pointers=("Slopes",),
     ),
     "sinks": Feature(
-        "(heads,): a learnable logit per head that enters the softmax and has no value (gpt-oss); -inf: none",
+        "(heads,): a learnable logit per head that enters the softmax and has no value (gpt-oss); -inf: none; +inf "
+        "makes its head NaN, as a logit does in torch.softmax: it is a parameter that has diverged",
         hopper=("backward",),
         on_request=("forward",),
         pointers=("Sinks",),

@@ -98,8 +98,8 @@ class FlashAttention(torch.autograd.Function):
             sinks = Tensors(*tensors).sinks
             assert sinks is not None
             # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta). lse is -inf only where the
-            # sink is too, and P = 0.
-            p = torch.exp(sinks.float()[:, None] - lse.clamp_min(torch.finfo(lse.dtype).min))
+            # sink is too, and P = 0. Of a huge sink, lse is rounded by more than float32's exp can take.
+            p = torch.exp((sinks.float()[:, None] - lse.clamp_min(torch.finfo(lse.dtype).min)).clamp_max(0))
             d_sinks = -(p * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, d_sinks, None, None
 

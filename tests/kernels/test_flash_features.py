@@ -189,6 +189,19 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
     assert all(x.isfinite().all() for x in others)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # inf - inf, in the interpreter
+@pytest.mark.parametrize("name", ["flash", "naive"])
+def test_a_huge_sink_takes_all_and_an_infinite_one_spoils_its_head_alone(name: str) -> None:
+    *tensors, d_out = inputs(20, 20, 16, torch.float32, heads=3, kv_heads=3)
+    sinks = torch.tensor([7.7e25, 0.5, torch.inf], requires_grad=True)
+    out, lse = kernels.get_attention(name)(*tensors, sinks=sinks, return_lse=True)
+    *gradients, of_sinks = torch.autograd.grad((out * d_out).sum() + lse.sum(), [*tensors, sinks])
+    assert not any(x[:, 0].any() for x in (out, *gradients))
+    assert of_sinks[0] == 20  # each row's lse is the sink
+    assert all(x[:, 1].isfinite().all() for x in (out, *gradients))
+    assert all(x[:, 2].isnan().all() for x in (out, *gradients))
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_kv_lengths(causal: bool) -> None:
     *tensors, d_out = inputs(150, 200, 16, torch.float32, batch=4)
