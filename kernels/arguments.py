@@ -4,8 +4,8 @@ Query i is aligned bottom-right: its position among the keys is i + kv_len - q_l
 
     q                (batch, heads, q_len, head_dim)
     k, v             (batch, kv_heads, kv_len, head_dim); kv_heads divides heads, consecutive query heads share one.
-                     Under autocast q, k and v are cast to its dtype, as for torch's own attention. Of flash, v may
-                     have a head_dim of its own
+                     Under autocast q, k and v are cast to its dtype, as for torch's own attention. With flash and
+                     naive v may have a head_dim of its own, which out then has too
     causal           a query sees no key after its own position
     scale            factor of the logits; None means 1/sqrt(head_dim)
     dropout_seed     int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
@@ -34,6 +34,16 @@ BLOCK_MASK_SIZE = 128
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Check that q (batch, heads, q_len, head_dim) matches k and v (batch, kv_heads, kv_len, head_dim)."""
+    check_but_value_dim(q, k, v)
+    if k.shape != v.shape:
+        raise AttentionError(
+            f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)} (attention=flash and naive take "
+            "both; else pad with zeros)"
+        )
+
+
+def check_but_value_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """`check_inputs`, but v may have another head_dim."""
     dtype, device = q.dtype, q.device  # reading an attribute of a tensor takes 0.1 us
     if not dtype.is_floating_point:
         raise AttentionError(f"q must be floating point, got {dtype}")
@@ -50,9 +60,8 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise AttentionError(
             f"q and k must share batch and head_dim, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    if k.shape != v.shape:
-        pad = " (attention=flash takes both; else pad with zeros)" if k.shape[:-1] == v.shape[:-1] else ""
-        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}{pad}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise AttentionError(f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)}")
     if kv_heads == 0 or heads % kv_heads:
         raise AttentionError(f"kv_heads must divide heads, got {kv_heads} kv_heads and {heads} heads")
 

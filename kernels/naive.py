@@ -8,9 +8,9 @@ import torch
 
 from .arguments import (
     BLOCK_MASK_SIZE,
+    check_but_value_dim,
     check_dropout,
     check_features,
-    check_inputs,
     check_scale,
     in_autocast_dtype,
 )
@@ -45,14 +45,14 @@ def naive_attention(
     """softmax(q k^T * scale) v, with every argument that `kernels.arguments` lists.
 
     Returns:
-        out like q; with return_lse also the natural log-sum-exp of the scaled logits (sink included), float32
-        or wider, (batch, heads, q_len). A fully masked query gives 0 and -inf.
+        out like q, with v's head_dim; with return_lse also the natural log-sum-exp of the scaled logits (sink
+        included), float32 or wider, (batch, heads, q_len). A fully masked query gives 0 and -inf.
 
     Raises:
         AttentionError: an argument has the wrong shape, dtype or device.
     """
     q, k, v = in_autocast_dtype(q, k, v)
-    check_inputs(q, k, v)
+    check_but_value_dim(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     check_features(
         q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,

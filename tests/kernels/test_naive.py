@@ -122,6 +122,19 @@ def test_a_sink_of_minus_infinity_is_no_sink(options: dict[str, object]) -> None
     assert torch.equal(d_sinks[1:3], torch.zeros(2, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("value_dim", [3, 16])
+def test_v_may_have_a_head_dim_of_its_own(value_dim: int) -> None:
+    """Each of its columns is weighted alike."""
+    q, k, _ = make(7, 9)
+    v = torch.randn(*k.shape[:-1], value_dim, dtype=k.dtype, generator=torch.Generator().manual_seed(1))
+    out = naive_attention(q, k, v, window=(4, 0), dropout_p=0.2, dropout_seed=3)
+    assert out.shape == (*q.shape[:-1], value_dim)
+    for column in range(value_dim):
+        each = v[..., column : column + 1].expand_as(k)
+        alone = naive_attention(q, k, each, window=(4, 0), dropout_p=0.2, dropout_seed=3)
+        torch.testing.assert_close(out[..., column], alone[..., 0])
+
+
 def test_logits_that_overflow_float16_before_they_are_scaled_are_right() -> None:
     q, k = torch.full((1, 1, 4, 64), 40.0), torch.full((1, 1, 4, 64), 30.0)
     k[:, :, 1] = 20.0
