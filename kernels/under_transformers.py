@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.utils.import_utils import is_tracing
 
-from .arguments import check_inputs, check_scale, in_autocast_dtype
+from .arguments import check_but_value_dim, check_scale, in_autocast_dtype
 from .flash.api import flash_attention
 from .flash.call import Options, Tensors
 from .flash.operators import flash_forward
@@ -87,9 +87,6 @@ def attention(
             attention_mask = Mask(causal, (left, 0 if causal else left))
     if cu_seq_lens_q is not None and isinstance(attention_mask, Mask):
         attention_mask = attention_mask._replace(cu_seqlens=cu_seq_lens_q.to(torch.int32))
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if value_dim < head_dim:  # multi-head latent attention
-        value = F.pad(value, (0, head_dim - value_dim))
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if isinstance(attention_mask, Tensor):
         out = _within(attention_mask, query, key, value, dropout, scaling, softcap, s_aux)
@@ -100,7 +97,7 @@ def attention(
         out = cast(
             Tensor, flash_attention(query, key, value, dropout_p=dropout, dropout_seed=seed, **options)
         )
-    return out[..., :value_dim].transpose(1, 2), None
+    return out.transpose(1, 2), None
 
 
 def mask_of(
@@ -229,11 +226,14 @@ def _within(
     if dropout or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         _refuse("gradients where a cache meets padding or a static one (torch.no_grad() if none are needed)")
     q, k, v = in_autocast_dtype(q, k, v)
-    check_inputs(q, k, v)
+    check_but_value_dim(q, k, v)
+    scale, value_dim = check_scale(scaling, q.shape[-1]), v.shape[-1]
+    width = max(q.shape[-1], value_dim)  # they differ in multi-head latent attention
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     starts, ends = (x.expand(q.shape[0], -1).contiguous() for x in bounds[:, 0].unbind(-1))
     tensors = Tensors(sinks=sinks, document_starts=starts, document_ends=ends)
-    options = Options(False, check_scale(scaling, q.shape[-1]), softcap=softcap or 0.0, tier="triton")
-    return flash_forward(q, k, v, *tensors, *options)[0]
+    options = Options(False, scale, softcap=softcap or 0.0, tier="triton")
+    return flash_forward(q, k, v, *tensors, *options)[0][..., :value_dim]
 
 
 def _refuse_others(attention_mask: object, asked: dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ CONFIGS = {
     "llama4": lambda: transformers.Llama4TextConfig(
         **SMALL, **GROUPED, **EXPERTS, attention_chunk_size=5, intermediate_size_mlp=32
     ),
-    # values narrower than queries and keys
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+    # values narrower than queries and keys, or wider
+    "deepseek_v3": lambda v_head_dim=16: transformers.DeepseekV3Config(
         vocab_size=50,
         hidden_size=32,
         intermediate_size=32,
@@ -41,9 +41,10 @@ CONFIGS = {
         kv_lora_rank=16,
         qk_rope_head_dim=16,
         qk_nope_head_dim=16,
-        v_head_dim=16,
+        v_head_dim=v_head_dim,
         first_k_dense_replace=1,
     ),
+    "wide values": lambda: CONFIGS["deepseek_v3"](48),
     # windows to both sides
     "modernbert": lambda: transformers.ModernBertConfig(
         vocab_size=50,
@@ -108,7 +109,7 @@ def test_outputs_and_gradients_are_those_of_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "deepseek_v3", "wide values"])
 def test_a_padded_batch_generates_as_with_eager(name: str, cache: str | None) -> None:
     """Past the window, token by token."""
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
