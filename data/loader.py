@@ -46,18 +46,20 @@ class Corpus:
         """
         made_with = self.manifest.tokenizer["name"]
         name = findable(name or made_with)
-        encoding = load_tokenizer(name)
-        if tokenizer_hash(encoding) != self.manifest.tokenizer["sha256"]:
-            if name == made_with:  # a rank file
-                raise DataError(
-                    f"{name} has changed since {self.directory} was made with it: restore the old file, or prepare "
-                    "the corpus again with this one"
-                )
+        different = name != made_with and "bytes" in (name, made_with)  # known without loading it
+        encoding = None if different else load_tokenizer(name)
+        if encoding and tokenizer_hash(encoding) == self.manifest.tokenizer["sha256"]:
+            return encoding
+        if name == made_with:  # a rank file
             raise DataError(
-                f"{self.directory} was made with tokenizer {made_with}, and {name} is a different one: "
-                f"name the original, or prepare the corpus again with {name}"
+                f"{name} has changed since {self.directory} was made with it: restore the old file, or prepare "
+                "the corpus again with this one"
             )
-        return encoding
+        raise DataError(
+            f"{self.directory} was made with tokenizer {made_with}, and {name} is a different one: "
+            f"name the original with data.tokenizer={made_with} (or --tokenizer, where a command has that), or "
+            f"prepare the corpus again with {name}"
+        )
 
     def damage(self, shard: dict[str, Any], *, hashed: bool) -> str | None:
         """Return what is wrong with a shard, None if nothing: its size, and its sha256 if `hashed`."""

@@ -189,5 +189,6 @@ def test_a_relative_tokenizer_path_is_found_from_another_folder(
     wrong = inspect(corpus.directory, "--tokenizer", "bytes")
     assert wrong.stderr == (
         f"error: {corpus.directory} was made with tokenizer {ranks}, and bytes is a different one: name "
-        "the original, or prepare the corpus again with bytes\n"
+        f"the original with data.tokenizer={ranks} (or --tokenizer, where a command has that), or prepare the corpus "
+        "again with bytes\n"
     )

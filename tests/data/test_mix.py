@@ -129,6 +129,11 @@ def test_the_command_line_mixes_corpora_and_runs(parts, tmp_path):
     corpus = prepare_corpus(config.data, quiet=True)
     assert corpus.name == "mix (0.25 text_files, 0.75 text_files)"
     assert corpus.train.tokens == sum(part.train.tokens for part in parts)
+    config = composed("data=mix", f"data.cache_dir={tmp_path}", override)  # without data.tokenizer
+    with pytest.raises(
+        DataError, match=r"was made with tokenizer bytes, and gpt2 is .*: name .* data\.tokenizer=bytes "
+    ):
+        prepare_corpus(config.data, quiet=True)
     for wrong in ("data.corpora=folder", "data.corpora={folder:much}", "data.corpora=[folder]"):
         with pytest.raises(ConfigError, match=r"data\.corpora must be folders with weights: '\{FOLDER: 0\.7"):
             composed("data=mix", wrong)
