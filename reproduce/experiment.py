@@ -97,6 +97,7 @@ class Experiment:
         package: the package that its module is in.
         gpus: how many it takes at least.
         alone: nothing may run beside it: it times the host, or takes all GPUs itself.
+        apart: it measures in processes of its own, so that an error there breaks no device for the samples after it.
         seconds: about what a sample of each kind takes on an H100 once its kernels are compiled, on average also over
             those that are refused; by these `plan.py` tells what is left to measure and how long it takes. Without
             them, it takes `minutes`.
@@ -114,6 +115,7 @@ class Experiment:
     package: str = "reproduce"
     gpus: int = 1
     alone: bool = False
+    apart: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiles: tuple[Sample, ...] = ()
     first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -237,6 +239,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             measures=_RING,
             gpus=2,
             alone=True,
+            apart=True,
         ),
         Experiment(
             name="perplexity",
@@ -245,6 +248,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             minutes=130.0,
             measures=_RUN,
             alone=True,
+            apart=True,
             wants="text",
         ),
     )

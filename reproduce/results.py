@@ -161,7 +161,7 @@ class Store:
             if "No available kernel" in first_line:  # how torch's SDPA refuses
                 measured = {"refused": first_line}
             else:
-                broken = "CUDA error" in first_line
+                broken = "CUDA error" in first_line and not self.experiment.apart
                 measured = {"failed": f"{type(error).__name__}: {first_line}", "broke_device": broken}
                 print(f"  failed: {where}: {measured['failed']}")
         known = {**where, **rounded(measured)}

@@ -292,11 +292,9 @@ def test_a_budget_of_zero_is_refused(capsys):
 
 
 def test_an_error_costs_only_its_own_sample(tmp_path):
-    def store():
-        tiny = EXPERIMENTS["sparse"].module.TINY
-        return Store(
-            tmp_path, EXPERIMENTS["sparse"], device=torch.device("cpu"), settings=tiny, tiny=True, command=[]
-        )
+    def store(name="sparse"):
+        how = {"device": torch.device("cpu"), "settings": EXPERIMENTS[name].module.TINY}
+        return Store(tmp_path, EXPERIMENTS[name], **how, tiny=True, command=[])
 
     def fail(error):
         raise error
@@ -306,8 +304,11 @@ def test_an_error_costs_only_its_own_sample(tmp_path):
     assert first.sample(lambda: fail(torch.OutOfMemoryError("65 GiB")), n=2)["out_of_memory"]
     assert first.sample(lambda: fail(TypeError("flaky")), n=3)["failed"] == "TypeError: flaky"
     assert first.sample(lambda: {"x": 1}, n=4) == {"n": 4, "x": 1}
+    illegal = RuntimeError("CUDA error: illegal memory access")
     with pytest.raises(ReproduceError, match="broke the device"):
-        first.sample(lambda: fail(RuntimeError("CUDA error: illegal memory access")), n=5)
+        first.sample(lambda: fail(illegal), n=5)
+    # the last line of a training run's log: its process is gone, and the runs on other GPUs go on
+    assert not store("perplexity").sample(lambda: fail(illegal), n=1)["broke_device"]
 
     second = store()
     assert [sample["n"] for sample in second.document["samples"]] == [1, 2, 3, 4, 5]
