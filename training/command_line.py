@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -31,9 +31,23 @@ from . import jobs, torchrun
 from .config import Config, ConfigError, from_hydra, is_users_mistake
 from .console import quoted_for_shell
 from .files import REMEDY
+from .optimizer import OptimizerName
 
 _ALL = "`python train.py --cfg job` prints all settings"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# A setting that has no meaning by itself -> what reads it; whether a config has that; the settings that decide it.
+_READ_WITH: dict[str, tuple[str, Callable[[Config], object], set[str]]] = {
+    "trainer.init_positions": (
+        "trainer.init_from",
+        lambda config: config.trainer.init_from or config.trainer.resume,  # what is resumed had it
+        {"trainer.init_from"},
+    ),
+    "optimizer.momentum": (
+        "optimizer=muon",
+        lambda config: config.optimizer.name is OptimizerName.muon,
+        {"optimizer", "optimizer.name"},
+    ),
+}
 
 
 def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usage: str = "") -> None:
@@ -93,7 +107,7 @@ class _Job:
             sys.argv = self.command  # environment.json has it
             jobs.join_ranks()
         try:
-            config = from_hydra(cfg)
+            config = _typed(cfg, hydra_config.overrides.task, sweeps)
             if sweeps and config.logger.group is None:
                 config.logger.group = run_dir.parent.name
             if recipe := hydra_config.runtime.choices.get("experiment"):
@@ -167,7 +181,16 @@ def composed(*overrides: str) -> Config:
     """The config of a command line with these overrides; raises Hydra's errors, and ConfigError."""
     ConfigStore.instance().store(name="config_schema", node=Config)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return from_hydra(hydra.compose("train", list(overrides)))
+        return _typed(hydra.compose("train", list(overrides)), overrides)
+
+
+def _typed(cfg: DictConfig, overrides: Iterable[str], sweeps: bool = False) -> Config:
+    """The typed config; refuses what was set but nothing reads, unless that is for each run of a sweep to say."""
+    config, given = from_hydra(cfg), {word.lstrip("+").partition("=")[0] for word in overrides}
+    for setting, (reader, reads, decided_by) in _READ_WITH.items():
+        if setting in given and not reads(config) and not (sweeps and given & decided_by):
+            raise ConfigError(f"{setting} is read with {reader} only: add that, or leave it out.")
+    return config
 
 
 def _expand_home(word: str) -> str:

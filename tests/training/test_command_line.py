@@ -95,6 +95,11 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("-m hydra/launcher=joblib", "hydra/launcher/joblib"),
         ("model.n_embd=32 model.n_head=3", "set model.n_embd=30 or 33, or model.n_head=2 or 4"),
         ("model.vocab_size=0", "model.vocab_size=0: it must be at least 1"),
+        (
+            "trainer.init_positions=repeat",
+            "trainer.init_positions is read with trainer.init_from only: add that",
+        ),
+        ("optimizer.momentum=0.9 --cfg job", "optimizer.momentum is read with optimizer=muon only: add that"),
         ("model.dropout=1.5", "model.dropout=1.5: it must be at least 0.0"),
     ],
 )
@@ -129,6 +134,15 @@ def test_a_sweeper_gets_what_a_task_returns_and_infinity_for_a_refused_run(start
     callback = f"+hydra.callbacks.returned._target_={__name__}.Returned"
     assert "the loss is nan" in started(task, "-m", "seed=1,2,3", callback)
     assert Returned.values == [0.5, math.inf, 1.5]
+
+
+def test_a_sweep_over_optimizers_may_set_what_one_of_them_reads(started):
+    seen = []
+    words = ["-m", "optimizer=adamw,muon", "optimizer.momentum=0.9"]
+    assert started(lambda config, _: seen.append(config.optimizer), *words) == 0
+    assert [each.name.value for each in seen] == ["adamw", "muon"]
+    assert seen[1].momentum == 0.9
+    assert "momentum is read with optimizer=muon only" in started(never, "-m", "optimizer.momentum=0.9")
 
 
 def test_a_single_string_is_accepted_for_a_list_setting(started):
