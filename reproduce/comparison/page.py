@@ -15,7 +15,7 @@ from training.console import plural
 
 from . import seeds
 from .charts import charts, colours, patterns
-from .runs import Run, differing_environment, differing_settings, environments
+from .runs import COUNTS, Run, differing_environment, differing_settings, environments
 from .table import HEADER, having, notes, table, warnings
 
 # The parts of a step, and of a whole run: name -> colour.
@@ -92,10 +92,7 @@ def _bars(runs: list[Run]) -> list[dict[str, Any]]:
     return bars
 
 
-_SHARED = (
-    *("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len", "data.source", "data.tokenizer"),
-    *("trainer.batch_tokens", "trainer.steps"),
-)
+_SHARED = (*COUNTS, "data.source", "data.tokenizer")
 
 
 def _shared(runs: list[Run]) -> str:
@@ -103,7 +100,7 @@ def _shared(runs: list[Run]) -> str:
     config = runs[0].config
     if not all(name in config for name in _SHARED):
         return ""
-    layers, heads, width, context, source, tokenizer, tokens, steps = (config[name] for name in _SHARED)
+    layers, heads, width, context, tokens, steps, source, tokenizer = (config[name] for name in _SHARED)
     return (
         (f"{runs[0].label}: " if set(_SHARED) & set(differing_settings(runs)) else "")
         + f"{plural(layers, 'layer')}, {plural(heads, 'head')}, {width} wide, context {context:,} · "

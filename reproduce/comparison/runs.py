@@ -34,6 +34,15 @@ BOOKKEEPING = (
 # What a run resolved, and the settings it was resolved from; where all runs recorded the former, only it is compared.
 _FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")
 _RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device", "model.(loss|block)")
+# Settings that a comparison tells as numbers.
+COUNTS = (
+    "model.n_layer",
+    "model.n_head",
+    "model.n_embd",
+    "model.seq_len",
+    "trainer.batch_tokens",
+    "trainer.steps",
+)
 _LEET_TIMEOUT = 120
 _SPEED = "perf/tokens_per_second"
 # A phase that attention does not affect is suspicious if its times in two runs differ by more than this ratio and by
@@ -169,7 +178,8 @@ def find_runs(arguments: list[str]) -> list[Run]:
     """The runs that `arguments` name: run directories, sweeps, folders of runs, wandb folders, or globs of them.
 
     A shell's SWEEP/* also names the files beside the runs: files are skipped silently, folders without a run with a
-    note on stderr. Raises ReproduceError if an argument does not exist, or if there is no run at all.
+    note on stderr, and so are runs that cannot be read. Raises ReproduceError if an argument does not exist, or if
+    there is no run at all.
     """
     paths: dict[Path, None] = {}  # a set that keeps the order
     empty = []
@@ -186,7 +196,16 @@ def find_runs(arguments: list[str]) -> list[Run]:
     for argument in empty:
         if Path(argument).is_dir():
             print(f"note: {argument}: no run found", file=sys.stderr)
-    runs = [_read_wandb(path) if _wandb_file(path) else _read_directory(path) for path in paths]
+    runs, wrong = [], []
+    for path in paths:
+        try:
+            runs.append(_read_wandb(path) if _wandb_file(path) else _read_directory(path))
+        except ReproduceError as error:
+            wrong.append(error)
+    if not runs:
+        raise wrong[0]
+    for error in wrong:
+        print(f"note: left out: {error}", file=sys.stderr)
     name_runs(runs)
     return runs
 
@@ -222,11 +241,31 @@ def _read_directory(path: Path) -> Run:
     environment, summary, facts = (
         _read(path / f"{name}.json", json.load) for name in ("environment", "summary", "facts")
     )
-    for name, value in summary.items():
-        if ("/" in name or name == "seconds") and isinstance(value, str | list | dict):
-            raise ReproduceError(f"{path / 'summary.json'} cannot be read: {name} is {value!r}, not a number")
-    config, rows = _read(path / "config.yaml", _load_yaml), _read(path / "metrics.csv", _load_rows, list)
-    return Run(path, flatten(config), environment, rows, summary, facts)
+    config = flatten(_read(path / "config.yaml", _load_yaml))
+    figures = {name: value for name, value in summary.items() if "/" in name or name == "seconds"}
+    _check(path / "summary.json", figures, "a number", lambda value: not isinstance(value, str | list | dict))
+    counts = {name: config[name] for name in COUNTS if name in config}
+    _check(path / "config.yaml", counts, "a number", lambda value: isinstance(value, int))
+    resumed = {"resumed": facts.get("resumed", {})}
+    _check(path / "facts.json", resumed, "steps with the settings that changed", _is_history)
+    rows = _read(path / "metrics.csv", _load_rows, list)
+    return Run(path, config, environment, rows, summary, facts)
+
+
+def _check(file: Path, values: dict[str, Any], kind: str, is_it: Callable[[Any], bool]) -> None:
+    for name, value in values.items():
+        if not is_it(value):
+            raise ReproduceError(f"{file} cannot be read: {name} is {value!r}, not {kind}")
+
+
+def _is_history(resumed: Any) -> bool:
+    """Whether this is what `Run.resumed` has, with its steps as text."""
+    if not isinstance(resumed, dict) or not all(step.isdecimal() for step in resumed):
+        return False
+    changes = [
+        pair for each in resumed.values() for pair in (each.values() if isinstance(each, dict) else [None])
+    ]
+    return all(isinstance(pair, list) and len(pair) == 2 for pair in changes)
 
 
 def _read(path: Path, load: Callable[[TextIO], Any], kind: type = dict) -> Any:
@@ -344,8 +383,8 @@ def _differing(values: dict[str, list[Any]], known: list[bool]) -> dict[str, lis
 def unexplained_phases(first: Run, other: Run) -> dict[str, tuple[float, float]]:
     """Phases that attention cannot affect (data, optimizer) but whose times differ: phase -> ms in each run."""
     splits = [run.step_split() for run in (first, other)]
-    machines = {run.environment.get("device_name") for run in (first, other)}
-    if None in splits or len(machines) > 1 or differing_settings([first, other]):
+    machines = [run.environment.get("device_name") for run in (first, other)]
+    if None in splits or machines[0] != machines[1] or differing_settings([first, other]):
         return {}
     if first.interpreted or other.interpreted:  # the interpreter slows down other phases too
         return {}

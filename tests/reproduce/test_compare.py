@@ -484,21 +484,38 @@ def test_an_unfinished_run_shows_the_backend_that_auto_chose(copies, text_file):
 )
 def test_a_file_that_cannot_be_read_is_named(copies, capsys, name):
     (copies / "1_sdpa" / name).write_bytes(b"step\n\xff\n")
-    assert main(["compare", str(copies)]) == 1
+    assert main(["compare", str(copies / "1_sdpa")]) == 1
     assert f"{name} cannot be read: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "facts.json", "summary.json", "environment.json"])
 def test_a_file_with_unexpected_content_is_named(copies, capsys, name):
     (copies / "1_sdpa" / name).write_text("[1]")
-    assert main(["compare", str(copies)]) == 1
+    assert main(["compare", str(copies / "1_sdpa")]) == 1
     assert f"{copies / '1_sdpa' / name} " in capsys.readouterr().err
 
 
-def test_text_in_place_of_a_number_is_named(copies, capsys):
-    (copies / "1_sdpa" / "summary.json").write_text('{"val/loss": "low"}')
-    assert main(["compare", str(copies)]) == 1
-    assert "summary.json cannot be read: val/loss is 'low', not a number" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("summary.json", '{"val/loss": "low"}', "val/loss is 'low', not a number"),
+        ("config.yaml", "trainer: {steps: many}", "trainer.steps is 'many', not a number"),
+        (
+            "facts.json",
+            '{"resumed": "twice"}',
+            "resumed is 'twice', not steps with the settings that changed",
+        ),
+        ("facts.json", '{"resumed": {"4": {"seed": 2}}}', "resumed is {'4': {'seed': 2}}, not steps"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_and_leaves_out_its_run_alone(copies, capsys, name, text, said):
+    (copies / "1_sdpa" / name).write_text(text)
+    assert main(["compare", str(copies)]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(f"note: left out: {copies / '1_sdpa' / name} cannot be read: {said}")
+    assert err.count("\n") == 1
+    assert "\nnaive " in out
+    assert "sdpa" not in out
 
 
 def test_a_run_of_another_program_is_compared_by_the_fields_it_has(copies, capsys):
