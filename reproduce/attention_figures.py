@@ -1,7 +1,5 @@
 """The attention experiment's picture and verdicts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -106,16 +104,11 @@ def judge(results: Results) -> list[Verdict]:
     """C7, C8, C9, C17, C20, C24, C30 and C32."""
     # A CPU has only memory, of one head; ratios and slopes hold for any batch and heads.
     found = Verdicts("allocations counted on a CPU, one head" if _on_cpu(results) else results["device"])
-    _judge_speed(results, found)
-    _judge_first_paper(results, found)
-    _judge_growth(results, found)
-    _judge_memory(results, found)
-    _judge_approximate(results, found)
-    _judge_head_dim(results, found)
-    _judge_causal(results, found)
-    _judge_rates(results, found)
-    _judge_chunks(results, found)
-    _judge_stored(results, found)
+    for part in (
+        *(_judge_speed, _judge_first_paper, _judge_growth, _judge_memory, _judge_approximate),
+        *(_judge_head_dim, _judge_causal, _judge_rates, _judge_chunks, _judge_stored),
+    ):
+        part(results, found)
     return found
 
 

@@ -1,7 +1,5 @@
 """The papers' claims, C1 to C33: statement, source, the paper's figure, and the experiment here that measures it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # How the papers are abbreviated, here and in the report.

@@ -1,7 +1,5 @@
 """What experiments, benchmarks and comparisons of runs share: the user's mistake, writing a file, a text table."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ All take the same training step: autocast, gradients accumulated over equal micr
 fused AdamW, and a gradient scaler for float16. They differ only in the model and its loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

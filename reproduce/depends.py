@@ -10,8 +10,6 @@ it uses of reproduce and benchmarks; of a function or class: what it uses of its
 that recorded a hash is stale if no definition has it any longer, wherever it is and whatever it is called.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

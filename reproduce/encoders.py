@@ -6,8 +6,6 @@ lengths of Long Range Arena), for an encoder of four layers that is trained with
 its length of 16,384 pixels, untrained.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import random

@@ -4,8 +4,6 @@ A job is a function that leaves its results in files and picks up where an earli
 SIGTERM: a training run saves a checkpoint then, and ends.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -4,8 +4,6 @@ Operands are rounded to e4m3 and back, and products are summed in float32 as ten
 those of the number format and its scaling. There is no FP8 kernel here, so no speed is measured.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -11,8 +11,6 @@ On a CPU, memory accesses, matrix products and saved bytes are counted for one h
 shapes are timed.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The history experiment's picture and verdicts."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,13 +56,9 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
 def judge(results: Results) -> list[Verdict]:
     """C4, C18, C19, C21, C22, C25, C27 and C28."""
     found = Verdicts(results["device"])
-    _judge_tiles(results, found)
-    _judge_order(results, found)
-    _judge_forms(results, found)
-    _judge_programs(results, found)
-    _judge_backward(results, found)
-    _judge_changes(results, found)
-    _judge_softmax(results, found)
+    first = (_judge_tiles, _judge_order, _judge_forms, _judge_programs)
+    for part in (*first, _judge_backward, _judge_changes, _judge_softmax):
+        part(results, found)
     return found
 
 

@@ -1,7 +1,5 @@
 """nanoGPT's model as a contender, from the user's checkout: `python -m reproduce training nanogpt=PATH/model.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

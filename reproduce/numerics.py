@@ -6,8 +6,6 @@ accumulator. What differs from a GPU is the order in which numpy sums a dot prod
 times smaller than float16's rounding.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import asdict, dataclass

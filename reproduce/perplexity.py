@@ -18,8 +18,6 @@ Six parts:
     extend    GPT-2 small goes on from flash's last checkpoint, its context kept or extended, on the same tokens.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -3,8 +3,6 @@
 The layers are torch's and nothing is compiled, so that between two backends only attention differs.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The runs of the perplexity experiment: what each one is trained with, and the Settings they follow from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, replace

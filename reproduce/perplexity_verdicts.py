@@ -1,7 +1,5 @@
 """What the perplexity experiment says of C12 and C14, and the bounds it says it by."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from itertools import pairwise

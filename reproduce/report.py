@@ -5,8 +5,6 @@ figures. A GPU's figures come first, what a CPU counted in an appendix. A figure
 measured". A file that cannot be used loses only its own rows, and the page says so.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -40,17 +38,8 @@ STATES = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 # Headers: of the first screen, of a claim's figures, and of what produced them. Cells are Markdown.
 FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict", "on")
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
-RUN_COLUMNS = (
-    "experiment",
-    "state",
-    "device",
-    "command",
-    "took",
-    "date",
-    "versions",
-    "commit",
-    "changed since",
-)
+RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
+RUN_COLUMNS += ("changed since",)
 # The figures of the first screen: subject -> (claim, words in the figure's name). Like for like, so that the least
 # flattering of several figures is shown: eager steps for speed, the same shape for memory.
 FIRST = {

@@ -1,7 +1,5 @@
 """The report as one HTML page: pictures are in it, results files are linked. report.html is its template."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The report as Markdown; pictures and results files are linked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from . import report

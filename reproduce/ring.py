@@ -9,8 +9,6 @@ its messages alone. Time is the slowest rank's, on the host's clock from barrier
 `predict` is the same from two numbers, the kernels' rate and the link's.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from functools import partial

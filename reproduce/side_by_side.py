@@ -5,8 +5,6 @@ thrown away, but torch's and Triton's caches keep what they compiled. Then one p
 sample is written as soon as it is measured, so a run that is cut or killed loses only the one in progress.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -4,8 +4,6 @@ Tiles that the block mask excludes are skipped, so time should be affine in the 
 that does not support `block_mask` is left out, and the output says so.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from functools import partial

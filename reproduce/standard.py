@@ -6,8 +6,6 @@ operator. `kernels.naive` is the oracle for correctness instead: it keeps every 
 reproducible mask in integer arithmetic, which production code would not do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

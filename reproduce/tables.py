@@ -1,7 +1,5 @@
 """The samples of any experiment as text: what is printed when it ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .common import text_table

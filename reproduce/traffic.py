@@ -5,8 +5,6 @@ counters read. Attention's traffic is proportional to batch * heads, so one head
 times 1024.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial

@@ -6,8 +6,6 @@ timed, each contender's logits must agree with naive attention's in float32 (exc
 weights), and its peak memory is measured. Then the group's contenders take turns in one process.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import asdict, dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The training experiment's picture and verdicts."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The curves of a comparison as numbers, which page.js draws; one colour a backend, one dash pattern a setting."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

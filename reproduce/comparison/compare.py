@@ -4,8 +4,6 @@ The first run's attention is the baseline. A run is compared with the baseline's
 there is one, else with the first run. Any difference between runs other than their attention is reported.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

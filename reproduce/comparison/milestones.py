@@ -4,8 +4,6 @@ The references are CSV files below curves/, named after the recipes (`experiment
 Points are compared at equal tokens; the run's loss is interpolated between its evaluations.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import functools

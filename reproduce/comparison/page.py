@@ -3,8 +3,6 @@
 page.html is its template, and includes page.css and page.js, which draws the charts from the numbers in the page.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tokens and the time that each run took to a validation loss, which is how recipes are compared."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from training.console import count

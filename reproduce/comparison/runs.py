@@ -3,8 +3,6 @@
 A run is a directory that `train.py` wrote, or a wandb offline folder, which is read with `wandb leet inspect`.
 """
 
-from __future__ import annotations
-
 import csv
 import glob
 import json

@@ -1,7 +1,5 @@
 """What a comparison of runs shows as text: a table, what must be known before believing it, what differs besides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from training.console import SPREAD, changes

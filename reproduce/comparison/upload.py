@@ -1,7 +1,5 @@
 """`python -m reproduce compare RUNS... --wandb`: the page in wandb, to be seen in a run and kept as an artifact."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
