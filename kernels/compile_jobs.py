@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from .features import FEATURES
 from .flash.decode import LARGEST_TILE, tile_of
+from .flash.dispatch import hopper_needs
 from .flash.portable.tiles import AMD, KERNELS, Tile, candidates
 from .history import flash1, flash2, two_pass
+from .registry import AttentionRequest
 from .versions import OLDEST_GLUON, numbers_of
 
 # name -> (kernel, tiles, names of its float32 tensors)
@@ -22,7 +25,15 @@ HISTORY = {
     "two_pass_backward": (two_pass.backward_kernel, two_pass.BACKWARD, {"Lse", "DK", "DV"}),
 }
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-RAGGED = "ragged"  # Hopper kernels: kv_len = q_len + 1, so blocks of keys and the diagonal do not align
+# Hopper kernels. kv_len - q_len: with 1, blocks of keys and the diagonal do not align; with 64, half blocks do.
+APART = {"": 0, "ragged": 1, "shifted": 64}
+# Long loops: the backward delays dQ's product, the forward schedules tiles dynamically, and from 4096 on (2048 if not
+# causal) it has three consumers at head_dim 64.
+LENGTHS = (512, 2048, 16384)
+# Features of which a pass has no form of its own: `delta_kernel` has those of the backward.
+NO_FORM = {"forward": ("return_lse",), "backward": ("return_lse", "precise_delta", "sinks")}
+FILLED = {128: 72, 256: 136}
+CUDA = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -70,71 +81,30 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:
-            forms = {64: _narrow, 128: _narrow, 256: _wide}
-            for head_dim in sorted(forms.keys() & set(head_dims)):
-                jobs += forms[head_dim](head_dim)
+            for head_dim in head_dims:
+                jobs += _hopper(head_dim)
     return jobs
 
 
-def _with_features(head_dim: int) -> list[Job]:
-    """The Hopper kernels' forms with key padding, dropout in the forward and sinks, as `dispatch` lets through."""
+def _hopper(head_dim: int) -> list[Job]:
+    """Every form of the Hopper kernels that `dispatch` lets through with tier="hopper", some of them repeatedly."""
+    backward = ("hopper_backward",) if head_dim <= 128 else ("hopper_dkdv", "hopper_dq")
     jobs = []
-    features = ("kv_lengths", "kv_lengths dropout_p", "dropout_p", f"dropout_p {RAGGED}", "sinks")
-    names, lengths = ("hopper_forward", "hopper_backward"), (512, 16384)
-    for feature, name, causal, length in itertools.product(features, names, (True, False), lengths):
-        refused = head_dim > 64 and feature in ("kv_lengths dropout_p", f"dropout_p {RAGGED}")
-        if "kv_lengths" in feature if name == "hopper_backward" else not refused:
-            jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
-    return jobs
-
-
-def _narrow(head_dim: int) -> list[Job]:
-    """The forms of the Hopper kernels at head_dim 64 or 128."""
-    jobs = []
-    kernels = ("hopper_forward", "hopper_backward")
-    for causal, feature in itertools.product((True, False), ("", RAGGED)):
-        # Long loops: the backward delays dQ's product, and the forward schedules tiles dynamically; from 4096 on
-        # (2048 if not causal) the forward has three consumers at head_dim 64.
-        for name, length in itertools.product(kernels, (512, 2048, 16384)):
-            if length == 2048 and (name, head_dim, causal) != ("hopper_forward", 64, True):
-                continue  # the same kernel as for 16384
-            jobs.append(Job(90, name, head_dim, causal, None, feature=feature, length=length))
-    for name, feature in itertools.product(kernels, ("cu_seqlens", "window")):
-        jobs.append(Job(90, name, head_dim, True, None, feature=feature))
-    for name, causal in itertools.product(kernels, (True, False)):
-        jobs.append(Job(90, name, head_dim, causal, None, feature="block_mask"))
-    # The forward always masks its last block; the backward only for the diagonal or a partial block.
-    jobs.append(Job(90, "hopper_backward", head_dim, False, None, feature=f"block_mask {RAGGED}"))
-    # Of precise_delta the backward has only `delta_kernel`.
-    one_pass = {"dropout_p": "hopper_backward", "precise_delta": "hopper_forward"}
-    lengths = itertools.product((True, False), (512, 16384), ("", f" {RAGGED}"))
-    for (feature, name), (causal, length, ragged) in itertools.product(one_pass.items(), lengths):
-        jobs.append(Job(90, name, head_dim, causal, None, feature=feature + ragged, length=length))
-    # Sinks, and what rounding took from out, are a tile's last step, beside whatever else `dispatch` lets through.
-    masks = ("cu_seqlens", "window", "block_mask")
-    beside = {"precise_delta": masks, "sinks": (*masks, "kv_lengths")}
-    if head_dim == 64:
-        beside["sinks"] += ("dropout_p", "kv_lengths dropout_p")
-    for feature, others in beside.items():
-        jobs += [Job(90, "hopper_forward", head_dim, True, None, feature=f"{feature} {x}") for x in others]
+    for which, kernels in {"forward": ("hopper_forward",), "backward": backward}.items():
+        served = (name for name, each in FEATURES.items() if {*each.hopper, *each.on_request})
+        uses = [name for name in served if name not in NO_FORM[which]][::-1]
+        sets = (each for count in range(len(uses) + 1) for each in itertools.combinations(uses, count))
+        for features, causal, length, apart in itertools.product(sets, (True, False), LENGTHS, APART):
+            call = (length, length + APART[apart], causal)
+            request = AttentionRequest(CUDA, torch.bfloat16, head_dim, frozenset(features), "hopper", *call)
+            if hopper_needs(which, request) is None:
+                feature = " ".join([*features, apart]).strip()
+                jobs += [
+                    Job(90, each, head_dim, causal, None, feature=feature, length=length) for each in kernels
+                ]
     # Tiles filled up with zeros; an odd multiple of 8, at which offsets need most care.
-    jobs += [Job(90, name, head_dim - 56, True, None) for name in kernels if head_dim == 128]
-    return jobs + _with_features(head_dim)
-
-
-def _wide(head_dim: int) -> list[Job]:
-    """Those of the Hopper kernels above head_dim 128."""
-    jobs = []
-    for causal, feature in itertools.product((True, False), ("", RAGGED)):
-        for length in (512, 16384):
-            jobs.append(Job(90, "hopper_forward", head_dim, causal, None, feature=feature, length=length))
-        jobs.append(Job(90, "hopper_dq", head_dim, causal, None, feature=feature))
-    jobs += [Job(90, "hopper_dkdv", head_dim, causal, None) for causal in (True, False)]
-    bounds = ("cu_seqlens", "window")
-    for feature in (*bounds, "precise_delta", *(f"precise_delta {each}" for each in bounds)):
-        jobs.append(Job(90, "hopper_forward", head_dim, True, None, feature=feature))
-    kernels = ("hopper_forward", "hopper_dkdv", "hopper_dq")
-    return jobs + [Job(90, name, 136, causal, None) for name in kernels for causal in (True, False)]
+    plain = [job for job in jobs if not job.feature and job.length == LENGTHS[0]]
+    return jobs + [replace(job, head_dim=FILLED[head_dim]) for job in plain if head_dim in FILLED]
 
 
 Form = frozenset[tuple[str, str]]

@@ -41,7 +41,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .compile_jobs import HISTORY, RAGGED, TYPE_NAMES, Job, distinct, pairwise, shipped
+from .compile_jobs import APART, HISTORY, TYPE_NAMES, Job, distinct, pairwise, shipped
 from .features import FEATURES
 from .flash import dropout
 from .flash.decode import decode_kernel
@@ -217,7 +217,7 @@ def _constants(job: Job) -> dict[str, Any]:
 
 def _hopper_constants(job: Job) -> dict[str, Any]:
     words = job.feature.split()
-    ragged, listed, padded = RAGGED in words, "block_mask" in words, "kv_lengths" in words
+    listed, padded = "block_mask" in words, "kv_lengths" in words
     bounded = "cu_seqlens" in words or "window" in words
     absent = {} if "cu_seqlens" in words else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not listed:
@@ -231,7 +231,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     drop = drop_of(0.1 if "dropout_p" in words else 0.0)
     if drop is None:
         absent["Seed"] = None
-    lengths = job.length, job.length + ragged
+    lengths = job.length, job.length + sum(apart for word, apart in APART.items() if word in words)
     if job.kernel == "hopper_dkdv":
         return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
     uses = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop}
@@ -244,7 +244,8 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     row_blocks = job.length // backward_schedule.BLOCK_M[width]
     delay = backward.choose_dq_delay(width, job.causal, row_blocks, padded)
     dq_delay = 0 if bounded or listed else delay
-    rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or ragged or padded}
+    partial = lengths[1] % backward_schedule.KEYS.value != 0
+    rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or partial or padded}
     if not job.causal or bounded or listed or drop or padded:
         absent["tail_head"] = None
     return {**rules, "DQ_DELAY": dq_delay, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, **absent}

@@ -56,16 +56,14 @@ def choose(which: str, request: AttentionRequest) -> Choice:
     """
     if request.tier == "triton":
         return Choice("triton")
-    needed = _hopper_needs(which, request)
+    needed = machine_lacks(request.device) or hopper_needs(which, request)
     return Choice("triton", needed) if needed else Choice("hopper")
 
 
-def _hopper_needs(which: str, request: AttentionRequest) -> str | None:
-    """What the Hopper kernels of a pass would need to serve the request, or None."""
+def hopper_needs(which: str, request: AttentionRequest) -> str | None:
+    """What the Hopper kernels of a pass would need to serve the request on a machine that has them, or None."""
     features, length, kv_len = request.features, request.length, request.kv_len
     bounds = [name for name in BOUNDS if name in features]
-    if missing := machine_lacks(request.device):
-        return missing
     if request.dtype not in HOPPER_DTYPES:
         return f"float16 or bfloat16, not {request.dtype}"
     if request.tier == "auto" and request.head_dim not in MEASURED_HEAD_DIMS:

@@ -98,6 +98,27 @@ def test_what_is_left_out_is_the_same_kernel_or_has_its_pairs_of_values_elsewher
     assert printed(SELECTED) == 3 * [["True", "True"]]
 
 
+OTHER_LENGTHS = """
+from kernels import compile_jobs
+from kernels.compile_report import form
+compiled = {form(job) for job in compile_jobs.shipped([90], [64, 128, 256])}
+compile_jobs.LENGTHS = 128, 1000, 2047, 4096
+compile_jobs.APART |= {str(apart): apart for apart in (-192, -128, -64, -1, 63, 128)}
+others = [job for job in compile_jobs.shipped([90], [64, 128, 256]) if job.kernel.startswith("hopper")]
+print(len(others))
+for job in others:
+    if form(job) not in compiled:
+        print(job)
+"""
+
+
+@needs_gluon
+def test_no_lengths_make_a_form_of_the_hopper_kernels_that_is_not_compiled(printed) -> None:
+    count, *missing = printed(OTHER_LENGTHS)
+    assert int(count[0]) > 2000
+    assert missing == []
+
+
 HOPPER = """
 from kernels.compile_report import Job, compile_job
 for kernel, head_dim in ("hopper_forward", 128), ("hopper_backward", 128), ("hopper_dkdv", 256), ("hopper_dq", 256):
