@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -184,6 +185,10 @@ def _unchanged_if_refused(folder: Path) -> Iterator[None]:
     """Leave a run directory's folder `wandb` as it was if wandb does not begin: it makes files before it fails."""
     import wandb
 
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, stop)  # which else ends Python at once
     before = [*folder.glob("*")]
     links = {path: path.readlink() for path in before if path.is_symlink()}
     try:
@@ -201,6 +206,8 @@ def _unchanged_if_refused(folder: Path) -> Iterator[None]:
         if folder.is_dir() and not before:
             folder.rmdir()
         raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def check_wandb(config: LoggerConfig) -> None:
