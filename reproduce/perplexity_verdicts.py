@@ -162,5 +162,5 @@ def _judge_context(results: Results, found: Verdicts) -> None:
     found.add("C14", what, BY_CONTEXT, f"{-fall:+.3f} nats", fall > spread, why)
     for context, step in lost.items():
         what, ours = f"validation loss at context {context}", f"diverged from step {step:,} on"
-        why = "part `stability` asks why: the rate, or the rounding of the output"
+        why = "bfloat16 rounds attention's output: with precise_delta it does not (kernels/log/hopper_backward.md)"
         found.add("C14", what, BY_CONTEXT, ours, False, why)

@@ -40,14 +40,16 @@ def fault(
     )
 
 
-def diverged(why: str, done: int, broken: int, run_dir: Path, dtype: torch.dtype) -> str:
+def diverged(why: str, done: int, broken: int, run_dir: Path, dtype: torch.dtype, rounded: bool) -> str:
     """What to say of a run that ends at step `done`.
 
-    broken: the step whose weights failed; only an older checkpoint is named.
+    broken: the step whose weights failed; only an older checkpoint is named. rounded: whether attention's backward
+    uses an output that was rounded to 16 bits, of which runs diverge (kernels/log/hopper_backward.md).
     """
     kept = [path for path in checkpoint.saved(run_dir) if path < checkpoint.at(run_dir, broken)]
     left = f"the newest checkpoint from before is {kept[-1]}" if kept else "no checkpoint was saved before"
-    wider = "" if dtype is torch.float32 else ", or try trainer.precision=fp32"
+    exact = "attention.precise_delta=true or " if rounded else ""
+    wider = "" if dtype is torch.float32 else f", or try {exact}trainer.precision=fp32"
     return f"{why} at step {done}: lower optimizer.lr or raise schedule.warmup_fraction{wider}; {left}."
 
 

@@ -313,7 +313,9 @@ class Trainer:
 
     def _give_up(self, why: str, done: int, broken: int) -> NoReturn:
         """End the run at step `done`. broken: the step whose weights failed."""
-        raise ConfigError(diverged(why, done, broken, self.run_dir, self.plan.how.dtype))
+        how = self.plan.how
+        rounded = how.attention == "flash" and not self.config.attention.precise_delta
+        raise ConfigError(diverged(why, done, broken, self.run_dir, how.dtype, rounded))
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)

@@ -17,6 +17,7 @@ from training.config import (
     ConfigError,
     Precision,
 )
+from training.failures import diverged
 from training.restore import load_run
 from training.trainer import Trainer, train
 
@@ -46,6 +47,18 @@ def test_a_nonfinite_gradient_ends_the_run_and_no_bad_weights_are_saved(config, 
         poisoned(sparse, tmp_path, value, at=4).run()
     assert steps_saved(tmp_path) == [2]
     assert all(w.isfinite().all() for w in checkpoint.load_weights(checkpoint.find(tmp_path), "cpu").values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounded", "advice"),
+    [
+        (torch.bfloat16, True, "or try attention.precise_delta=true or trainer.precision=fp32;"),
+        (torch.bfloat16, False, "or try trainer.precision=fp32;"),
+        (torch.float32, True, "raise schedule.warmup_fraction;"),
+    ],
+)
+def test_the_advice_is_what_the_run_does_not_have_yet(tmp_path, dtype, rounded, advice):
+    assert advice in diverged("the loss is nan", 4, 4, tmp_path, dtype, rounded)
 
 
 def test_a_step_skipped_for_fp16_overflow_does_not_end_the_run(config, tmp_path):
