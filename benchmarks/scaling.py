@@ -99,14 +99,18 @@ def launched(named: list, gpus: int, steps: int, folder: Path, minutes: float) -
             # A signal that torchrun passes on: ranks are no children of ours, and one that hangs would keep its GPU.
             late = threading.Timer(60 * minutes, launcher.terminate)
             late.start()
-            for line in launcher.stdout:
-                if line.startswith("{"):
-                    yield json.loads(line)
-                    named = named[1:]
-            launcher.wait()
+            try:
+                for line in launcher.stdout:
+                    if line.startswith("{"):
+                        yield json.loads(line)
+                        named = named[1:]
+                launcher.wait()
+            finally:  # after Ctrl-C too, else Python would wait for the timer
+                in_time = late.is_alive()
+                late.cancel()
+                launcher.terminate()
             told.seek(0)
-            reason = _reason(told.read()) if late.is_alive() else f"not done after {minutes:g} minutes"
-            late.cancel()
+            reason = _reason(told.read()) if in_time else f"not done after {minutes:g} minutes"
         if named:
             model, name, _ = named[0]
             yield {"model": model, "name": name, "ranks": gpus, "failed": reason}
