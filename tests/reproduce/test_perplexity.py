@@ -306,9 +306,11 @@ def test_a_context_that_diverged_is_named_and_left_out(tmp_path: Path):
 
     found = [context(64, 3.0, 2.5, 2.0), context(256, 3.0, 2.0, 1.5), context(1024, 3.0, 1.6, 5.0)]
     results = {"device": "GPU", "settings": {}, "samples": found}
-    shown = [(each.what, each.ours, each.status) for each in perplexity.judge(results) if each.claim == "C14"]
+    verdicts = [each for each in perplexity.judge(results) if each.claim == "C14"]
+    shown = [(each.what, each.ours, each.status) for each in verdicts]
     assert ("validation loss, context 256 minus context 64", "-0.500 nats", REPRODUCED) in shown
     assert ("validation loss at context 1024", "diverged from step 2 on", NOT_REPRODUCED) in shown
+    assert next(each.why for each in verdicts if "diverged" in each.ours).startswith("without precise_delta")
     assert "3 (diverged from 2 on)" in perplexity.table(results)
     perplexity.draw(results, tmp_path / "perplexity.svg")
     drawn = (tmp_path / "perplexity.svg").read_text()
