@@ -44,7 +44,8 @@ def diverged(why: str, done: int, broken: int, run_dir: Path, dtype: torch.dtype
     """What to say of a run that ends at step `done`.
 
     broken: the step whose weights failed; only an older checkpoint is named. rounded: whether attention's backward
-    uses an output that was rounded to 16 bits, of which runs diverge (kernels/log/hopper_backward.md).
+    uses an output that was rounded to 16 bits, of which runs diverge (kernels/log/hopper_backward.md), and could do
+    without by precise_delta.
     """
     kept = [path for path in checkpoint.saved(run_dir) if path < checkpoint.at(run_dir, broken)]
     left = f"the newest checkpoint from before is {kept[-1]}" if kept else "no checkpoint was saved before"

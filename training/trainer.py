@@ -313,8 +313,9 @@ class Trainer:
 
     def _give_up(self, why: str, done: int, broken: int) -> NoReturn:
         """End the run at step `done`. broken: the step whose weights failed."""
-        how = self.plan.how
-        rounded = how.attention == "flash" and not self.config.attention.precise_delta
+        how, config = self.plan.how, self.config
+        curable = how.attention == "flash" and config.parallel.context == 1  # a ring has no precise_delta
+        rounded = curable and not config.attention.precise_delta
         raise ConfigError(diverged(why, done, broken, self.run_dir, how.dtype, rounded))
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
