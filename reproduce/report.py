@@ -121,13 +121,15 @@ class Page:
 
 
 def first_rows(page: Page) -> list[list[str]]:
-    """The rows of the first screen, in FIRST_COLUMNS."""
+    """The rows of the first screen, in FIRST_COLUMNS: a figure of each subject, on every GPU that has it."""
     rows = []
     for subject, (claim, words) in FIRST.items():
         figures = page.claims[claim].on_gpu
-        figure = next((each for each in figures if words in each.verdict.what), figures[0])
-        v = figure.verdict
-        rows.append([subject, v.what, v.paper, v.ours or NOT_MEASURED, v.status, figure.link])
+        what = next((each for each in figures if words in each.verdict.what), figures[0]).verdict.what
+        for figure in figures:
+            v = figure.verdict
+            if v.what == what:
+                rows.append([subject, what, v.paper, v.ours or NOT_MEASURED, v.status, figure.link])
     return rows
 
 
