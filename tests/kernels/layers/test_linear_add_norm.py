@@ -63,9 +63,17 @@ def double(inputs):
 def test_outputs_and_gradients_as_exact_as_torchs(dtype, shape):
     inputs, directions = problem(dtype, shape)
     exact = results(torchs, double(inputs), directions)
-    assert_all_as_exact(
-        exact, results(linear_add_norm, inputs, directions), results(torchs, inputs, directions)
-    )
+    ours, theirs = (results(each, inputs, directions) for each in (linear_add_norm, torchs))
+    assert_all_as_exact(exact, ours, theirs, rounded_by_one(inputs, directions) if shape[-1] == 1 else {})
+
+
+def rounded_by_one(inputs, directions):
+    """With a width of 1, how far the gradients may be off, by name: g - mean(g) is 0, and torch's is, but fused with
+    the product g = gain * d_normalised it is what g was rounded by, half an ulp, times rstd = eps**-0.5."""
+    rows, half_ulp = len(inputs["x"]), torch.finfo(torch.float32).eps / 2
+    d_x = half_ulp * (inputs["gain"] * directions[1]).abs().max() * 1e-5**-0.5
+    weight, y = inputs["weight"].abs().max(), inputs["y"].abs().max()
+    return {"d_x": d_x, "d_y": d_x * weight, "d_weight": d_x * y * rows, "d_bias": d_x * rows}
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
