@@ -194,8 +194,9 @@ def test_huge_values_stay_finite():
 
 
 def repeats(inputs, directions, count):
-    first, *others = (results(linear_add_norm, inputs, directions) for _ in range(count))
-    return all(torch.equal(x[name], first[name]) for x in others for name in first)
+    runs = (results(linear_add_norm, inputs, directions) for _ in range(count))
+    first = next(runs)
+    return all(torch.equal(x[name], first[name]) for x in runs for name in first)
 
 
 def test_repeats_bit_for_bit():
@@ -314,8 +315,9 @@ def test_compiled_fused_kernels_load_16_bytes_and_spill_nothing():
     ("rows", "width"), [(8192, 768), (65536, 768), (4096, 1600), (1000, 5120), (300, 16384), (20, 40000)]
 )
 def test_under_autocast_at_the_size_of_gpt2_and_above(rows, width, dropout):
-    inputs, directions = problem(torch.float32, (rows, width), inner=width)
-    inputs["weight"] *= width**-0.5
+    inner = min(width, 4096)  # squares of the widest would take 60 GB, of which the kernels see nothing
+    inputs, directions = problem(torch.float32, (rows, width), inner)
+    inputs["weight"] *= inner**-0.5
     with torch.autocast("cuda", torch.bfloat16):
         ours, theirs = (results(each, inputs, directions, **dropout) for each in (linear_add_norm, torchs))
     theirs["normalised"] = theirs["normalised"].bfloat16()  # as the next linear layer reads it
