@@ -17,6 +17,7 @@ from .arguments import (
     in_autocast_dtype,
     refuse_features,
 )
+from .operators import operator
 from .registry import refusal_of_call
 
 VARLEN = ("sdpa", "sdpa_flash")  # the backends that varlen_attn's kernels, of FlashAttention, stand for
@@ -101,6 +102,19 @@ def visible(cu_seqlens: torch.Tensor, batch: int, length: int, causal: bool) -> 
     return seen.tril() if causal else seen
 
 
+def listed_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of bool (batch, rows, columns): how many of each row are True (batch, 1, rows), and these first, int32.
+
+    An operator for its strides' sake: Inductor would give the dimension of heads one of 0, and by that flex's kernel
+    goes from row to row of the batch (torch 2.13), so that every row would see the blocks of the first.
+    """
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+
+listed_blocks = operator(listed_blocks, listed_blocks)
+
+
 def flex_mask(cu_seqlens: torch.Tensor, batch: int, length: int, causal: bool) -> Any:
     """FlexAttention's BlockMask, from the documents at the edges of its blocks.
 
@@ -124,11 +138,9 @@ def flex_mask(cu_seqlens: torch.Tensor, batch: int, length: int, causal: bool) -
         return same & (row >= column) if causal else same
 
     return BlockMask.from_kv_blocks(
-        *_listed(seen & ~full), *_listed(full), BLOCK_SIZE=size, mask_mod=mask, seq_lengths=(length, length)
+        *listed_blocks(seen & ~full),
+        *listed_blocks(full),
+        BLOCK_SIZE=size,
+        mask_mod=mask,
+        seq_lengths=(length, length),
     )
-
-
-def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of bool (batch, rows, columns): how many of each row are True (batch, 1, rows), and these first, int32."""
-    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]

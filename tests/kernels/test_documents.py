@@ -56,6 +56,26 @@ def test_flex_keeps_to_documents_alone_and_inside_a_compiled_model() -> None:
     torch.testing.assert_close(compiled(q, k, v, cu_seqlens), expected)
 
 
+@pytest.mark.slow  # it compiles C++
+def test_compiled_blocks_have_the_strides_that_flexs_kernel_steps_by() -> None:
+    """On a GPU it goes to the next row of the batch by the stride of its one head: Inductor chose 0."""
+    found: list[tuple[int, ...]] = []
+
+    @torch.library.custom_op("tests::looked_at", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+    def looked_at(lists: list[torch.Tensor]) -> torch.Tensor:
+        found.extend(each.stride() for each in lists)
+        return lists[0].clone()
+
+    looked_at.register_fake(lambda lists: torch.empty_like(lists[0]))
+
+    def strides(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        mask = flex_mask(cu_seqlens, 2, 1000, causal=True)
+        return looked_at([mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices])
+
+    torch.compile(strides, fullgraph=True)(documents(1000, 2))
+    assert found == [(8, 8, 1), (64, 64, 8, 1)] * 2
+
+
 def as_the_package(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
     """FlashAttention-4's function of documents by its documentation; of none that is empty, since each is work."""
     out = torch.empty_like(q)
@@ -112,5 +132,7 @@ def test_a_gpu_computes_what_naive_does(name: str, dtype: torch.dtype, compiled:
     found = with_gradients(attention, tensors, d_out, **options)
     expected = with_gradients(get_attention("naive"), tensors, d_out, **options)
     tolerance = 0.03 if dtype is torch.bfloat16 else 3e-3
-    for mine, naives in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, naives, atol=tolerance, rtol=tolerance)
+    for result, mine, naives in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        torch.testing.assert_close(
+            mine, naives, atol=tolerance, rtol=tolerance, msg=lambda why, result=result: f"{result}: {why}"
+        )

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from kernels import ATTENTION, AttentionError
+from kernels import ATTENTION, AttentionError, get_attention
+from tests.kernels.accuracy import inputs
 from tests.kernels.differential import Call, assert_matches_float64, draw
 from tests.random_cases import random_cases
 
@@ -80,3 +81,15 @@ def test_calls_without_queries_or_keys_give_zeros(name: str, lengths: tuple[int,
     call = Call(2, 2, 2, *lengths, 64, torch.bfloat16, True)
     if name not in ("flex", "fa4"):  # which take none
         assert_matches_float64(name, call, "cuda")
+
+
+@pytest.mark.parametrize(("q_len", "options"), [(1000, {}), (700, {"window": (100, 0), "softcap": 2.0})])
+def test_flex_inside_a_compiled_graph_computes_what_it_does_alone(q_len: int, options: dict) -> None:
+    """There Inductor also lays out the lists of blocks that the kernels, forward and backward, read."""
+    flex = get_attention("flex")
+    *tensors, d_out = inputs(q_len, 1000, 64, torch.bfloat16, batch=2, heads=4, kv_heads=2, device="cuda")
+    results = []
+    for attention in (flex, torch.compile(flex)):
+        out = attention(*tensors, **options)
+        results.append((out, *torch.autograd.grad(out, tensors, d_out)))
+    torch.testing.assert_close(*results)

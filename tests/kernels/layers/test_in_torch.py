@@ -205,12 +205,14 @@ def test_a_width_of_zero_gives_what_torch_gives() -> None:
         (lambda x: dropout(x, 0.5, 1), torch.clone, (empty,)),
         (
             lambda w: embedding(tokens(3), w),
-            lambda w: F.embedding(tokens(3), w),
+            lambda w: F.embedding(tokens(3).to(w.device), w),
             (torch.empty(40, 0, device=DEVICE),),
         ),
     )
     for ours, torchs, inputs in cases:
-        torch.testing.assert_close(exact_results(ours, inputs), exact_results(torchs, inputs))
+        # Of torch on a CPU: on a GPU its embedding's gradient reads out of bounds (2.13), and all that follows fails.
+        theirs = exact_results(torchs, tuple(x.cpu() for x in inputs))
+        torch.testing.assert_close(exact_results(ours, inputs), theirs, check_device=False)
 
 
 @pytest.mark.parametrize("width", [2**18 + 1, 2**21])

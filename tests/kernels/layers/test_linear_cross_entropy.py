@@ -144,8 +144,10 @@ def test_computing_in_chunks_does_not_change_the_result(monkeypatch, rows, chunk
 
 def test_padding_has_no_probability_and_no_gradient():
     hidden, weight, targets = problem(torch.float32)
-    loss, _, d_weight = gradients(linear_cross_entropy, hidden, weight, targets)
+    _, _, d_weight = gradients(linear_cross_entropy, hidden, weight, targets)
     assert torch.equal(d_weight[VOCAB:], torch.zeros_like(d_weight[VOCAB:]))
+    # Both without a gradient: with one the kernel is compiled into another, which on a GPU sums in another order.
+    loss = linear_cross_entropy(hidden, weight, targets, VOCAB)
     weight[VOCAB:] = 100.0
     assert linear_cross_entropy(hidden, weight, targets, VOCAB) == loss
 

@@ -115,8 +115,9 @@ def test_inputs_of_any_strides():
 
 
 def repeats(inputs, direction, count):
-    first, *others = (results(linear_gelu, inputs, direction) for _ in range(count))
-    return all(torch.equal(x[name], first[name]) for x in others for name in first)
+    runs = (results(linear_gelu, inputs, direction) for _ in range(count))
+    first = next(runs)
+    return all(torch.equal(x[name], first[name]) for x in runs for name in first)
 
 
 def test_repeats_bit_for_bit():
