@@ -1,0 +1,325 @@
+"""Flash's Hopper kernels beside the portable ones and PyTorch's: python race.py PART SEED END
+
+PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
+features. The last three are what only tier=hopper takes so far. END: seconds since 1970 at which to stop.
+Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
+A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
+without that kind. Writes $JOB_OUT/PART.SEED.{json,txt}. With TRY=1 tiny, on a CPU.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, os.getcwd())
+import torch
+import triton
+
+from kernels import get_attention
+from kernels.flash.dispatch import machine_lacks
+from reproduce import timing
+from tests.kernels.accuracy import assert_as_accurate, run
+
+TRY = "TRY" in os.environ
+PART, SEED, END = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+SHARE = sys.argv[4] if len(sys.argv) > 4 else ""  # "i/n": only compile this share
+BROKEN = 77
+COMPILERS = 14
+OUT = Path(os.environ["JOB_OUT"])
+DEVICE = torch.device("cpu" if TRY else "cuda")
+DTYPE = torch.float16 if TRY else torch.bfloat16
+HOPPER = "hopper" if machine_lacks(DEVICE) is None else "triton"
+LIBRARIES = ("sdpa_flash", "sdpa_cudnn", "fa4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    kind: str  # tokens: 16,384 of hidden size 2048, as in FlashAttention-2's benchmark; small: few tiles; grouped
+    length: int
+    head_dim: int
+    causal: bool
+    feature: str = ""  # joined by "+": padding (uniform from 1), near (0 to 20 less), dropout, sinks, precise
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sequences, heads, key-value heads."""
+        if TRY:
+            return 2, 2, 2
+        if self.kind == "small":
+            return 2, 8, 8
+        heads = min(max(2048 // self.head_dim, 8) // 2 * 2, 32)
+        if self.kind == "grouped":
+            return 16384 // self.length, heads // 4 * 4, heads // 4
+        return 16384 // self.length, heads, heads
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"{self.kind:8} {self.length:6} d{self.head_dim:<4}{mask:7}{self.feature}"
+
+    @property
+    def family(self) -> list:
+        """What is left out once one of it hung."""
+        return [self.head_dim, self.causal, self.feature]
+
+
+def points() -> list[Point]:
+    def every(kind: str, *ranges: tuple) -> list[Point]:
+        return [Point(kind, *each) for each in itertools.product(*ranges)]
+
+    both, causal = (True, False), (True,)
+    if TRY:
+        return every("tokens", (64,), (32,), both, ("padding", "dropout") if PART == "features" else ("",))
+    if PART == "plain":
+        return every("tokens", (1024, 4096, 16384), (64, 128), both)
+    if PART == "ours":
+        return every("tokens", (1024, 2048, 4096, 8192, 16384), (64, 128), causal)
+    if PART == "wide":
+        return [
+            *every("tokens", (1024, 4096, 2048, 512, 8192, 16384), (256, 192, 160), both),
+            *every("grouped", (512, 2048), (256,), both),
+            *every("small", (128, 256, 512, 1024), (256, 192), both),
+            *every("tokens", (1024, 4096), (136, 224), both),
+        ]
+    if PART == "dims":
+        return [
+            *every("tokens", (1024, 4096, 512, 2048, 16384), (80, 96, 112, 32, 48, 16, 72, 120), both),
+            *every("small", (128, 256, 512), (80, 96, 32), both),
+            *every("grouped", (2048,), (80, 96), both),
+        ]
+    alone, mixed = ("padding", "dropout", "sinks"), ("padding+dropout", "dropout+sinks")
+    return [
+        *every("tokens", (1024, 4096, 512, 2048, 8192), (64, 128), both, alone),
+        *every("tokens", (1024, 4096), (64, 128), both, ("near", "precise", "padding+sinks")),
+        *every("tokens", (1024, 4096), (64,), both, mixed),
+        *every("small", (256, 512), (64, 128), both, alone),
+        *every("grouped", (2048,), (128,), causal, alone),
+    ]
+
+
+class Inputs:
+    def __init__(self, p: Point, shape: tuple[int, int, int] | None = None) -> None:
+        batch, heads, kv_heads = shape or p.shape
+        shapes = [(batch, each, p.length, p.head_dim) for each in (heads, kv_heads, kv_heads, heads)]
+        *self.qkv, self.d_out = (torch.randn(each, device=DEVICE, dtype=DTYPE) for each in shapes)
+        self.qkv = [each.requires_grad_() for each in self.qkv]
+        self.features: dict[str, object] = {}
+        if "padding" in p.feature or "near" in p.feature:
+            low = 1 if "padding" in p.feature else p.length - 20
+            lengths = torch.randint(low, p.length + 1, (batch,), generator=torch.Generator().manual_seed(0))
+            self.features["kv_lengths"] = lengths.to(DEVICE, torch.int32)
+        if "dropout" in p.feature:
+            self.features |= {"dropout_p": 0.1, "dropout_seed": 7}
+        if "sinks" in p.feature:
+            self.features["sinks"] = torch.linspace(-2, 3, heads, device=DEVICE)
+        if "precise" in p.feature:
+            self.features["precise_delta"] = True
+
+
+Attend = Callable[[Inputs, Point], torch.Tensor]
+
+
+def flash(tier: str, inputs: Inputs, p: Point, plain: bool = False) -> torch.Tensor:
+    features = {} if plain else inputs.features
+    return get_attention("flash")(*inputs.qkv, causal=p.causal, tier=tier, **features)
+
+
+def library(name: str, inputs: Inputs, p: Point) -> torch.Tensor:
+    return get_attention(name)(*inputs.qkv, causal=p.causal)
+
+
+def contenders(p: Point) -> dict[str, Attend]:
+    found: dict[str, Attend] = {"hopper": functools.partial(flash, HOPPER)}
+    found["portable"] = functools.partial(flash, "triton")
+    if p.feature:  # what the feature costs
+        found["plain"] = functools.partial(flash, HOPPER, plain=True)
+    elif PART != "ours":
+        found |= {name: functools.partial(library, name) for name in LIBRARIES}
+    return found
+
+
+def step(attend: Attend, inputs: Inputs, p: Point) -> Iterator[None]:
+    out = attend(inputs, p)
+    yield
+    torch.autograd.grad(out, inputs.qkv, inputs.d_out)
+    yield
+
+
+def check(p: Point) -> str:
+    """The accuracy gate on a small shape of the same kind, and 20 repeats of the full one; "" or what is wrong."""
+    length = 4100 if p.length >= 4096 else 2100 if p.length >= 2048 else min(p.length, 1000)
+    small = dataclasses.replace(p, length=length)
+    attention = functools.partial(get_attention("flash"), tier=HOPPER, causal=p.causal)
+    try:
+        inputs = Inputs(small, (2, 2, 1 if p.kind == "grouped" else 2))
+        got = run(attention, inputs.qkv, inputs.d_out, **inputs.features)
+        exact = {name: each for name, each in inputs.features.items() if name != "precise_delta"}
+        assert_as_accurate(got, inputs.qkv, inputs.d_out, causal=p.causal, **exact)
+        inputs = Inputs(p)
+        first = run(attention, inputs.qkv, inputs.d_out, **inputs.features)
+        for _ in range(2 if TRY else 20):
+            again = run(attention, inputs.qkv, inputs.d_out, **inputs.features)
+            if unlike := [name for name in first if not torch.equal(again[name], first[name])]:
+                return f"repeats differ in {unlike}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    return ""
+
+
+def able(p: Point, inputs: Inputs) -> tuple[dict[str, Attend], dict[str, str]]:
+    """The contenders that run here, and why the others do not."""
+    found, refused = {}, {}
+    for name, attend in contenders(p).items():
+        try:
+            for _ in step(attend, inputs, p):
+                pass
+            found[name] = attend
+        except Exception as error:
+            refused[name] = f"{type(error).__name__}: {str(error)[:160]}"
+    return found, refused
+
+
+def race(p: Point) -> dict:
+    batch, heads, _ = p.shape
+    sets = [Inputs(p) for _ in range(timing.input_sets(8 * batch * heads * p.length * p.head_dim, DEVICE))]
+    found, refused = able(p, sets[0])
+
+    def call(attend: Attend, number: int) -> Iterator[None]:
+        return step(attend, sets[number % len(sets)], p)
+
+    calls = {name: functools.partial(call, attend) for name, attend in found.items()}
+    how = {"seconds": 0.0, "rounds": (2, 2), "warmup": 0}
+    if not TRY:
+        how = {"seconds": 0.5, "rounds": (20, 50), "warmup": 2}
+    timed = timing.time_alternating(calls, DEVICE, seed=SEED, **how)
+    ms = {name: dict(zip(("forward", "backward"), each, strict=True)) for name, each in timed.ms.items()}
+    return {**dataclasses.asdict(p), "ms": ms, "late": timed.late, "refused": refused}
+
+
+def report(document: dict) -> str:
+    lines = [f"WRONG {where}: {why}" for where, why in document["wrong"].items()]
+    lines += [
+        "microseconds of hopper; median [quartiles] of its time over each other's in the same round",
+        "",
+    ]
+    for s in document["samples"]:
+        p = Point(**{field.name: s[field.name] for field in dataclasses.fields(Point)})
+        lines.append(f"{p} {'LATE ' + str(s['late']) if s['late'] else ''}")
+        for phase in ("forward", "backward"):
+            if "hopper" not in s["ms"]:
+                continue
+            ours = s["ms"]["hopper"][phase]
+            cells = [f"    {phase:9}{1e3 * statistics.median(ours):8.0f}"]
+            for name, each in s["ms"].items():
+                ratios = [a / b for a, b in zip(ours, each[phase], strict=True)]
+                low, median, high = statistics.quantiles(ratios, n=4)
+                if name != "hopper":
+                    cells.append(f"{name} {median:.3f} [{low:.2f} {high:.2f}]")
+            lines.append("  ".join(cells))
+        lines += [f"    refused {name}: {why}" for name, why in s["refused"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def compile_share(index: int, of: int) -> None:
+    for number, (_, group) in enumerate(itertools.groupby(sorted(points(), key=family), key=family)):
+        for p in group if number % of == index else ():
+            if time.time() < END:
+                able(p, Inputs(p))
+                torch.cuda.empty_cache()
+
+
+def family(p: Point) -> tuple:
+    return (*p.family, p.kind == "grouped")
+
+
+def compile_all() -> None:
+    """Run every point once, in many processes, so that all that is compiled lies in Triton's cache."""
+    end = min(END, time.time() + 140)
+    command = [sys.executable, __file__, PART, str(SEED), str(end)]
+    sharing = [subprocess.Popen([*command, f"{i}/{COMPILERS}"]) for i in range(COMPILERS)]
+    for each in sharing:
+        try:
+            each.wait(max(1, end + 30 - time.time()))
+        except subprocess.TimeoutExpired:
+            each.kill()
+            print("a compiling process was too slow, or hangs", flush=True)
+
+
+class Watch:
+    """Ends the process if a point takes too long."""
+
+    def __init__(self, give_up: Callable[[str], None]) -> None:
+        self.began, self.give_up = time.monotonic(), give_up
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def look(self) -> None:
+        while time.monotonic() - self.began < 90:
+            time.sleep(1)
+        self.give_up("hangs")
+
+
+def main() -> None:
+    torch.manual_seed(SEED)
+    if SHARE:
+        return compile_share(*map(int, SHARE.split("/")))
+    path = OUT / f"{PART}.{SEED}.json"
+    document = {"torch": torch.__version__, "triton": triton.__version__, "part": PART, "seed": SEED}
+    document |= {"hopper_lacks": machine_lacks(DEVICE), "wrong": {}, "broken": [], "samples": []}
+    if path.exists():
+        document = json.loads(path.read_text())
+    elif not TRY:
+        compile_all()
+        document["gpu"] = torch.cuda.get_device_name()
+    done = {tuple(s[field.name] for field in dataclasses.fields(Point)) for s in document["samples"]}
+    left = [p for p in points() if dataclasses.astuple(p) not in done and p.family not in document["broken"]]
+    at = left[0] if left else None
+
+    def write() -> None:
+        path.write_text(json.dumps(document))
+        path.with_suffix(".txt").write_text(report(document))
+
+    def give_up(why: str) -> None:
+        print(f"BROKEN {at}: {why}", flush=True)
+        document["broken"].append(at.family)
+        document["wrong"][str(at)] = why
+        write()
+        os._exit(BROKEN)
+
+    watch, checked = Watch(give_up), set()
+    for at in left:
+        if time.time() > END - 8:
+            print("out of time", flush=True)
+            break
+        watch.began = time.monotonic()
+        try:
+            kind = (*family(at), at.length >= 2048, at.length >= 4096 and at.head_dim <= 64)
+            if kind not in checked:
+                checked.add(kind)
+                if why := check(at):
+                    document["wrong"][str(at)] = why
+            document["samples"].append(race(at))
+        except Exception as error:
+            print(f"FAILED {at}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        if DEVICE.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except Exception as error:
+                give_up(f"broke the context: {str(error)[:200]}")
+        write()
+    watch.began = math.inf
+    print(f"checked {len(checked)} kinds; {len(document['samples'])} of {len(points())} points")
+    print(report(document)[-4000:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A part of an experiment, everything else as the experiment has it; merge.py joins parts.
+
+    python slice.py reproduce|benchmarks EXPERIMENT [--select key=a,b ...] [--only key=a,b ...] [setting=value ...]
+
+--select: the part of the settings that is run. The document records the whole settings, as a cut run's would.
+--only: samples with another value at this coordinate are left to another part.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, os.getcwd())
+if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from benchmarks.__main__ import BENCHMARKS
+from reproduce import fleet, side_by_side
+from reproduce.experiment import EXPERIMENTS, Options, OutOfTime, parse_settings
+from reproduce.plan import Step, missing
+
+Only = dict[str, tuple[str, ...]]
+
+
+def listed(words: list[str]) -> Only:
+    return {key: tuple(values.split(",")) for key, values in (word.split("=", 1) for word in words)}
+
+
+def elsewhere(where: dict, only: Only) -> bool:
+    return any(key in where and str(where[key]) not in values for key, values in only.items())
+
+
+def filtered(sample, only: Only):
+    def own(measure, **where):
+        return {**where, "refused": "in another part"} if elsewhere(where, only) else sample(measure, **where)
+
+    return own
+
+
+def measure(device: torch.device, step: Step, call: side_by_side.Call, only: Only) -> None:
+    store = call.store(step.experiment, step.settings, device, retry=[step.process])
+    sample = filtered(store.sample, only)
+    options = Options(device, call.tiny, step.selected, sample, step.process, store.find)
+    options.devices, options.deadline = [device], call.deadline
+    try:
+        step.experiment.module.run(options)
+    except OutOfTime:
+        sys.exit(f"{step.name}: out of time")
+
+
+def compile_share(device, step: Step, call: side_by_side.Call, only: Only, share: int, of: int) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+    store = call.store(step.experiment, step.settings, device)
+    every = missing(step.experiment, store, step.selected, device, call.tiny)
+    left = [each for each in every if not elsewhere(each, only)]
+    sample = filtered(side_by_side._Compiling(store, step.experiment.compiles, left, share, of), only)
+    how = (device, call.tiny, step.selected, sample, 0, store.find)
+    step.experiment.module.run(Options(*how, say=lambda line: None))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("package", choices=("reproduce", "benchmarks"))
+    parser.add_argument("name")
+    parser.add_argument("settings", nargs="*", metavar="setting=value")
+    parser.add_argument("--select", nargs="+", default=[])
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--processes", nargs="+", type=int, help="which; default: all that the settings name")
+    parser.add_argument("--seconds", type=float, default=float(os.environ["JOB_LIMIT"]) - 40)
+    parser.add_argument("--compilers", type=int, default=4, help="processes that compile first")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    given = parser.parse_intermixed_args()
+    end = time.monotonic() + given.seconds
+    experiment = (EXPERIMENTS if given.package == "reproduce" else BENCHMARKS)[given.name]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    default = experiment.module.TINY if given.tiny else experiment.module.Settings()
+    settings = parse_settings(default, given.settings)
+    chosen = {}
+    for key, values in listed(given.select).items():
+        known = {str(each): each for each in getattr(settings, key)}
+        chosen[key] = tuple(known[each] for each in values if each in known)
+        if not given.tiny and len(chosen[key]) < len(values):
+            sys.exit(f"{key}={','.join(values)} is not among {', '.join(known)}")
+    selected = replace(settings, **{key: values for key, values in chosen.items() if values})
+    only = {} if given.tiny else listed(given.only)
+    count = getattr(settings, "processes", 1)
+    processes = [each for each in given.processes or range(count) if each < count]
+    call = side_by_side.Call(given.results, given.tiny, {given.name: given.settings}, deadline=end)
+    plan = [Step(experiment, settings, selected, each, count, None, 0.0) for each in processes]
+    lost = []
+    with tempfile.TemporaryDirectory() as folder:
+        if experiment.compiles and device.type == "cuda" and given.compilers:
+            each = [(plan[0], call, only, number, given.compilers) for number in range(given.compilers)]
+            jobs = [
+                fleet.Job(f"compiling {i}", compile_share, e, Path(folder, f"c{i}"))
+                for i, e in enumerate(each)
+            ]
+            print(
+                "compiled:", *(state for _, state in fleet.run(jobs, [device] * len(jobs), end)), flush=True
+            )
+        for step in plan:  # one after the other, each in a process of its own
+            log = Path(folder, str(step.process))
+            follow = fleet.Follow(given.name, log)
+            job = fleet.Job(step.name, measure, (step, call, only), log, None, follow)
+            lost += [each.name for each, state in fleet.run([job], [device], end + 10) if state != fleet.DONE]
+    print("not whole:", *lost or ["nothing"], flush=True)
+    return len(lost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

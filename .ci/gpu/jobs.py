@@ -1,0 +1,206 @@
+"""All jobs: python jobs.py lists them; python jobs.py ROOT PRIORITY NAME ... puts some into a runner's queue."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+PINNED = "torch213"  # requirements.txt
+
+
+class Job(NamedTuple):
+    what: str
+    body: str
+    gpus: int = 1
+    limit: int = 420
+    env: str = PINNED
+    needs: str = ""
+
+    def script(self) -> str:
+        header = {"gpus": self.gpus, "limit": self.limit, "env": self.env, "needs": self.needs}
+        lines = [f"# {key}: {value}" for key, value in header.items()]
+        return "\n".join([*lines, f"# {self.what}", self.body]) + "\n"
+
+
+def script(line: str) -> str:
+    return f"bash .ci/gpu/jobs/{line}"
+
+
+def measure(*lines: str) -> str:
+    """Experiments of `reproduce` and `benchmarks`: `whole` ones, or a `slice` each; merge.py joins slices."""
+    return "\n".join(["source .ci/gpu/jobs/measure.sh", *lines])
+
+
+JOBS: dict[str, Job] = {}
+
+for version in ("211", "213", "214", "215"):
+    pair = f"torch{version}"
+    for half in "ab":
+        JOBS[f"tests_{version}{half}"] = Job(
+            f"half of the GPU tests with {pair}", script(f"tests.sh {half}"), limit=560, env=pair
+        )
+    JOBS[f"times_{version}"] = Job(
+        f"attention and 30 training steps with {pair}", script("times.sh"), limit=300, env=pair
+    )
+
+JOBS |= {
+    "random": Job("300 random calls, all classes of shapes", script("tests.sh random"), limit=500),
+    "sanitizer": Job("compute-sanitizer over every kernel", script("sanitizer.sh"), limit=400),
+    "contention": Job("14 processes repeat training steps bit for bit", script("contention.sh"), limit=400),
+    "host": Job(
+        "what a call costs the host; few jobs beside it", measure("whole benchmarks host"), limit=240
+    ),
+    "ptxas": Job("the same kernels by several assemblers", script("ptxas.sh"), limit=400),
+    "step": Job("variants of the training step, of files/step", script("step.sh"), limit=600),
+}
+
+for name, what in {
+    "wide 0": "head_dim 136 to 256 on the Hopper kernels",
+    "wide 1": "the same in another process",
+    "dims 0": "other head_dims up to 128 on the Hopper kernels",
+    "features 0": "padding, dropout and sinks on the Hopper kernels",
+}.items():
+    JOBS[f"race_{name.replace(' ', '_')}"] = Job(what, script(f"race.sh {name}"))
+
+JOBS |= {
+    "tests_two": Job("tests that need two GPUs", script("tests.sh two"), gpus=2),
+    "tests_lost": Job("a rank is lost while the other waits in NCCL", script("tests.sh lost"), gpus=2),
+    "scaling_1": Job("one GPU: what all others are compared with", script("scaling.sh 1"), limit=500),
+    "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=660),
+    "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
+    "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=360),
+    "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=300),
+    "long_8": Job("long sequences over eight GPUs", script("scaling.sh long_8"), gpus=8, limit=240),
+    "ring_2": Job("ring attention on two GPUs", measure("whole reproduce ring"), gpus=2, limit=240),
+    "ring_8": Job(
+        "ring attention on eight GPUs, the longest last",
+        measure("whole reproduce ring ranks=8 lengths=131072,32768,65536,262144"),
+        gpus=8,
+        limit=240,
+    ),
+    "killed_8": Job("a rank of eight is killed; half of them go on", script("killed.sh"), gpus=8, limit=300),
+    "long_run_8": Job(
+        "GPT-2 small on English and code", script("long_run.sh"), gpus=8, limit=330, needs="text code"
+    ),
+}
+
+for name, (part, only, seconds) in {
+    "sdpa": ("gpt2", "sdpa", 700),
+    "sdpa_math": ("gpt2", "sdpa_math", 1300),
+    "flash_seed": ("gpt2", "flash_seed", 650),
+    "flash_triton": ("gpt2", "flash_triton", 650),
+    "context_512": ("context", "context_512", 500),
+    "context_1024_seed": ("context", "context_1024_seed", 500),
+    "stability_precise": ("stability", "stability_precise", 540),
+    "stability_sdpa": ("stability", "stability_sdpa", 540),
+    "stability_half_lr": ("stability", "stability_half_lr", 540),
+    "numerics": ("numerics", "numerics_start,numerics_end", 900),  # trains flash again
+}.items():
+    JOBS[f"perplexity_{name}"] = Job(
+        "C12, C14: a run of reproduce perplexity",
+        script(f"perplexity.sh {part} {only}"),
+        limit=seconds,
+        needs="text code",
+    )
+
+SWEEP = "model=gpt2_small trainer.batch_tokens=65536 trainer.micro_batch=16 trainer.steps=3052 "
+SWEEP += "trainer.eval_every=100 trainer.eval_tokens=2000000 schedule.warmup_fraction=0.01"
+for optimizer in ("adamw", "muon"):
+    for schedule in ("linear", "wsd"):
+        JOBS[f"sweep_{optimizer}_{schedule}"] = Job(
+            "docs/recipes.md: Muon, and warm-up, stable, decay; 200 M tokens",
+            script(f"train.sh optimizer={optimizer} schedule={schedule} {SWEEP}"),
+            limit=700,
+            needs="text",
+        )
+    for recipe in ("compare", "modern"):
+        JOBS[f"{recipe}_{optimizer}"] = Job(
+            "docs/recipes.md: GPT-2 with the parts of later models; on English text",
+            script(f"train.sh experiment={recipe}/gpt2_small optimizer={optimizer} trainer.steps=1500"),
+            limit=600,
+            needs="text",
+        )
+
+ATTENTION = (
+    ("README's table: fa2's 4096 and GPT-2's shapes", "figures=gpt2,fa2 lengths=4096"),
+    ("README's table: fa2's 1024 and 2048", "figures=fa2 lengths=1024,2048"),
+    ("README's table: fa2's 8192 and 16384", "figures=fa2 lengths=8192,16384"),
+    ("fa2's 512", "figures=fa2 lengths=512 --seconds 190"),
+    ("README's memory, C7, C8: fa1's 1024 and 2048", "figures=fa1 lengths=1024,2048"),
+    ("README's memory: fa1's 4096 and 512", "figures=fa1 lengths=4096,512"),
+    ("fa1's 256, 128 and 8192", "figures=fa1 lengths=8192,256,128"),
+    ("README's memory: fa1's 16384 to 65536", "figures=fa1 lengths=16384,32768,65536"),
+    ("dropout with stored scores", "figures=stored lengths=512,256,128 --seconds 190"),
+)
+for number, (what, select) in enumerate(ATTENTION, 1):
+    JOBS[f"attention_{number}"] = Job(what, measure(f"slice reproduce attention --select {select}"))
+
+TRAINING = (
+    ("README: compiled, beside nanoGPT", "parts=compiled"),
+    ("README: the whole step in one forward, GPT-2 small", "parts=whole --only model=gpt2_small"),
+    ("C11, C13: compiled, at 1024", "parts=context --only mode=compiled context=1024"),
+    ("C13: compiled, at 2048 and 4096", "parts=context --only mode=compiled context=2048,4096"),
+    ("Hugging Face compiled", "parts=today"),
+    ("C11: every attention, eager", "parts=small"),
+    ("C11: with the paper's dropout, eager", "parts=dropout --only mode=eager"),
+    ("C13: contexts, eager", "parts=context --only mode=eager"),
+    ("C11: GPT-2 medium, eager", "parts=medium"),
+    ("Hugging Face compiled, its vocabulary padded", "parts=padded"),
+    ("GPT-2 medium, the whole step in one forward", "parts=whole --only model=gpt2_medium"),
+    ("with dropout, compiled", "parts=dropout --only mode=compiled"),
+)
+STEP = "slice reproduce training ${NANOGPT:+nanogpt=$NANOGPT/model.py}"
+for number, (what, select) in enumerate(TRAINING, 1):
+    JOBS[f"training_{number}"] = Job(what, measure(f"{STEP} --compilers 3 --select {select}"))
+# Four models of 1.3 B do not fit beside each other in 80 GB: the two that the claim is of, then the others' memory.
+for mode in ("eager", "compiled"):
+    for context in (2048, 8192):
+        where = f"mode={mode} context={context}"
+        memory = "--compilers 0 --seconds 120 --processes 0"
+        JOBS[f"gpt3_{mode}_{context}"] = Job(
+            "C23: GPT-3 1.3B",
+            measure(
+                f"{STEP} --compilers 1 --seconds 380 --select parts=gpt3 core=sdpa,flash --only {where}",
+                f"{STEP} {memory} --select parts=gpt3 --only kind=memory {where}",
+            ),
+            limit=540,
+        )
+
+ORDER = "--only 'kind=order,check,flash1 tiles'"
+for name, (what, line) in {
+    "numerics": ("C1, C2, C26", "whole reproduce numerics"),
+    "traffic": ("C3, C6, C29, C31: ncu's counters", "whole reproduce traffic"),
+    "sparse": ("C5, C10", "whole reproduce sparse"),
+    "history_1": ("order of the loops", f"slice reproduce history --select lengths=1024,4096,16384 {ORDER}"),
+    "history_2": ("order of the loops", f"slice reproduce history --select lengths=512,2048,8192 {ORDER}"),
+    "history_3": (
+        "C4, C18, C21, C25, C27, C30: the rest",
+        "slice reproduce history --only kind=changes,warps,ablation,tiles,programs,softmax",
+    ),
+    "encoders_1": ("C15: BERT-large", "slice reproduce encoders --only kind=bert"),
+    "encoders_2": ("C16: times", "slice reproduce encoders --only kind=listops,path"),
+    "encoders_3": ("C16: accuracy", "slice reproduce encoders --only kind=accuracy --processes 0"),
+    "loss": ("the fused loss", "whole benchmarks loss"),
+    "documents": ("packed documents, windows", "whole benchmarks documents"),
+    "huggingface_1": ("GPT-2 under transformers", "slice benchmarks huggingface --select models=gpt2"),
+    "huggingface_2": ("Llama under transformers", "slice benchmarks huggingface --select models=llama"),
+    "decode": ("a generated token", "whole benchmarks decode"),
+}.items():
+    JOBS[name] = Job(what, measure(line))
+JOBS["neighbour"] = Job("a busy neighbour", measure("whole benchmarks neighbour"), gpus=2, limit=340)
+JOBS["preparation"] = Job(
+    "preparing text beside nanoGPT, on 16 cores", script("preparation.sh"), gpus=0, needs="text"
+)
+
+
+def main(root: str = "", priority: str = "", *names: str) -> None:
+    if not names:
+        for name, job in JOBS.items():
+            print(f"{name:30}{job.gpus} GPU  {job.limit:5} s  {job.env}  {job.what}")
+    for name in names:
+        new = Path(root, "queue", f"{int(priority):02}_{name}.new")
+        new.write_text(JOBS[name].script())
+        new.rename(new.with_suffix(".sh"))  # never half a job
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

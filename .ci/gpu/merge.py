@@ -1,0 +1,205 @@
+"""What jobs brought back, into results/: python .ci/gpu/merge.py OUT --commit SHA [--into results]
+
+OUT is a runner's folder out/. Slices of an experiment are joined into one document, complete if nothing is missing;
+perplexity's runs join those that are there, a whole one in place of a cut one; scaling's launches become one file.
+Run it in a checkout of the commit that ran, or of a later one that changed nothing that the figures depend on: what
+is stale is refused.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, os.getcwd())
+os.environ.setdefault("TRITON_INTERPRET", "1")  # experiments are asked what they measure, on a CPU
+
+import torch
+
+from benchmarks import scaling
+from benchmarks.__main__ import BENCHMARKS
+from reproduce.common import as_lines
+from reproduce.experiment import EXPERIMENTS, Options
+from reproduce.perplexity_runs import PARTS
+from reproduce.plan import ASSUMED, processes_of
+from reproduce.results import changed_since, slug
+
+Document = dict
+ALL = {**EXPERIMENTS, **BENCHMARKS}
+VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver", "python", "device_name")
+# What says which run of `perplexity` a sample is; the rest is what was measured.
+PLACE = (
+    "kind",
+    "of",
+    "part",
+    "name",
+    "attention",
+    "init_seed",
+    "context",
+    "micro_batch",
+    "steps",
+    "code",
+    "lr",
+    "when",
+)
+
+
+class RefusedError(Exception):
+    """Documents that do not belong together."""
+
+
+def alike(documents: list[Document]) -> None:
+    """Refuse documents of other code, settings or versions than the first one's."""
+    first = documents[0]
+    ignored = ("processes", *getattr(ALL[first["experiment"]].module, "SELECTION", ()))
+
+    def about(document: Document) -> dict:
+        settings = {key: value for key, value in document["settings"].items() if key not in ignored}
+        versions = {key: document["environment"].get(key) for key in VERSIONS}
+        return {"tiny": document["tiny"], **settings, **versions}
+
+    for each in documents:
+        if changed := changed_since(each):
+            raise RefusedError(f"this checkout has changed {', '.join(changed)}")
+        if differ := [key for key, value in about(first).items() if about(each)[key] != value]:
+            raise RefusedError(f"{', '.join(differ)} differ")
+
+
+def newest(documents: list[Document]) -> Document:
+    return max(documents, key=lambda each: each["date"])
+
+
+def whole(sample: dict) -> bool:
+    return not sample.get("failed") and "partial" not in sample
+
+
+def slices(documents: list[Document]) -> Document:
+    """All that the experiment asks for, in its order; where slices measured the same, the first one counts."""
+    document = newest(documents)
+    document["seconds"] = round(sum(each["seconds"] for each in documents), 1)
+    took: dict[str, list] = defaultdict(lambda: [0, 0.0])
+    for each in documents:
+        for kind, (count, seconds) in each["took"].items():
+            took[kind] = [took[kind][0] + count, took[kind][1] + seconds]
+    document["took"] = took
+    module = ALL[document["experiment"]].module
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in document["settings"].items()}
+    settings = module.Settings(**settings)
+    device = torch.device("cpu" if document["device"].startswith("CPU") else "cuda")
+    every = [each for one in documents for each in one["samples"]]
+    found: dict[str, dict | None] = {}
+
+    def find(**where: object) -> dict | None:
+        where = json.loads(json.dumps(where))
+        known = [each for each in every if where.items() <= each.items()]
+        return next(filter(whole, known), known[0] if known else None)
+
+    for process in range(processes_of(settings, device, document["tiny"])):
+
+        def sample(measure, process=process, **where: object) -> dict:
+            known = find(**where)
+            if where.get("process", process) == process:
+                found.setdefault(json.dumps(where), known)
+            return known or {**where, **ASSUMED}
+
+        module.run(Options(device, document["tiny"], settings, sample, process, find, say=lambda line: None))
+    samples: list[dict] = []
+    for each in found.values():
+        if each and each not in samples:
+            samples.append(each)
+    missing = [where for where, each in found.items() if each is None]
+    failed = [json.dumps(each)[:200] for each in samples if not whole(each)]
+    print(f"  {len(samples)} samples; {len(missing)} are missing, {len(failed)} failed")
+    print(*missing[:5], *failed, sep="\n")
+    return {**document, "samples": samples, "state": "partial" if missing else "complete"}
+
+
+def perplexity(documents: list[Document]) -> Document:
+    """Every run; the best sample of each: whole, else the longest. All went on from the first document."""
+
+    def worth(sample: dict) -> tuple:
+        return not sample.get("failed"), whole(sample), sample.get("partial", 0)
+
+    merged: dict[str, dict] = {}
+    for each in documents:
+        for sample in each["samples"]:
+            place = json.dumps({key: sample[key] for key in PLACE if key in sample}, sort_keys=True)
+            known = merged.get(place)
+            if known and sample["kind"] == "corpus" and sample["tokens"] != known["tokens"]:
+                raise RefusedError(f"another text: {sample['tokens']} tokens, not {known['tokens']}")
+            if known is None or worth(sample) > worth(known):
+                print(f"  {sample.get('name', sample['kind'])}: {'new' if known is None else 'better'}")
+                merged[place] = sample
+    document = {**newest(documents), "samples": [*merged.values()], "state": "partial"}
+    before = documents[0]["seconds"]
+    document["seconds"] = round(before + sum(max(0.0, each["seconds"] - before) for each in documents), 1)
+    of = {each.get("part", each["kind"]) for each in merged.values()}
+    document["settings"] = {
+        **document["settings"],
+        "parts": [part for part in PARTS if part in of],
+        "only": [],
+    }
+    document["command"] = [word for word in document["command"] if not word.startswith(("parts=", "only="))]
+    return document
+
+
+def write(document: Document, commit: str, folder: Path) -> None:
+    name, folder = document["experiment"], folder / slug(document["device"])
+    document["commit"] = document["environment"]["commit"] = document["commit"] or commit
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{name}.partial.json"
+    path = partial if document["state"] == "partial" else folder / f"{name}.json"
+    path.write_text(as_lines(document))
+    if path != partial:
+        partial.unlink(missing_ok=True)
+    print(f"  {path}")
+
+
+def merge_scaling(files: list[Path], commit: str, into: Path) -> None:
+    read = [json.loads(file.read_text()) for file in files]
+    document = {**read[0], "command": [re.sub(r" --out \S+", "", each["command"]) for each in read]}
+    document["environment"] = {
+        k: v for k, v in document["environment"].items() if k != "command"
+    }  # names paths
+    document["environment"]["commit"] = commit
+    document["samples"] = sorted((s for each in read for s in each["samples"]), key=lambda s: s["ranks"])
+    ranks = document["samples"][-1]["ranks"]
+    path = into / f"{slug(document['environment']['device_name'])}x{ranks}" / "scaling.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_lines(document))
+    print(scaling.table(document["samples"]), path, sep="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--commit", required=True, help="of the code that ran")
+    parser.add_argument("--into", type=Path, default=Path("results"))
+    given = parser.parse_args()
+    groups: dict[tuple[str, str], list[Document]] = defaultdict(list)
+    for file in sorted(given.out.glob("*/results/*/*.json")):
+        if ".partial." in file.name and file.with_name(file.name.replace(".partial", "")).exists():
+            continue  # copied before it was complete
+        document = json.loads(file.read_text())
+        groups[document["experiment"], slug(document["device"])].append(document)
+    for (name, device), documents in groups.items():
+        print(f"{name} on {device}: {len(documents)} documents came back")
+        known = given.into / device / f"{name}.partial.json"
+        if known.exists():
+            documents.insert(0, json.loads(known.read_text()))
+        try:
+            alike(documents)
+            write((perplexity if name == "perplexity" else slices)(documents), given.commit, given.into)
+        except RefusedError as error:
+            print(f"  refused: {error}")
+    if files := sorted([*given.out.glob("scaling_*/*.json"), *given.out.glob("long_[0-9]/*.json")]):
+        merge_scaling(files, given.commit, given.into)
+
+
+if __name__ == "__main__":
+    main()
