@@ -53,6 +53,7 @@ FEATURES: dict[str, Feature] = {
     "softcap": Feature(
         "logits become softcap * tanh(logits / softcap) (Gemma 2)",
         unused=0.0,
+        on_request=BOTH,
         options={"softcap": 30.0},
     ),
     "alibi_slopes": Feature(

@@ -33,11 +33,14 @@ MEASURED_HEAD_DIMS = (64, 128)
 # Features that the Hopper kernels have by the table, but not above head_dim 128.
 WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
-    "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
+    "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "kv_lengths", "softcap", "window"}),
 }
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
+# Features beside which the Hopper kernels have none but a window, documents and return_lse; see hopper/score_mods.py.
+SCORE_MODS = ("softcap",)
+SOFTCAP_MAX = 64.0
 
 
 class Choice(NamedTuple):
@@ -79,6 +82,9 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     for name in ("kv_lengths", "dropout_p"):
         if name in features and (bounds or "block_mask" in features):
             return f"attention without {name} beside {[*bounds, 'block_mask'][0]}"
+    for name in SCORE_MODS:
+        if name in features and (others := sorted(features - {name, "return_lse", *BOUNDS})):
+            return f"attention without {others[0]} beside {name}"
     late = sorted({"dropout_p", "kv_lengths", "sinks"} & features)
     if which == "forward" and "precise_delta" in features and late:  # not compiled
         return f"attention without {late[0]} beside precise_delta"
@@ -213,7 +219,10 @@ def _choose_for_call(
     }
     names = frozenset(name for name, value in used.items() if value)
     request = AttentionRequest(device, dtype, head_dim, names, options.tier, length, kv_len, options.causal)
-    return Choice("triton", "no prescribed tile") if forced else choose(which, request), options
+    if forced or options.softcap > SOFTCAP_MAX:
+        needed = "no prescribed tile" if forced else f"a softcap up to {SOFTCAP_MAX:g}"
+        return Choice("triton", needed), options
+    return choose(which, request), options
 
 
 @functools.cache

@@ -12,6 +12,8 @@ Shared memory begins as NaN. What a warp stored is visible to TMA and wgmma (the
 
 import math
 import random
+import re
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -514,6 +516,8 @@ class _Emulated:
     ) -> object:
         if "griddepcontrol" in assembly:  # the kernel before has ended, and the next one waits
             return None
+        if ".f32" in assembly:
+            return _computed(assembly, constraints.count("="), values)
         assert "shfl" in assembly or "mov.b32 $0, $1" in assembly, assembly
         return values[0]
 
@@ -602,6 +606,26 @@ class _Emulated:
         function, values = parts[0]
         machine.warp.name = function.__name__
         function(*values)
+
+
+INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add, "mul": torch.mul, "neg": torch.neg, "ex2": torch.exp2, "rcp": torch.reciprocal,
+    "fma": lambda x, y, z: x * y + z,
+}  # fmt: skip
+
+
+def _computed(assembly: str, outputs: int, values: list[Registers]) -> object:
+    """The first `outputs` operands, which float32 instructions compute from the others."""
+    known = {f"${number}": value for number, value in enumerate(values, outputs)}
+    for name, operands in re.findall(r"\b(\w+)(?:\.\w+)*\.f32 ([^;]+);", assembly):
+        if name in INSTRUCTIONS:
+            to, *read = operands.split(", ")
+            for x in read:
+                if x.startswith("0f"):
+                    (known[x],) = struct.unpack(">f", bytes.fromhex(x[2:]))
+            known[to] = INSTRUCTIONS[name](*(known[x] for x in read))
+    found = tuple(known[f"${number}"] for number in range(outputs))
+    return found if outputs > 1 else found[0]
 
 
 def _nothing(*_: object, **__: object) -> None:

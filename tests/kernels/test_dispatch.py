@@ -29,6 +29,9 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("", {}, "hopper", "hopper", None),
         ("softcap", {}, "triton", "triton", "attention without softcap"),
+        ("softcap window", {"tier": "hopper"}, "hopper", "hopper", None),
+        ("softcap sinks", {"tier": "hopper"}, "triton", "triton", "attention without sinks beside softcap"),
+        ("softcap", {"tier": "hopper", "head_dim": 256}, "hopper", "triton", None),
         ("sinks", {}, "triton", "hopper", "attention without sinks"),
         ("dropout_p", {}, "triton", "hopper", "attention without dropout_p"),
         ("dropout_p window", {}, "triton", "triton", "attention without dropout_p"),
@@ -152,6 +155,7 @@ def test_what_only_a_call_knows_sends_it_to_the_portable_kernels_or_is_named() -
             "lengths that differ by a multiple of 128 with a causal block_mask",
         ),
         ({"options": hopper._replace(left=3), "kv_len": 500}, "as many keys as queries with window"),
+        ({"options": hopper._replace(softcap=65.0)}, "a softcap up to 64"),
     ):
         with pytest.raises(AttentionError, match=f"tier=hopper cannot run this call: it needs .*{reason}"):
             chosen(**{"tensors": Tensors(), "options": hopper} | case)

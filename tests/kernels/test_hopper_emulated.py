@@ -75,7 +75,10 @@ def run(
     (batch, _, q_len, head_dim), kv_len = q.shape, k.shape[2]
     left, _ = given.get("window", (-1, 0))
     precise = given.get("precise_delta", False)
-    options = Options(causal, head_dim**-0.5, given.get("dropout_p", 0.0), left, precise_delta=precise)
+    options = Options(
+        causal, head_dim**-0.5, given.get("dropout_p", 0.0), left, -1, given.get("softcap", 0.0),
+        precise_delta=precise,
+    )  # fmt: skip
     extra = features(q_len, kv_len, batch, causal, given)
     clean = q, k, v
     if "kv_lengths" in given:
@@ -199,6 +202,15 @@ def test_key_padding(
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: int(causal))
     lengths = torch.tensor([0, 1, 128, 190, kv_len], dtype=torch.int32)
     check(which, machine, q_len, kv_len, head_dim, causal, batch=5, kv_lengths=lengths)
+
+
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=SLOW)], ids=["", "delay"])
+def test_softcap(machine, monkeypatch, delay: int, which: str, head_dim: int, causal: bool) -> None:
+    monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
+    check(which, machine, 300, 130, head_dim, causal, softcap=1.5)
 
 
 @CAUSAL

@@ -41,13 +41,19 @@ def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object
         given |= DROPOUT
     if "sinks" in name:
         given["sinks"] = torch.linspace(-2, 3, heads, device="cuda")
+    if "softcap" in name:
+        given["softcap"] = 1.5
+    if "window" in name:
+        given["window"] = (100, 0)
     return given
 
 
 @CAUSAL
 @HEAD_DIMS
 @DTYPES
-@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks", "kv_lengths dropout"])
+@pytest.mark.parametrize(
+    "name", ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "softcap", "softcap window"]
+)
 def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, causal: bool) -> None:
     """Forward and backward, with grouped heads; two or three consumers, dQ's product in its step or a step late."""
     for q_len, kv_len in LENGTHS:
@@ -56,6 +62,8 @@ def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, cau
             continue  # those have the portable forward
         if "kv" in name and causal and ragged:
             continue  # so have those
+        if "window" in name and (not causal or q_len != kv_len):
+            continue
         batch = 8 if q_len <= 1025 else 2
         *tensors, d_out = inputs(
             q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
@@ -83,7 +91,7 @@ def test_padding_may_hold_anything(length: int, head_dim: int, causal: bool) -> 
 
 @CAUSAL
 @HEAD_DIMS
-@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks"])
+@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks", "softcap"])
 @pytest.mark.parametrize("length", [1000, 2100])
 def test_250_repeats_agree_bit_for_bit(length: int, name: str, head_dim: int, causal: bool) -> None:
     if name == "dropout" and causal:

@@ -7,8 +7,8 @@ processes one tile of queries after another (forward_schedule.py), and the produ
 consumers finish.
 
 Covers plain attention, windows and documents under the causal mask (bounds.py), block masks (block_masks.py), key
-padding (padding.py), dropout (dropout.py), and sinks. Blocks of keys that are fully masked are not visited. All else
-is left to the portable kernel (portable/forward.py), whose conventions this one follows.
+padding (padding.py), dropout (dropout.py), sinks, and softcap (score_mods.py). Blocks of keys that are fully masked
+are not visited. All else is left to the portable kernel (portable/forward.py), whose conventions this one follows.
 """
 
 from typing import NamedTuple
@@ -41,6 +41,7 @@ from .masks import mask_before, mask_scores
 from .padding import clear_padding, key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .score_mods import modify_scores, score_exp2_scale
 from .softmax import add_sink, first_softmax, pack, softmax, unpack, widen
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -188,11 +189,12 @@ def pipelined_step(
     acc = issue_pv(p, acc, rings, stage, phase, SPEC)
     scores = warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(rings.k.empty.index(next_stage))
+    scores = modify_scores(scores, exp2_scale, SPEC)
     if not SPEC.ALIGNED:
         scores = mask_scores(scores, first_row, first_key, sizes, SPEC)
     if first_seen is not None:
         scores = mask_before(scores, first_seen, first_key)
-    new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, exp2_scale)
+    new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, score_exp2_scale(exp2_scale, SPEC))
     if SPEC.DROP is not None:
         new_p = drop(new_p, words, SPEC.DROP)
     if SPEC.EXP_BEFORE_WAIT:
@@ -287,6 +289,7 @@ def attend(
         words = draw_words(Draw(gl.load(sizes.Seed), batch, head, first_row, last_key), ROWS, SEEN)
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(rings.k.empty.index(stage))
+    scores = modify_scores(scores, exp2_scale, SPEC)
     scores = mask_scores(scores, first_row, last_key, sizes, SPEC)
     if SPEC.BOUNDED:
         rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores.type.layout))
@@ -296,7 +299,7 @@ def attend(
         scores = mask_padding(scores, end - last_key)
         mbarrier.wait(rings.v.full.index(stage), phase)
         clear_padding(rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, HEAD_DIM]), end - last_key)
-    p, row_max, row_sum = first_softmax(scores, exp2_scale, words, dtype, SPEC)
+    p, row_max, row_sum = first_softmax(scores, score_exp2_scale(exp2_scale, SPEC), words, dtype, SPEC)
     if SEEN < SPEC.BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)

@@ -69,12 +69,14 @@ def forward(
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
+    softcap = options.softcap
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
     padded, drop = tensors.kv_lengths is not None, drop_of(options.dropout_p)
 
     def prepare() -> Launch:
         (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, listed, padded, drop)
+        features = (bounded, listed, padded, drop, softcap)
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
         sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left), *list_strides(key_blocks))
@@ -83,7 +85,7 @@ def forward(
         return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
-    key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left, options.dropout_p)
+    key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left, options.dropout_p, softcap)
     seed = tensors.seed if drop else None
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
@@ -177,7 +179,8 @@ def backward(
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     starts, lengths, key_blocks = tensors.document_starts, tensors.kv_lengths, tensors.key_blocks
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
-    key = (q.shape, kv_heads, kv_len, options.causal, options.scale, options.left, *lists, options.dropout_p)
+    numbers = (options.causal, options.scale, options.left, options.dropout_p, options.softcap)
+    key = (q.shape, kv_heads, kv_len, *numbers, *lists)
     launch(
         (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts),
         ("delta", *key, out.stride(), d_out.stride()),
@@ -231,8 +234,10 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     )
     masked = causal or kv_len % KEYS.value != 0 or padded
     # With a window, documents or a block mask a work item has few steps.
-    dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks, padded)
-    spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
+    dq_delay = 0
+    if not (bounded or listed):
+        dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
+    spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop, options.softcap)
     programs = min(flat_heads * columns, sm_count(q.device))
     compiled = compile_options(width, dq_delay) | OVERLAPPED
     return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled
