@@ -228,6 +228,8 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
         absent["KvLengths"] = None
     if "sinks" not in words:
         absent["Sinks"] = None
+    if "alibi_slopes" not in words:
+        absent["Slopes"] = None
     drop = drop_of(0.1 if "dropout_p" in words else 0.0)
     if drop is None:
         absent["Seed"] = None

@@ -58,6 +58,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "alibi_slopes": Feature(
         "(heads,): subtract slope * |query position - key position| (Press et al. 2022), after softcap",
+        on_request=BOTH,
         options={"alibi": True},
         pointers=("Slopes",),
     ),

@@ -30,17 +30,17 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # The Hopper kernels take others too, in tiles filled up with zeros; no GPU has timed them beside the portable ones.
 MEASURED_HEAD_DIMS = (64, 128)
+# Features beside which the Hopper kernels have none but a window, documents and return_lse; see hopper/score_mods.py.
+SCORE_MODS = ("alibi_slopes", "softcap")
+SOFTCAP_MAX = 64.0
 # Features that the Hopper kernels have by the table, but not above head_dim 128.
 WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
-    "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "kv_lengths", "softcap", "window"}),
+    "backward": frozenset({"block_mask", *SCORE_MODS, "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
 }
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
-# Features beside which the Hopper kernels have none but a window, documents and return_lse; see hopper/score_mods.py.
-SCORE_MODS = ("softcap",)
-SOFTCAP_MAX = 64.0
 
 
 class Choice(NamedTuple):

@@ -51,6 +51,13 @@ class Scalar(int):
         return self
 
 
+class Float(float):
+    """A float32 that was loaded."""
+
+    def to(self, dtype: object) -> "Float":
+        return self
+
+
 def _operation(name: str) -> Callable[[int, object], object]:
     plain = getattr(int, name)
 
@@ -557,6 +564,9 @@ class _Emulated:
     def gl_log2(self, x: Registers) -> Registers:
         return torch.log2(x)
 
+    def gl_fma(self, x: object, y: object, z: object) -> object:
+        return x * y + z
+
     def gl_abs(self, x: Registers) -> Registers:
         return x.abs()
 
@@ -578,7 +588,7 @@ class _Emulated:
         memory, at = pointer
         if not isinstance(at, torch.Tensor):
             number = memory[at] if mask is None or mask else other
-            return float(number) if memory.dtype.is_floating_point else Scalar(int(number))
+            return Float(number) if memory.dtype.is_floating_point else Scalar(int(number))
         if mask is None:
             return memory[at].as_subclass(Registers)
         mask = mask.broadcast_to(at.shape)

@@ -31,6 +31,7 @@ CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"]
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 ONE_QUICK_HEAD_DIM = pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
 LONG = 4096  # from here on the forward's schedule stays the same
+SCORE_MODS = [{"softcap": 1.5}, {"alibi_slopes": torch.tensor([0.5, 0.01])}]
 LENGTHS = [(300, 300), (333, 1), (300, 130), pytest.param(40, 300, marks=SLOW)]
 
 
@@ -62,7 +63,16 @@ def features(q_len: int, kv_len: int, batch: int, causal: bool, given: dict[str,
     if "block_mask" in given:
         keys, queries = block_lists(given["block_mask"], q_len, kv_len, causal, -1, -1)
     seed = torch.tensor(given["dropout_seed"]) if "dropout_p" in given else None
-    return Tensors(seed, None, given.get("sinks"), starts, ends, given.get("kv_lengths"), keys, queries)
+    return Tensors(
+        seed,
+        given.get("alibi_slopes"),
+        given.get("sinks"),
+        starts,
+        ends,
+        given.get("kv_lengths"),
+        keys,
+        queries,
+    )
 
 
 def run(
@@ -208,9 +218,12 @@ def test_key_padding(
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("delay", [0, pytest.param(1, marks=SLOW)], ids=["", "delay"])
-def test_softcap(machine, monkeypatch, delay: int, which: str, head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("given", SCORE_MODS, ids=lambda given: next(iter(given)))
+def test_score_modifiers(
+    machine, monkeypatch, given: dict[str, object], delay: int, which: str, head_dim: int, causal: bool
+) -> None:
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
-    check(which, machine, 300, 130, head_dim, causal, softcap=1.5)
+    check(which, machine, 300, 130, head_dim, causal, **given)
 
 
 @CAUSAL

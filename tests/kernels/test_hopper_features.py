@@ -43,6 +43,8 @@ def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object
         given["sinks"] = torch.linspace(-2, 3, heads, device="cuda")
     if "softcap" in name:
         given["softcap"] = 1.5
+    if "alibi" in name:
+        given["alibi_slopes"] = torch.linspace(0.01, 0.5, heads, device="cuda")
     if "window" in name:
         given["window"] = (100, 0)
     return given
@@ -52,7 +54,17 @@ def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object
 @HEAD_DIMS
 @DTYPES
 @pytest.mark.parametrize(
-    "name", ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "softcap", "softcap window"]
+    "name",
+    [
+        "kv_lengths",
+        "dropout",
+        "sinks",
+        "kv_lengths dropout",
+        "softcap",
+        "softcap window",
+        "alibi",
+        "alibi window",
+    ],
 )
 def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, causal: bool) -> None:
     """Forward and backward, with grouped heads; two or three consumers, dQ's product in its step or a step late."""
@@ -91,7 +103,7 @@ def test_padding_may_hold_anything(length: int, head_dim: int, causal: bool) -> 
 
 @CAUSAL
 @HEAD_DIMS
-@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks", "softcap"])
+@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks", "softcap", "alibi"])
 @pytest.mark.parametrize("length", [1000, 2100])
 def test_250_repeats_agree_bit_for_bit(length: int, name: str, head_dim: int, causal: bool) -> None:
     if name == "dropout" and causal:

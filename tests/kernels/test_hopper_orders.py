@@ -79,7 +79,7 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
         tensors = Tensors(document_starts=first if mask == "documents" else None)
         _, _, numbers, _ = hopper._prepare_backward(q, k, tensors, options)
         own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
-        sizes = BackwardSizes(*own, bounds, None, None, None)
+        sizes = BackwardSizes(*own, bounds, None, None, None, None)
         begin = first[:, ::block_m] // keys  # as delta_kernel sets the turns
         last_rows = (torch.arange(0, q_len, block_m) + block_m - 1).clamp(max=q_len - 1)
         end = last[:, last_rows].div(keys, rounding_mode="floor") + 1

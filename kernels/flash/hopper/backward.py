@@ -11,9 +11,9 @@ dQ of a tile needs dS of both warpgroups, which would have to synchronise in eve
 product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
 Covers plain attention with or without dropout (dropout.py), key padding (padding.py) with or without it, windows and
-documents under the causal mask (bounds.py), block masks (block_masks.py), and softcap (score_mods.py). Everything
-else is left to the portable kernels (portable/). With grouped heads, every query head has its own work items, and its
-own dK and dV.
+documents under the causal mask (bounds.py), block masks (block_masks.py), softcap and ALiBi (score_mods.py).
+Everything else is left to the portable kernels (portable/). With grouped heads, every query head has its own work
+items, and its own dK and dV.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ from .padding import clear_padding
 from .pipeline import LOG2_E, Ring, arrive, make_barriers, make_ring, opaque, sync_consumers
 from .primitives import reinterpret, tma_store
 from .scheduler import CLAIM_STAGES, make_claims, read_claim
-from .score_mods import probabilities
+from .score_mods import probabilities, slope_of, with_distances
 from .softmax import unpack
 
 DELAY_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
@@ -151,6 +151,7 @@ def consume(
             first_visible = first_visible_rows(WHICH, item, CAUSAL, scores_layout)
         if sizes.bounds is not None:
             end_visible = end_visible_rows(WHICH, item, sizes.bounds, BLOCK_M, scores_layout)
+        slope = slope_of(item.head, sizes)
         for step in range(item.steps):
             # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
             bias = zeros
@@ -159,12 +160,16 @@ def consume(
                 bias = masked_bias(zeros, first_visible, down * BLOCK_M, CAUSAL)
                 if sizes.bounds is not None:
                     bias = mask_from_end(bias, end_visible, down * BLOCK_M)
+            rows_of_keys: gl.constexpr = None
+            if slope is not None:
+                rows_of_keys = first_visible_rows(WHICH, item, True, scores_layout) + down * BLOCK_M
             draw: gl.constexpr = None
             if DROP is not None:
                 row, key = (item.last_block - down) * BLOCK_M, item.key_block * KEYS + WHICH * HALF
                 draw = Draw(gl.load(sizes.Seed), item.batch, item.head, row, key)
             dk, dv = process_query_tile(
-                dk, dv, bias, draw, step, tiles_before, shared, sizes, scale, WHICH, MASKED, DQ_DELAY, DROP, SOFTCAP,
+                dk, dv, bias, draw, slope, rows_of_keys, step, tiles_before, shared, sizes, scale,
+                WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
             )  # fmt: skip
         tiles_before += item.steps
         if DQ_DELAY:
@@ -172,8 +177,10 @@ def consume(
         if HEAD_DIM == 64:
             arrive(shared.kv_empty)
         # Recomputed: kept live through the loop it would take registers.
-        again = read_claim(shared.claims, ordinal) if SOFTCAP > 0 else opaque(index)
-        item = decode_work_item(again, sizes, BLOCK_M, CAUSAL)
+        index = opaque(index)
+        if SOFTCAP > 0 or slope is not None:  # read again, too: it is the register that these lack
+            index = read_claim(shared.claims, ordinal)
+        item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         if DROP is not None:
             dk *= DROP.SCALE
             dv *= DROP.SCALE
@@ -187,13 +194,14 @@ def consume(
 
 @gluon.jit
 def process_query_tile(
-    dk, dv, bias, draw, step, tiles_before, shared, sizes, scale,
-    WHICH: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
+    dk, dv, bias, draw, slope, rows_of_keys, step, tiles_before, shared, sizes, scale,
+    WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """One step: add a query tile's contributions to dK and dV, and compute half of a dQ tile.
 
-    bias: initial accumulator of S^T, -inf at masked elements; unused unless MASKED. draw: dropout's, or None.
+    bias: initial accumulator of S^T, -inf at masked elements; unused unless MASKED. draw: dropout's, or None. slope,
+    rows_of_keys: ALiBi's (`with_distances`), or None.
     """
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
@@ -206,7 +214,8 @@ def process_query_tile(
     # Always 0, but the compilers cannot tell. Otherwise they hoist the wgmma descriptors of the loop-invariant
     # operands out of the loop, more than there are uniform registers, and spill them. At head_dim 64 without the
     # delay only dQ's product needs it (LOG.md).
-    opaque_zero = tile >> 30 if SOFTCAP > 0 else (step + sizes.q_len) >> 31  # q_len takes a register
+    MODIFIED: gl.constexpr = SOFTCAP > 0 or slope is not None
+    opaque_zero = tile >> 30 if MODIFIED else (step + sizes.q_len) >> 31  # q_len takes a register
     kv_index = opaque_zero if HEAD_DIM > 64 or DQ_DELAY else 0
     k = shared.k_tiles.index(kv_index).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
     v = shared.v_tiles.index(kv_index).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
@@ -216,14 +225,15 @@ def process_query_tile(
     mbarrier.wait(shared.queries.full.index(stage), phase)
     s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
-    # Under the exponentials, or behind dV: beside tanh's temporaries 24 to 44 B are spilled at head_dim 64.
-    EARLY: gl.constexpr = DROP is None and (SOFTCAP == 0 or HEAD_DIM > 64)
+    # dP under the exponentials, or behind dV: with a score modifier beside it, up to 44 B are spilled at head_dim 64.
+    EARLY: gl.constexpr = DROP is None and not (MODIFIED and HEAD_DIM == 64)
     if EARLY:
         dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(shared.rows_full.index(stage), phase)
     s = warpgroup_mma_wait(1 if EARLY else 0, [s])
     lse = shared.lse.index(stage).load(gl.SliceLayout(0, scores_layout))
-    p, of_ds = probabilities(s, lse[None, :], scale * LOG2_E, SOFTCAP)
+    lse = with_distances(lse, slope, rows_of_keys, CAUSAL, scores_layout)
+    p, of_ds = probabilities(s, lse, scale * LOG2_E, SOFTCAP)
     if DROP is None:
         rounded_p = gl.convert_layout(p.to(dtype), operand)
         # Issued before the wait for dP; otherwise ptxas moves that wait ahead of the exponentials.
@@ -314,7 +324,7 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", *LISTS])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
-    QueryBlocks, Seed, KvLengths,
+    QueryBlocks, Seed, KvLengths, Slopes,
     heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
     left, stride_lb, stride_lh, width, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
@@ -327,7 +337,7 @@ def hopper_backward_kernel(
     float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item
     counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (bounds.py).
     QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (block_masks.py). Seed: int64,
-    if DROP. KvLengths: int32 (batch,), or None; needs MASKED.
+    if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or None.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     bounds: gl.constexpr = None
@@ -338,7 +348,7 @@ def hopper_backward_kernel(
         blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)
     sizes = BackwardSizes(
         heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
-        bounds, blocks, Seed, KvLengths,
+        bounds, blocks, Seed, KvLengths, Slopes,
     )  # fmt: skip
     Counter = Turns + row_blocks * flat_heads
 

@@ -131,6 +131,7 @@ class ForwardSizes(NamedTuple):
     blocks: Blocks  # of keys, if SPEC.LISTED
     KvLengths: gl.tensor  # of key padding (padding.py), or None
     Seed: gl.tensor  # of dropout, or None
+    Slopes: gl.tensor  # of ALiBi, or None
 
 
 @gluon.jit

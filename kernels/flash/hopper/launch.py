@@ -92,7 +92,8 @@ def forward(
     uneven = bounded or listed or padded or drop is not None
     counter = q.new_zeros(1, dtype=torch.int32) if is_dynamic(q.shape[2], uneven) else None
     low = out_low if options.precise_delta else None
-    of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, tensors.sinks)
+    of_heads = (tensors.sinks, tensors.alibi_slopes)
+    of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, *of_heads)
     pointers = (out, low, lse, counter, *of_features)
     launch(pointers, key, prepare, (q, k, v), _describe_forward)
 
@@ -178,6 +179,7 @@ def backward(
     dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     starts, lengths, key_blocks = tensors.document_starts, tensors.kv_lengths, tensors.key_blocks
+    slopes = tensors.alibi_slopes
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
     numbers = (options.causal, options.scale, options.left, options.dropout_p, options.softcap)
     key = (q.shape, kv_heads, kv_len, *numbers, *lists)
@@ -188,7 +190,17 @@ def backward(
     )
     of_heads = _of_every_head(q, dk, dv)
     launch(
-        (lse, delta, turns, starts, tensors.document_ends, tensors.query_blocks, tensors.seed, lengths),
+        (
+            lse,
+            delta,
+            turns,
+            starts,
+            tensors.document_ends,
+            tensors.query_blocks,
+            tensors.seed,
+            lengths,
+            slopes,
+        ),
         ("hopper backward", q.dtype, *key),
         lambda: _prepare_backward(q, k, tensors, options),
         (q, k, v, d_out, *of_heads, dq_sum),
