@@ -95,8 +95,9 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     beside = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and beside:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
-    if bounds and (request.causal is False or kv_len not in (None, length)):
-        return f"causal=True and as many keys as queries with {bounds[0]}"
+    equal = " and as many keys as queries" if request.tier == "auto" else ""  # others are not measured
+    if bounds and (request.causal is False or (equal and apart)):
+        return f"causal=True{equal} with {bounds[0]}"
     if "block_mask" in features and request.causal and apart % BLOCK_MASK_SIZE:
         return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's
     if request.tier == "auto" and length is not None and length < LEAST_QUERIES:

@@ -201,6 +201,17 @@ def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -
     check(which, machine, 300, 300, head_dim, True, batch=2, **given)
 
 
+@ONE_QUICK_HEAD_DIM
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(130, 400), pytest.param(300, 130, marks=SLOW)])
+@pytest.mark.parametrize("left", [50, pytest.param(0, marks=SLOW)])
+def test_windows_of_unequal_lengths(
+    machine, left: int, q_len: int, kv_len: int, which: str, head_dim: int
+) -> None:
+    """A block of keys that no query sees, and queries that see no key."""
+    check(which, machine, q_len, kv_len, head_dim, True, batch=2, window=(left, 0))
+
+
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])

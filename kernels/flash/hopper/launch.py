@@ -79,8 +79,8 @@ def forward(
         spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
-        sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left), *list_strides(key_blocks))
-        numbers = (*out.stride()[:3], *sizes, scale, spec)
+        sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left, kv_len - q_len))
+        numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
         return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
@@ -113,9 +113,9 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool) -> int:
     return group * triton.cdiv(flat_heads, groups)
 
 
-def _left(left: int) -> int:
-    """A window's left side as the kernels take it: ANY in place of -1."""
-    return left if left >= 0 else ANY
+def _left(left: int, apart: int) -> int:
+    """A window's left side as the kernels take it (bounds.py). apart: kv_len - q_len."""
+    return left - apart if left >= 0 else ANY
 
 
 def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]:
@@ -169,6 +169,11 @@ def backward(
         dq, dk, dv: any strides that TMA takes. delta: like lse.
         tensors, options: as for `forward`.
     """
+    unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // KEYS.value * KEYS.value
+    if options.left >= 0 and unseen:  # the window hides the first blocks of keys from every query
+        for x in (dk, dv):
+            x[:, :, :unseen].zero_()
+        k, v, dk, dv = (x[:, :, unseen:] for x in (k, v, dk, dv))
     low = out_low if options.precise_delta else None
     if tile_width(q.shape[3]) == WIDTH.value:
         return _backward_wide(d_out, d_lse, out, low, lse, q, k, v, dq, dk, dv, delta, options)
@@ -179,28 +184,18 @@ def backward(
     dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     starts, lengths, key_blocks = tensors.document_starts, tensors.kv_lengths, tensors.key_blocks
-    slopes = tensors.alibi_slopes
+    ends, left = tensors.document_ends, _left(options.left, kv_len - q_len)
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
     numbers = (options.causal, options.scale, options.left, options.dropout_p, options.softcap)
     key = (q.shape, kv_heads, kv_len, *numbers, *lists)
     launch(
         (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts),
         ("delta", *key, out.stride(), d_out.stride()),
-        lambda: _prepare_delta(out, d_out, _left(options.left), block_m, KEYS.value, bool(OVERLAPPED)),
+        lambda: _prepare_delta(out, d_out, left, block_m, KEYS.value, bool(OVERLAPPED)),
     )
     of_heads = _of_every_head(q, dk, dv)
     launch(
-        (
-            lse,
-            delta,
-            turns,
-            starts,
-            tensors.document_ends,
-            tensors.query_blocks,
-            tensors.seed,
-            lengths,
-            slopes,
-        ),
+        (lse, delta, turns, starts, ends, tensors.query_blocks, tensors.seed, lengths, tensors.alibi_slopes),
         ("hopper backward", q.dtype, *key),
         lambda: _prepare_backward(q, k, tensors, options),
         (q, k, v, d_out, *of_heads, dq_sum),
@@ -242,7 +237,7 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     sizes = (
         *(heads, flat_heads, heads_per_group, heads_per_group * columns),
         *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
-        *(_left(left), *list_strides(tensors.query_blocks)),
+        *(_left(left, kv_len - q_len), *list_strides(tensors.query_blocks)),
     )
     masked = causal or kv_len % KEYS.value != 0 or padded
     # With a window, documents or a block mask a work item has few steps.

@@ -15,7 +15,7 @@ from .forward_schedule import ROWS
 from .pipeline import LOG2_E, opaque
 
 # P = exp2(cap * log2(e) * (tanh - 1) - lse) and P * tanh' from a product, -lse, and the factors of exp's and P's
-# exponents, element by element: operation by operation, tanh and P of a tile are both live, and 1288 B are spilled
+# exponents, element by element: operation by operation, tanh and P of a tile are both live, and 1280 B are spilled
 # (LOG.md). A product of -inf is masked: times 2^-100 it makes P 0, and one that is finite is lost in rounding.
 CAPPED = gl.constexpr("""{
     .reg .f32 r, x;
