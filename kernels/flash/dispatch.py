@@ -30,8 +30,9 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # The Hopper kernels take others too, in tiles filled up with zeros; no GPU has timed them beside the portable ones.
 MEASURED_HEAD_DIMS = (64, 128)
-# Features beside which the Hopper kernels have none but a window, documents and return_lse; see hopper/score_mods.py.
+# Features beside which the Hopper kernels have none of these; see hopper/score_mods.py.
 SCORE_MODS = ("alibi_slopes", "softcap")
+NOT_BESIDE = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
 SOFTCAP_MAX = 64.0
 # Features that the Hopper kernels have by the table, but not above head_dim 128.
 WIDE_LACKS = {
@@ -83,8 +84,10 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         if name in features and (bounds or "block_mask" in features):
             return f"attention without {name} beside {[*bounds, 'block_mask'][0]}"
     for name in SCORE_MODS:
-        if name in features and (others := sorted(features - {name, "return_lse", *BOUNDS})):
+        if name in features and (others := sorted(NOT_BESIDE & features - {name})):
             return f"attention without {others[0]} beside {name}"
+    if request.head_dim > 128 and {"alibi_slopes", "precise_delta"} <= features:  # spills 48 to 68 B
+        return f"head_dim 128 or less with alibi_slopes beside precise_delta, not {request.head_dim}"
     late = sorted({"dropout_p", "kv_lengths", "sinks"} & features)
     if which == "forward" and "precise_delta" in features and late:  # not compiled
         return f"attention without {late[0]} beside precise_delta"

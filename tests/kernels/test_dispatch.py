@@ -31,6 +31,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("softcap", {}, "triton", "triton", "attention without softcap"),
         ("softcap window", {"tier": "hopper"}, "hopper", "hopper", None),
         ("alibi_slopes cu_seqlens", {"tier": "hopper"}, "hopper", "hopper", None),
+        ("alibi_slopes kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),
         (
             "alibi_slopes softcap",
             {"tier": "hopper"},

@@ -237,6 +237,18 @@ def test_score_modifiers(
     check(which, machine, 300, 130, head_dim, causal, **given)
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("given", SCORE_MODS, ids=lambda given: next(iter(given)))
+@pytest.mark.parametrize("beside", ["window", "documents", "padding"])
+def test_score_modifiers_beside_masks(machine, beside: str, given: dict[str, object], which: str) -> None:
+    masks = {
+        "window": {"window": (100, 0)},
+        "documents": {"cu_seqlens": documents(200, 2)},
+        "padding": {"kv_lengths": torch.tensor([0, 130], dtype=torch.int32)},
+    }
+    check(which, machine, 200, 200, 64, True, batch=2, **given, **masks[beside])
+
+
 @CAUSAL
 @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
 def test_wide_backward(machine, q_len: int, kv_len: int, causal: bool) -> None:

@@ -20,7 +20,7 @@ CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"]
 LENGTHS = [(n, n) for n in (1, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2100, 4096)]
 LENGTHS += [(113, 203), (256, 512), (512, 256), (1023, 1024), (700, 30), (1, 4096)]
 NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window"]
-NAMES += ["softcap", "softcap window", "alibi", "alibi window"]
+NAMES += ["softcap", "softcap window", "softcap kv_lengths", "alibi", "alibi window", "alibi kv_lengths"]
 DROPOUT = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
 
 

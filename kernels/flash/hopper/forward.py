@@ -251,7 +251,8 @@ def store_rows(Out, tile, output, first_row, head, batch, sizes, SPEC: gl.conste
     mask = first_row + rows < sizes.q_len
     if WIDTH > SPEC.HEAD_DIM:
         mask = mask & (dims < SPEC.HEAD_DIM)
-    if SPEC.DROP is not None or sizes.Slopes is not None:
+    TWICE: gl.constexpr = SPEC.SOFTCAP > 0 and output.OutLow is not None
+    if SPEC.DROP is not None or sizes.Slopes is not None or TWICE:
         # Plus 0, unknown to the compilers, which would compute addresses before all tiles, and spill them.
         rows += opaque(first_row) - first_row
     gl.store(Out + rows * output.stride_m + dims, tile, mask=mask)
