@@ -228,13 +228,16 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
         absent["KvLengths"] = None
     if "sinks" not in words:
         absent["Sinks"] = None
+    if "alibi_slopes" not in words:
+        absent["Slopes"] = None
     drop = drop_of(0.1 if "dropout_p" in words else 0.0)
     if drop is None:
         absent["Seed"] = None
+    softcap = FEATURES["softcap"].options["softcap"] if "softcap" in words else 0.0
     lengths = job.length, job.length + sum(apart for word, apart in APART.items() if word in words)
     if job.kernel == "hopper_dkdv":
         return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
-    uses = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop}
+    uses = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop, "softcap": softcap}
     spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec}
@@ -242,13 +245,14 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
         return {"SPEC": spec, **absent} | ({} if spec.DYNAMIC.value else {"Counter": None})
     width = tile_width(job.head_dim)
     row_blocks = job.length // backward_schedule.BLOCK_M[width]
-    delay = backward.choose_dq_delay(width, job.causal, row_blocks, padded)
+    delay = backward.choose_dq_delay(width, job.causal, row_blocks, padded, softcap > 0)
     dq_delay = 0 if bounded or listed else delay
     partial = lengths[1] % backward_schedule.KEYS.value != 0
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or partial or padded}
     if not job.causal or bounded or listed or drop or padded:
         absent["tail_head"] = None
-    return {**rules, "DQ_DELAY": dq_delay, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, **absent}
+    rules |= {"DQ_DELAY": dq_delay, "BOUNDED": bounded, "LISTED": listed, "DROP": drop, "SOFTCAP": softcap}
+    return rules | absent
 
 
 def _descriptor(name: str, job: Job) -> str:

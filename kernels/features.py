@@ -53,10 +53,12 @@ FEATURES: dict[str, Feature] = {
     "softcap": Feature(
         "logits become softcap * tanh(logits / softcap) (Gemma 2)",
         unused=0.0,
+        on_request=BOTH,
         options={"softcap": 30.0},
     ),
     "alibi_slopes": Feature(
         "(heads,): subtract slope * |query position - key position| (Press et al. 2022), after softcap",
+        on_request=BOTH,
         options={"alibi": True},
         pointers=("Slopes",),
     ),

@@ -30,10 +30,14 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # The Hopper kernels take others too, in tiles filled up with zeros; no GPU has timed them beside the portable ones.
 MEASURED_HEAD_DIMS = (64, 128)
+# Features beside which the Hopper kernels have none of these; see hopper/score_mods.py.
+SCORE_MODS = ("alibi_slopes", "softcap")
+NOT_BESIDE = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
+SOFTCAP_MAX = 64.0
 # Features that the Hopper kernels have by the table, but not above head_dim 128.
 WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
-    "backward": frozenset({"block_mask", "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
+    "backward": frozenset({"block_mask", *SCORE_MODS, "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
 }
 # With fewer queries, a Hopper tile (128 queries) would be mostly empty.
 LEAST_QUERIES = 128
@@ -79,6 +83,11 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     for name in ("kv_lengths", "dropout_p"):
         if name in features and (bounds or "block_mask" in features):
             return f"attention without {name} beside {[*bounds, 'block_mask'][0]}"
+    for name in SCORE_MODS:
+        if name in features and (others := sorted(NOT_BESIDE & features - {name})):
+            return f"attention without {others[0]} beside {name}"
+    if request.head_dim > 128 and {"alibi_slopes", "precise_delta"} <= features:  # spills 48 to 68 B
+        return f"head_dim 128 or less with alibi_slopes beside precise_delta, not {request.head_dim}"
     late = sorted({"dropout_p", "kv_lengths", "sinks"} & features)
     if which == "forward" and "precise_delta" in features and late:  # not compiled
         return f"attention without {late[0]} beside precise_delta"
@@ -89,8 +98,9 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     beside = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and beside:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
-    if bounds and (request.causal is False or kv_len not in (None, length)):
-        return f"causal=True and as many keys as queries with {bounds[0]}"
+    equal = " and as many keys as queries" if request.tier == "auto" else ""  # others are not measured
+    if bounds and (request.causal is False or (equal and apart)):
+        return f"causal=True{equal} with {bounds[0]}"
     if "block_mask" in features and request.causal and apart % BLOCK_MASK_SIZE:
         return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's
     if request.tier == "auto" and length is not None and length < LEAST_QUERIES:
@@ -213,7 +223,10 @@ def _choose_for_call(
     }
     names = frozenset(name for name, value in used.items() if value)
     request = AttentionRequest(device, dtype, head_dim, names, options.tier, length, kv_len, options.causal)
-    return Choice("triton", "no prescribed tile") if forced else choose(which, request), options
+    if forced or options.softcap > SOFTCAP_MAX:
+        needed = "no prescribed tile" if forced else f"a softcap up to {SOFTCAP_MAX:g}"
+        return Choice("triton", needed), options
+    return choose(which, request), options
 
 
 @functools.cache

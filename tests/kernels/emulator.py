@@ -12,6 +12,8 @@ Shared memory begins as NaN. What a warp stored is visible to TMA and wgmma (the
 
 import math
 import random
+import re
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -46,6 +48,13 @@ class Scalar(int):
     """An int32 of the kernel: division truncates, as on the GPU, and comparisons give numbers."""
 
     def to(self, dtype: object) -> "Scalar":
+        return self
+
+
+class Float(float):
+    """A float32 that was loaded."""
+
+    def to(self, dtype: object) -> "Float":
         return self
 
 
@@ -514,6 +523,8 @@ class _Emulated:
     ) -> object:
         if "griddepcontrol" in assembly:  # the kernel before has ended, and the next one waits
             return None
+        if ".f32" in assembly:
+            return _computed(assembly, constraints.count("="), values)
         assert "shfl" in assembly or "mov.b32 $0, $1" in assembly, assembly
         return values[0]
 
@@ -553,6 +564,9 @@ class _Emulated:
     def gl_log2(self, x: Registers) -> Registers:
         return torch.log2(x)
 
+    def gl_fma(self, x: object, y: object, z: object) -> object:
+        return x * y + z
+
     def gl_abs(self, x: Registers) -> Registers:
         return x.abs()
 
@@ -574,7 +588,7 @@ class _Emulated:
         memory, at = pointer
         if not isinstance(at, torch.Tensor):
             number = memory[at] if mask is None or mask else other
-            return float(number) if memory.dtype.is_floating_point else Scalar(int(number))
+            return Float(number) if memory.dtype.is_floating_point else Scalar(int(number))
         if mask is None:
             return memory[at].as_subclass(Registers)
         mask = mask.broadcast_to(at.shape)
@@ -602,6 +616,26 @@ class _Emulated:
         function, values = parts[0]
         machine.warp.name = function.__name__
         function(*values)
+
+
+INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add, "mul": torch.mul, "neg": torch.neg, "ex2": torch.exp2, "rcp": torch.reciprocal,
+    "fma": lambda x, y, z: x * y + z,
+}  # fmt: skip
+
+
+def _computed(assembly: str, outputs: int, values: list[Registers]) -> object:
+    """The first `outputs` operands, which float32 instructions compute from the others."""
+    known = {f"${number}": value for number, value in enumerate(values, outputs)}
+    for name, operands in re.findall(r"\b(\w+)(?:\.\w+)*\.f32 ([^;]+);", assembly):
+        if name in INSTRUCTIONS:
+            to, *read = operands.split(", ")
+            for x in read:
+                if x.startswith("0f"):
+                    (known[x],) = struct.unpack(">f", bytes.fromhex(x[2:]))
+            known[to] = INSTRUCTIONS[name](*(known[x] for x in read))
+    found = tuple(known[f"${number}"] for number in range(outputs))
+    return found if outputs > 1 else found[0]
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -98,6 +98,15 @@ def cases() -> dict[str, Callable[[], None]]:
         ),
         "hopper_precise_delta": lambda: attend("hopper", 64, 130, 190, precise_delta=True),
         "hopper_precise_delta_256": lambda: attend("hopper", 256, 130, 190, precise_delta=True),
+        "hopper_softcap": lambda: attend("hopper", 64, 130, 190, kv_heads=2, softcap=30.0),
+        "hopper_softcap_in_a_window": lambda: attend("hopper", 128, 300, 300, softcap=30.0, window=(100, 0)),
+        "hopper_softcap_padding": lambda: attend("hopper", 64, 300, 300, softcap=30.0, **padding(0, 190)),
+        "hopper_softcap_256": lambda: attend("hopper", 256, 300, 300, backward=False, softcap=30.0),
+        "hopper_alibi": lambda: attend("hopper", 64, 300, 300, alibi_slopes=torch.rand(4, device="cuda")),
+        "hopper_alibi_full": lambda: attend(
+            "hopper", 128, 130, 190, kv_heads=2, causal=False, alibi_slopes=torch.rand(4, device="cuda")
+        ),
+        "hopper_window_of_unequal_lengths": lambda: attend("hopper", 64, 130, 400, window=(50, 0)),
         "hopper_wide_window": lambda: attend("hopper", 256, 300, 300, backward=False, window=(100, 0)),
         "hopper_wide_documents": lambda: attend(
             "hopper", 256, 1000, 1000, backward=False, cu_seqlens=features()["documents"]["cu_seqlens"]

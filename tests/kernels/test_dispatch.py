@@ -29,6 +29,18 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("", {}, "hopper", "hopper", None),
         ("softcap", {}, "triton", "triton", "attention without softcap"),
+        ("softcap window", {"tier": "hopper"}, "hopper", "hopper", None),
+        ("alibi_slopes cu_seqlens", {"tier": "hopper"}, "hopper", "hopper", None),
+        ("alibi_slopes kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),
+        (
+            "alibi_slopes softcap",
+            {"tier": "hopper"},
+            "triton",
+            "triton",
+            "attention without softcap beside alibi_slopes",
+        ),
+        ("softcap sinks", {"tier": "hopper"}, "triton", "triton", "attention without sinks beside softcap"),
+        ("softcap", {"tier": "hopper", "head_dim": 256}, "hopper", "triton", None),
         ("sinks", {}, "triton", "hopper", "attention without sinks"),
         ("dropout_p", {}, "triton", "hopper", "attention without dropout_p"),
         ("dropout_p window", {}, "triton", "triton", "attention without dropout_p"),
@@ -40,6 +52,8 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "triton",
             "causal=True and as many keys as queries with window",
         ),
+        ("window", {"tier": "hopper", "causal": False}, "triton", "triton", "causal=True with window"),
+        ("window", {"tier": "hopper", "length": 512, "kv_len": 700}, "hopper", "hopper", None),
         ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),
         ("cu_seqlens block_mask", {}, "triton", "triton", "attention without cu_seqlens beside block_mask"),
         ("", {"length": 100}, "triton", "triton", "128 queries or more, not 100"),
@@ -151,7 +165,8 @@ def test_what_only_a_call_knows_sends_it_to_the_portable_kernels_or_is_named() -
             {"tensors": blocks, "kv_len": 500},
             "lengths that differ by a multiple of 128 with a causal block_mask",
         ),
-        ({"options": hopper._replace(left=3), "kv_len": 500}, "as many keys as queries with window"),
+        ({"options": hopper._replace(left=3, right=0, causal=False)}, "causal=True with window"),
+        ({"options": hopper._replace(softcap=65.0)}, "a softcap up to 64"),
     ):
         with pytest.raises(AttentionError, match=f"tier=hopper cannot run this call: it needs .*{reason}"):
             chosen(**{"tensors": Tensors(), "options": hopper} | case)

@@ -31,6 +31,7 @@ CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"]
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 ONE_QUICK_HEAD_DIM = pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
 LONG = 4096  # from here on the forward's schedule stays the same
+SCORE_MODS = [{"softcap": 1.5}, {"alibi_slopes": torch.tensor([0.5, 0.01])}]
 LENGTHS = [(300, 300), (333, 1), (300, 130), pytest.param(40, 300, marks=SLOW)]
 
 
@@ -62,7 +63,16 @@ def features(q_len: int, kv_len: int, batch: int, causal: bool, given: dict[str,
     if "block_mask" in given:
         keys, queries = block_lists(given["block_mask"], q_len, kv_len, causal, -1, -1)
     seed = torch.tensor(given["dropout_seed"]) if "dropout_p" in given else None
-    return Tensors(seed, None, given.get("sinks"), starts, ends, given.get("kv_lengths"), keys, queries)
+    return Tensors(
+        seed,
+        given.get("alibi_slopes"),
+        given.get("sinks"),
+        starts,
+        ends,
+        given.get("kv_lengths"),
+        keys,
+        queries,
+    )
 
 
 def run(
@@ -75,7 +85,10 @@ def run(
     (batch, _, q_len, head_dim), kv_len = q.shape, k.shape[2]
     left, _ = given.get("window", (-1, 0))
     precise = given.get("precise_delta", False)
-    options = Options(causal, head_dim**-0.5, given.get("dropout_p", 0.0), left, precise_delta=precise)
+    options = Options(
+        causal, head_dim**-0.5, given.get("dropout_p", 0.0), left, -1, given.get("softcap", 0.0),
+        precise_delta=precise,
+    )  # fmt: skip
     extra = features(q_len, kv_len, batch, causal, given)
     clean = q, k, v
     if "kv_lengths" in given:
@@ -188,6 +201,17 @@ def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -
     check(which, machine, 300, 300, head_dim, True, batch=2, **given)
 
 
+@ONE_QUICK_HEAD_DIM
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(130, 400), pytest.param(300, 130, marks=SLOW)])
+@pytest.mark.parametrize("left", [50, pytest.param(0, marks=SLOW)])
+def test_windows_of_unequal_lengths(
+    machine, left: int, q_len: int, kv_len: int, which: str, head_dim: int
+) -> None:
+    """A block of keys that no query sees, and queries that see no key."""
+    check(which, machine, q_len, kv_len, head_dim, True, batch=2, window=(left, 0))
+
+
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -199,6 +223,30 @@ def test_key_padding(
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: int(causal))
     lengths = torch.tensor([0, 1, 128, 190, kv_len], dtype=torch.int32)
     check(which, machine, q_len, kv_len, head_dim, causal, batch=5, kv_lengths=lengths)
+
+
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=SLOW)], ids=["", "delay"])
+@pytest.mark.parametrize("given", SCORE_MODS, ids=lambda given: next(iter(given)))
+def test_score_modifiers(
+    machine, monkeypatch, given: dict[str, object], delay: int, which: str, head_dim: int, causal: bool
+) -> None:
+    monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
+    check(which, machine, 300, 130, head_dim, causal, **given)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("given", SCORE_MODS, ids=lambda given: next(iter(given)))
+@pytest.mark.parametrize("beside", ["window", "documents", "padding"])
+def test_score_modifiers_beside_masks(machine, beside: str, given: dict[str, object], which: str) -> None:
+    masks = {
+        "window": {"window": (100, 0)},
+        "documents": {"cu_seqlens": documents(200, 2)},
+        "padding": {"kv_lengths": torch.tensor([0, 130], dtype=torch.int32)},
+    }
+    check(which, machine, 200, 200, 64, True, batch=2, **given, **masks[beside])
 
 
 @CAUSAL

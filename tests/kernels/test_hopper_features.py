@@ -19,6 +19,8 @@ HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 LENGTHS = [(n, n) for n in (1, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2100, 4096)]
 LENGTHS += [(113, 203), (256, 512), (512, 256), (1023, 1024), (700, 30), (1, 4096)]
+NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window"]
+NAMES += ["softcap", "softcap window", "softcap kv_lengths", "alibi", "alibi window", "alibi kv_lengths"]
 DROPOUT = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
 
 
@@ -41,13 +43,19 @@ def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object
         given |= DROPOUT
     if "sinks" in name:
         given["sinks"] = torch.linspace(-2, 3, heads, device="cuda")
+    if "softcap" in name:
+        given["softcap"] = 1.5
+    if "alibi" in name:
+        given["alibi_slopes"] = torch.linspace(0.01, 0.5, heads, device="cuda")
+    if "window" in name:
+        given["window"] = (100, 0)
     return given
 
 
 @CAUSAL
 @HEAD_DIMS
 @DTYPES
-@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks", "kv_lengths dropout"])
+@pytest.mark.parametrize("name", NAMES)
 def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, causal: bool) -> None:
     """Forward and backward, with grouped heads; two or three consumers, dQ's product in its step or a step late."""
     for q_len, kv_len in LENGTHS:
@@ -56,6 +64,8 @@ def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, cau
             continue  # those have the portable forward
         if "kv" in name and causal and ragged:
             continue  # so have those
+        if "window" in name and not causal:
+            continue
         batch = 8 if q_len <= 1025 else 2
         *tensors, d_out = inputs(
             q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
@@ -83,7 +93,7 @@ def test_padding_may_hold_anything(length: int, head_dim: int, causal: bool) -> 
 
 @CAUSAL
 @HEAD_DIMS
-@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks"])
+@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks", "softcap", "alibi"])
 @pytest.mark.parametrize("length", [1000, 2100])
 def test_250_repeats_agree_bit_for_bit(length: int, name: str, head_dim: int, causal: bool) -> None:
     if name == "dropout" and causal:

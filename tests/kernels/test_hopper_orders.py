@@ -48,8 +48,9 @@ def seen(
     if mask == "causal":
         last = rows + kv_len - q_len
     if mask == "window":
-        first, last = (rows - left).clamp(min=0), rows
-        bounds = Bounds(None, None, Scalar(left), Scalar(q_len))
+        last = rows + kv_len - q_len
+        first = (last - left).clamp(min=0)
+        bounds = Bounds(None, None, Scalar(left - (kv_len - q_len)), Scalar(q_len))
     if mask == "documents":
         starts, ends = document_bounds(documents(q_len, flat_heads), flat_heads, q_len)
         first, last = starts.long(), rows
@@ -66,11 +67,13 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
     kernel = _Emulated(Alone(0), 1)
     decode, at, turns = (kernel.function(f) for f in (decode_work_item, block_at, turns_of))
     alike = zip(LENGTHS, LENGTHS, strict=True)
-    pairs = alike if mask in ("window", "documents") else itertools.product(LENGTHS, LENGTHS)
+    pairs = alike if mask == "documents" else itertools.product(LENGTHS, LENGTHS)
     for number, (q_len, kv_len) in enumerate(pairs):
         if width == 128 and mask == "causal":
             q_len = q_len % 20 + 2048  # from where on heads go upwards
         flat_heads, left = 1 + number % 5, number % 7 * 50
+        if mask == "window" and kv_len - q_len - left >= keys:
+            continue  # a block that no query sees, which `hopper.backward` leaves out
         monkeypatch.setattr(hopper, "CACHED", 1 << 16 + number % 5)
         monkeypatch.setattr(hopper, "sm_count", lambda device, number=number: 1 + number % 11)
         first, last, bounds = seen(mask, q_len, kv_len, flat_heads, left)
@@ -79,7 +82,7 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
         tensors = Tensors(document_starts=first if mask == "documents" else None)
         _, _, numbers, _ = hopper._prepare_backward(q, k, tensors, options)
         own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
-        sizes = BackwardSizes(*own, bounds, None, None, None)
+        sizes = BackwardSizes(*own, bounds, None, None, None, None)
         begin = first[:, ::block_m] // keys  # as delta_kernel sets the turns
         last_rows = (torch.arange(0, q_len, block_m) + block_m - 1).clamp(max=q_len - 1)
         end = last[:, last_rows].div(keys, rounding_mode="floor") + 1

@@ -6,7 +6,7 @@ forward_schedule.py, backward_schedule.py   the tiles and work items that a prog
 scheduler.py                     dynamic scheduling: programs claim them by a counter
 pipeline.py, descriptors.py      rings of tiles in shared memory; TMA descriptors
 primitives.py                    what Triton's releases name differently; programmatic dependent launch
-softmax.py, masks.py, dropout.py on tiles in registers
+softmax.py, masks.py, dropout.py, score_mods.py   on tiles in registers
 bounds.py, block_masks.py, padding.py   windows and documents; block masks; key padding
 dq.py                            dQ: its product, and its sum over work items in a fixed order
 launch.py                        which tensors they take, and the arguments of a launch

@@ -11,8 +11,9 @@ dQ of a tile needs dS of both warpgroups, which would have to synchronise in eve
 product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
 Covers plain attention with or without dropout (dropout.py), key padding (padding.py) with or without it, windows and
-documents under the causal mask (bounds.py), and block masks (block_masks.py). Everything else is left to the portable
-kernels (portable/). With grouped heads, every query head has its own work items, and its own dK and dV.
+documents under the causal mask (bounds.py), block masks (block_masks.py), softcap and ALiBi (score_mods.py).
+Everything else is left to the portable kernels (portable/). With grouped heads, every query head has its own work
+items, and its own dK and dV.
 """
 
 from typing import NamedTuple
@@ -38,19 +39,22 @@ from .padding import clear_padding
 from .pipeline import LOG2_E, Ring, arrive, make_barriers, make_ring, opaque, sync_consumers
 from .primitives import reinterpret, tma_store
 from .scheduler import CLAIM_STAGES, make_claims, read_claim
+from .score_mods import probabilities, slope_of, with_distances
 from .softmax import unpack
 
 DELAY_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on the delay is faster (LOG.md)
 
 
-def choose_dq_delay(width: int, causal: bool, row_blocks: int, padded: bool = False) -> int:
+def choose_dq_delay(
+    width: int, causal: bool, row_blocks: int, padded: bool = False, capped: bool = False
+) -> int:
     """1 if dQ's product is delayed by a step, so that the warpgroups need not wait for each other; else 0.
 
     The delay costs each work item an extra product (the first step's, which the second repeats), and the last product
-    runs after the loop with nothing to overlap. width: `tile_width`. padded: with key padding, which spills 4 B in
-    one of the forms.
+    runs after the loop with nothing to overlap. width: `tile_width`. padded, capped: with key padding or softcap,
+    which spill 4 to 8 B in one of the forms.
     """
-    if padded and causal and width == 64:
+    if width == 64 and (padded if causal else capped):
         return 0
     return int(row_blocks // (2 if causal else 1) >= DELAY_FROM[width])
 
@@ -114,6 +118,7 @@ def make_shared(q_desc, k_desc, v_desc, do_desc, dq_sum_desc, DQ_DELAY: gl.const
 def consume(
     dk_desc, dv_desc, shared, sizes, scale,
     WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, DQ_DELAY steps behind."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
@@ -146,6 +151,7 @@ def consume(
             first_visible = first_visible_rows(WHICH, item, CAUSAL, scores_layout)
         if sizes.bounds is not None:
             end_visible = end_visible_rows(WHICH, item, sizes.bounds, BLOCK_M, scores_layout)
+        slope = slope_of(item.head, sizes)
         for step in range(item.steps):
             # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
             bias = zeros
@@ -154,20 +160,27 @@ def consume(
                 bias = masked_bias(zeros, first_visible, down * BLOCK_M, CAUSAL)
                 if sizes.bounds is not None:
                     bias = mask_from_end(bias, end_visible, down * BLOCK_M)
+            rows_of_keys: gl.constexpr = None
+            if slope is not None:
+                rows_of_keys = first_visible_rows(WHICH, item, True, scores_layout) + down * BLOCK_M
             draw: gl.constexpr = None
             if DROP is not None:
                 row, key = (item.last_block - down) * BLOCK_M, item.key_block * KEYS + WHICH * HALF
                 draw = Draw(gl.load(sizes.Seed), item.batch, item.head, row, key)
             dk, dv = process_query_tile(
-                dk, dv, bias, draw, step, tiles_before, shared, sizes, scale, WHICH, MASKED, DQ_DELAY, DROP
-            )
+                dk, dv, bias, draw, slope, rows_of_keys, step, tiles_before, shared, sizes, scale,
+                WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
+            )  # fmt: skip
         tiles_before += item.steps
         if DQ_DELAY:
             finish_dq(shared, tiles_before - 1, WHICH)
         if HEAD_DIM == 64:
             arrive(shared.kv_empty)
         # Recomputed: kept live through the loop it would take registers.
-        item = decode_work_item(opaque(index), sizes, BLOCK_M, CAUSAL)
+        index = opaque(index)
+        if SOFTCAP > 0 or slope is not None:  # read again, too: it is the register that these lack
+            index = read_claim(shared.claims, ordinal)
+        item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         if DROP is not None:
             dk *= DROP.SCALE
             dv *= DROP.SCALE
@@ -181,12 +194,14 @@ def consume(
 
 @gluon.jit
 def process_query_tile(
-    dk, dv, bias, draw, step, tiles_before, shared, sizes, scale,
-    WHICH: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
+    dk, dv, bias, draw, slope, rows_of_keys, step, tiles_before, shared, sizes, scale,
+    WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """One step: add a query tile's contributions to dK and dV, and compute half of a dQ tile.
 
-    bias: initial accumulator of S^T, -inf at masked elements; unused unless MASKED. draw: dropout's, or None.
+    bias: initial accumulator of S^T, -inf at masked elements; unused unless MASKED. draw: dropout's, or None. slope,
+    rows_of_keys: ALiBi's (`with_distances`), or None.
     """
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
@@ -199,7 +214,8 @@ def process_query_tile(
     # Always 0, but the compilers cannot tell. Otherwise they hoist the wgmma descriptors of the loop-invariant
     # operands out of the loop, more than there are uniform registers, and spill them. At head_dim 64 without the
     # delay only dQ's product needs it (LOG.md).
-    opaque_zero = (step + sizes.q_len) >> 31
+    MODIFIED: gl.constexpr = SOFTCAP > 0 or slope is not None
+    opaque_zero = tile >> 30 if MODIFIED else (step + sizes.q_len) >> 31  # q_len takes a register
     kv_index = opaque_zero if HEAD_DIM > 64 or DQ_DELAY else 0
     k = shared.k_tiles.index(kv_index).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
     v = shared.v_tiles.index(kv_index).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
@@ -209,19 +225,27 @@ def process_query_tile(
     mbarrier.wait(shared.queries.full.index(stage), phase)
     s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
-    if DROP is None:
+    # dP under the exponentials, or behind dV: with a score modifier beside it, up to 44 B are spilled at head_dim 64.
+    EARLY: gl.constexpr = DROP is None and not (MODIFIED and HEAD_DIM == 64)
+    if EARLY:
         dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(shared.rows_full.index(stage), phase)
-    s = warpgroup_mma_wait(1 if DROP is None else 0, [s])
+    s = warpgroup_mma_wait(1 if EARLY else 0, [s])
     lse = shared.lse.index(stage).load(gl.SliceLayout(0, scores_layout))
-    p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+    lse = with_distances(lse, slope, rows_of_keys, CAUSAL, scores_layout)
+    p, of_ds = probabilities(s, lse, scale * LOG2_E, SOFTCAP)
     if DROP is None:
         rounded_p = gl.convert_layout(p.to(dtype), operand)
         # Issued before the wait for dP; otherwise ptxas moves that wait ahead of the exponentials.
         dv = warpgroup_mma(rounded_p, d_out, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, [dp])
+        if EARLY:
+            dp = warpgroup_mma_wait(1, [dp])
+        else:
+            dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dv, rounded_p = warpgroup_mma_wait(1, [dv, rounded_p])
+            dp = warpgroup_mma_wait(0, [dp])
         delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
-        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds = (of_ds * (dp - delta[None, :])).to(dtype)
     else:
         # The mask is drawn before dP exists, and dP computed after dV: with both at once, up to 180 B are spilled.
         p = negate(p, draw, DROP)
@@ -255,7 +279,7 @@ def process_query_tile(
     rounded_ds = gl.convert_layout(ds, operand)
     dk = warpgroup_mma(rounded_ds, q, dk, is_async=True)
     # The register A operands stay live until they have been read: ptxas before 13.3 reuses their registers at once.
-    if DROP is None:
+    if EARLY:
         dv, dq, rounded_p = warpgroup_mma_wait(1, [dv, dq, rounded_p])
     else:
         dq = warpgroup_mma_wait(1, [dq])
@@ -300,11 +324,11 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", *LISTS])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
-    QueryBlocks, Seed, KvLengths,
+    QueryBlocks, Seed, KvLengths, Slopes,
     heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
     left, stride_lb, stride_lh, width, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
-    LISTED: gl.constexpr, DROP: gl.constexpr,
+    LISTED: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the float32 sum dQ / scale. Grid: (programs,), one per SM but no more than work items.
 
@@ -313,7 +337,7 @@ def hopper_backward_kernel(
     float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item
     counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (bounds.py).
     QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (block_masks.py). Seed: int64,
-    if DROP. KvLengths: int32 (batch,), or None; needs MASKED.
+    if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or None.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     bounds: gl.constexpr = None
@@ -324,7 +348,7 @@ def hopper_backward_kernel(
         blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)
     sizes = BackwardSizes(
         heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
-        bounds, blocks, Seed, KvLengths,
+        bounds, blocks, Seed, KvLengths, Slopes,
     )  # fmt: skip
     Counter = Turns + row_blocks * flat_heads
 
@@ -333,25 +357,17 @@ def hopper_backward_kernel(
 
     gl.warp_specialize(
         [
-            (
-                consume,
-                (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(0), CAUSAL, MASKED, DQ_DELAY, DROP),
-            ),
-            (
-                consume,
-                (dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(1), CAUSAL, MASKED, DQ_DELAY, DROP),
-            ),
+            (consume, (
+                dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(0), CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP
+            )),
+            (consume, (
+                dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(1), CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP
+            )),
             (load_tiles, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, BLOCK_M, CAUSAL)),
-            (load_row_statistics, (Lse, Delta, shared, sizes, CAUSAL, DROP)),
-            (
-                reduce_dq,
-                (dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0)),
-            ),
-            (
-                reduce_dq,
-                (dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1)),
-            ),
+            (load_row_statistics, (Lse, Delta, shared, sizes, CAUSAL, DROP, SOFTCAP)),
+            (reduce_dq, (dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0))),
+            (reduce_dq, (dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1))),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
-    )
+    )  # fmt: skip

@@ -45,7 +45,9 @@ def load_tiles(
 
 
 @gluon.jit
-def load_row_statistics(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr):
+def load_row_statistics(
+    Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr
+):
     """Stage the rows' lse (base 2) and delta beside the tiles of Q; with dropout delta / DROP.SCALE."""
     BLOCK_M: gl.constexpr = shared.lse.shape[1]
     offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
@@ -70,6 +72,8 @@ def load_row_statistics(Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: g
             delta = gl.load(Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
             if DROP is not None:
                 delta /= DROP.SCALE
+            if SOFTCAP > 0:
+                lse -= SOFTCAP * LOG2_E
             # +inf for fully masked rows and rows beyond the end, whose P = exp2(S - inf) is then 0.
             lse = gl.where(lse == float("-inf"), float("inf"), lse)
             mbarrier.wait(shared.queries.empty.index(stage), ((tiles_before + step) // STAGES & 1) ^ 1)

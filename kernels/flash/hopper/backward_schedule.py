@@ -46,6 +46,7 @@ class BackwardSizes(NamedTuple):
     blocks: Blocks  # lists of blocks of queries; None without block mask
     Seed: gl.tensor  # of dropout, or None
     KvLengths: gl.tensor  # of key padding (padding.py), or None
+    Slopes: gl.tensor  # of ALiBi, or None
 
 
 class WorkItem(NamedTuple):

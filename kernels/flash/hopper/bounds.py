@@ -1,7 +1,7 @@
-"""Sliding windows and packed documents in the Hopper kernels, under the causal mask and with q_len == kv_len.
+"""Sliding windows and packed documents in the Hopper kernels, under the causal mask.
 
 Each query has a first visible key, and each key a last query that sees it. Both are non-decreasing, so the first and
-the last row of a tile bound what the whole tile sees. Every query sees at least its own key.
+the last row of a tile bound what the whole tile sees.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,9 @@ class Bounds(NamedTuple):
     # Begin and end (exclusive) of each token's document: int32 (batch, length), or None.
     DocumentStart: gl.tensor
     DocumentEnd: gl.tensor
-    left: gl.tensor  # keys that a query sees before its own
-    length: gl.tensor
+    # A query's index less that of its first key: the window's left side less kv_len - q_len, which may be below 0.
+    left: gl.tensor
+    length: gl.tensor  # queries; with documents, keys too
 
 
 @gluon.jit

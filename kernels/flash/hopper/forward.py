@@ -7,8 +7,9 @@ processes one tile of queries after another (forward_schedule.py), and the produ
 consumers finish.
 
 Covers plain attention, windows and documents under the causal mask (bounds.py), block masks (block_masks.py), key
-padding (padding.py), dropout (dropout.py), and sinks. Blocks of keys that are fully masked are not visited. All else
-is left to the portable kernel (portable/forward.py), whose conventions this one follows.
+padding (padding.py), dropout (dropout.py), sinks, softcap and ALiBi (score_mods.py). Blocks of keys that are fully
+masked are not visited. All else is left to the portable kernel (portable/forward.py), whose conventions this one
+follows.
 """
 
 from typing import NamedTuple
@@ -41,6 +42,7 @@ from .masks import mask_before, mask_scores
 from .padding import clear_padding, key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .score_mods import alibi_of, modify_scores, score_exp2_scale
 from .softmax import add_sink, first_softmax, pack, softmax, unpack, widen
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -167,7 +169,7 @@ def issue_pv(p, acc, rings, stage, phase, SPEC: gl.constexpr):
 @gluon.jit
 def pipelined_step(
     acc, p, row_max, row_sum, rings, slot, stage, phase,
-    exp2_scale, first_row, first_key, head, batch, first_seen, sizes, SPEC: gl.constexpr,
+    exp2_scale, alibi, first_row, first_key, head, batch, first_seen, sizes, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One pipelined step: acc += p v for the block at `stage`, overlapped with scores and softmax of the next block.
 
@@ -188,11 +190,14 @@ def pipelined_step(
     acc = issue_pv(p, acc, rings, stage, phase, SPEC)
     scores = warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(rings.k.empty.index(next_stage))
+    scores = modify_scores(scores, exp2_scale, alibi, first_key, SPEC)
     if not SPEC.ALIGNED:
         scores = mask_scores(scores, first_row, first_key, sizes, SPEC)
     if first_seen is not None:
         scores = mask_before(scores, first_seen, first_key)
-    new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, exp2_scale)
+    new_p, row_max, row_sum, rescale = softmax(
+        scores, row_max, row_sum, score_exp2_scale(exp2_scale, alibi, SPEC)
+    )
     if SPEC.DROP is not None:
         new_p = drop(new_p, words, SPEC.DROP)
     if SPEC.EXP_BEFORE_WAIT:
@@ -246,7 +251,8 @@ def store_rows(Out, tile, output, first_row, head, batch, sizes, SPEC: gl.conste
     mask = first_row + rows < sizes.q_len
     if WIDTH > SPEC.HEAD_DIM:
         mask = mask & (dims < SPEC.HEAD_DIM)
-    if SPEC.DROP is not None:
+    TWICE: gl.constexpr = SPEC.SOFTCAP > 0 and output.OutLow is not None
+    if SPEC.DROP is not None or sizes.Slopes is not None or TWICE:
         # Plus 0, unknown to the compilers, which would compute addresses before all tiles, and spill them.
         rows += opaque(first_row) - first_row
     gl.store(Out + rows * output.stride_m + dims, tile, mask=mask)
@@ -266,6 +272,7 @@ def attend(
     SEEN: gl.constexpr = SPEC.BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else SPEC.BLOCK_N
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
+    alibi = alibi_of(head, first_row, sizes)
     if SPEC.LISTED:
         List = list_of(tile_row // SPEC.BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
@@ -287,6 +294,7 @@ def attend(
         words = draw_words(Draw(gl.load(sizes.Seed), batch, head, first_row, last_key), ROWS, SEEN)
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(rings.k.empty.index(stage))
+    scores = modify_scores(scores, exp2_scale, alibi, last_key, SPEC)
     scores = mask_scores(scores, first_row, last_key, sizes, SPEC)
     if SPEC.BOUNDED:
         rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores.type.layout))
@@ -296,7 +304,7 @@ def attend(
         scores = mask_padding(scores, end - last_key)
         mbarrier.wait(rings.v.full.index(stage), phase)
         clear_padding(rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, HEAD_DIM]), end - last_key)
-    p, row_max, row_sum = first_softmax(scores, exp2_scale, words, dtype, SPEC)
+    p, row_max, row_sum = first_softmax(scores, score_exp2_scale(exp2_scale, alibi, SPEC), words, dtype, SPEC)
     if SEEN < SPEC.BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
@@ -313,14 +321,14 @@ def attend(
         first_key = (blocks - 2 - passed) * SPEC.BLOCK_N
         acc, p, row_max, row_sum, stage, phase = pipelined_step(
             acc, p, row_max, row_sum, rings, slot, stage, phase,
-            exp2_scale, first_row, first_key, head, batch, None, sizes, SPEC,
+            exp2_scale, alibi, first_row, first_key, head, batch, None, sizes, SPEC,
         )  # fmt: skip
     if SPEC.BOUNDED:
         for block in range(blocks - 2 - unmasked, begin - 1, -1):
             first_key = block * SPEC.BLOCK_N
             acc, p, row_max, row_sum, stage, phase = pipelined_step(
                 acc, p, row_max, row_sum, rings, slot, stage, phase,
-                exp2_scale, first_row, first_key, head, batch, first_seen, sizes, SPEC,
+                exp2_scale, alibi, first_row, first_key, head, batch, first_seen, sizes, SPEC,
             )  # fmt: skip
     mbarrier.arrive(rings.q.empty.index(slot))
     acc = warpgroup_mma_wait(0, [issue_pv(p, acc, rings, stage, phase, SPEC)])
@@ -357,7 +365,7 @@ def consume(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC:
     do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left", *LISTS]
 )
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, Out, OutLow, Lse, Counter, DocumentStart, KeyBlocks, KvLengths, Seed, Sinks,
+    q_desc, k_desc, v_desc, Out, OutLow, Lse, Counter, DocumentStart, KeyBlocks, KvLengths, Seed, Sinks, Slopes,
     stride_ob, stride_oh, stride_om,
     q_len, kv_len, heads, batches, heads_per_group, tiles, left, stride_lb, stride_lh, width,
     scale, SPEC: gl.constexpr,
@@ -368,7 +376,7 @@ def hopper_forward_kernel(
     heads, q_len), contiguous. OutLow: what rounding took from out, laid out as Out, or None. Counter: int32 0, the
     tile counter, if SPEC.DYNAMIC (scheduler.py). DocumentStart, left: if SPEC.BOUNDED (bounds.py). KeyBlocks,
     stride_lb, stride_lh, width: lists of blocks of keys, if SPEC.LISTED (block_masks.py). KvLengths: int32 (batch,),
-    or None. Seed: int64, if SPEC.DROP. Sinks: (heads,), or None.
+    or None. Seed: int64, if SPEC.DROP. Sinks, Slopes (of ALiBi): (heads,), or None.
     """
     q = make_ring(q_desc, SPEC.Q_SLOTS, 1)
     k = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
@@ -381,7 +389,7 @@ def hopper_forward_kernel(
     if SPEC.LISTED:
         blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)
     sizes = ForwardSizes(
-        q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, blocks, KvLengths, Seed
+        q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, blocks, KvLengths, Seed, Slopes
     )  # fmt: skip
     if SPEC.HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and stores single elements otherwise
         stride_ob, stride_oh, stride_om = stride_ob // 8 * 8, stride_oh // 8 * 8, stride_om // 8 * 8

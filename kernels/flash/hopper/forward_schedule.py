@@ -53,6 +53,7 @@ class ForwardSpec:
     STAGES: gl.constexpr  # tiles in shared memory of each of K and V
     REGISTERS: gl.constexpr  # per consumer thread
     DROP: Drop | None  # parameters of dropout (dropout.py)
+    SOFTCAP: gl.constexpr  # 0: off (score_mods.py)
 
 
 def is_dynamic(q_len: int, uneven: bool) -> bool:
@@ -76,6 +77,7 @@ def specify(
     listed: bool = False,
     padded: bool = False,
     drop: Drop | None = None,
+    softcap: float = 0.0,
 ) -> ForwardSpec:
     """The compile-time parameters for a shape. LOG.md has the times.
 
@@ -112,6 +114,7 @@ def specify(
         STAGES=gl.constexpr(stages),
         REGISTERS=gl.constexpr(registers),
         DROP=drop,
+        SOFTCAP=gl.constexpr(softcap),
     )
 
 
@@ -128,6 +131,7 @@ class ForwardSizes(NamedTuple):
     blocks: Blocks  # of keys, if SPEC.LISTED
     KvLengths: gl.tensor  # of key padding (padding.py), or None
     Seed: gl.tensor  # of dropout, or None
+    Slopes: gl.tensor  # of ALiBi, or None
 
 
 @gluon.jit

@@ -69,28 +69,31 @@ def forward(
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
+    softcap = options.softcap
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
     padded, drop = tensors.kv_lengths is not None, drop_of(options.dropout_p)
 
     def prepare() -> Launch:
         (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, listed, padded, drop)
+        features = (bounded, listed, padded, drop, softcap)
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
-        sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left), *list_strides(key_blocks))
-        numbers = (*out.stride()[:3], *sizes, scale, spec)
+        sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left, kv_len - q_len))
+        numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
         return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
-    key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left, options.dropout_p)
+    key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left, options.dropout_p, softcap)
     seed = tensors.seed if drop else None
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
     uneven = bounded or listed or padded or drop is not None
     counter = q.new_zeros(1, dtype=torch.int32) if is_dynamic(q.shape[2], uneven) else None
     low = out_low if options.precise_delta else None
-    of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, tensors.sinks)
+    of_heads = (tensors.sinks, tensors.alibi_slopes)
+    of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, *of_heads)
     pointers = (out, low, lse, counter, *of_features)
     launch(pointers, key, prepare, (q, k, v), _describe_forward)
 
@@ -110,9 +113,9 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool) -> int:
     return group * triton.cdiv(flat_heads, groups)
 
 
-def _left(left: int) -> int:
-    """A window's left side as the kernels take it: ANY in place of -1."""
-    return left if left >= 0 else ANY
+def _left(left: int, apart: int) -> int:
+    """A window's left side as the kernels take it (bounds.py). apart: kv_len - q_len."""
+    return left - apart if left >= 0 else ANY
 
 
 def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]:
@@ -166,6 +169,11 @@ def backward(
         dq, dk, dv: any strides that TMA takes. delta: like lse.
         tensors, options: as for `forward`.
     """
+    unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // KEYS.value * KEYS.value
+    if options.left >= 0 and unseen:  # the window hides the first blocks of keys from every query
+        for x in (dk, dv):
+            x[:, :, :unseen].zero_()
+        k, v, dk, dv = (x[:, :, unseen:] for x in (k, v, dk, dv))
     low = out_low if options.precise_delta else None
     if tile_width(q.shape[3]) == WIDTH.value:
         return _backward_wide(d_out, d_lse, out, low, lse, q, k, v, dq, dk, dv, delta, options)
@@ -176,16 +184,18 @@ def backward(
     dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     starts, lengths, key_blocks = tensors.document_starts, tensors.kv_lengths, tensors.key_blocks
+    ends, left = tensors.document_ends, _left(options.left, kv_len - q_len)
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
-    key = (q.shape, kv_heads, kv_len, options.causal, options.scale, options.left, *lists, options.dropout_p)
+    numbers = (options.causal, options.scale, options.left, options.dropout_p, options.softcap)
+    key = (q.shape, kv_heads, kv_len, *numbers, *lists)
     launch(
         (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts),
         ("delta", *key, out.stride(), d_out.stride()),
-        lambda: _prepare_delta(out, d_out, _left(options.left), block_m, KEYS.value, bool(OVERLAPPED)),
+        lambda: _prepare_delta(out, d_out, left, block_m, KEYS.value, bool(OVERLAPPED)),
     )
     of_heads = _of_every_head(q, dk, dv)
     launch(
-        (lse, delta, turns, starts, tensors.document_ends, tensors.query_blocks, tensors.seed, lengths),
+        (lse, delta, turns, starts, ends, tensors.query_blocks, tensors.seed, lengths, tensors.alibi_slopes),
         ("hopper backward", q.dtype, *key),
         lambda: _prepare_backward(q, k, tensors, options),
         (q, k, v, d_out, *of_heads, dq_sum),
@@ -227,12 +237,14 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     sizes = (
         *(heads, flat_heads, heads_per_group, heads_per_group * columns),
         *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
-        *(_left(left), *list_strides(tensors.query_blocks)),
+        *(_left(left, kv_len - q_len), *list_strides(tensors.query_blocks)),
     )
     masked = causal or kv_len % KEYS.value != 0 or padded
     # With a window, documents or a block mask a work item has few steps.
-    dq_delay = 0 if bounded or listed else choose_dq_delay(width, causal, row_blocks, padded)
-    spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop)
+    dq_delay = 0
+    if not (bounded or listed):
+        dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
+    spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop, options.softcap)
     programs = min(flat_heads * columns, sm_count(q.device))
     compiled = compile_options(width, dq_delay) | OVERLAPPED
     return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled

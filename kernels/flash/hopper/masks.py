@@ -24,8 +24,10 @@ def mask_scores(scores, first_row, first_key, sizes, SPEC: gl.constexpr):
     keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     # Three consumers, and those with 256 columns of out, have few registers: subtracting the thread-dependent part of
     # the column (`own`) from both sides leaves compile-time constants. With more registers that is slower (LOG.md,
-    # "What the Hopper kernels spilled").
-    own = keys & (6 if SPEC.CONSUMERS == 3 or SPEC.BLOCK_N == 64 else 0)
+    # "What the Hopper kernels spilled"). ALiBi, and a window in the same step, subtract it anyway.
+    FEW: gl.constexpr = SPEC.CONSUMERS == 3 or SPEC.BLOCK_N == 64
+    BESIDE: gl.constexpr = sizes.Slopes is not None or (SPEC.BOUNDED and not SPEC.ALIGNED)
+    own = keys & (6 if FEW or BESIDE else 0)
     if SPEC.CAUSAL:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
         # Opaque; otherwise ptxas folds the launch-invariant part into the rows, and spills the result.

@@ -166,7 +166,7 @@ def dq_kernel(
     )  # fmt: skip
     absent: gl.constexpr = None
     sizes = ForwardSizes(
-        q_len, kv_len, heads, batches, heads_per_group, tiles, absent, absent, absent, absent
+        q_len, kv_len, heads, batches, heads_per_group, tiles, absent, absent, absent, absent, absent
     )
     claims = make_claims(2)
     fence_async_shared()  # make the initialised barriers visible to TMA
