@@ -233,7 +233,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     drop = drop_of(0.1 if "dropout_p" in words else 0.0)
     if drop is None:
         absent["Seed"] = None
-    softcap = FEATURES["softcap"].options["softcap"] if "softcap" in words else 0.0
+    softcap = 30.0 if "softcap" in words else 0.0
     lengths = job.length, job.length + sum(apart for word, apart in APART.items() if word in words)
     if job.kernel == "hopper_dkdv":
         return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
