@@ -628,12 +628,11 @@ def _computed(assembly: str, outputs: int, values: list[Registers]) -> object:
     """The first `outputs` operands, which float32 instructions compute from the others."""
     known = {f"${number}": value for number, value in enumerate(values, outputs)}
     for name, operands in re.findall(r"\b(\w+)(?:\.\w+)*\.f32 ([^;]+);", assembly):
-        if name in INSTRUCTIONS:
-            to, *read = operands.split(", ")
-            for x in read:
-                if x.startswith("0f"):
-                    (known[x],) = struct.unpack(">f", bytes.fromhex(x[2:]))
-            known[to] = INSTRUCTIONS[name](*(known[x] for x in read))
+        to, *read = operands.split(", ")
+        for x in read:
+            if x.startswith("0f"):
+                (known[x],) = struct.unpack(">f", bytes.fromhex(x[2:]))
+        known[to] = INSTRUCTIONS[name](*(known[x] for x in read))
     found = tuple(known[f"${number}"] for number in range(outputs))
     return found if outputs > 1 else found[0]
 

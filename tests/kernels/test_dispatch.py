@@ -52,6 +52,13 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "triton",
             "causal=True and as many keys as queries with window",
         ),
+        (
+            "window",
+            {"length": 512, "kv_len": 700},
+            "triton",
+            "triton",
+            "causal=True and as many keys as queries with window",
+        ),
         ("window", {"tier": "hopper", "causal": False}, "triton", "triton", "causal=True with window"),
         ("window", {"tier": "hopper", "length": 512, "kv_len": 700}, "hopper", "hopper", None),
         ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),

@@ -217,12 +217,13 @@ def test_memory_beyond_inputs_and_outputs_stays_within_bounds(flash) -> None:
 def test_a_tier_that_cannot_serve_a_request_is_refused() -> None:
     request = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
     with pytest.raises(
-        kernels.AttentionError, match=r"attention.tier=hopper needs attention without softcap"
+        kernels.AttentionError, match=r"attention.tier=hopper needs attention without sinks beside softcap"
     ):
-        kernels.resolve_attention("flash", **request, tier="hopper", softcap=10.0)
+        kernels.resolve_attention("flash", **request, tier="hopper", softcap=10.0, sinks=True)
     for features, tier in (
         ({"tier": "triton"}, "triton"),
         ({"softcap": 10.0}, "triton"),
+        ({"softcap": 10.0, "tier": "hopper"}, "hopper"),
         ({"cu_seqlens": True}, "hopper"),
         ({"block_mask": True}, "hopper"),
         ({"block_mask": True, "cu_seqlens": True}, "triton"),

@@ -83,7 +83,7 @@ def specify(
 
     Args:
         group: query heads per key head.
-        bounded: a window or documents are used; needs causal and q_len == kv_len.
+        bounded: a window or documents are used; needs causal, and documents q_len == kv_len.
         listed: a block mask is used, without either of those; if causal, kv_len - q_len is a multiple of 128.
         padded: key padding is used, without any of those.
         drop: parameters of dropout, if it is used, without windows, documents and block masks.
