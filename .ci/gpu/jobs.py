@@ -34,9 +34,9 @@ JOBS: dict[str, Job] = {}
 
 for version in ("211", "213", "214", "215"):
     pair = f"torch{version}"
-    for half in "ab":
-        JOBS[f"tests_{version}{half}"] = Job(
-            f"half of the GPU tests with {pair}", script(f"tests.sh {half}"), limit=560, env=pair
+    for part in range(1, 9):
+        JOBS[f"tests_{version}_{part}"] = Job(
+            f"an eighth of the GPU tests with {pair}", script(f"tests.sh {part}/8"), limit=300, env=pair
         )
     JOBS[f"times_{version}"] = Job(
         f"attention and 30 training steps with {pair}", script("times.sh"), limit=300, env=pair

@@ -1,24 +1,17 @@
-# tests.sh a|b|random|two|lost: a part of the GPU tests, those that tell most first, so that a cut loses the least
+# tests.sh K/N|random|two|lost: a part of the GPU tests
 source .ci/gpu/jobs/verify.sh
 source .ci/gpu/jobs/end.sh
-kernels=(hopper_backward flash_random hopper_features hopper_sum documents decode masks)
-a=("${kernels[@]/#/tests/kernels/test_}")
-a=("${a[@]/%/.py}" tests/kernels/layers/test_*.py)
 several=tests/training/test_parallel_gpu.py
-workers=7
+gigabytes=$(python -c 'import torch; print(torch.cuda.mem_get_info()[1] >> 30 if torch.cuda.is_available() else 0)')
+workers=$((gigabytes > 100 ? 10 : 7))
 case $1 in
-a) chosen=("${a[@]}") ;;
-b) # where most tests need a GPU, then all other files with one that does
-  chosen=(tests/kernels/test_flash_gpu.py tests/kernels/test_hopper_forward.py tests/training/test_gpu.py)
-  for file in $(grep -rlE "mark\.gpu|DEVICE" tests --include="test_*.py" | sort); do
-    [[ " ${a[*]} ${chosen[*]} $several " == *" $file "* ]] || chosen+=("$file")
-  done ;;
+*/*) export SHARD=$1 PYTHONPATH=$PWD/.ci/gpu/files:$PYTHONPATH; chosen=(-p shard tests) ;;
 random) export TILEGPT_RANDOM_CASES=300; workers=14; chosen=(tests -k "random or class") ;; # compilers take the time
 two) workers=0; chosen=($several tests/training/test_context.py tests/kernels/test_ring.py -k "not lost_rank") ;;
 lost) workers=0; chosen=($several -k lost_rank) ;;
 esac
 mark=gpu
-if [ -n "${TRY:-}" ]; then mark="not slow" workers=0 chosen=(tests/kernels/test_versions.py); fi
+if [ -n "${TRY:-}" ]; then mark="not slow" workers=0 chosen+=(--ignore tests/training --ignore tests/reproduce); fi
 # The interrupt lets pytest name what failed, and the slowest.
 timeout --foreground -s INT $((JOB_LIMIT - 20)) python -m pytest "${chosen[@]}" -p no:cacheprovider \
   -o addopts="--import-mode=importlib --strict-markers" -m "$mark" -n $workers --dist load --maxschedchunk 1 \

@@ -1,0 +1,13 @@
+"""A pytest plugin: of the chosen tests part $SHARD (such as 3/8), in blocks: neighbours often share kernels to compile."""
+
+import os
+
+import pytest
+
+BLOCK = 8
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    part, parts = map(int, os.environ["SHARD"].split("/"))
+    items[:] = [item for at, item in enumerate(items) if at // BLOCK % parts == part - 1]
