@@ -11,7 +11,7 @@ two) workers=0; chosen=($several tests/training/test_context.py tests/kernels/te
 lost) workers=0; chosen=($several -k lost_rank) ;;
 esac
 mark=gpu
-if [ -n "${TRY:-}" ]; then mark="not slow" workers=0 chosen+=(--ignore tests/training --ignore tests/reproduce); fi
+if [ -n "${TRY:-}" ]; then mark="not slow" workers=0 chosen=(${SHARD:+-p shard} tests/kernels/test_versions.py); fi
 # The interrupt lets pytest name what failed, and the slowest.
 timeout --foreground -s INT $((JOB_LIMIT - 20)) python -m pytest "${chosen[@]}" -p no:cacheprovider \
   -o addopts="--import-mode=importlib --strict-markers" -m "$mark" -n $workers --dist load --maxschedchunk 1 \
