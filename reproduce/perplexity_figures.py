@@ -218,7 +218,7 @@ def _context_style(run: Sample, trained: dict[str, Sample]) -> dict[str, Any]:
         "color": plots.COLOURS[contexts.index(run["context"]) % len(plots.COLOURS)],
         "linestyle": "--" if seed else ":" if run["name"] in NAMES else "-",
         "linewidth": 1.3,
-        "label": None if seed else _label(run),
+        "label": _label(run),
     }
 
 

@@ -327,6 +327,12 @@ def test_a_panel_that_was_not_measured_is_not_drawn(tmp_path: Path):
     assert "Longer context" not in drawn
 
 
+def test_a_context_of_other_weights_has_its_name_in_the_legend(tmp_path: Path):
+    found = [curve(f"context_64{seed}", 3, 2, context=64, part="context") for seed in ("", "_seed")]
+    perplexity.draw({"device": "GPU", "settings": {}, "samples": found}, tmp_path / "perplexity.svg")
+    assert "64, other weights" in (tmp_path / "perplexity.svg").read_text()
+
+
 def test_the_table_has_perplexity_and_distance():
     text = perplexity.table({"device": "GPU", "settings": {}, "samples": [NAIVE, HALF]})
     assert f"{math.exp(2.01):.2f}" in text
