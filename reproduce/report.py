@@ -231,16 +231,16 @@ def _add(page: Page, document: Results, directory: Path) -> None:
 def _headlines(documents: list[Results], directory: Path) -> Iterator[Path]:
     """The picture that README shows, for each GPU on which attention and training were both measured.
 
-    The loss curves in it are of the GPU with the most of them.
+    The loss curves in it are of that GPU, or else of the one with the most of them.
     """
     measured = {(each["device"], each["experiment"]): each for each in documents if ran_on_gpu(each)}
-    curves = [each for (_, name), each in measured.items() if name == "perplexity" and compares(each)]
-    most = max(curves, key=lambda each: len(runs(each, "gpt2")), default=None)
+    curves = {gpu: each for (gpu, name), each in measured.items() if name == "perplexity" and compares(each)}
+    most = max(curves.values(), key=lambda each: len(runs(each, "gpt2")), default=None)
     for device in sorted({device for device, _ in measured}):
         needed = [measured.get((device, name)) for name in ("attention", "training")]
         if all(needed):
             path = directory / slug(device) / "headline.svg"
-            headline.draw(*needed, path, most)
+            headline.draw(*needed, path, curves.get(device, most))
             yield path
 
 

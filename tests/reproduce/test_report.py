@@ -244,10 +244,17 @@ def test_attention_and_training_of_a_gpu_give_the_headline_picture(tmp_path):
     assert (
         "validation loss" not in (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
     )  # one curve is no comparison
-    write(tmp_path, "perplexity", [curve, curve | {"name": "flash"}], state="partial")
+    both = [curve, curve | {"name": "flash"}]
+    write(tmp_path, "perplexity", [*both, curve | {"name": "sdpa"}], device="Another GPU", state="partial")
     assert main(["report", "--results", str(tmp_path)]) == 0
     picture = (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
-    assert all(text in picture for text in ("The same curve", "on the clock", "How far apart"))
+    panels = ("The same curve", "on the clock", "How far apart")
+    assert all(text in picture for text in (*panels, "on one Another GPU"))
+    write(tmp_path, "perplexity", both, state="partial")  # fewer, but of the GPU itself
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    picture = (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
+    assert all(text in picture for text in panels)
+    assert "Another GPU" not in picture
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
