@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -107,7 +107,7 @@ class _Job:
             sys.argv = self.command  # environment.json has it
             jobs.join_ranks()
         try:
-            config = _typed(cfg, hydra_config.overrides.task, sweeps)
+            config = _typed(cfg, hydra_config.overrides.task, self.command)
             if sweeps and config.logger.group is None:
                 config.logger.group = run_dir.parent.name
             if recipe := hydra_config.runtime.choices.get("experiment"):
@@ -158,9 +158,8 @@ def _one_line_errors(job: _Job) -> Iterator[None]:
             raise
         if isinstance(error, OSError):
             sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
-        sys.exit(
-            f"error: {str(error).splitlines()[0]}"
-        )  # Hydra's own, of its options, or of a group that is null
+        # Hydra's own, of its options, or of a group that is null.
+        sys.exit(f"error: {str(error).splitlines()[0]}")
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
         sys.stderr.writelines(f"{each}\n" for each in job.refused)
         raise
@@ -181,14 +180,15 @@ def composed(*overrides: str) -> Config:
     """The config of a command line with these overrides; raises Hydra's errors, and ConfigError."""
     ConfigStore.instance().store(name="config_schema", node=Config)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return _typed(hydra.compose("train", list(overrides)), overrides)
+        return _typed(hydra.compose("train", list(overrides)), overrides, overrides)
 
 
-def _typed(cfg: DictConfig, overrides: Iterable[str], sweeps: bool = False) -> Config:
-    """The typed config; refuses what was set but nothing reads, unless that is for each run of a sweep to say."""
-    config, given = from_hydra(cfg), {word.lstrip("+").partition("=")[0] for word in overrides}
+def _typed(cfg: DictConfig, overrides: Iterable[str], command: Collection[str]) -> Config:
+    """The typed config; refuses what was set but nothing reads, unless a sweep varies what decides that."""
+    config = from_hydra(cfg)
+    varies = {word.lstrip("+").partition("=")[0]: word not in command for word in overrides}
     for setting, (reader, reads, decided_by) in _READ_WITH.items():
-        if setting in given and not reads(config) and not (sweeps and given & decided_by):
+        if setting in varies and not reads(config) and not any(map(varies.get, decided_by)):
             raise ConfigError(f"{setting} is read with {reader} only: add that, or leave it out.")
     return config
 

@@ -142,7 +142,10 @@ def test_a_sweep_over_optimizers_may_set_what_one_of_them_reads(started):
     assert started(lambda config, _: seen.append(config.optimizer), *words) == 0
     assert [each.name.value for each in seen] == ["adamw", "muon"]
     assert seen[1].momentum == 0.9
-    assert "momentum is read with optimizer=muon only" in started(never, "-m", "optimizer.momentum=0.9")
+    for given in ([], ["optimizer=adamw"]):  # one optimizer for all runs: nothing is left to them
+        refused = started(never, "-m", *given, "optimizer.momentum=0.9,0.8").splitlines()
+        assert len(refused) == 2
+        assert all("momentum is read with optimizer=muon only" in each for each in refused)
 
 
 def test_a_single_string_is_accepted_for_a_list_setting(started):
