@@ -41,6 +41,7 @@ class AttentionRequest:
         tier: which of a backend's sets of kernels may run; "auto": the fastest that can.
         length: q_len. Like the following, None if it is not known.
         kv_len, causal: of the call.
+        numbers: (name, value) of the arguments that are numbers, as far as they are known.
     """
 
     device: torch.device
@@ -51,6 +52,7 @@ class AttentionRequest:
     length: int | None = None
     kv_len: int | None = None
     causal: bool | None = None
+    numbers: frozenset[tuple[str, float]] = frozenset()
 
     def unsupported(self, supported: set[str]) -> str | None:
         """A reason to refuse, naming the first used feature that is not in `supported`, or None."""
@@ -255,14 +257,10 @@ def _request(
     length: int | None = None,
 ) -> AttentionRequest:
     causal = features.get("causal")
+    numbers = {(name, value) for name, value in features.items() if isinstance(value, int | float)}
+    asked = torch.device(device), dtype, head_dim, used_features(features), tier, length
     return AttentionRequest(
-        torch.device(device),
-        dtype,
-        head_dim,
-        used_features(features),
-        tier,
-        length,
-        causal=causal if isinstance(causal, bool) else None,
+        *asked, causal=causal if isinstance(causal, bool) else None, numbers=frozenset(numbers)
     )
 
 

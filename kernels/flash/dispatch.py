@@ -86,6 +86,8 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     for name in SCORE_MODS:
         if name in features and (others := sorted(NOT_BESIDE & features - {name})):
             return f"attention without {others[0]} beside {name}"
+    if (softcap := dict(request.numbers).get("softcap", 0.0)) > SOFTCAP_MAX:
+        return f"a softcap up to {SOFTCAP_MAX:g}, not {softcap:g}"
     if request.head_dim > 128 and {"alibi_slopes", "precise_delta"} <= features:  # spills 48 to 68 B
         return f"head_dim 128 or less with alibi_slopes beside precise_delta, not {request.head_dim}"
     late = sorted({"dropout_p", "kv_lengths", "sinks"} & features)
@@ -222,10 +224,10 @@ def _choose_for_call(
         "block_mask": blocks,
     }
     names = frozenset(name for name, value in used.items() if value)
-    request = AttentionRequest(device, dtype, head_dim, names, options.tier, length, kv_len, options.causal)
-    if forced or options.softcap > SOFTCAP_MAX:
-        needed = "no prescribed tile" if forced else f"a softcap up to {SOFTCAP_MAX:g}"
-        return Choice("triton", needed), options
+    if forced:
+        return Choice("triton", "no prescribed tile"), options
+    call = length, kv_len, options.causal, frozenset(numbers.items())
+    request = AttentionRequest(device, dtype, head_dim, names, options.tier, *call)
     return choose(which, request), options
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import AttentionError, AttentionRequest
+from kernels import AttentionError, AttentionRequest, resolve_attention
 from kernels.flash import dispatch
 from kernels.flash.call import Options, Tensors
 
@@ -122,6 +122,13 @@ def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it() -> 
     assert refused is not None
     assert "head_dim 128 or less with window, not 136" in refused
     assert dispatch.refuses(AttentionRequest(*asked)) is None
+
+
+def test_a_softcap_that_the_hopper_kernels_lack_is_refused_before_the_run() -> None:
+    asked = {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 64, "tier": "hopper"}
+    assert resolve_attention("flash", **asked, softcap=64.0)[0] == "flash"
+    with pytest.raises(AttentionError, match="needs a softcap up to 64, not 65"):
+        resolve_attention("flash", **asked, softcap=65.0)
 
 
 def chosen(
