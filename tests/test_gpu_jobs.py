@@ -16,12 +16,18 @@ def test_the_runner_starts_jobs_by_priority_and_ends_those_at_their_limit(tmp_pa
     (tmp_path / "have" / "torch").write_text("export GREETING=hello\n")
     tarfile.open(tmp_path / "repo.tar.gz", "w:gz").close()
     (tmp_path / "stop").touch()
-    header = "# gpus: 0\n# limit: {}\n# env: torch\n"
-    jobs = {"10_says": (60, 'echo $GREETING > "$JOB_OUT/said"'), "20_sleeps": (1, "exec sleep 60")}
-    for name, (limit, body) in jobs.items():
-        (tmp_path / "queue" / f"{name}.sh").write_text(header.format(limit) + body)
+    jobs = {
+        "10_says": '# gpus: 0\necho $GREETING > "$JOB_OUT/said"',
+        "20_sleeps": "# gpus: 0\n# limit: 1\nexec sleep 60",
+        "30_is_large": "# gpus: 1",
+        "40_lacks_a_text": "# gpus: 0\n# needs: text",
+    }
+    for name, job in jobs.items():
+        (tmp_path / "queue" / f"{name}.sh").write_text(f"# env: torch\n{job}\n")
     subprocess.run([sys.executable, FOLDER / "runner.py", tmp_path, "0"], check=True, timeout=60)
     assert (tmp_path / "out" / "says" / "said").read_text() == "hello\n"
+    never_start = {path.stem for path in (tmp_path / "queue").iterdir()}
+    assert never_start == {"30_is_large", "40_lacks_a_text"}
     ended = dict(re.findall(r"^(\w+): status (-?\d+)", (tmp_path / "state").read_text(), re.MULTILINE))
     assert ended == {"says": "0", "sleeps": "-15"}
 

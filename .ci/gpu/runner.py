@@ -3,7 +3,7 @@
 ROOT/queue/NN_NAME.sh   waits, the lowest NN first; README.md says what a job is
 ROOT/have/NAME          an environment (a shell script that sets it) or a prepared input (an empty file) is there
 ROOT/kill/NAME          (an empty file) ends a job, as its limit does
-ROOT/stop               (an empty file) ends the runner once nothing runs or waits
+ROOT/stop               (an empty file) ends the runner once nothing runs, and nothing that waits can start
 ROOT/state, log/, out/  where all jobs stand, what they printed, what they left in $JOB_OUT
 """
 
@@ -130,11 +130,11 @@ class Runner:
 
     def run(self) -> None:
         while True:
-            self.start_what_fits()
             for name, job in list(self.running.items()):
                 self.look_after(name, job)
+            self.start_what_fits()
             self.write_state()
-            if (self.root / "stop").exists() and not self.running and not self.waiting():
+            if (self.root / "stop").exists() and not self.running:  # with every GPU free, what can start has
                 return
             time.sleep(0.5)
 
