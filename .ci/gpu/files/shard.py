@@ -1,4 +1,4 @@
-"""A pytest plugin: of the chosen tests part $SHARD (such as 3/8), in blocks: neighbours often share kernels to compile."""
+"""A pytest plugin: part $SHARD (such as 3/8) of the chosen tests, in blocks: neighbours share kernels to compile."""
 
 import os
 
