@@ -41,6 +41,10 @@ def __getattr__(name: str):
     return getattr(import_module(_HOME[name], __name__), name)
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]
+
+
 def register() -> None:
     """Register the flash kernels with PyTorch, to run under scaled_dot_product_attention (see `flash.under_sdpa`)."""
     from .flash.under_sdpa import register as announce

@@ -14,6 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+import kernels
 import model
 
 ROOT = Path(__file__).parents[1]
@@ -137,8 +138,9 @@ def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(wheel,
     assert "0 of 1 must not ship" in run("-m", "tilegpt.kernels.compile_report", *kernel)
 
 
-def test_lazily_imported_names_of_model_are_in_all_and_dir():
+def test_lazily_imported_names_are_in_all_and_dir():
     assert set(model.__all__) == {"GPTConfig", *model._HOME} <= set(dir(model))
+    assert {*kernels._HOME} < {*kernels.__all__} <= {*dir(kernels)}
 
 
 HASTEN = f"""
