@@ -7,7 +7,7 @@ Query i is aligned bottom-right: its position among the keys is i + kv_len - q_l
                      Under autocast q, k and v are cast to its dtype, as for torch's own attention. With flash and
                      naive v may have a head_dim of its own, which out then has too
     causal           a query sees no key after its own position
-    scale            factor of the logits; None means 1/sqrt(head_dim)
+    scale            factor of the logits, a number; None means 1/sqrt(head_dim). One that is learned multiplies q
     dropout_seed     int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
                      `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or advanced
 
@@ -24,6 +24,7 @@ Isolated, forward and backward, are
 """
 
 import math
+from numbers import Real
 
 import torch
 
@@ -68,6 +69,8 @@ def check_but_value_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> No
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in autocast's dtype where it is enabled, as torch's own attention gets them; float64 stays."""
+    if not isinstance(tensors[0], torch.Tensor):
+        raise AttentionError(f"q, k and v must be tensors, got {type(tensors[0]).__name__}")
     device = tensors[0].device.type
     # For a device without autocast, such as meta, torch does not say whether it is on. is_autocast_available cannot
     # be traced by torch 2.11's torch.compile, which fails on it.
@@ -83,7 +86,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale; None means 1/sqrt(head_dim). It must be positive and finite."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    _check_python("scale", scale)
+    _check_number("scale", scale)
     if not 0 < scale < math.inf:
         raise AttentionError(f"scale must be positive and finite, got {scale}")
     return scale
@@ -91,7 +94,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> None:
     """Check that dropout_p is in [0, 1) and, unless 0, has an int64 seed (converting others would alter it)."""
-    _check_python("dropout_p", dropout_p)
+    _check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise AttentionError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if dropout_p > 0.0 and dropout_seed is None:
@@ -135,22 +138,23 @@ def check_features(
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
     for name, number in numbers.items():
-        _check_python(name, number)
-        if number is not None and not 0 <= number < math.inf:
-            raise AttentionError(f"{name} must be positive and finite, or 0 for none, got {number}")
-    for side in window if isinstance(window, tuple | list) else ():
-        _check_python("window", side)
+        if number is not None:
+            _check_number(name, number)
+            if not 0 <= number < math.inf:
+                raise AttentionError(f"{name} must be positive and finite, or 0 for none, got {number}")
+    for side in window if torch.compiler.is_compiling() and isinstance(window, tuple | list) else ():
+        _check_number("window", side)
     is_pair = isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_integer, window))
     if window is not None and (not is_pair or min(window) < -1):
         raise AttentionError(f"window must be (left, right), each a count of keys or -1, got {window}")
     for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is not None:
-            _check_tensor(name, tensor, q.device)
+            check_tensor(name, tensor, q.device)
             if tensor.shape != (heads,) or not tensor.is_floating_point():
                 got = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise AttentionError(f"{name} must be floating point ({heads},), one per head, got {got}")
     if kv_lengths is not None:
-        _check_tensor("kv_lengths", kv_lengths, q.device, torch.int32)
+        check_tensor("kv_lengths", kv_lengths, q.device, torch.int32)
         if kv_lengths.shape != (batch,):
             raise AttentionError(f"kv_lengths must be ({batch},), got {tuple(kv_lengths.shape)}")
         if cu_seqlens is not None:
@@ -159,13 +163,13 @@ def check_features(
                 "cu_seqlens, where padding is a document of its own and must be finite"
             )
     if cu_seqlens is not None:
-        _check_tensor("cu_seqlens", cu_seqlens, q.device, torch.int32)
+        check_tensor("cu_seqlens", cu_seqlens, q.device, torch.int32)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
             raise AttentionError(f"cu_seqlens must be (documents + 1,), got {tuple(cu_seqlens.shape)}")
         if q_len != kv_len:
             raise AttentionError(f"cu_seqlens needs q_len == kv_len, got {q_len} and {kv_len}")
     if block_mask is not None:
-        _check_tensor("block_mask", block_mask, q.device, torch.bool)
+        check_tensor("block_mask", block_mask, q.device, torch.bool)
         shape, tiles = tuple(block_mask.shape), (-(-q_len // BLOCK_MASK_SIZE), -(-kv_len // BLOCK_MASK_SIZE))
         if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != tiles:
             raise AttentionError(
@@ -185,11 +189,16 @@ def refuse_features(name: str, features: dict[str, object], beside: str = "") ->
         raise AttentionError(f"attention={name} does not support {what}; attention=naive does")
 
 
-def _check_python(name: str, number: object) -> None:
-    """Check that a number is not NumPy's where torch.compile traces: it makes a tensor of that, of unknown value."""
-    python = int | float | torch.SymInt | torch.SymFloat | None if torch.compiler.is_compiling() else object
-    if not isinstance(number, python):
-        raise AttentionError(f"{name} must be a number of Python's under torch.compile, not of NumPy's")
+def _check_number(name: str, number: object) -> None:
+    """Check that it is a number, and no tensor: `flash` would give that no gradient, where `naive` does. Under
+    torch.compile it must be Python's: of NumPy's that makes a tensor, of unknown value."""
+    traced = torch.compiler.is_compiling()
+    python = isinstance(number, int | float | torch.SymInt | torch.SymFloat)
+    if python or (not traced and isinstance(number, Real)):
+        return
+    got = "a tensor, or NumPy's" if traced else type(number).__name__
+    remedy = "; its .item() is one, without a gradient" if traced or hasattr(number, "item") else ""
+    raise AttentionError(f"{name} must be a number of Python's, got {got}{remedy}")
 
 
 def _is_integer(x: object) -> bool:
@@ -197,7 +206,7 @@ def _is_integer(x: object) -> bool:
     return isinstance(x, int) or (hasattr(x, "__index__") and not isinstance(x, torch.Tensor))
 
 
-def _check_tensor(
+def check_tensor(
     name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
     if not isinstance(tensor, torch.Tensor):

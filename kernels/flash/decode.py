@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_features, check_inputs, check_scale
+from ..arguments import check_features, check_inputs, check_scale, check_tensor
 from ..launch import INTERPRETED, launch, sm_count
 from ..operators import operator
 from ..registry import AttentionError
@@ -60,9 +60,9 @@ def decode_attention(
     batch, heads, q_len, head_dim = q.shape
     if reason := refuses_inputs(q.device, q.dtype, head_dim, INTERPRETED):
         raise AttentionError(f"decode_attention: {reason}")
-    if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != q.device:
-        got = f"{lengths.dtype} {tuple(lengths.shape)} on {lengths.device}"
-        raise AttentionError(f"lengths must be int32 ({batch},) on {q.device}, got {got}")
+    check_tensor("lengths", lengths, q.device, torch.int32)
+    if lengths.shape != (batch,):
+        raise AttentionError(f"lengths must be ({batch},), got {tuple(lengths.shape)}")
     if heads // k.shape[1] * q_len > LARGEST_TILE:
         raise AttentionError(
             f"decode_attention takes up to {LARGEST_TILE} queries a key head, not {heads // k.shape[1] * q_len}; "

@@ -107,6 +107,17 @@ def test_numpy_integers_and_values_that_mean_none(attention) -> None:
             attention(q, k, v, window=window)
 
 
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
+@pytest.mark.parametrize("attention", [flash, naive], ids=["flash", "naive"])
+def test_a_tensor_is_no_number_since_flash_would_give_it_no_gradient(attention, name: str) -> None:
+    q, k, v, _ = inputs(40, 40, 16, torch.float32)
+    learned = {name: torch.tensor(0.5, requires_grad=True), "dropout_seed": 1}
+    with pytest.raises(kernels.AttentionError, match=rf"^{name} must be a number.*Tensor; its \.item\(\)"):
+        attention(q, k, v, **learned)
+    with pytest.raises(kernels.AttentionError, match=f"^{name} must be a number of Python's, got str$"):
+        attention(q, k, v, **learned | {name: "0.5"})
+
+
 @pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p", "window"])
 def test_a_number_of_numpys_is_refused_by_name_where_torch_compile_makes_a_tensor_of_it(name: str) -> None:
     q, k, v, _ = (x.detach() for x in inputs(40, 40, 16, torch.float32))

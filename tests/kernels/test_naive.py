@@ -182,6 +182,7 @@ def test_dropout_needs_a_valid_seed_and_a_probability_below_one() -> None:
         ({"k": torch.zeros(2, 2, 5, 9), "v": torch.zeros(2, 2, 5, 9)}, "must share batch and head_dim"),
         ({"k": torch.zeros(2, 2, 5, 9)}, "must share batch and head_dim"),  # what no attention takes
         ({"q": torch.zeros(2, 4, 8)}, "q must be"),
+        ({"q": np.zeros((2, 4, 5, 8))}, "q, k and v must be tensors, got ndarray"),
         ({"q": torch.zeros(2, 4, 5, 8, dtype=torch.int64)}, "q must be floating point, got torch.int64"),
         ({"v": torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, "must share a dtype"),
         ({"window": (-2, 0)}, "window must be"),
