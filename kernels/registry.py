@@ -18,7 +18,7 @@ AttentionFn = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])  # decorated, it keeps its type
 
 # Arguments that every backend supports.
-_COMMON = {"causal", "scale", "dropout_seed"}
+_COMMON = ("causal", "scale", "dropout_seed")
 
 # `auto` takes the first of these that can serve the request, and a refusal names it as the nearest backend that can.
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
@@ -127,9 +127,10 @@ def get_attention(name: str) -> AttentionFn:
 
 def used_features(features: Mapping[str, object]) -> frozenset[str]:
     """Names of the features whose value differs from "not used". AttentionError for an unknown argument."""
-    unknown = sorted(set(features) - set(FEATURES) - _COMMON)
+    unknown = sorted(set(features) - set(FEATURES) - set(_COMMON))
     if unknown:
-        raise AttentionError(f"unknown attention argument {unknown[0]}; choose one of {', '.join(FEATURES)}")
+        known = ", ".join((*_COMMON, *FEATURES))
+        raise AttentionError(f"unknown attention argument {unknown[0]}; choose one of {known}")
     return frozenset(name for name, value in features.items() if name in FEATURES and is_used(name, value))
 
 
@@ -256,6 +257,8 @@ def _request(
     features: Mapping[str, object],
     length: int | None = None,
 ) -> AttentionRequest:
+    if not isinstance(dtype, torch.dtype):
+        raise AttentionError(f"dtype must be a torch.dtype such as torch.float32, got {dtype!r}")
     causal = features.get("causal")
     numbers = {(name, value) for name, value in features.items() if isinstance(value, int | float)}
     asked = torch.device(device), dtype, head_dim, used_features(features), tier, length

@@ -87,6 +87,13 @@ def test_features_that_are_off_do_not_rule_out_a_backend() -> None:
 def test_a_misspelled_feature_is_refused() -> None:
     with pytest.raises(AttentionError, match="unknown attention argument droput_p"):
         resolve_attention("naive", **CPU, droput_p=0.1)
+    with pytest.raises(AttentionError, match=r"argument is_causal; choose one of causal, .*, window"):
+        kernels.get_attention("sdpa")(*torch.zeros(3, 1, 1, 4, 8), is_causal=True)  # torch's name
+
+
+def test_a_dtype_by_its_name_is_refused() -> None:
+    with pytest.raises(AttentionError, match=r"dtype must be a torch\.dtype such as torch\.float32, got 'bf"):
+        resolve_attention("auto", **CPU | {"dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_efficient", "flex", "fa4"])
