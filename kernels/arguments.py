@@ -86,7 +86,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale; None means 1/sqrt(head_dim). It must be positive and finite."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    _check_number("scale", scale)
+    check_number("scale", scale)
     if not 0 < scale < math.inf:
         raise AttentionError(f"scale must be positive and finite, got {scale}")
     return scale
@@ -94,7 +94,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 def check_dropout(dropout_p: float, dropout_seed: int | torch.Tensor | None) -> None:
     """Check that dropout_p is in [0, 1) and, unless 0, has an int64 seed (converting others would alter it)."""
-    _check_number("dropout_p", dropout_p)
+    check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise AttentionError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if dropout_p > 0.0 and dropout_seed is None:
@@ -139,11 +139,11 @@ def check_features(
     kv_len = k.shape[2]
     for name, number in numbers.items():
         if number is not None:
-            _check_number(name, number)
+            check_number(name, number)
             if not 0 <= number < math.inf:
                 raise AttentionError(f"{name} must be positive and finite, or 0 for none, got {number}")
     for side in window if torch.compiler.is_compiling() and isinstance(window, tuple | list) else ():
-        _check_number("window", side)
+        check_number("window", side)
     is_pair = isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_integer, window))
     if window is not None and (not is_pair or min(window) < -1):
         raise AttentionError(f"window must be (left, right), each a count of keys or -1, got {window}")
@@ -189,8 +189,8 @@ def refuse_features(name: str, features: dict[str, object], beside: str = "") ->
         raise AttentionError(f"attention={name} does not support {what}; attention=naive does")
 
 
-def _check_number(name: str, number: object) -> None:
-    """Check that it is a number, and no tensor: `flash` would give that no gradient, where `naive` does. Under
+def check_number(name: str, number: object) -> None:
+    """Check that it is a number, and no tensor, to which an operator of ours would give no gradient. Under
     torch.compile it must be Python's: of NumPy's that makes a tensor, of unknown value."""
     traced = torch.compiler.is_compiling()
     python = isinstance(number, int | float | torch.SymInt | torch.SymFloat)

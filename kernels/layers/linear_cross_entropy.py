@@ -10,7 +10,7 @@ each row's loss, reduction="none", the backward computes the logits again.
 import torch
 from torch import Tensor
 
-from ..arguments import in_autocast_dtype
+from ..arguments import check_number, in_autocast_dtype
 from ..operators import NAMESPACE, has_tangent
 from . import FusedError
 from .checks import check_device, check_dtype, make_known_to_inductor
@@ -102,9 +102,11 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
 def _check_options(reduction: str, label_smoothing: float, z_loss: float, softcap: float | None) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+    check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing}")
     for name, value in (("z_loss", z_loss), ("softcap", softcap or 0.0)):
+        check_number(name, value)
         if not 0.0 <= value < float("inf"):
             raise ValueError(f"{name} must be positive and finite, or 0 for none, got {value}")
 

@@ -97,6 +97,7 @@ def test_a_too_large_target_makes_the_loss_nan_but_no_other_row_wrong(wrong):
         ({"label_smoothing": lambda x: 1.0}, "label_smoothing must be at least 0 and below 1, got 1.0"),
         ({"z_loss": lambda x: -1.0}, "z_loss must be positive and finite, or 0 for none, got -1.0"),
         ({"softcap": lambda x: float("inf")}, "softcap must be positive and finite"),
+        ({"softcap": lambda x: torch.ones(())}, "softcap must be a number of Python's, got Tensor"),
     ],
 )
 def test_arguments_of_wrong_shape_dtype_or_device_are_refused(change, told):
