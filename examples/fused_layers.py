@@ -3,7 +3,7 @@
     pip install .
     python examples/fused_layers.py
 
-It needs a CUDA device; with TRITON_INTERPRET=1 it runs on a CPU, in seconds.
+It needs a CUDA device; with TRITON_INTERPRET=1 and NumPy it runs on a CPU, in seconds.
 """
 
 import torch

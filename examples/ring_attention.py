@@ -3,7 +3,7 @@
     pip install .
     torchrun --standalone --nproc_per_node=2 examples/ring_attention.py
 
-It needs a CUDA device for each rank; with TRITON_INTERPRET=1 it runs on a CPU, in seconds.
+It needs a CUDA device for each rank; with TRITON_INTERPRET=1 and NumPy it runs on a CPU, in seconds.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Train a small GPT-2 on the source code of your Python and let it write: text, tokens, batches, model, sampling.
 
-    pip install .
+    pip install ".[data]"
     python examples/train.py
 
 Seconds on a CPU. In a checkout without the installation the packages are `data`, `kernels` and `model`.

@@ -234,6 +234,24 @@ def test_a_second_derivative_is_refused() -> None:
         dq.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_row_by_row_under_torch_func_are_those_of_naive_and_sdpa() -> None:
+    """As docs/architecture.md says."""
+    *tensors, d_out = inputs(8, 8, 16, torch.float32, batch=2)
+    want = run(naive, tensors, d_out)["dq"]
+    q, k, v = (x.detach() for x in tensors)
+
+    def by_row(attention):
+        of_row = lambda q, k, v, d_out: (attention(q[None], k[None], v[None]) * d_out).sum()  # noqa: E731
+        return torch.func.vmap(torch.func.grad(of_row))(q, k, v, d_out)
+
+    for name in ("naive", "sdpa"):
+        torch.testing.assert_close(by_row(kernels.get_attention(name)), want, atol=1e-5, rtol=1e-5)
+    assert torch.func.hessian(lambda q: naive(q, k, v).sum())(q).shape == (*q.shape, *q.shape)
+    with pytest.raises(RuntimeError, match=r"functorch transforms .* must override the setup_context"):
+        by_row(flash)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
