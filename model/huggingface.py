@@ -178,7 +178,7 @@ def _load(directory: Path) -> "GPT2LMHeadModel":
     """The checkpoint in a directory, whole: transformers draws at random what it does not find, with a warning."""
     if not (directory / "config.json").is_file():
         raise ValueError(
-            f"{directory} is not a transformers checkpoint, which is a directory with a config.json"
+            f"{directory} is not a transformers checkpoint, a directory with a config.json (`hf download` gets one)"
         )
     with _transformers_imports():
         from transformers import GPT2LMHeadModel
