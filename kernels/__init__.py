@@ -10,8 +10,9 @@ share.
 `flash_attention` and `decode_attention` are loaded on first use, since they import triton.
 """
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import fa4, flash, history, library, naive  # each registers its backends
 from .registry import (
@@ -61,6 +62,15 @@ def register_sharding() -> None:
 
 def register_transformers() -> None:
     """Register the flash kernels with transformers as attn_implementation="tilegpt" (see `under_transformers`)."""
+    # In a checkout, transformers would take us for the Hub's package `kernels`, where that is installed.
+    if __name__ == "kernels":
+        ours = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "kernels"}
+        hidden: dict[str, Any] = dict.fromkeys(ours)  # None: not to be imported
+        sys.modules.update(hidden)
+        try:
+            import_module("transformers.modeling_utils")
+        finally:
+            sys.modules.update(ours)
     from .under_transformers import register as announce
 
     announce()

@@ -1,11 +1,16 @@
 """transformers' models on our kernels, beside its eager attention, in the interpreter. About 12 s."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import kernels
+from tests.conftest import ROOT
 from tests.kernels.differential import Asked
 
 transformers = pytest.importorskip("transformers")
@@ -211,3 +216,19 @@ def test_a_compiled_gpt2_under_sdpa_gets_a_dense_mask_and_under_ours_none() -> N
     with Asked() as asked:
         model(TOKENS)
     assert asked.options["attn_mask"] is None
+
+
+@pytest.mark.slow
+def test_a_checkout_is_not_taken_for_the_hubs_library_of_the_same_name(tmp_path: Path) -> None:
+    """Where that is installed: transformers would look for its functions in ours."""
+    version = transformers.utils.import_utils.KERNELS_MIN_VERSION
+    (tmp_path / f"kernels-{version}.dist-info").mkdir()
+    told = f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n"
+    (tmp_path / f"kernels-{version}.dist-info" / "METADATA").write_text(told)
+    use = "import kernels; kernels.register_transformers(); print(kernels.flash.__name__)"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", use], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "kernels.flash\n", done.stderr
