@@ -127,10 +127,10 @@ def time_bert(options: Options) -> Sample:
 
 def _bert(name: str, options: Options) -> nn.Module:
     """transformers' BertForMaskedLM with the attention `name`; its initial weights are the same for each."""
-    from transformers import BertConfig, BertForMaskedLM
-
     settings = options.settings
     kernels.register_transformers()
+    from transformers import BertConfig, BertForMaskedLM  # not before: it hides the Hub's `kernels`
+
     config = BertConfig(
         vocab_size=settings.bert_vocabulary, hidden_size=settings.width, num_hidden_layers=settings.layers,
         num_attention_heads=settings.bert_heads, intermediate_size=4 * settings.width,
