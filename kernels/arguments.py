@@ -186,7 +186,9 @@ def refuse_features(name: str, features: dict[str, object], beside: str = "") ->
     used = used_features(features)
     if used:
         what = f"{sorted(used)[0]} beside {beside}" if beside else sorted(used)[0]
-        raise AttentionError(f"attention={name} does not support {what}; attention=naive does")
+        raise AttentionError(
+            f"attention={name} does not support {what}; attention=naive does, and flash on a GPU"
+        )
 
 
 def check_number(name: str, number: object) -> None:
