@@ -53,7 +53,8 @@ def flash_attention(
     q, k and v may have any strides whose last is 1, so views of a packed qkv are not copied. Autocast casts them to
     its dtype, as for torch's own attention. float32 is computed in full precision, without tensor cores. Tiles that a
     mask hides entirely are not visited. Gradients are bitwise repeatable. v may have another head_dim, which out then
-    has too: the narrower of q, k and v are padded to the wider, and cost as much.
+    has too: the narrower of q, k and v are padded to the wider, and cost as much. There is no second derivative, and
+    nothing under torch.func (vmap, grad): `naive` has both.
 
     Memory beyond inputs and outputs: 4 bytes per query and head for the log-sum-exp, and 4 more during the backward;
     with documents 8 bytes per token; with a block mask 12 bytes per mask element. The Hopper backward up to head_dim
