@@ -161,9 +161,9 @@ def test_every_training_command_in_the_docs_could_begin() -> None:
     assert found > 15
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page: Path, level: str = "#+") -> set[str]:
     """As GitHub names the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    headings = re.findall(rf"^{level} (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -180,3 +180,9 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
             there = (page.parent / path).resolve() if path else page
             assert there.exists(), target
             assert not heading or heading in anchors(there), target
+
+
+def test_the_kernels_log_lists_every_section_of_its_pages() -> None:
+    listed = set(re.findall(r"\((log/\S+#\S+)\)", (ROOT / "kernels" / "LOG.md").read_text()))
+    pages = (ROOT / "kernels" / "log").glob("*.md")
+    assert listed == {f"log/{page.name}#{section}" for page in pages for section in anchors(page, "##")}
