@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -88,12 +89,12 @@ class Trainer:
             self.beginning = EvaluationBatches(part, seq_len, sequences)
         self.questions = hellaswag.load(config, tokenizer, ranks) if config.trainer.hellaswag else []
 
-        built = build(self.plan, initial, lambda: self.throughput.begins("exchange"))
+        self.throughput = Throughput(ranks)
+        built = build(self.plan, initial, partial(self.throughput.begins, "exchange"))
         self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
         self.train_model, self.eval_model = built.train_model, built.eval_model
         self.sharded = config.parallel.shard is not Shard.none
         self.saver = Saver(self.plan, built)
-        self.throughput = Throughput(ranks)
         self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
         self.slow: set[int] = set()  # the ranks that were named as slow
 
