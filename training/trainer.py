@@ -242,6 +242,7 @@ class Trainer:
             with self._micro_step(last=micro == how.accumulation - 1):
                 with self.plan.autocast():
                     loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
+                self.saver.keep_up()
                 self.watch.tick(f"in the backward of step {step + 1:,}")
                 self.scaler.scale(loss / how.accumulation).backward()
             total += loss.detach() / how.accumulation

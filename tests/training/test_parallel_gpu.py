@@ -89,8 +89,8 @@ def test_two_equal_runs_in_parts_end_bitwise_equal_and_resume(user_environment, 
         assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items()), other
 
 
-@pytest.mark.parametrize("graphs", ["false", "true"])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("graphs", ["false", "true"], ids=["without", "graphs"])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_is_named_and_the_run_is_saved(user_environment, large, tmp_path, sent, graphs):
     """The other GPU waits in NCCL, so what it has is copied on another stream."""
     long = [*large, "trainer.steps=100000", f"trainer.cuda_graphs={graphs}", "hydra.run.dir=run"]
@@ -99,6 +99,8 @@ def test_a_lost_rank_is_named_and_the_run_is_saved(user_environment, large, tmp_
     os.kill(processes(launcher)[1], sent)
     said = launcher.communicate(timeout=120)[0]
     assert re.search(r"^error: rank 1 \(.*\) does not answer, for \d+ s: ", said, re.MULTILINE)
-    (step,) = (int(each.replace(",", "")) for each in re.findall(r"stopped at step ([\d,]+) and saved", said))
+    stopped = re.search(r"stopped at step ([\d,]+) and saved", said)
+    assert stopped, said
+    step = int(stopped[1].replace(",", ""))
     assert [path.name for path in saved(tmp_path / "run")] == [f"step-{step:08d}"]
     assert all(each.isfinite().all() for each in load_weights(find(tmp_path / "run"), "cpu").values())

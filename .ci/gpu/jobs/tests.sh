@@ -1,4 +1,4 @@
-# tests.sh K/N|random|two|lost: a part of the GPU tests
+# tests.sh K/N|random|two|killed|stopped: a part of the GPU tests
 source .ci/gpu/jobs/verify.sh
 source .ci/gpu/jobs/end.sh
 several=tests/training/test_parallel_gpu.py
@@ -8,7 +8,7 @@ case $1 in
 */*) export SHARD=$1 PYTHONPATH=$PWD/.ci/gpu/files:$PYTHONPATH; chosen=(-p shard tests) ;;
 random) export TILEGPT_RANDOM_CASES=300; workers=14; chosen=(tests -k "random or class") ;; # compilers take the time
 two) workers=0; chosen=($several tests/training/test_context.py tests/kernels/test_ring.py -k "not lost_rank") ;;
-lost) workers=0; chosen=($several -k lost_rank) ;;
+killed | stopped) workers=0; chosen=($several -k "lost_rank and $1") ;;
 esac
 mark=gpu
 if [ -n "${TRY:-}" ]; then mark="not slow" workers=0 chosen=(${SHARD:+-p shard} tests/kernels/test_versions.py); fi
