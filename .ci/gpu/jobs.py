@@ -69,6 +69,7 @@ JOBS |= {
     "tests_stopped": Job("a rank is stopped meanwhile", script("tests.sh stopped"), gpus=2, limit=300),
     "scaling_1": Job("one GPU: what all others are compared with", script("scaling.sh 1"), limit=500),
     "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
+    "exchange": Job("variants of DDP beside CUDA graphs", script("exchange.sh"), gpus=2, limit=600),
     "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
     "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=360),
     "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=300),
