@@ -16,7 +16,9 @@ def aside(device: torch.device) -> AbstractContextManager:
     Of another priority, since streams of one priority share eight queues of the device, and the exchange of each
     bucket leaves one of them waiting. Not measured on a GPU yet.
     """
-    return torch.cuda.stream(torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device, priority=-1))
 
 
 def snapshot(
