@@ -161,14 +161,16 @@ def table(samples: list[Sample]) -> str:
         speed, one = first["perf/tokens_per_second"], alone.get(key[0])
         row += [f"{speed:,.0f}", f"{speed / one:.3f}" if one else ""]
         row += [f"{first['perf/exchange_ms']:.1f}" if "perf/exchange_ms" in first else ""]
-        row += [f"{first.get('perf/peak_allocated_gib', first.get('perf/peak_resident_gib')):.1f}"]
+        peak = first.get("perf/peak_allocated_gib", first.get("perf/peak_resident_gib"))
+        row += [f"{peak:.1f}" if peak else ""]
         rows.append([*row, f"{first['losses'][-1]:.5f}", equal(first, again[0]) if again else ""])
     return text_table(header, rows)
 
 
 def equal(first: Sample, second: Sample) -> str:
-    same = "failed" not in second and all(first[each] == second[each] for each in ("losses", "weights"))
-    return "equal" if same else "DIFFER"
+    if "failed" in second:
+        return "failed"
+    return "equal" if all(first[each] == second[each] for each in ("losses", "weights")) else "DIFFER"
 
 
 def main(argv: list[str]) -> int:
