@@ -67,7 +67,7 @@ for name, what in {
     JOBS[f"race_{name.replace(' ', '_')}"] = Job(what, script(f"race.sh {name}"))
 
 JOBS |= {
-    "tests_two": Job("tests that need two GPUs", script("tests.sh two"), gpus=2),
+    "tests_two": Job("tests that need two GPUs", script("tests.sh two"), gpus=2, limit=640),
     "tests_killed": Job(
         "a rank dies while the other waits in NCCL", script("tests.sh killed"), gpus=2, limit=240
     ),
