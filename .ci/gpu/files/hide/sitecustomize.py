@@ -1,4 +1,4 @@
-"""On PYTHONPATH where torch is not the machine's own: hides torchvision, built for another torch, from transformers."""
+"""For PYTHONPATH where torch is not the machine's own: hides torchvision, which transformers would import."""
 
 from importlib.machinery import PathFinder
 
