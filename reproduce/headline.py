@@ -37,7 +37,7 @@ def draw(attention: Results, training: Results, path: Path, perplexity: Results 
     not depend on it.
     """
     title = f"On one {attention['device']}"
-    if perplexity:
+    if perplexity and perplexity["device"] != attention["device"]:
         title += f"; the loss of GPT-2 small on one {perplexity['device']}"
     with plots.picture(path, 3 if perplexity is None else 6, title=title) as axes:
         _draw_rates(axes[0], attention)

@@ -16,12 +16,12 @@ SEEDS = (("flash_seed", "flash"), ("naive_seed", "naive"))
 NAMES = {
     "naive": "naive",
     "naive_half": "naive, half the micro-batch",
-    "flash": "flash",
-    "flash_seed": "flash, other weights",
     "naive_seed": "naive, other weights",
+    "flash": "flash",
+    "flash_triton": "flash, portable kernels",
+    "flash_seed": "flash, other weights",
     "sdpa": "sdpa",
     "sdpa_math": "standard, scores in float32",
-    "flash_triton": "flash, portable kernels",
     "recipe_naive": "naive, the paper's recipe",
     "recipe_flash": "flash, the paper's recipe",
     "stability_plain": "flash without precise_delta",
@@ -37,8 +37,9 @@ DIVERGED = 0.5  # nats from a run's lowest validation loss to its last
 
 
 def runs(results: Results, part: str) -> dict[str, Sample]:
-    """The runs of a part by name, whole or cut after an evaluation."""
-    return {run["name"]: run for run in pick(results, kind="run", part=part) if run["validation"]}
+    """The runs of a part by name, whole or cut after an evaluation; in the order of NAMES."""
+    found = {run["name"]: run for run in pick(results, kind="run", part=part) if run["validation"]}
+    return {name: found[name] for name in (*NAMES, *found) if name in found}
 
 
 def compares(results: Results) -> bool:
@@ -165,10 +166,9 @@ def _plot(axis: plots.Axes, title: str, across: str, up: str, lines: Iterable[tu
 
 
 def _style(name: str) -> dict:
-    seed = name.endswith("_seed")
     return {
-        "color": "#999999" if seed else plots.colour(name.split("_")[0]),
-        "linestyle": "--" if seed or name in (CONTROL, "flash_triton") else "-",
+        "color": plots.colour(name.split("_")[0]),
+        "linestyle": ":" if name.endswith("_seed") else "--" if name in (CONTROL, "flash_triton") else "-",
         "linewidth": 3.5 if name == BASELINE else 1.3,
         "alpha": 0.5 if name == BASELINE else 1.0,
         "label": NAMES[name],

@@ -2,9 +2,9 @@
 
 import math
 import statistics
-from itertools import pairwise
+from itertools import combinations, pairwise
 
-from .experiment import Results, Sample, Verdict, Verdicts, pick
+from .experiment import NOT_STATED, Results, Sample, Verdict, Verdicts, pick
 from .perplexity_figures import (
     BASELINE,
     CONTROL,
@@ -69,6 +69,20 @@ def _judge_runs(results: Results, found: Verdicts) -> None:
         )
         why = bound + ("" if passed else _whose_rounding(results, name))
         found.add("C12", f"{what}{tokens:.0f} M tokens", COINCIDE, shown, passed, why)
+
+
+def judge_between_devices(measured: list[Results]) -> list[Verdict]:
+    """C12: what a run differs by between two devices, which round in other orders: a control that the bound lacks."""
+    found = Verdicts("several devices")
+    for one, other in combinations(measured, 2):
+        theirs = _whole(other, "gpt2")
+        both = [(run, theirs[name]) for name, run in _whole(one, "gpt2").items() if name in theirs]
+        if both:
+            ends = [f"{NAMES[run['name']]} {gap(run, its)[0]:.4f}" for run, its in both]
+            what = f"one run on {one['device']} and on {other['device']}: |difference| in nats at the end"
+            why = "weights, batches and mathematics are equal: a run of this length is known to no more than this"
+            found.add("C12", what, NOT_STATED, "; ".join(ends), None, why)
+    return found
 
 
 def _whose_rounding(results: Results, name: str) -> str:

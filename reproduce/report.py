@@ -24,6 +24,7 @@ from .experiment import (
     Verdict,
 )
 from .perplexity_figures import compares, runs
+from .perplexity_verdicts import judge_between_devices
 from .plots import can_draw
 from .results import changed_since, read_all, slug
 
@@ -205,6 +206,8 @@ def build(directory: Path) -> Page:
             _add(page, document, directory)
         except Exception as error:
             page.notes.append(f"{_name(document)} cannot be judged: {type(error).__name__}: {error}")
+    curves = [each for each in page.documents if each["experiment"] == "perplexity"]
+    page.claims["C12"].figures += map(Figure, judge_between_devices(curves))
     page.notes += _notes(page.documents)
     page.headlines = list(_headlines(page.documents, directory)) if can_draw() else []
     for judged in page.claims.values():

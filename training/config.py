@@ -106,7 +106,8 @@ class AttentionConfig:
     # For flash, which of its kernels may run: triton (portable), hopper (sm_90), or auto, the fastest that apply.
     tier: str = "auto"
     # For flash: keep the rounding error of the output, so that bf16 training does not drift (arXiv 2510.04212).
-    precise_delta: bool = False
+    # null: in bf16 from context 4096 on, where a run without it diverged.
+    precise_delta: bool | None = None
 
 
 @dataclass

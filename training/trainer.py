@@ -317,7 +317,7 @@ class Trainer:
         """End the run at step `done`. broken: the step whose weights failed."""
         how, config = self.plan.how, self.config
         curable = how.attention == "flash" and config.parallel.context == 1  # a ring has no precise_delta
-        rounded = curable and not config.attention.precise_delta
+        rounded = curable and not how.precise_delta
         raise ConfigError(diverged(why, done, broken, self.run_dir, how.dtype, rounded))
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:

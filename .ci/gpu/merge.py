@@ -224,10 +224,8 @@ def main() -> None:
             write(merge(documents), given.commit, given.into)
         except RefusedError as error:
             print(f"  refused: {error}")
-    files = [
-        each for name in ("quiet_*", "scaling_*", "long_[0-9]") for each in given.out.glob(f"{name}/*.json")
-    ]
-    if files:
+    jobs = ("quiet_*", "scaling_*", "long_[0-9]")
+    if files := [each for job in jobs for each in sorted(given.out.glob(f"{job}/*.json"))]:
         merge_scaling(files, given.commit, given.into)
 
 

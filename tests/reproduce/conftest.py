@@ -27,6 +27,6 @@ def jobs_are_forks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment_is_restored() -> Iterator[None]:
-    """`--device cpu` asks for Triton's interpreter by a variable, which would reach the tests of a GPU that follow."""
+    """`--device cpu` asks for Triton's interpreter by a variable, which would reach the GPU tests that follow."""
     with mock.patch.dict(os.environ):
         yield

@@ -12,8 +12,9 @@ import torch
 from reproduce import fleet, perplexity
 from reproduce.__main__ import main
 from reproduce.command_line import OUT_OF_TIME
-from reproduce.experiment import NOT_MEASURED, NOT_REPRODUCED, REPRODUCED, Options
+from reproduce.experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED, Options
 from reproduce.perplexity_runs import training_runs
+from reproduce.perplexity_verdicts import judge_between_devices
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -257,6 +258,19 @@ def test_curves_further_apart_than_two_seeds_do_not_coincide():
 def test_without_its_controls_nothing_is_claimed(left_out: str):
     found = [run for run in (NAIVE, HALF, curve("flash", 5, 4, 3, 2), FLASH_SEED) if run["name"] != left_out]
     assert {status for claim, status in judged(*found) if claim == "C12"} == {NOT_MEASURED}
+
+
+def test_what_two_cards_differ_by_in_the_same_run_is_told():
+    cut = curve("sdpa", 5, 4, 3) | {"partial": 3}
+    one = {"device": "H1", "samples": [curve("flash", 5, 3.0), curve("naive", 5, 3.5), cut]}
+    other = {"device": "H2", "samples": [curve("flash", 5, 3.25), curve("sdpa", 5, 2)]}
+    (told,) = judge_between_devices([one, other])
+    assert (told.what, told.ours) == (
+        "one run on H1 and on H2: |difference| in nats at the end",
+        "flash 0.2500",
+    )
+    assert told.status == NOT_COMPARABLE
+    assert not judge_between_devices([one])
 
 
 def test_a_cut_run_is_not_judged():
