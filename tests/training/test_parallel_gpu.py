@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,19 @@ SHAPE = [
         "trainer.batch_tokens=16384",
     ),
     *("trainer.steps=10", "trainer.micro_batch=4", "trainer.sample_tokens=5", "attention=flash"),
+    # At 6e-4 without warm-up the loss rose from 5.7 to 8.7, and what bf16 rounds became 14 % of it.
+    *("optimizer.lr=1e-4", "schedule.warmup_fraction=0.5"),
 ]
+# Name -> settings, of runs that are launched together.
+LAYOUTS = (
+    {"one": []},
+    {"whole": [], "bf16": ["parallel.gradient_dtype=bf16"], "optimizer": ["parallel.shard=optimizer"]},
+    {
+        "full": ["parallel.shard=full"],
+        "again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
+        "block": ["parallel.shard=full", "parallel.recompute=block"],
+    },
+)
 
 
 def run(name: str, *settings: str) -> list[str]:
@@ -46,24 +59,36 @@ def large(tiny) -> list[str]:
     return [*tiny, *SHAPE]
 
 
-def test_every_layout_trains_as_one_gpu_does(user_environment, large, tmp_path):
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture
+def trained(user_environment, large, layouts) -> Callable[[str], Path]:
+    """Name of a layout -> its run, which is trained, with those it is launched with, when the first is asked for."""
+
+    def trained(name: str) -> Path:
+        if not (layouts / name).exists():
+            launched = next(each for each in LAYOUTS if name in each)
+            runs = [run(each, *large, *settings) for each, settings in launched.items()]
+            train_on(1 if name == "one" else 2, runs, layouts, user_environment, "cuda")
+        return layouts / name
+
+    return trained
+
+
+@pytest.mark.parametrize("name", [name for launched in LAYOUTS for name in launched if name != "one"])
+def test_every_layout_trains_as_one_gpu_does(trained, name):
     """In bf16, which keeps 8 bits: to half a percent."""
-    modes = {
-        "whole": [],
-        "bf16": ["parallel.gradient_dtype=bf16"],
-        "optimizer": ["parallel.shard=optimizer"],
-        "full": ["parallel.shard=full"],
-        "again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
-        "block": ["parallel.shard=full", "parallel.recompute=block"],
-    }
-    train_on(1, [run("one", *large)], tmp_path, user_environment, "cuda")
-    train_on(
-        2, [run(name, *large, *mode) for name, mode in modes.items()], tmp_path, user_environment, "cuda"
-    )
-    for name in modes:
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=5e-3), name
-    peaks = {name: summary(tmp_path / name)["perf/peak_allocated_gib"] for name in modes}
-    assert peaks["block"] < peaks["again"] < peaks["full"] < peaks["whole"]
+    assert losses(trained(name)) == pytest.approx(losses(trained("one")), rel=5e-3)
+
+
+def test_each_share_takes_less_memory(trained):
+    peaks = [
+        summary(trained(name))["perf/peak_allocated_gib"] for name in ("block", "again", "full", "whole")
+    ]
+    assert peaks == sorted(set(peaks))
 
 
 def test_cuda_graphs_on_two_gpus_compute_the_same_bits(user_environment, large, tmp_path):
