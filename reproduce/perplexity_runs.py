@@ -200,9 +200,8 @@ def _attention(name: str) -> AttentionConfig:
 
 def _stable(options: Options) -> AttentionConfig:
     """Without precise_delta the model of 4096 diverges after 1,800 steps (kernels/log/hopper_backward.md)."""
-    return (
-        AttentionConfig("flash", precise_delta=True) if options.device.type == "cuda" else AttentionConfig()
-    )
+    on_gpu = options.device.type == "cuda"
+    return AttentionConfig("flash", precise_delta=True) if on_gpu else _attention("auto")
 
 
 def _context_config(settings: Settings, options: Options, context: int, seed: int) -> Config:
