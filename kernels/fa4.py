@@ -2,6 +2,10 @@
 
 The strongest peer our kernels are measured against on Hopper. As called here, its backward accumulates dQ in
 arbitrary order and is not bitwise repeatable; ours is.
+
+On Hopper its backward (4.0.0b36) writes dQ in rows padded to a multiple of 16 and reads them as padded to 32: at the
+head_dims 8, 16, 40 and 80 dQ was off by about 1 on an H200 (2026-11-26), and 112 with a full mask did not compile. At
+32, 64, 96, 128, 192 and 256 it was right.
 """
 
 import functools
@@ -20,13 +24,19 @@ def _refuses(request: AttentionRequest) -> str | None:
         return lacking
     if request.dtype not in HALF:
         return f"it takes float16 and bfloat16, not {request.dtype}"
-    if request.head_dim % 8 or request.head_dim > 256:
-        return f"it takes a head_dim that is a multiple of 8, up to 256, not {request.head_dim}"
+    if lacking := _head_dim_lacks(request.head_dim):
+        return lacking
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:
         return _missing(error)
     return request.unsupported({"cu_seqlens"})
+
+
+def _head_dim_lacks(head_dim: int) -> str | None:
+    if head_dim % 32 == 0 and head_dim <= 256:
+        return None
+    return f"it takes a head_dim that is a multiple of 32, up to 256, not {head_dim}: others get a wrong dQ"
 
 
 def _missing(error: ImportError) -> str:
@@ -61,6 +71,8 @@ def fa4_or_documents(
     **features: object,
 ) -> torch.Tensor:
     """`fa4`, and `flash_attn.cute.flash_attn_varlen_func` for packed documents."""
+    if lacking := _head_dim_lacks(q.shape[-1]):  # resolved or not: a wrong gradient tells nobody
+        raise AttentionError(f"attention=fa4 cannot be used here: {lacking}")
     if cu_seqlens is None:
         return fa4(q, k, v, flash_attn_func=flash_attn_func, causal=causal, scale=scale, **features)
 

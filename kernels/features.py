@@ -39,8 +39,7 @@ FEATURES: dict[str, Feature] = {
         "probability that an attention weight is set to 0, rounded to a multiple of 2^-16; the others are divided by "
         "1 minus that",
         unused=0.0,
-        hopper=("backward",),
-        on_request=("forward",),  # a first one was no faster than the portable one (LOG.md)
+        hopper=BOTH,
         options={"dropout_p": 0.1},
         pointers=("Seed",),
     ),
@@ -65,8 +64,7 @@ FEATURES: dict[str, Feature] = {
     "sinks": Feature(
         "(heads,): a learnable logit per head that enters the softmax and has no value (gpt-oss); -inf: none; +inf "
         "makes its head NaN, as a logit does in torch.softmax: it is a parameter that has diverged",
-        hopper=("backward",),
-        on_request=("forward",),
+        hopper=BOTH,
         pointers=("Sinks",),
     ),
     "cu_seqlens": Feature(
@@ -80,7 +78,7 @@ FEATURES: dict[str, Feature] = {
     "kv_lengths": Feature(
         "int32 (batch,): keys from this index on are padding, masked for every query. Alignment still uses kv_len",
         words="padded keys",
-        on_request=BOTH,
+        hopper=BOTH,
         options={"padded": True},
         pointers=("KvLengths",),
     ),
@@ -99,7 +97,7 @@ FEATURES: dict[str, Feature] = {
     "precise_delta": Feature(
         "a backward free of the output's rounding error (arXiv 2510.04212); `naive` always is",
         unused=False,
-        on_request=BOTH,
+        hopper=BOTH,
         pointers=("OutLow",),
     ),
 }

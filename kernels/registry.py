@@ -22,8 +22,10 @@ _COMMON = ("causal", "scale", "dropout_seed")
 
 # `auto` takes the first of these that can serve the request, and a refusal names it as the nearest backend that can.
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
-# Above this head_dim torch's SDPA goes first: at 256 on an H200 flash takes 1.3 to 2.0 times as long (LOG.md).
+# Above this head_dim torch's SDPA goes first: at 256 on an H200 the portable kernels take 1.3 to 2.0 times as long.
 FLASH_HEAD_DIM = 128
+# From here on that is so unless both passes have the Hopper kernels: 0.79 to 0.94, at 136 to 192 0.81 to 1.12.
+HOPPER_HEAD_DIM = 224
 
 
 class AttentionError(ValueError):
@@ -42,6 +44,7 @@ class AttentionRequest:
         length: q_len. Like the following, None if it is not known.
         kv_len, causal: of the call.
         numbers: (name, value) of the arguments that are numbers, as far as they are known.
+        heads: of all sequences of the call together.
     """
 
     device: torch.device
@@ -53,6 +56,7 @@ class AttentionRequest:
     kv_len: int | None = None
     causal: bool | None = None
     numbers: frozenset[tuple[str, float]] = frozenset()
+    heads: int | None = None
 
     def unsupported(self, supported: set[str]) -> str | None:
         """A reason to refuse, naming the first used feature that is not in `supported`, or None."""
@@ -147,7 +151,8 @@ def resolve_attention(
 
     Args:
         name: a key of `ATTENTION`, or "auto": flash on CUDA if it can serve the request, else torch's SDPA, else the
-            first backend that can; above head_dim 128 SDPA goes first. Packed documents on CUDA: flash, else naive.
+            first backend that can; above head_dim 128 SDPA goes first, from 224 on unless the Hopper kernels serve.
+            Packed documents on CUDA: flash, else naive.
         device, dtype, head_dim: of the q, k and v that will be passed.
         tier: which of flash's kernels may run: "triton", "hopper", or "auto" for the fastest that can.
         features: the optional arguments that will be passed, e.g. dropout_p=0.1; "not used" values have no effect.
@@ -184,7 +189,8 @@ def _able(request: AttentionRequest) -> list[str]:
     if on_gpu and "cu_seqlens" in request.features:  # torch's packed documents are not measured there
         passed_over = {"sdpa", "flex"}
     able = [each for each in PREFERENCE if each not in passed_over and _reason(each, request) is None]
-    if request.head_dim > FLASH_HEAD_DIM and "sdpa" in able:
+    wide = request.head_dim > FLASH_HEAD_DIM and "sdpa" in able
+    if wide and not (request.head_dim >= HOPPER_HEAD_DIM and _tier(able[0], request) == "hopper"):
         able.insert(0, "sdpa")
     return able
 
@@ -243,10 +249,12 @@ def attention_tier(
 
     The other arguments are as `resolve_attention` accepted them.
     """
+    return _tier(name, _request(device, dtype, head_dim, tier, features, length))
+
+
+def _tier(name: str, request: AttentionRequest) -> str | None:
     choose = _backend(name).tier
-    if choose is None:
-        return None
-    return choose(_request(device, dtype, head_dim, tier, features, length))
+    return choose and choose(request)
 
 
 def _request(

@@ -34,6 +34,7 @@ UNTOUCHED: dict[str, str] = {
     "bbbc838a94": "perplexity.run, 36841c7: the part `extend` is new; the runs of the other parts are as before",
     "270f23a847": "perplexity.run: a run's contexts are evaluated in its own process, and budget= scales every part",
     "8173d47f12": "perplexity.run: the part `stability` is new; the contexts' runs keep their best checkpoint",
+    "ee04f62bde": "perplexity.run: precise_delta=false is written out, as its default was",
     "1a99f966ff": "GPT: seams for modern.py and attention_maps; weights after five steps are bit for bit as before",
     "2e72208152": "build_optimizer: Muon where it is asked for; for our models the groups of AdamW are as before",
     "0acb911291": "learning_rate: wsd is new; the rates of the others are bit for bit as before",

@@ -13,8 +13,8 @@ Six parts:
               tensor: what attention changes, without the noise of training (perplexity_numerics.py).
     context   a smaller model on whole source files, contexts 512 to 4096. Every run sees the same tokens at every
               step. Evaluated on equal targets, with the longest model's windows cut, and by token position.
-    stability the longest context again without precise_delta, as it is by default: so it diverges. At half the rate,
-              and with PyTorch's attention. And numerics of the longest context's best checkpoint.
+    stability the longest context again without precise_delta, so that it diverges; at half the rate, and with
+              PyTorch's attention. And numerics of the longest context's best checkpoint.
     extend    GPT-2 small goes on from flash's last checkpoint, its context kept or extended, on the same tokens.
 """
 

@@ -100,7 +100,7 @@ def training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
     """Every run of every part, longest first: two GPUs then end at nearly the same time."""
     first, second = settings.seeds
     base = base_config(settings, options)
-    naive, flash, sdpa = map(AttentionConfig, ("naive", "flash", "sdpa"))
+    naive, flash, sdpa = map(_attention, ("naive", "flash", "sdpa"))
     half = replace(base.trainer, micro_batch=max(1, settings.micro_batch // 2))
     fp16 = Precision.fp16 if options.device.type == "cuda" else Precision.fp32
     paper = replace(
@@ -108,7 +108,7 @@ def training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
         model=replace(base.model, dropout=0.1, scale_attn_by_inverse_layer_idx=True),
         trainer=replace(base.trainer, steps=settings.recipe_steps, precision=fp16),
     )
-    reseeded = [AttentionConfig(name) for name in dict.fromkeys((settings.seed_backend, "naive"))]
+    reseeded = [_attention(name) for name in dict.fromkeys((settings.seed_backend, "naive"))]
     runs = [
         TrainingRun("gpt2", "naive_half", replace(base, attention=naive, trainer=half)),
         TrainingRun("gpt2", "flash", replace(base, attention=flash)),
@@ -119,7 +119,7 @@ def training_runs(settings: Settings, options: Options) -> list[TrainingRun]:
         ),
         TrainingRun("gpt2", "sdpa", replace(base, attention=sdpa)),
         TrainingRun("gpt2", "flash_triton", replace(base, attention=replace(flash, tier="triton"))),
-        TrainingRun("gpt2", "sdpa_math", replace(base, attention=AttentionConfig("sdpa_math"))),
+        TrainingRun("gpt2", "sdpa_math", replace(base, attention=_attention("sdpa_math"))),
         TrainingRun("recipe", "recipe_naive", replace(paper, attention=naive)),
         TrainingRun("recipe", "recipe_flash", replace(paper, attention=flash)),
     ]
@@ -193,11 +193,15 @@ def base_config(settings: Settings, options: Options) -> Config:
     )
 
 
+def _attention(name: str) -> AttentionConfig:
+    """Without precise_delta at any length: attention alone differs, and so were they run before it had a default."""
+    return AttentionConfig(name, precise_delta=False)
+
+
 def _stable(options: Options) -> AttentionConfig:
     """Without precise_delta the model of 4096 diverges after 1,800 steps (kernels/log/hopper_backward.md)."""
-    return (
-        AttentionConfig("flash", precise_delta=True) if options.device.type == "cuda" else AttentionConfig()
-    )
+    on_gpu = options.device.type == "cuda"
+    return AttentionConfig("flash", precise_delta=True) if on_gpu else _attention("auto")
 
 
 def _context_config(settings: Settings, options: Options, context: int, seed: int) -> Config:

@@ -113,8 +113,8 @@ def samples(results: Results) -> list[Sample]:
 
 
 def not_hidden(sample: Sample) -> float:
-    """The share of the exchange's time by which the ring takes longer than its computing alone."""
-    return (median(sample, RING) - median(sample, COMPUTE)) / median(sample, EXCHANGE)
+    """The share of the exchange's time by which the ring takes longer than its computing alone, timed apart."""
+    return max(0.0, (median(sample, RING) - median(sample, COMPUTE)) / median(sample, EXCHANGE))
 
 
 def predicted(sample: Sample, settings: dict[str, Any]) -> float:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 # Read when a library is first imported, so before anything else.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -80,6 +81,14 @@ def free_gpu_memory() -> Iterator[None]:
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def environment_is_restored() -> Iterator[None]:
+    """reproduce and benchmarks with `--device cpu` ask for Triton's interpreter by a variable, which would reach the
+    GPU tests that follow."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

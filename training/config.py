@@ -106,7 +106,8 @@ class AttentionConfig:
     # For flash, which of its kernels may run: triton (portable), hopper (sm_90), or auto, the fastest that apply.
     tier: str = "auto"
     # For flash: keep the rounding error of the output, so that bf16 training does not drift (arXiv 2510.04212).
-    precise_delta: bool = False
+    # null: in bf16 from context 4096 on, where a run without it diverged.
+    precise_delta: bool | None = None
 
 
 @dataclass
@@ -185,7 +186,7 @@ class TrainerConfig:
     # torch.compile the model. null: on CUDA only (on a CPU it costs more than a short run gains).
     compile: bool | None = None
     # Record the launches of a compiled micro-step and replay them, so that a slow host does not keep the GPU waiting.
-    # null: with one CUDA device.
+    # null: on CUDA, unless the model is in parts, ranks share sequences, or blocks are computed again.
     cuda_graphs: bool | None = None
     # Largest global gradient norm; 0 switches clipping off.
     grad_clip: float = 1.0

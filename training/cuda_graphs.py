@@ -15,10 +15,11 @@ from .precision import compiled
 
 
 def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel: ParallelConfig) -> bool:
-    """Whether to replay; null: on one GPU, where it can be done. Raises ConfigError when it is asked for and cannot.
+    """Whether to replay; null: where it can be done. Raises ConfigError when it is asked for and cannot.
 
     On several GPUs torch.compile cuts a graph where a bucket of gradients is full, so each piece is recorded, and the
-    exchange runs between them. Not measured yet, so null does not choose it.
+    exchange runs between them: the same bits. On two H200 a step took 122.6 ms for 171 to 245 without, on eight 33.5
+    for 54 (GPT-2 small, 131,072 tokens a step; results/nvidia-h200x2, x8), because the host was too slow.
     """
     lacking = None
     if ranks.device.type != "cuda":
@@ -33,8 +34,7 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel
         lacking = f"parallel.recompute=none, not {parallel.recompute.value}"
     if asked and lacking:
         raise ConfigError(f"trainer.cuda_graphs=true needs {lacking}; leave it out, or set it to false.")
-    wanted = ranks.size == 1 if asked is None else asked
-    return lacking is None and wanted
+    return lacking is None and asked is not False
 
 
 def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:

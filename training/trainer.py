@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -88,12 +89,12 @@ class Trainer:
             self.beginning = EvaluationBatches(part, seq_len, sequences)
         self.questions = hellaswag.load(config, tokenizer, ranks) if config.trainer.hellaswag else []
 
-        built = build(self.plan, initial, lambda: self.throughput.begins("exchange"))
+        self.throughput = Throughput(ranks)
+        built = build(self.plan, initial, partial(self.throughput.begins, "exchange"))
         self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
         self.train_model, self.eval_model = built.train_model, built.eval_model
         self.sharded = config.parallel.shard is not Shard.none
         self.saver = Saver(self.plan, built)
-        self.throughput = Throughput(ranks)
         self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
         self.slow: set[int] = set()  # the ranks that were named as slow
 
@@ -241,6 +242,7 @@ class Trainer:
             with self._micro_step(last=micro == how.accumulation - 1):
                 with self.plan.autocast():
                     loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
+                self.saver.keep_up()
                 self.watch.tick(f"in the backward of step {step + 1:,}")
                 self.scaler.scale(loss / how.accumulation).backward()
             total += loss.detach() / how.accumulation
@@ -315,7 +317,7 @@ class Trainer:
         """End the run at step `done`. broken: the step whose weights failed."""
         how, config = self.plan.how, self.config
         curable = how.attention == "flash" and config.parallel.context == 1  # a ring has no precise_delta
-        rounded = curable and not config.attention.precise_delta
+        rounded = curable and not how.precise_delta
         raise ConfigError(diverged(why, done, broken, self.run_dir, how.dtype, rounded))
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:

@@ -34,22 +34,28 @@ JOBS: dict[str, Job] = {}
 
 for version in ("211", "213", "214", "215"):
     pair = f"torch{version}"
-    for part in range(1, 9):
-        JOBS[f"tests_{version}_{part}"] = Job(
-            f"an eighth of the GPU tests with {pair}", script(f"tests.sh {part}/8"), limit=300, env=pair
+    for half in "ab":
+        JOBS[f"tests_{version}_{half}"] = Job(
+            f"half of the GPU tests with {pair}", script(f"tests.sh {half}"), limit=420, env=pair
         )
     JOBS[f"times_{version}"] = Job(
         f"attention and 30 training steps with {pair}", script("times.sh"), limit=300, env=pair
     )
 
 JOBS |= {
-    "random": Job("300 random calls, all classes of shapes", script("tests.sh random"), limit=500),
+    "class": Job("every class of shapes with every backend", script("tests.sh class"), limit=400),
+    "random": Job("300 random calls of each kind", script("tests.sh random"), limit=500),
     "sanitizer": Job("compute-sanitizer over every kernel", script("sanitizer.sh"), limit=400),
     "contention": Job("14 processes repeat training steps bit for bit", script("contention.sh"), limit=400),
     "host": Job(
         "what a call costs the host; few jobs beside it", measure("whole benchmarks host"), limit=240
     ),
     "ptxas": Job("the same kernels by several assemblers", script("ptxas.sh"), limit=400),
+    "stall": Job(
+        "whether a thread can copy while streams wait, as when a rank is lost",
+        "python .ci/gpu/files/stall.py",
+        limit=200,
+    ),
     "step": Job("variants of the training step, of files/step", script("step.sh"), limit=600),
 }
 
@@ -62,10 +68,14 @@ for name, what in {
     JOBS[f"race_{name.replace(' ', '_')}"] = Job(what, script(f"race.sh {name}"))
 
 JOBS |= {
-    "tests_two": Job("tests that need two GPUs", script("tests.sh two"), gpus=2),
-    "tests_lost": Job("a rank is lost while the other waits in NCCL", script("tests.sh lost"), gpus=2),
+    "tests_two": Job("tests that need two GPUs", script("tests.sh two"), gpus=2, limit=640),
+    "tests_killed": Job(
+        "a rank dies while the other waits in NCCL", script("tests.sh killed"), gpus=2, limit=240
+    ),
+    "tests_stopped": Job("a rank is stopped meanwhile", script("tests.sh stopped"), gpus=2, limit=300),
     "scaling_1": Job("one GPU: what all others are compared with", script("scaling.sh 1"), limit=500),
-    "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=660),
+    "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
+    "exchange": Job("variants of DDP beside CUDA graphs", script("exchange.sh"), gpus=2, limit=600),
     "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
     "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=360),
     "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=300),

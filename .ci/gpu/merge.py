@@ -1,7 +1,8 @@
 """What jobs brought back, into results/: python .ci/gpu/merge.py OUT --commit SHA [--into results]
 
 OUT is a runner's folder out/. Slices of an experiment are joined into one document, complete if nothing is missing;
-perplexity's runs join those that are there, a whole one in place of a cut one; scaling's launches become one file.
+perplexity's runs join those that are there, a whole one in place of a cut one; scaling's launches become a file for
+each number of GPUs, and those of jobs quiet_* count before others.
 Run it in a checkout of the commit that ran, or of a later one that changed nothing that the figures depend on: what
 is stale is refused.
 """
@@ -158,19 +159,44 @@ def write(document: Document, commit: str, folder: Path) -> None:
     print(f"  {path}")
 
 
+def merge_ring(documents: list[Document]) -> Document:
+    """Every number of ranks and length that was measured in any of them, as a run that goes on joins them."""
+    document = documents[-1]
+    samples = {
+        (each["ranks"], each["length"]): each for one in documents for each in one["samples"] if whole(each)
+    }
+    document["samples"] = [samples[place] for place in sorted(samples)]
+    document["seconds"] = round(sum(each["seconds"] for each in documents), 1)
+    took = [each["took"]["time"] for each in documents]
+    document["took"] = {"time": [len(samples), sum(seconds for _, seconds in took)]}
+    for position, setting in enumerate(("ranks", "lengths")):
+        document["settings"][setting] = sorted({place[position] for place in samples})
+    return document
+
+
 def merge_scaling(files: list[Path], commit: str, into: Path) -> None:
+    """A document for each number of GPUs, with one GPU beside it. What several files measured is the first one's."""
     read = [json.loads(file.read_text()) for file in files]
-    document = {**read[0], "command": [re.sub(r" --out \S+", "", each["command"]) for each in read]}
-    document["environment"] = {
-        k: v for k, v in document["environment"].items() if k != "command"
-    }  # names paths
-    document["environment"]["commit"] = commit
-    document["samples"] = sorted((s for each in read for s in each["samples"]), key=lambda s: s["ranks"])
-    ranks = document["samples"][-1]["ranks"]
-    path = into / f"{slug(document['environment']['device_name'])}x{ranks}" / "scaling.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_lines(document))
-    print(scaling.table(document["samples"]), path, sep="\n")
+    for ranks in sorted({each["ranks"] for one in read for each in one["samples"]} - {1}):
+        samples, commands = {}, []
+        for one in read:
+            own = defaultdict(list)
+            for each in one["samples"]:
+                if each["ranks"] in (1, ranks):
+                    own[each["ranks"], each["model"], each["name"]].append(each)
+            if new := {place: each for place, each in own.items() if place not in samples}:
+                samples |= new
+                commands.append(re.sub(r" --out \S+", "", one["command"]))
+        environment = {k: v for k, v in read[0]["environment"].items() if k != "command"}  # it names paths
+        environment["commit"] = commit
+        document = {**read[0], "command": commands, "environment": environment}
+        document["samples"] = [
+            each for place in sorted(samples, key=lambda p: p[0]) for each in samples[place]
+        ]
+        path = into / f"{slug(environment['device_name'])}x{ranks}" / "scaling.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_lines(document))
+        print(scaling.table(document["samples"]), path, sep="\n")
 
 
 def main() -> None:
@@ -194,10 +220,12 @@ def main() -> None:
             documents.insert(0, json.loads(known.read_text()))
         try:
             alike(documents)
-            write((perplexity if name == "perplexity" else slices)(documents), given.commit, given.into)
+            merge = {"perplexity": perplexity, "ring": merge_ring}.get(name, slices)
+            write(merge(documents), given.commit, given.into)
         except RefusedError as error:
             print(f"  refused: {error}")
-    if files := sorted([*given.out.glob("scaling_*/*.json"), *given.out.glob("long_[0-9]/*.json")]):
+    jobs = ("quiet_*", "scaling_*", "long_[0-9]")
+    if files := [each for job in jobs for each in sorted(given.out.glob(f"{job}/*.json"))]:
         merge_scaling(files, given.commit, given.into)
 
 

@@ -2,7 +2,7 @@
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
-             kernels/features.py; with tier="hopper" also what no GPU has timed: other head_dims, `on_request`
+             kernels/features.py, where `FASTER` says so; with tier="hopper" elsewhere too, and `on_request`
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
 asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
@@ -28,8 +28,6 @@ TIERS = ("auto", "triton", "hopper")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
-# The Hopper kernels take others too, in tiles filled up with zeros; no GPU has timed them beside the portable ones.
-MEASURED_HEAD_DIMS = (64, 128)
 # Features beside which the Hopper kernels have none of these; see hopper/score_mods.py.
 SCORE_MODS = ("alibi_slopes", "softcap")
 NOT_BESIDE = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
@@ -39,9 +37,54 @@ WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
     "backward": frozenset({"block_mask", *SCORE_MODS, "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
 }
-# With fewer queries, a Hopper tile (128 queries) would be mostly empty.
-LEAST_QUERIES = 128
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
+TILE = 128  # queries; with fewer, a Hopper tile would be mostly empty
+
+
+class Faster(NamedTuple):
+    """Head_dims at which the Hopper kernels take less time than the portable ones, from so many queries and so many
+    tiles of them (in all heads of a call) on."""
+
+    smallest: int
+    largest: int
+    queries: int = TILE
+    tiles: int = 0
+
+
+# What auto takes: for a pass, and for each feature, the first row that has the head_dim. The numbers are times over
+# the portable kernels' on an H200 (kernels/log/dispatch.md), of many tiles, 1024 to 4096, and of few, 16 to 128.
+# Between them nothing was timed.
+MANY = 1024
+EARLIER = (Faster(64, 64), Faster(128, 128))  # also of features that are not here
+FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
+    # 40 to 120: 0.54 to 0.82, few 1.02 to 1.13; above 128: 0.60 to 0.87, few 0.75 to 0.93. 16 and 32: 1.08 to 1.43
+    ("forward", ""): (*EARLIER, Faster(40, 120, 512, MANY), Faster(136, 256)),
+    # 0.82 to 0.88, few 1.30 to 1.61. 64: 1.01 to 1.07
+    ("forward", "dropout_p"): (Faster(128, 128, 512, MANY),),
+    # 64: 0.88 to 0.97, but 1.04 to 1.07 of 512 and 1024 queries; 128: 0.73 to 0.91; few 1.36 to 1.57
+    ("forward", "kv_lengths"): (Faster(64, 64, 2048, MANY), Faster(128, 128, 512, MANY)),
+    # 64: 0.87 to 0.90; 128: 0.71 to 0.73
+    ("forward", "precise_delta"): (Faster(64, 64, 1024, MANY), Faster(128, 128, 1024, MANY)),
+    # 64: 0.79 to 0.89, few 0.93 to 1.19; 128: 0.68 to 0.74, few 1.07 to 1.22
+    ("forward", "sinks"): (Faster(64, 64, 512, MANY), Faster(128, 128, 512, MANY)),
+    # 48: 0.60 to 0.81; 72 to 120: 0.45 to 0.66, few 0.86 and 0.87; above 128: 0.41 to 0.63, few 0.54 to 0.93, but of
+    # 128 queries 1.04 to 1.12. 16 and 32: 0.95 to 1.49
+    ("backward", ""): (*EARLIER, Faster(40, 56, 512, MANY), Faster(72, 120), Faster(136, 256, 256)),
+    # 64: 0.69 to 0.84, few 1.12 to 1.38; 128: 0.57 to 0.70, few 0.79 to 0.99
+    ("backward", "dropout_p"): (Faster(64, 64, TILE, 128), Faster(128, 128)),
+    # 64: 0.74 to 0.96, few 1.22 to 1.48; 128: 0.58 to 0.77, few 0.97 to 1.12
+    ("backward", "kv_lengths"): (Faster(64, 64, 512, MANY), Faster(128, 128, 512, MANY)),
+    # 64: 0.70 to 0.81; 128: 0.54 to 0.64
+    ("backward", "precise_delta"): (Faster(64, 64, 1024, MANY), Faster(128, 128, 1024, MANY)),
+    # 64: 0.67 to 0.86, few 0.96 to 1.26; 128: 0.53 to 0.70, few 0.76 to 1.01
+    ("backward", "sinks"): (Faster(64, 64, TILE, 128), Faster(128, 128)),
+}
+# What these were timed beside.
+TIMED_BESIDE = {
+    ("forward", "sinks"): frozenset({"dropout_p", "kv_lengths"}),
+    ("forward", "precise_delta"): frozenset(),
+    ("backward", "precise_delta"): frozenset(),
+}
 
 
 class Choice(NamedTuple):
@@ -56,7 +99,7 @@ class Choice(NamedTuple):
 def choose(which: str, request: AttentionRequest) -> Choice:
     """The kernels that serve a pass, "forward" or "backward"; what the request leaves open is assumed to suit Hopper.
 
-    With dropout or sinks the forward is portable and the backward Hopper's, unless tier="hopper" is asked for.
+    Forward and backward need not agree: with dropout at head_dim 64 auto takes the portable forward.
     """
     if request.tier == "triton":
         return Choice("triton")
@@ -70,8 +113,6 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     bounds = [name for name in BOUNDS if name in features]
     if request.dtype not in HOPPER_DTYPES:
         return f"float16 or bfloat16, not {request.dtype}"
-    if request.tier == "auto" and request.head_dim not in MEASURED_HEAD_DIMS:
-        return f"head_dim 64 or 128, not {request.head_dim}"
     if request.head_dim % 8:
         return f"a head_dim that 8 divides, not {request.head_dim}"
     if others := sorted(name for name in features if not _serves(which, name, request.tier)):
@@ -105,8 +146,25 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return f"causal=True{equal} with {bounds[0]}"
     if "block_mask" in features and request.causal and apart % BLOCK_MASK_SIZE:
         return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's
-    if request.tier == "auto" and length is not None and length < LEAST_QUERIES:
-        return f"{LEAST_QUERIES} queries or more, not {length}"
+    return _needs_to_be_faster(which, request) if request.tier == "auto" else None
+
+
+def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
+    """What `FASTER` and `TIMED_BESIDE` ask for besides, or None."""
+    head_dim, length, heads = request.head_dim, request.length, request.heads
+    features = request.features - {"return_lse"}  # lse is written anyway
+    for name in ("", *sorted(features)):
+        rows, beside = FASTER.get((which, name), EARLIER), f" with {name}" if name else ""
+        row = next((row for row in rows if row.smallest <= head_dim <= row.largest), None)
+        if row is None:
+            dims = (str(a) if a == b else f"{a} to {b}" for a, b, *_ in rows)
+            return f"head_dim {' or '.join(dims)}{beside}, not {head_dim}"
+        if others := sorted(features - {name} - TIMED_BESIDE.get((which, name), features)):
+            return f"attention without {others[0]} beside {name}"
+        if length is not None and length < row.queries:
+            return f"{row.queries} queries or more{beside}, not {length}"
+        if length is not None and heads is not None and heads * -(-length // TILE) < row.tiles:
+            return f"{row.tiles} tiles of {TILE} queries or more{beside}"
     return None
 
 
@@ -209,7 +267,7 @@ def _choose_for_call(
     blocks: bool,
 ) -> tuple[Choice, Options]:
     """`choose` with what a call's arguments say, and the options `Options.within` its lengths."""
-    (_, _, length, head_dim), kv_len = q_shape, k_shape[2]
+    (batch, heads, length, head_dim), kv_len = q_shape, k_shape[2]
     options = options.within(length, kv_len)
     if options.tier not in TIERS:
         raise AttentionError(f"tier={options.tier} is none of {', '.join(TIERS)}")
@@ -226,7 +284,7 @@ def _choose_for_call(
     names = frozenset(name for name, value in used.items() if value)
     if forced:
         return Choice("triton", "no prescribed tile"), options
-    call = length, kv_len, options.causal, frozenset(numbers.items())
+    call = length, kv_len, options.causal, frozenset(numbers.items()), batch * heads
     request = AttentionRequest(device, dtype, head_dim, names, options.tier, *call)
     return choose(which, request), options
 

@@ -14,7 +14,7 @@ is_causal=True and no mask where no token is padding, so in float16 or bfloat16 
 padding, or a model in float32, does not. Nor does one under torch.compile, where transformers always passes a mask: a
 graph cannot ask whether positions begin again (a packed row), and before torch 2.14 none is left out at all. For
 transformers there is `kernels.register_transformers`, which serves all of these. Unlike SDPA's backend, our kernels
-refuse a head_dim below 16.
+refuse a head_dim below 16. Of 70,000 sequences, more than a grid's axis has, torch 2.15 asks no flash attention.
 """
 
 from collections.abc import Callable

@@ -211,8 +211,10 @@ def _empty_results(
 
 
 def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    # Contiguous whatever the operands are: into one row with strides (1, 1) torch 2.13's addmm fails on a GPU.
+    d_weight = weight.new_empty(weight.shape, dtype=torch.float32)
     d_bias = weight.new_empty(0 if bias is None else bias.shape[0], dtype=torch.float32)
-    return torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32), d_bias
+    return hidden.new_empty(hidden.shape), d_weight, d_bias
 
 
 @_forward.register_fake

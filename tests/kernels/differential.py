@@ -88,13 +88,15 @@ def assert_matches_float64(name: str, call: Call, device: str, seed: int = 0) ->
     worse of naive's and torch's, plus four ulp of the largest value, plus four float32 ulp of what dP - delta is a
     difference of: for a single key dq and dk are 0, which standard attention hits exactly. Plus, what half an ulp of
     the output does to them through delta = rowsum(dO * O): with two keys standard attention, which has no delta, was
-    10 times as accurate as torch's flash."""
+    10 times as accurate as torch's flash. dv may be as far off, relatively, as P = exp(S - lse) of rounded S and lse,
+    of which standard attention has no lse: torch's float32 kernel was off by 2.5e-7 where 2.1e-7 had been allowed."""
     tensors, d_out = call.inputs(device, seed)
     exact = _run(
         naive_attention, call, [x.detach().double().requires_grad_() for x in tensors], d_out.double()
     )
     norms = [x.detach().float().norm(dim=-1).amax() if x.numel() else 0.0 for x in (d_out, *tensors)]
     scale = call.scale or call.head_dim**-0.5
+    scores = scale * norms[1] * norms[2]
     terms = scale * norms[0] * norms[3] * max(norms[1], norms[2])
     # Times half an ulp it is delta's error, as a random walk.
     rounded = (d_out.double() * exact["out"]).norm(dim=-1)
@@ -111,6 +113,8 @@ def assert_matches_float64(name: str, call: Call, device: str, seed: int = 0) ->
         allowed = 3 * max((peer[part] - want).abs().max() for peer in peers) + 4 * ulp
         if part in ("dq", "dk"):
             allowed += 4 * torch.finfo(torch.float32).eps * terms + of_delta
+        if part == "dv":
+            allowed += torch.finfo(torch.float32).eps * scores * want.abs().max()
         error = (x - want).abs().max()
         assert error <= allowed, f"{part} of {name} is off by {error:.2e}, allowed {allowed:.2e}: {call}"
 

@@ -81,7 +81,7 @@ def cases() -> dict[str, Callable[[], None]]:
         ),
         "hopper_blocks": lambda: attend("hopper", 128, 1000, 1000, **features()["blocks"]),
         "hopper_window": lambda: attend("hopper", 128, 300, 300, window=(100, 0)),
-        "hopper_dropout": lambda: attend("auto", 64, 300, 300, dropout_p=0.1, dropout_seed=3),
+        "hopper_dropout": lambda: attend("auto", 128, 300, 300, dropout_p=0.1, dropout_seed=3),
         "hopper_dropout_in_both": lambda: attend("hopper", 64, 300, 300, dropout_p=0.1, dropout_seed=3),
         "hopper_dropout_in_both_128": lambda: attend("hopper", 128, 300, 300, dropout_p=0.1, dropout_seed=3),
         "hopper_sinks": lambda: attend("hopper", 64, 300, 300, sinks=torch.zeros(4, device="cuda")),

@@ -29,6 +29,10 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("", {}, "hopper", "hopper", None),
         ("softcap", {}, "triton", "triton", "attention without softcap"),
+        ("sinks", {}, "hopper", "hopper", None),
+        ("sinks window", {}, "triton", "hopper", "attention without window beside sinks"),
+        ("precise_delta", {}, "hopper", "hopper", None),
+        ("precise_delta window", {}, "triton", "triton", "attention without window beside precise_delta"),
         ("softcap window", {"tier": "hopper"}, "hopper", "hopper", None),
         ("alibi_slopes cu_seqlens", {"tier": "hopper"}, "hopper", "hopper", None),
         ("alibi_slopes kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),
@@ -41,9 +45,9 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         ("softcap sinks", {"tier": "hopper"}, "triton", "triton", "attention without sinks beside softcap"),
         ("softcap", {"tier": "hopper", "head_dim": 256}, "hopper", "triton", None),
-        ("sinks", {}, "triton", "hopper", "attention without sinks"),
-        ("dropout_p", {}, "triton", "hopper", "attention without dropout_p"),
-        ("dropout_p window", {}, "triton", "triton", "attention without dropout_p"),
+        ("dropout_p", {}, "triton", "hopper", "head_dim 128 with dropout_p, not 64"),
+        ("dropout_p", {"head_dim": 128}, "hopper", "hopper", None),
+        ("dropout_p window", {}, "triton", "triton", "attention without dropout_p beside window"),
         ("window", {}, "hopper", "hopper", None),
         (
             "window",
@@ -73,7 +77,15 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "hopper",
             "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64",
         ),
-        ("kv_lengths", {}, "triton", "triton", "attention without kv_lengths"),
+        ("kv_lengths", {}, "hopper", "hopper", None),
+        (
+            "kv_lengths",
+            {"length": 1024},
+            "triton",
+            "hopper",
+            "2048 queries or more with kv_lengths, not 1024",
+        ),
+        ("kv_lengths", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with kv_lengths, not 80"),
         ("kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),
         (
             "kv_lengths",
@@ -90,9 +102,13 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "attention without kv_lengths beside window",
         ),
         ("", {"tier": "triton"}, "triton", "triton", None),
-        ("", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128, not 80"),
-        ("", {"head_dim": 256}, "triton", "triton", "head_dim 64 or 128, not 256"),
-        ("", {"head_dim": 80, "tier": "hopper"}, "hopper", "hopper", None),
+        ("", {"head_dim": 80}, "hopper", "hopper", None),
+        ("", {"head_dim": 80, "length": 256}, "triton", "hopper", "512 queries or more, not 256"),
+        ("", {"head_dim": 32}, "triton", "triton", "head_dim 64 or 128 or 40 to 120 or 136 to 256, not 32"),
+        ("return_lse", {"head_dim": 256}, "hopper", "hopper", None),
+        ("", {"head_dim": 256, "length": 128}, "hopper", "triton", None),
+        ("window", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with window, not 80"),
+        ("", {"head_dim": 32, "tier": "hopper"}, "hopper", "hopper", None),
         ("", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
         ("window", {"head_dim": 136, "tier": "hopper"}, "hopper", "triton", None),
         ("", {"head_dim": 84, "tier": "hopper"}, "triton", "triton", "a head_dim that 8 divides, not 84"),
@@ -132,9 +148,9 @@ def test_a_softcap_that_the_hopper_kernels_lack_is_refused_before_the_run() -> N
 
 
 def chosen(
-    tensors: Tensors, options: Options, q_len=512, kv_len=512, forced=False, fits=True
+    tensors: Tensors, options: Options, q_len=512, kv_len=512, forced=False, fits=True, batch=1
 ) -> tuple[str, str]:
-    q, k = (torch.empty(1, 2, length, 64, dtype=torch.float16) for length in (q_len, kv_len))
+    q, k = (torch.empty(batch, 2, length, 64, dtype=torch.float16) for length in (q_len, kv_len))
     passes = ("forward", "backward")
     return tuple(dispatch.chosen(each, q, k, tensors, options, forced, lambda: fits)[0] for each in passes)
 
@@ -149,8 +165,8 @@ def chosen(
         (Tensors(), Options(True, 1.0, softcap=5.0), ("triton", "triton")),
         (Tensors(), Options(True, 1.0, precise_delta=True), ("triton", "triton")),
         (Tensors(), Options(True, 1.0, precise_delta=True, tier="hopper"), ("hopper", "hopper")),
-        (Tensors(seed=LIST), Options(True, 1.0, dropout_p=0.1), ("triton", "hopper")),
-        (Tensors(sinks=LIST), Options(True, 1.0), ("triton", "hopper")),
+        (Tensors(seed=LIST), Options(True, 1.0, dropout_p=0.1), ("triton", "triton")),
+        (Tensors(sinks=LIST), Options(True, 1.0), ("triton", "triton")),
         (Tensors(alibi_slopes=LIST), Options(True, 1.0), ("triton", "triton")),
         (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "triton")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0), ("hopper", "hopper")),
@@ -162,6 +178,14 @@ def test_a_call_gets_what_its_arguments_ask_for(
     tensors: Tensors, options: Options, kernels: tuple[str, str]
 ) -> None:
     assert chosen(tensors, options) == kernels
+
+
+@pytest.mark.parametrize("batch", [15, 16, 127, 128])
+def test_features_take_the_hopper_kernels_of_calls_that_fill_the_gpu(batch: int) -> None:
+    forward, backward = chosen(Tensors(sinks=LIST), Options(True, 1.0), batch=batch)
+    assert forward == ("hopper" if batch >= 128 else "triton")  # 1024 tiles
+    assert backward == ("hopper" if batch >= 16 else "triton")
+    assert chosen(Tensors(), Options(True, 1.0), batch=batch) == ("hopper", "hopper")
 
 
 def test_what_only_a_call_knows_sends_it_to_the_portable_kernels_or_is_named() -> None:

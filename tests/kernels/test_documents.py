@@ -93,7 +93,7 @@ def as_the_package(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seq
 @pytest.mark.parametrize(("length", "batch"), SHAPES)
 def test_fa4_gets_documents_without_empty_ones_and_cut_at_rows(length: int, batch: int, causal: bool) -> None:
     tensors = [
-        x.detach() for x in inputs(length, length, 16, torch.float32, batch=batch, heads=4, kv_heads=2)[:3]
+        x.detach() for x in inputs(length, length, 32, torch.float32, batch=batch, heads=4, kv_heads=2)[:3]
     ]
     options = {"cu_seqlens": documents(length, batch), "causal": causal, "scale": 0.3}
     package = {"flash_attn_func": None, "flash_attn_varlen_func": as_the_package}

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels import ATTENTION, AttentionError, AttentionRequest, get_attention
-from kernels.fa4 import fa4
+from kernels.fa4 import fa4, fa4_or_documents
 
 
 def as_the_package(q, k, v, *, softmax_scale, causal):
@@ -62,12 +62,22 @@ def test_an_unsupported_request_is_refused_before_the_first_step(monkeypatch: py
     assert why_not() is None
     assert why_not(torch.float32) == "it takes float16 and bfloat16, not torch.float32"
     assert why_not(torch.bfloat16, "dropout_p") == "it does not support dropout_p"
-    assert why_not(head_dim=20) == "it takes a head_dim that is a multiple of 8, up to 256, not 20"
+    refused = "it takes a head_dim that is a multiple of 32, up to 256, not {}: others get a wrong dQ"
+    assert [why_not(head_dim=each) for each in (80, 288)] == [refused.format(each) for each in (80, 288)]
+
+
+def test_a_call_that_would_get_a_wrong_gradient_is_refused() -> None:
+    q = torch.randn(1, 1, 4, 80)
+    functions = {"flash_attn_func": as_the_package, "flash_attn_varlen_func": as_the_package}
+    with pytest.raises(
+        AttentionError, match=r"attention=fa4 cannot be used here: .* multiple of 32, .*not 80"
+    ):
+        fa4_or_documents(q, q, q, **functions)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160, 192, 224, 256])
 def test_the_package_computes_what_naive_does(head_dim: int, causal: bool) -> None:
     pytest.importorskip("flash_attn.cute")
     q, k, v, d_out = (

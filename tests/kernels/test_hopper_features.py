@@ -1,4 +1,4 @@
-"""What of the Hopper kernels only tier="hopper" takes, on a Hopper GPU: accuracy, NaN as padding, repeats."""
+"""Features on the Hopper kernels, wherever tier="hopper" takes them: accuracy, NaN as padding, repeats."""
 
 import functools
 

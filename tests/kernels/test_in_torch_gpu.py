@@ -260,6 +260,10 @@ def test_a_scale_of_zero_or_below_under_sdpa_is_right(under_sdpa, scale: float) 
 
 def test_more_batches_than_a_grid_axis_has_run_under_sdpa(flash, under_sdpa, ran) -> None:
     *tensors, d_out = inputs(16, 16, 64, torch.bfloat16, batch=70000, device="cuda")
+    if torch.__version__ >= "2.15":  # which looks at the number before it calls us
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            F.scaled_dot_product_attention(*tensors, is_causal=True)
+        return
     got = forward_and_backward(F.scaled_dot_product_attention, tensors, d_out, is_causal=True)
     assert len(ran) == 2
     last = [x.detach()[-1000:].requires_grad_() for x in tensors]

@@ -1,10 +1,8 @@
 """Jobs of the experiments start as forks of one process that has imported torch, in place of 2 s of imports each."""
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +20,4 @@ def jobs_are_forks() -> Iterator[None]:
     forking.set_forkserver_preload(["torch._dynamo", "training.trainer", "tests.reproduce.hastened"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet, "multiprocessing", SimpleNamespace(get_context=lambda method: forking))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def environment_is_restored() -> Iterator[None]:
-    """`--device cpu` asks for Triton's interpreter by a variable, which would reach the GPU tests that follow."""
-    with mock.patch.dict(os.environ):
         yield

@@ -27,15 +27,14 @@ from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.claims import CLAIMS
 from reproduce.common import as_lines, rounded
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
-from reproduce.experiment import EXPERIMENTS, STATUSES, Options, ReproduceError, parse_settings, pick
+from reproduce.experiment import EXPERIMENTS, Options, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
-from reproduce.results import Store, slug
+from reproduce.results import Store
 from reproduce.tables import table
-from training.environment import device_name
+from tests.reproduce import tiny
+from tests.reproduce.tiny import FOLDER, document, run
 
 ROOT = Path(__file__).parents[2]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FOLDER = slug(device_name(torch.device(DEVICE)))
 
 
 @pytest.mark.parametrize("each", [*EXPERIMENTS.values(), *BENCHMARKS.values()], ids=lambda each: each.name)
@@ -177,43 +176,6 @@ def test_documents_are_written_a_line_a_sample_in_eight_digits(tmp_path):
     assert json.loads(as_lines(document | {"samples": []}))["samples"] == []
 
 
-def run(directory: Path, name: str, *arguments: str) -> int:
-    return main([name, "--tiny", "--device", DEVICE, "--results", str(directory), *arguments])
-
-
-def document(directory: Path, name: str) -> dict:
-    return json.loads((directory / FOLDER / f"{name}.json").read_text())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("attention", marks=pytest.mark.slow),  # others below run parts of it
-        *("traffic", "numerics", "sparse", "history", "encoders"),
-    ],
-)
-def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
-    assert run(tmp_path, name) == 0
-    assert capsys.readouterr().out.count("where they can be read:") <= 1
-    results = document(tmp_path, name)
-    assert results["state"] == "complete"
-    assert results["samples"]
-    assert not [sample for sample in results["samples"] if "failed" in sample]
-    if name == "attention":  # bfloat16 would be refused on a CPU, which is not a failure
-        assert all("flash" in sample["ms"] for sample in pick(results, kind="time"))
-    assert {"torch", "triton", "commit"} <= results["environment"].keys()
-    assert results["command"][:4] == ["python", "-m", "reproduce", name]
-    assert str(ROOT) not in json.dumps(results)  # a result can be shared
-    assert (tmp_path / FOLDER / f"{name}.svg").read_text().startswith("<?xml")
-    module = EXPERIMENTS[name].module
-    assert all(
-        f"\n{kind}" in table(results) for kind in {sample["kind"] for sample in results["samples"]} - {"ncu"}
-    )
-    for verdict in module.judge(results):
-        assert verdict.claim in EXPERIMENTS[name].claims
-        assert verdict.status in STATUSES
-
-
 def test_a_backend_that_refuses_a_mask_is_not_timed_with_it(tmp_path):
     assert run(tmp_path, "attention", "backends=naive,sdpa", "figures=fa1") == 0
     results = document(tmp_path, "attention")
@@ -323,7 +285,7 @@ def test_an_error_costs_only_its_own_sample(tmp_path):
 
 
 def test_a_backend_that_failed_is_timed_in_a_later_run(tmp_path, monkeypatch):
-    command = ["attention", "--tiny", "--device", DEVICE, "figures=gpt2", "backends=standard,sdpa"]
+    command = ["attention", "--tiny", "--device", tiny.DEVICE, "figures=gpt2", "backends=standard,sdpa"]
     command += ["--results", str(tmp_path)]
 
     def who_was_timed():
@@ -478,22 +440,6 @@ def test_what_is_stated_is_the_median_of_the_processes_with_their_range():
 )
 def test_faster_is_said_only_where_the_ranges_do_not_overlap(theirs, word):
     assert timing.beside(timing.Times((1.0, 1.2, 1.1)), timing.Times(theirs)) == word
-
-
-@pytest.mark.slow
-def test_several_processes_time_everything_and_check_it_once(tmp_path):
-    chosen = ["backends=naive,sdpa", "figures=gpt2", "rounds=2"]
-    assert run(tmp_path, "attention", *chosen) == 0
-    before = document(tmp_path, "attention")["samples"]
-    assert run(tmp_path, "attention", *chosen, "processes=2") == 0  # the first finds its own
-    results = document(tmp_path, "attention")
-    assert results["state"] == "complete"
-    assert results["samples"][: len(before)] == before
-    assert [sample["process"] for sample in pick(results, kind="time")] == [0, 1]
-    assert len(pick(results, kind="check")) == 2
-    (sample,) = timing.timed(results, kind="time")
-    assert len(timing.took(sample, "sdpa")) == 2
-    assert not [word for word in results["command"] if "process=" in word]
 
 
 @pytest.mark.parametrize(

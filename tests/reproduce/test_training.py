@@ -353,7 +353,7 @@ def test_without_figures_nothing_is_claimed():
 @pytest.mark.gpu
 def test_on_a_gpu_flash_and_fused_layers_take_less_memory(tmp_path):
     """With 4 sequences: 16 need 100 GiB for all contenders, and other tests may hold part of the GPU's memory."""
-    arguments = ["training", "parts=small", "backends=naive,flash", "seconds=0.5"]
+    arguments = ["training", "parts=small", "backends=naive,flash", "processes=1", "rounds=3", "seconds=0.1"]
     tokens = ["step_tokens=4096", "micro_tokens=4096"]
     assert main([*arguments, *tokens, "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*/training.json")

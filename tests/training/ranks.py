@@ -2,9 +2,11 @@
 
     python -m torch.distributed.run --nproc_per_node=2 ranks.py '[["hydra.run.dir=a", ...], ...]' cpu
 
-A launch takes ten seconds of importing torch, a run in it one. Errors that a user can fix are printed, by rank 0.
+A launch takes ten seconds of importing torch, a run in it one. Errors that a user can fix are printed, by rank 0, and
+at the end how many models are left in memory.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -79,6 +81,7 @@ def logged(run: Path) -> int:
 
 
 def main() -> None:
+    from model.gpt import GPT
     from training.command_line import composed
     from training.config import is_users_mistake
     from training.distributed import world
@@ -98,6 +101,10 @@ def main() -> None:
                     raise
                 if ranks.is_main:
                     print(f"refused {folder}: {error}", flush=True)
+            gc.collect()
+        if ranks.is_main:
+            left = sum(issubclass(type(each), GPT) for each in gc.get_objects())
+            print(f"models left: {left}", flush=True)
 
 
 if __name__ == "__main__":

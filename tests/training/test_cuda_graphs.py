@@ -12,13 +12,15 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 REPLICATED = ParallelConfig()
 
 
-def test_cuda_graphs_default_to_on_only_for_compiled_runs_on_one_gpu():
-    assert resolve_graphs(None, True, World(GPU), REPLICATED)
-    assert not resolve_graphs(None, False, World(GPU), REPLICATED)
-    assert not resolve_graphs(None, True, World(CPU), REPLICATED)
-    assert not resolve_graphs(None, True, World(GPU, size=2), REPLICATED)
-    assert not resolve_graphs(False, True, World(GPU), REPLICATED)
-    assert resolve_graphs(True, True, World(GPU, size=2), REPLICATED)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_cuda_graphs_default_to_on_for_compiled_runs_of_a_whole_model(gpus):
+    ranks = World(GPU, size=gpus)
+    assert resolve_graphs(None, True, ranks, REPLICATED)
+    assert resolve_graphs(True, True, ranks, REPLICATED)
+    assert not resolve_graphs(False, True, ranks, REPLICATED)
+    assert not resolve_graphs(None, False, ranks, REPLICATED)
+    assert not resolve_graphs(None, True, World(CPU, size=gpus), REPLICATED)
+    assert not resolve_graphs(None, True, ranks, ParallelConfig(shard=Shard.full))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from training.config import (
     Layers,
     LoggerConfig,
     ModelConfig,
+    Precision,
     TrainerConfig,
 )
 from training.distributed import World
@@ -142,6 +143,43 @@ def test_attention_options_reach_the_unpacked_and_the_packed_function(short_text
     )
     attention = Trainer(precise, tmp_path, World(torch.device("cpu"))).model.h[0].attn
     assert attention.attention.keywords == attention.packed.keywords == {"precise_delta": True}
+
+
+ON_GPU = pytest.mark.gpu  # Triton's interpreter multiplies bfloat16 wrongly
+
+
+@pytest.mark.parametrize(
+    ("attention", "seq_len", "precision", "kept"),
+    [
+        pytest.param(AttentionConfig("flash"), 4096, Precision.bf16, True, marks=ON_GPU),
+        pytest.param(AttentionConfig("flash"), 2048, Precision.bf16, False, marks=ON_GPU),
+        pytest.param(
+            AttentionConfig("flash", precise_delta=False), 4096, Precision.bf16, False, marks=ON_GPU
+        ),
+        (AttentionConfig("flash"), 4096, Precision.fp32, False),
+        (AttentionConfig("flash", precise_delta=True), 16, Precision.fp32, True),
+        (AttentionConfig("sdpa"), 4096, Precision.bf16, False),
+    ],
+)
+def test_flash_keeps_what_rounding_takes_where_runs_diverge_without(
+    request, tmp_path, attention, seq_len, precision, kept
+):
+    text, device = tmp_path / "text.txt", "cuda" if request.node.get_closest_marker("gpu") else "cpu"
+    text.write_text("\n\n".join(f"{i} is long enough for a window. " * 300 for i in range(3)))
+    plain = config(text, "flash")
+    trainer = replace(
+        plain.trainer,
+        device=device,
+        precision=precision,
+        batch_tokens=2 * seq_len,
+        micro_batch=1,
+        compile=False,
+    )
+    model = replace(plain.model, seq_len=seq_len)
+    wanted = replace(plain, attention=attention, model=model, trainer=trainer)
+    run = Trainer(wanted, tmp_path / "run", World(torch.device(device)))
+    assert run.plan.how.precise_delta is kept
+    assert (getattr(run.model.h[0].attn.attention, "keywords", {}) == {"precise_delta": True}) is kept
 
 
 def test_flash_and_naive_attention_use_the_same_dropout_mask(short_text_file, tmp_path):

@@ -28,9 +28,12 @@ from training.trainer import train
 pytestmark = pytest.mark.gpu
 
 
-def config(text_file: Path, attention: str, precision: Precision = Precision.bf16) -> Config:
+def config(
+    text_file: Path, attention: str, precision: Precision = Precision.bf16, n_layer: int = 4
+) -> Config:
+    """Where runs are many, n_layer is 2: most of their time is compilation, of each layer."""
     return Config(
-        model=ModelConfig(seq_len=1024, n_layer=4, n_head=12, n_embd=768),
+        model=ModelConfig(seq_len=1024, n_layer=n_layer, n_head=12, n_embd=768),
         attention=AttentionConfig(attention),
         data=text_data(text_file),
         trainer=TrainerConfig(
@@ -43,8 +46,8 @@ def config(text_file: Path, attention: str, precision: Precision = Precision.bf1
 @pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
 def test_backends_train_alike_in_bf16_under_compile(text_file, tmp_path, attention):
     """bf16 keeps 8 bits, so after 20 steps the losses agree to a percent or so, not to the last digit."""
-    reference = train(config(text_file, "sdpa_math", Precision.fp32), tmp_path / "reference")
-    summary = train(config(text_file, attention), tmp_path / attention)
+    reference = train(config(text_file, "sdpa_math", Precision.fp32, n_layer=2), tmp_path / "reference")
+    summary = train(config(text_file, attention, n_layer=2), tmp_path / attention)
     assert summary["attention"] == attention
     assert summary["compiled"] is True
     assert summary["dtype"] == "bfloat16"
@@ -57,7 +60,7 @@ SWITCHES = {
     **{
         "n_kv_head": 4,
         "window": 200,
-        "window_pattern": "SSSL",
+        "window_pattern": "LS",
         "softcap": 30.0,
         "sinks": True,
         "qk_norm": True,
@@ -75,7 +78,7 @@ def test_flash_trains_the_switches_of_later_models_as_naive_does(text_file, tmp_
     """Compiled, in CUDA graphs, with muon; the fused layers serve all but rmsnorm and mlp."""
     runs = []
     for attention, precision in (("naive", Precision.fp32), ("flash", Precision.bf16)):
-        switched = config(text_file, attention, precision)
+        switched = config(text_file, attention, precision, n_layer=2)
         model = replace(switched.model, **on)
         muon = OptimizerConfig(OptimizerName.muon)
         runs.append(train(replace(switched, model=model, optimizer=muon), tmp_path / attention))
@@ -89,7 +92,7 @@ def test_packed_documents_train_alike_under_compile(text_file, tmp_path, attenti
     """The others' runs of a document mask end at flash's loss, but for bf16."""
     if attention == "fa4":
         pytest.importorskip("flash_attn.cute")
-    masked = [config(text_file, name) for name in ("flash", attention)]
+    masked = [config(text_file, name, n_layer=2) for name in ("flash", attention)]
     masked = [replace(each, data=replace(each.data, document_mask=True)) for each in masked]
     expected, found = (train(each, tmp_path / each.attention.name) for each in masked)
     assert found["attention"] == attention

@@ -51,6 +51,7 @@ def trained_as_one(started, user_environment, tiny, tmp_path):
         assert started(train.main, *small, "hydra.run.dir=one") == 0
         runs = [run(name, *small, *mode) for name, mode in MODES.items()]
         said = train_on(ranks, runs + others, tmp_path, user_environment).stdout
+        assert "models left: 0\n" in said  # or the next run would have less memory
         one = tmp_path / "one"
         weights = load_weights(find(one), "cpu")
         for name in MODES:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,19 @@ SHAPE = [
         "trainer.batch_tokens=16384",
     ),
     *("trainer.steps=10", "trainer.micro_batch=4", "trainer.sample_tokens=5", "attention=flash"),
+    # At 6e-4 without warm-up the loss rose from 5.7 to 8.7, and what bf16 rounds became 14 % of it.
+    *("optimizer.lr=1e-4", "schedule.warmup_fraction=0.5"),
 ]
+# Name -> settings, of runs that are launched together.
+LAYOUTS = (
+    {"one": []},
+    {"whole": [], "bf16": ["parallel.gradient_dtype=bf16"], "optimizer": ["parallel.shard=optimizer"]},
+    {
+        "full": ["parallel.shard=full"],
+        "again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
+        "block": ["parallel.shard=full", "parallel.recompute=block"],
+    },
+)
 
 
 def run(name: str, *settings: str) -> list[str]:
@@ -46,29 +59,40 @@ def large(tiny) -> list[str]:
     return [*tiny, *SHAPE]
 
 
-def test_every_layout_trains_as_one_gpu_does(user_environment, large, tmp_path):
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture
+def trained(user_environment, large, layouts) -> Callable[[str], Path]:
+    """Name of a layout -> its run, which is trained, with those it is launched with, when the first is asked for."""
+
+    def trained(name: str) -> Path:
+        if not (layouts / name).exists():
+            launched = next(each for each in LAYOUTS if name in each)
+            runs = [run(each, *large, *settings) for each, settings in launched.items()]
+            train_on(1 if name == "one" else 2, runs, layouts, user_environment, "cuda")
+        return layouts / name
+
+    return trained
+
+
+@pytest.mark.parametrize("name", [name for launched in LAYOUTS for name in launched if name != "one"])
+def test_every_layout_trains_as_one_gpu_does(trained, name):
     """In bf16, which keeps 8 bits: to half a percent."""
-    modes = {
-        "whole": [],
-        "bf16": ["parallel.gradient_dtype=bf16"],
-        "optimizer": ["parallel.shard=optimizer"],
-        "full": ["parallel.shard=full"],
-        "again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
-        "block": ["parallel.shard=full", "parallel.recompute=block"],
-    }
-    train_on(1, [run("one", *large)], tmp_path, user_environment, "cuda")
-    train_on(
-        2, [run(name, *large, *mode) for name, mode in modes.items()], tmp_path, user_environment, "cuda"
-    )
-    for name in modes:
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=5e-3), name
-    peaks = {name: summary(tmp_path / name)["perf/peak_allocated_gib"] for name in modes}
-    assert peaks["block"] < peaks["again"] < peaks["full"] < peaks["whole"]
+    assert losses(trained(name)) == pytest.approx(losses(trained("one")), rel=5e-3)
+
+
+def test_each_share_takes_less_memory(trained):
+    peaks = [
+        summary(trained(name))["perf/peak_allocated_gib"] for name in ("block", "again", "full", "whole")
+    ]
+    assert peaks == sorted(set(peaks))
 
 
 def test_cuda_graphs_on_two_gpus_compute_the_same_bits(user_environment, large, tmp_path):
-    graphs = [*large, "trainer.cuda_graphs=true"]
-    runs = [run("first", *graphs), run("second", *graphs), run("without", *large)]
+    runs = [run("first", *large), run("second", *large), run("without", *large, "trainer.cuda_graphs=false")]
     train_on(2, runs, tmp_path, user_environment, "cuda")
     assert summary(tmp_path / "first")["cuda_graphs"]
     assert not summary(tmp_path / "without")["cuda_graphs"]
@@ -90,8 +114,8 @@ def test_two_equal_runs_in_parts_end_bitwise_equal_and_resume(user_environment, 
         assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items()), other
 
 
-@pytest.mark.parametrize("graphs", ["false", "true"])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("graphs", ["false", "true"], ids=["without", "graphs"])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_is_named_and_the_run_is_saved(user_environment, large, tmp_path, sent, graphs):
     """The other GPU waits in NCCL, so what it has is copied on another stream."""
     long = [*large, "trainer.steps=100000", f"trainer.cuda_graphs={graphs}", "hydra.run.dir=run"]
@@ -100,6 +124,8 @@ def test_a_lost_rank_is_named_and_the_run_is_saved(user_environment, large, tmp_
     os.kill(processes(launcher)[1], sent)
     said = launcher.communicate(timeout=120)[0]
     assert re.search(r"^error: rank 1 \(.*\) does not answer, for \d+ s: ", said, re.MULTILINE)
-    (step,) = (int(each.replace(",", "")) for each in re.findall(r"stopped at step ([\d,]+) and saved", said))
+    stopped = re.search(r"stopped at step ([\d,]+) and saved", said)
+    assert stopped, said
+    step = int(stopped[1].replace(",", ""))
     assert [path.name for path in saved(tmp_path / "run")] == [f"step-{step:08d}"]
     assert all(each.isfinite().all() for each in load_weights(find(tmp_path / "run"), "cpu").values())

@@ -26,7 +26,8 @@ def replicated(
     """The model with its gradients exchanged in buckets, each as soon as the backward has filled it.
 
     backward_ended: called when the last bucket is full. What then passes until the backward returns is the exchange
-        that no computation hides.
+        that no computation hides. It must not lead to the model: the hook is held in C++, where Python's collector
+        sees no cycle, and nothing of the model would ever be freed.
     views: let gradients be parts of the buckets, which saves their size in memory.
     """
     group = mesh.get_group()

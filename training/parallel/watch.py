@@ -15,6 +15,7 @@ Time counts while the one that judges could watch: where all ranks are in such a
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import socket
@@ -194,6 +195,7 @@ class Watch:
         number, _, why = lost.partition(":")
         if self._ranks.rank == (0 if number != "0" else self._ranks.size - 1):
             print(f"error: {why}", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback_later(15, file=2)  # where it hangs, before torchrun kills it
             try:
                 print(self._rescue(why), file=sys.stderr, flush=True)
             except Exception as error:  # a full disk, for one

@@ -1,7 +1,7 @@
 """Flash's Hopper kernels beside the portable ones and PyTorch's: python race.py PART SEED END
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
-features. The last three are what only tier=hopper takes so far. END: seconds since 1970 at which to stop.
+features. END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
 without that kind. Writes $JOB_OUT/PART.SEED.{json,txt}. With TRY=1 tiny, on a CPU.
@@ -80,7 +80,8 @@ def points() -> list[Point]:
     if TRY:
         return every("tokens", (64,), (32,), both, ("padding", "dropout") if PART == "features" else ("",))
     if PART == "plain":
-        return every("tokens", (1024, 4096, 16384), (64, 128), both)
+        tokens = every("tokens", (1024, 4096, 16384), (64, 128), both)
+        return tokens + every("small", (128, 256, 512, 1024), (64, 128), both)
     if PART == "ours":
         return every("tokens", (1024, 2048, 4096, 8192, 16384), (64, 128), causal)
     if PART == "wide":

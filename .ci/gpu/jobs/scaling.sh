@@ -1,4 +1,5 @@
-# scaling.sh 1|2|4|8|long_2|long_8: `python -m benchmarks scaling`, a file for each launch; merge.py joins them
+# scaling.sh 1|2|4|8|long_2|long_8: `python -m benchmarks scaling`, a file for each launch; merge.py joins them.
+# As many steps of a model everywhere: losses then compare.
 source .ci/gpu/jobs/end.sh
 scale() { # a name, then the command's own
   name=$1; shift
@@ -15,16 +16,16 @@ case $1 in
   scale long --gpus 1 --models 32k 64k 128k --steps 6 --minutes 2.5
   scale xl --gpus 1 --models xl --steps 5 --minutes 3.5 ;;
 2)
-  layouts=(whole "whole, CUDA graphs" full "whole, bf16 gradients" optimizer)
+  layouts=("whole, CUDA graphs" whole full optimizer "whole, CUDA graphs, bf16 gradients")
   scale small --gpus 2 --models small --layouts "${layouts[@]}" --steps 15 --minutes 3
-  scale xl --gpus 2 --models xl --layouts full whole "full, blocks again" --steps 5 --minutes 3.4
+  scale xl --gpus 2 --models xl --layouts full "full, blocks again" "whole, CUDA graphs" --steps 5 --minutes 4.2
   scale 7b --gpus 2 --models 7b --layouts "full, blocks again" --steps 4 --minutes 3.7 ;; # its weights take a minute
 4)
-  scale small --gpus 4 --models small --layouts whole full --steps 15 --minutes 1.3
-  scale parts --gpus 4 --models xl 7b --layouts full whole "full, blocks again" --steps 5 --minutes 2.8 ;;
+  scale small --gpus 4 --models small --layouts "whole, CUDA graphs" full --steps 15 --minutes 1.3
+  scale parts --gpus 4 --models xl 7b --layouts full "full, blocks again" "whole, CUDA graphs" --steps 5 --minutes 2.8 ;;
 8)
-  scale small --gpus 8 --models small --layouts whole "whole, CUDA graphs" full --steps 20 --minutes 1.9
-  scale parts --gpus 8 --models xl 7b --layouts full whole "full, blocks again" --steps 5 --minutes 3.5 ;;
-long_2) scale long --gpus 2 --models 32k 64k 128k --steps 8 --minutes 4.5 ;;
-long_8) scale long --gpus 8 --models 128k 32k 256k 64k --steps 8 --minutes 3.5 ;;
+  scale small --gpus 8 --models small --layouts whole "whole, CUDA graphs" full --steps 15 --minutes 1.9
+  scale parts --gpus 8 --models xl 7b --layouts full "full, blocks again" "whole, CUDA graphs" --steps 5 --minutes 3.5 ;;
+long_2) scale long --gpus 2 --models 32k 64k 128k --steps 6 --minutes 4.5 ;;
+long_8) scale long --gpus 8 --models 128k 32k 256k 64k --steps 6 --minutes 3.5 ;;
 esac

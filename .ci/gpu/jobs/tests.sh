@@ -1,22 +1,31 @@
-# tests.sh K/N|random|two|lost: a part of the GPU tests
+# tests.sh a|b|random|class|two|killed|stopped: a part of the GPU tests
 source .ci/gpu/jobs/verify.sh
 source .ci/gpu/jobs/end.sh
-several=tests/training/test_parallel_gpu.py
+export PYTHONPATH=$PWD/.ci/gpu/files:$PYTHONPATH # shard.py
 gigabytes=$(python -c 'import torch; print(torch.cuda.mem_get_info()[1] >> 30 if torch.cuda.is_available() else 0)')
-workers=$((gigabytes > 100 ? 10 : 7))
-case $1 in
-*/*) export SHARD=$1 PYTHONPATH=$PWD/.ci/gpu/files:$PYTHONPATH; chosen=(-p shard tests) ;;
-random) export TILEGPT_RANDOM_CASES=300; workers=14; chosen=(tests -k "random or class") ;; # compilers take the time
-two) workers=0; chosen=($several tests/training/test_context.py tests/kernels/test_ring.py -k "not lost_rank") ;;
-lost) workers=0; chosen=($several -k lost_rank) ;;
-esac
 mark=gpu
-if [ -n "${TRY:-}" ]; then mark="not slow" workers=0 chosen=(${SHARD:+-p shard} tests/kernels/test_versions.py); fi
 # The interrupt lets pytest name what failed, and the slowest.
-timeout --foreground -s INT $((JOB_LIMIT - 20)) python -m pytest "${chosen[@]}" -p no:cacheprovider \
-  -o addopts="--import-mode=importlib --strict-markers" -m "$mark" -n $workers --dist load --maxschedchunk 1 \
-  -v -rs --tb=short -W ignore --continue-on-collection-errors --durations=40 \
-  --junitxml="$JOB_OUT/tests.xml" > "$JOB_OUT/tests.txt" 2>&1
-echo "pytest's status: $?"
-grep -E "FAILED|ERROR" "$JOB_OUT/tests.txt" | cut -c1-200 | head -60
-tail -n 3 "$JOB_OUT/tests.txt"
+tests() { # a name, the number of workers, then pytest's own
+  name=$1 workers=$2; shift 2
+  if [ -n "${TRY:-}" ]; then mark="not slow" workers=0; set -- tests/kernels/test_versions.py ${SHARD:+-p shard}; fi
+  timeout --foreground -s INT $((JOB_LIMIT - 20)) python -m pytest "$@" -p no:cacheprovider \
+    -o addopts="--import-mode=importlib --strict-markers" -m "$mark" -n $workers --dist load --maxschedchunk 1 \
+    -v -rs --tb=short -W ignore --continue-on-collection-errors --durations=40 \
+    --junitxml="$JOB_OUT/$name.xml" > "$JOB_OUT/$name.txt" 2>&1
+  echo "$name: pytest's status: $?"
+  grep -E "FAILED|ERROR" "$JOB_OUT/$name.txt" | cut -c1-200 | head -30
+  tail -n 1 "$JOB_OUT/$name.txt"
+}
+several=tests/training/test_parallel_gpu.py
+case $1 in
+a | b) # four eighths beside each other: compilers and imports take the time, not the GPU. 80 GB hold seven workers
+  first=1; if [ "$1" = b ]; then first=5; fi
+  for part in 0 1 2 3; do
+    SHARD=$((first + part))/8 tests "$((first + part))" $((gigabytes > 100 ? 8 : 2)) -p shard tests &
+  done
+  wait ;;
+random) export TILEGPT_RANDOM_CASES=300; tests random 14 tests -k random ;;
+class) tests class 8 tests/kernels/test_library_gpu.py -k class ;;
+two) tests two 0 $several tests/training/test_context.py tests/kernels/test_ring.py -k "not lost_rank" ;;
+killed | stopped) tests "$1" 0 $several -k "lost_rank and $1" ;;
+esac

@@ -67,13 +67,14 @@ def test_outputs_and_gradients_as_exact_as_torchs(dtype, shape):
     assert_all_as_exact(exact, ours, theirs, rounded_by_one(inputs, directions) if shape[-1] == 1 else {})
 
 
-def rounded_by_one(inputs, directions):
+def rounded_by_one(inputs, directions, dropout_p=0.0):
     """With a width of 1, how far the gradients may be off, by name: g - mean(g) is 0, and torch's is, but fused with
     the product g = gain * d_normalised it is what g was rounded by, half an ulp, times rstd = eps**-0.5."""
     rows, half_ulp = len(inputs["x"]), torch.finfo(torch.float32).eps / 2
     d_x = half_ulp * (inputs["gain"] * directions[1]).abs().max() * 1e-5**-0.5
-    weight, y = inputs["weight"].abs().max(), inputs["y"].abs().max()
-    return {"d_x": d_x, "d_y": d_x * weight, "d_weight": d_x * y * rows, "d_bias": d_x * rows}
+    weight, y = (inputs[name].abs().max() / (1 - dropout_p) for name in ("weight", "y"))
+    d_bias = d_x * rows / (1 - dropout_p)
+    return {"d_x": d_x, "d_y": d_x * weight, "d_weight": d_x * y * rows, "d_bias": d_bias}
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
@@ -139,7 +140,8 @@ def test_dropout_follows_the_mask(dtype, shape, used):
     dropout = {"dropout_p": 0.25, "dropout_seed": 2**40 + 3}
     exact = results(torchs, double(inputs), directions, used, **dropout)
     ours, theirs = (results(each, inputs, directions, used, **dropout) for each in (linear_add_norm, torchs))
-    assert_all_as_exact(exact, ours, theirs)
+    besides = rounded_by_one(inputs, directions, dropout["dropout_p"]) if shape[-1] == 1 else {}
+    assert_all_as_exact(exact, ours, theirs, besides)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -176,14 +178,18 @@ def test_eps_is_added_to_the_variance():
 def test_a_row_with_a_large_mean_keeps_its_accuracy():
     """The variance of 1000 + N(0, 1) is computed from centred values: a difference of squares would have lost it.
 
-    Many rows, since how a single row's mean is rounded, by us or by torch, is chance.
+    Many rows, since how a single row's mean is rounded, by us or by torch, is chance. Ours may be off by half an ulp
+    in each of the 6 levels of a sum of 48: on an H200 by 1.02e-4, torch 2.15's by 4.97e-5. A difference of squares is
+    off by 50 times what is allowed.
     """
     inputs, directions = problem(torch.float32, (100, 48))
     inputs["x"] += 1000
     exact = results(torchs, double(inputs), directions)
-    assert_all_as_exact(
-        exact, results(linear_add_norm, inputs, directions), results(torchs, inputs, directions)
-    )
+    ours, theirs = (results(each, inputs, directions) for each in (linear_add_norm, torchs))
+    deviation = exact["x_new"].std(-1, correction=0, keepdim=True)
+    of_mean = 6 * torch.finfo(torch.float32).eps / 2 * exact["x_new"].mean(-1, keepdim=True)
+    besides = {"normalised": (of_mean * inputs["gain"] / deviation).abs().max()}
+    assert_all_as_exact(exact, ours, theirs, besides)
 
 
 def test_huge_values_stay_finite():

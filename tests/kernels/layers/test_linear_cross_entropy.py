@@ -61,6 +61,17 @@ def test_targets_may_be_strided_and_negative_targets_are_ignored():
     )
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_vocabulary_of_one_in_a_transposed_matrix(reduction):
+    """Whose strides are (1, 1). Of a single token all is 0."""
+    hidden, _, targets = problem(torch.float32)
+    weight = torch.randn(hidden.shape[1], 1, device=DEVICE).T.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets.clamp(max=0), reduction=reduction).sum()
+    (d_weight,) = torch.autograd.grad(loss, weight)
+    assert not loss
+    assert not d_weight.any()
+
+
 @pytest.mark.parametrize("wrong", [VOCAB, PADDED, PADDED + 3, 2**40])
 def test_a_too_large_target_makes_the_loss_nan_but_no_other_row_wrong(wrong):
     hidden, weight, targets = problem(torch.float32)
