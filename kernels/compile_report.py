@@ -51,7 +51,7 @@ from .flash.hopper.dropout import drop_of
 from .flash.hopper.primitives import compile_options
 from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
-from .flash.portable.parameters import specify
+from .flash.portable.spec import specify
 from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile
 from .launch import FUSION
 from .other_triton import report_with

@@ -96,5 +96,5 @@ def test_a_number_that_attention_takes_is_named_in_six_files_of_flash() -> None:
     found = {path.relative_to(ROOT / "kernels").as_posix() for path in files if "softcap" in names(path)}
     assert found == {
         *("features.py", "naive.py", "flash/api.py", "flash/call.py"),
-        *("flash/portable/parameters.py", "flash/portable/score_mods.py"),
+        *("flash/portable/spec.py", "flash/portable/score_mods.py"),
     }

@@ -42,7 +42,7 @@ class Options(NamedTuple):
         return self._replace(left=left, right=right)
 
     def constants(self) -> dict[str, float]:
-        """What the portable kernels are compiled for: arguments of `portable.parameters.specify`."""
+        """What the portable kernels are compiled for: arguments of `portable.spec.specify`."""
         return {name: getattr(self, name) for name in ("causal", "dropout_p", "left", "right", "softcap")}
 
 

@@ -17,8 +17,8 @@ from ..registry import AttentionError
 from .dispatch import refuses_inputs
 from .portable.forward import LOWEST
 from .portable.masks import visible_keys
-from .portable.parameters import Rules, specify
 from .portable.score_mods import LOG2_E, modify_scores, score_exp2_scale
+from .portable.spec import Rules, specify
 from .portable.tiles import Tile
 
 BLOCK_N = 64  # keys that a program reads at a time, or a power of two fewer

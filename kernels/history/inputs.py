@@ -4,7 +4,7 @@ import torch
 
 from ..arguments import check_inputs, in_autocast_dtype, refuse_features
 from ..flash.dispatch import refuses_inputs
-from ..flash.portable.parameters import specify
+from ..flash.portable.spec import specify
 from ..flash.portable.tiles import Tile
 from ..launch import FUSION, INTERPRETED
 from ..operators import has_tangent

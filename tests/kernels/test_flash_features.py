@@ -7,7 +7,7 @@ import torch
 import kernels
 from kernels.flash.call import Options, Tensors
 from kernels.flash.dropout import is_kept
-from kernels.flash.portable.parameters import rules_of, specify
+from kernels.flash.portable.spec import rules_of, specify
 from kernels.flash.portable.tiles import Tile
 from kernels.philox import dropout_mask
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs, run

@@ -20,8 +20,8 @@ from ..dropout import is_kept
 from .forward import LOWEST
 from .masks import BLOCK_MASK_SIZE, block_list, listed, split_by_mask, visible_keys, visible_rows
 from .memory import load_rows, load_vector, store_rows
-from .parameters import rules_of
 from .score_mods import LOG2_E, modify_scores, score_exp2_scale
+from .spec import rules_of
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len"])

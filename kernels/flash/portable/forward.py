@@ -10,8 +10,8 @@ import triton.language as tl
 from ..dropout import is_kept
 from .masks import BLOCK_MASK_SIZE, block_list, listed, split_by_mask, visible_keys
 from .memory import load_rows, store_rows
-from .parameters import rules_of
 from .score_mods import LOG2_E, modify_scores, score_exp2_scale
+from .spec import rules_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
 # Initial value of the running maximum: below every score, but finite, so that a row with only masked scores (-inf) so

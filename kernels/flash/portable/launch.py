@@ -11,7 +11,7 @@ from ..masks import list_strides
 from . import tiles
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
-from .parameters import specify
+from .spec import specify
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 Tensor = torch.Tensor
