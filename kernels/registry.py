@@ -243,13 +243,15 @@ def attention_tier(
     head_dim: int,
     tier: str = "auto",
     length: int | None = None,
+    heads: int | None = None,
     **features: object,
 ) -> str | None:
-    """The name of the backend's set of kernels that serves queries of this length; None if it has only one set.
+    """The name of the backend's set of kernels that serves queries of this length, in so many heads of all sequences
+    together; None if it has only one set.
 
     The other arguments are as `resolve_attention` accepted them.
     """
-    return _tier(name, _request(device, dtype, head_dim, tier, features, length))
+    return _tier(name, _request(device, dtype, head_dim, tier, features, length, heads))
 
 
 def _tier(name: str, request: AttentionRequest) -> str | None:
@@ -264,15 +266,15 @@ def _request(
     tier: str,
     features: Mapping[str, object],
     length: int | None = None,
+    heads: int | None = None,
 ) -> AttentionRequest:
     if not isinstance(dtype, torch.dtype):
         raise AttentionError(f"dtype must be a torch.dtype such as torch.float32, got {dtype!r}")
     causal = features.get("causal")
     numbers = {(name, value) for name, value in features.items() if isinstance(value, int | float)}
     asked = torch.device(device), dtype, head_dim, used_features(features), tier, length
-    return AttentionRequest(
-        *asked, causal=causal if isinstance(causal, bool) else None, numbers=frozenset(numbers)
-    )
+    known = causal if isinstance(causal, bool) else None
+    return AttentionRequest(*asked, causal=known, numbers=frozenset(numbers), heads=heads)
 
 
 def _reason(name: str, request: AttentionRequest) -> str | None:

@@ -97,6 +97,9 @@ class ModelConfig(GPTConfig):
         self.vocab_size = given
 
 
+DRIFTS_FROM = 4096  # tokens of context, from which attention.precise_delta is on in bf16
+
+
 @dataclass
 class AttentionConfig:
     """Which attention backend the model is given, and how it works."""

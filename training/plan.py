@@ -14,12 +14,13 @@ import torch
 from data.loader import Corpus
 from data.tokenizer import findable, load_tokenizer
 from kernels import attention_tier, bind, resolve_attention
+from kernels.registry import FLASH_HEAD_DIM
 from model.gpt import GPT, AttentionFn
 from model.modern import build_gpt
 from model.part import compute_part
 
 from . import checkpoint
-from .config import Config, ConfigError, Layers, ModelConfig
+from .config import DRIFTS_FROM, Config, ConfigError, Layers, ModelConfig
 from .corpus import prepare_corpus
 from .cuda_graphs import resolve_graphs
 from .distributed import World
@@ -53,6 +54,7 @@ class Computation:
         return {
             "attention": self.attention,
             "attention_tier": self.attention_tier,
+            "precise_delta": self.precise_delta,
             "loss": self.loss.value,
             "block": self.block.value,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -196,7 +198,8 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     check_recompute(config.parallel.recompute, name)
     if config.attention.precise_delta is None:
         request["precise_delta"] = _drifts(config, name, dtype)
-    tier = attention_tier(name, **request, length=config.model.seq_len // place.context_size)
+    shape = {"length": config.model.seq_len // place.context_size, "heads": micro_batch * config.model.n_head}
+    tier = attention_tier(name, **request, **shape)
     if request["precise_delta"]:
         attention = bind(attention, precise_delta=True)
     loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
@@ -215,11 +218,14 @@ def _drifts(config: Config, attention: str, dtype: torch.dtype) -> bool:
     """Whether a run keeps what rounding takes from attention's output though nobody asked (attention.precise_delta).
 
     In bf16 a model of 25 M parameters diverged at context 4096 without, and did not at 2048
-    (kernels/log/hopper_backward.md). On an H200 it costs 1 to 4 % of attention's time there. A ring does not have it,
-    and the Hopper kernels, where asked for by name, not with every feature.
+    (kernels/log/hopper_backward.md). On the Hopper kernels it costs 1 to 2 % of attention's time there, but they are
+    left for the portable ones where it was not timed (kernels/flash/dispatch.py). A ring does not have it, and the
+    Hopper kernels, where asked for by name, not with every feature. Above head_dim 128 `auto` takes flash for them.
     """
-    can = attention == "flash" and config.parallel.context == 1 and config.attention.tier != "hopper"
-    return can and dtype is torch.bfloat16 and config.model.seq_len >= 4096
+    asked = config.attention
+    can = attention == "flash" and config.parallel.context == 1 and asked.tier != "hopper"
+    can = can and not (asked.name == "auto" and config.model.head_dim > FLASH_HEAD_DIM)
+    return can and dtype is torch.bfloat16 and config.model.seq_len >= DRIFTS_FROM
 
 
 def _with_vocabulary(config: Config) -> ModelConfig:

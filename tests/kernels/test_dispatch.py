@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import AttentionError, AttentionRequest, resolve_attention
+from kernels import AttentionError, AttentionRequest, attention_tier, resolve_attention
 from kernels.flash import dispatch
 from kernels.flash.call import Options, Tensors
 
@@ -186,6 +186,9 @@ def test_features_take_the_hopper_kernels_of_calls_that_fill_the_gpu(batch: int)
     assert forward == ("hopper" if batch >= 128 else "triton")  # 1024 tiles
     assert backward == ("hopper" if batch >= 16 else "triton")
     assert chosen(Tensors(), Options(True, 1.0), batch=batch) == ("hopper", "hopper")
+    asked = {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 64, "length": 512}
+    told = attention_tier("flash", **asked, heads=2 * batch, sinks=True)  # as of the call itself
+    assert told == " and ".join(dict.fromkeys((forward, backward)))
 
 
 def test_what_only_a_call_knows_sends_it_to_the_portable_kernels_or_is_named() -> None:

@@ -21,6 +21,8 @@ from training.config import (
 )
 from training.distributed import World
 from training.layers import resolve_layers
+from training.parallel.config import ParallelConfig
+from training.plan import _drifts
 from training.seeds import stream_seed
 from training.trainer import Trainer, train
 
@@ -180,6 +182,28 @@ def test_flash_keeps_what_rounding_takes_where_runs_diverge_without(
     run = Trainer(wanted, tmp_path / "run", World(torch.device(device)))
     assert run.plan.how.precise_delta is kept
     assert (getattr(run.model.h[0].attn.attention, "keywords", {}) == {"precise_delta": True}) is kept
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "rest", "kept"),
+    [
+        ("auto", 64, {}, True),
+        ("auto", 256, {}, False),  # or it would leave the kernels for which auto takes flash there
+        ("flash", 256, {}, True),
+        ("flash", 64, {"tier": "hopper"}, False),
+        ("flash", 64, {"context": 2}, False),
+    ],
+)
+def test_nobody_who_did_not_ask_for_precise_delta_is_refused_or_slowed_by_it(
+    short_text_file, name, head_dim, rest, kept
+):
+    model = ModelConfig(seq_len=4096, n_layer=2, n_head=2, n_embd=2 * head_dim)
+    attention, shared = AttentionConfig(name, rest.get("tier", "auto")), rest.get("context", 1)
+    plain = config(short_text_file, name)
+    rest = {"trainer": replace(plain.trainer, batch_tokens=4096), "parallel": ParallelConfig(context=shared)}
+    wanted = replace(plain, model=model, attention=attention, **rest)
+    assert _drifts(wanted, "flash", torch.bfloat16) is kept
+    assert not _drifts(wanted, "flash", torch.float32)
 
 
 def test_flash_and_naive_attention_use_the_same_dropout_mask(short_text_file, tmp_path):
