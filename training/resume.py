@@ -31,11 +31,13 @@ _NOT_REPORTED = (
         "trainer.profile_step",
     ),
     "parallel.timeout",
+    "attention.precise_delta",  # what it was resolved to is
 )
 # What was resolved, and the setting that decides it: with `auto` or null it may have changed although that has not.
 _RESOLVED = {
     "attention": "attention.name",
     "attention_tier": "attention.tier",
+    "precise_delta": "",
     "loss": "model.loss",
     "block": "model.block",
     "dtype": "trainer.precision",
@@ -79,6 +81,8 @@ class Start:
                 f"to evaluate it, use trainer.init_from={self.path} trainer.steps=0."
             )
         before, facts_before = _settings(run_dir / "config.yaml"), _record(run_dir / "facts.json")
+        if before and facts_before:  # a run from before it was a fact, when null was no value of the setting
+            facts_before.setdefault("precise_delta", bool(before.get("attention.precise_delta")))
         changed = _changed(before, config)
         for name, setting in _RESOLVED.items():
             if setting not in changed and name in facts_before and facts_before[name] != facts[name]:

@@ -25,7 +25,7 @@ PASS, FAIL, AHEAD, UNKNOWN = "pass", "FAIL", "not reached", "not evaluated"
 # Settings that a run may change without departing from the recipe.
 _FREE = (
     *BOOKKEEPING,
-    *("attention.name", "seed", "model.(loss|block)"),
+    *("attention.(name|precise_delta)", "seed", "model.(loss|block)"),
     "model.vocab_size",  # follows from the tokenizer
     "trainer.(micro_batch|compile|cuda_graphs|device|log_every|resume)",
 )

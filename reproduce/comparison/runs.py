@@ -16,7 +16,7 @@ from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from training.config import flatten
+from training.config import DRIFTS_FROM, flatten
 from training.console import speed_range
 from training.loggers import csv_cell
 
@@ -351,12 +351,19 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     facts_known = all(fact in run.facts for run in known for fact in _FACTS)
     ignored = [*BOOKKEEPING, "attention.name", *(_RESOLVED_SETTINGS if facts_known else ())]
     settings = dict.fromkeys(key for run in known for key in run.config if not one_of(ignored, key))
-    values = {key: [run.config.get(key) for run in runs] for key in settings}
+    values = {key: [_value(run, key) for run in runs] for key in settings}
     if all(run.whole for run in known):
         values.pop("trainer.resume", None)  # each was resumed in its own directory
     if facts_known:
         values |= {fact: [run.facts.get(fact) for run in runs] for fact in _FACTS}
     return _differing(values, [bool(run.config) for run in runs])
+
+
+def _value(run: Run, key: str) -> Any:
+    value = run.config.get(key)
+    short = run.config.get("model.seq_len", 0) < DRIFTS_FROM
+    # false was the default before null, which below that length means the same.
+    return None if key == "attention.precise_delta" and value is False and short else value
 
 
 def environments(runs: list[Run]) -> dict[str, list[Any]]:

@@ -18,7 +18,7 @@ from reproduce.common import ReproduceError
 from reproduce.comparison import charts, seeds
 from reproduce.comparison.compare import _common_folder
 from reproduce.comparison.page import page
-from reproduce.comparison.runs import find_runs
+from reproduce.comparison.runs import differing_settings, find_runs
 from reproduce.comparison.table import HEADER, table, text, warnings
 from tests.conftest import ROOT, rows, text_data
 from tests.wandb_stub import WandbStub
@@ -282,6 +282,15 @@ def test_settings_other_than_attention_that_differ_are_listed(copies, capsys):
     page = (copies / "compare.html").read_text()
     assert '<tr class="red"><td>torch</td>' in page
     assert '<tr class="red"><td>python</td>' not in page
+
+
+@pytest.mark.parametrize(("context", "listed"), [(2048, False), (4096, True)])
+def test_precise_delta_differs_only_where_its_default_is_not_what_it_was(copies, context, listed):
+    for name, value in (("0_naive", "null"), ("1_sdpa", "false")):
+        config = copies / name / "config.yaml"
+        settings = re.sub("seq_len: .*", f"seq_len: {context}", config.read_text())
+        config.write_text(settings.replace("precise_delta: null", f"precise_delta: {value}"))
+    assert ("attention.precise_delta" in differing_settings(find_runs([str(copies)]))) is listed
 
 
 def test_runs_of_one_name_in_two_sweeps_have_labels_and_figures_of_their_own(copies, sweep):

@@ -93,7 +93,11 @@ def test_another_model_is_refused_unless_a_reference_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["attention=naive", "trainer.micro_batch=8", "seed=7", "trainer.hellaswag=true"]
+    "name",
+    [
+        *("attention=naive", "attention.precise_delta=false", "trainer.micro_batch=8", "seed=7"),
+        "trainer.hellaswag=true",
+    ],
 )
 def test_settings_that_a_recipe_leaves_free_are_not_reported(tmp_path, capsys, name):
     assert main(["milestones", str(write_run(tmp_path / "run", {1000: 5.0}, name))]) == 0

@@ -232,6 +232,24 @@ def test_a_resume_reports_what_was_resolved_otherwise_though_no_setting_changed(
     assert line.split("  ")[-1].strip() == "trainer.steps 8 -> 9, attention flash -> sdpa, world_size 4 -> 1"
 
 
+@pytest.mark.parametrize("was", [False, True])
+def test_a_run_from_before_precise_delta_had_a_default_is_told_whether_that_changes_it(
+    config, tmp_path, capsys, was
+):
+    train(config, tmp_path)
+    facts, settings = tmp_path / "facts.json", tmp_path / "config.yaml"
+    recorded = json.loads(facts.read_text())
+    assert recorded.pop("precise_delta") is False
+    facts.write_text(json.dumps(recorded))
+    before = settings.read_text()
+    settings.write_text(before.replace("precise_delta: null", f"precise_delta: {was}".lower()))
+    assert settings.read_text() != before
+    train(having(config, steps=9, resume=str(tmp_path)), tmp_path)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
+    told = ", precise_delta True -> False" if was else ""
+    assert line.split("  ")[-1].strip() == "trainer.steps 8 -> 9" + told
+
+
 def test_a_resume_that_warms_up_once_more_says_so_and_how_to_avoid_it(config, tmp_path, monkeypatch, capsys):
     warm = replace(config, schedule=ScheduleConfig(warmup_fraction=0.25))
     train(warm, tmp_path / "run")
