@@ -19,6 +19,8 @@ from .perplexity_figures import (
 
 # Set down before the first run: as close as the same mathematics rounded in another order, with a factor for chance.
 CONTROL_FACTOR = 2.0
+# What one run has in common on any device.
+ONE_RUN = ("parameters", "steps", "batch_tokens", "micro_batch", "init_seed")
 COINCIDE, BY_CONTEXT = "the curves coincide", "18.2 at 1k, 17.6 at 2k, 17.5 at 4k (perplexity)"  # the paper's
 
 
@@ -77,6 +79,7 @@ def judge_between_devices(measured: list[Results]) -> list[Verdict]:
     for one, other in combinations(measured, 2):
         theirs = _whole(other, "gpt2")
         both = [(run, theirs[name]) for name, run in _whole(one, "gpt2").items() if name in theirs]
+        both = [(run, its) for run, its in both if all(run.get(each) == its.get(each) for each in ONE_RUN)]
         if both:
             ends = [f"{NAMES[run['name']]} {gap(run, its)[0]:.4f}" for run, its in both]
             what = f"one run on {one['device']} and on {other['device']}: |difference| in nats at the end"

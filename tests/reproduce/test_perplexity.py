@@ -274,6 +274,8 @@ def test_what_two_cards_differ_by_in_the_same_run_is_told():
     )
     assert told.status == NOT_COMPARABLE
     assert not judge_between_devices([one])
+    longer = {"device": "H2", "samples": [curve("flash", 5, 3.25, steps=9)]}
+    assert not judge_between_devices([one, longer])
 
 
 def test_a_cut_run_is_not_judged():
