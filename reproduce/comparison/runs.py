@@ -30,8 +30,8 @@ BOOKKEEPING = (
     "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_(tokens|prompt|every)|hellaswag(_file)?)",
 )
 # What a run resolved, and the settings it was resolved from; where all runs recorded the former, only it is compared.
-_FACTS = ("dtype", "compiled", "loss", "block", "world_size", "corpus")
-_RESOLVED_SETTINGS = ("trainer.precision", "trainer.compile", "trainer.device", "model.(loss|block)")
+_FACTS = ("dtype", "compiled", "cuda_graphs", "loss", "block", "world_size", "corpus")
+_RESOLVED_SETTINGS = ("trainer.(precision|compile|cuda_graphs|device)", "model.(loss|block)")
 # Settings that a comparison tells as numbers.
 COUNTS = (
     "model.n_layer",

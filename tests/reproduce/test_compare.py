@@ -293,6 +293,12 @@ def test_precise_delta_differs_only_where_its_default_is_not_what_it_was(copies,
     assert ("attention.precise_delta" in differing_settings(find_runs([str(copies)]))) is listed
 
 
+def test_whether_null_became_cuda_graphs_is_told_though_no_setting_differs(copies):
+    facts = copies / "1_sdpa" / "facts.json"
+    facts.write_text(facts.read_text().replace('"cuda_graphs": false', '"cuda_graphs": true'))
+    assert differing_settings(find_runs([str(copies)])) == {"cuda_graphs": [False, True]}
+
+
 def test_runs_of_one_name_in_two_sweeps_have_labels_and_figures_of_their_own(copies, sweep):
     shutil.copytree(copies, copies / "again", ignore=shutil.ignore_patterns("again"))
     measured(copies / "0_naive", [14_000] * 3, **STEP)
