@@ -375,6 +375,25 @@ def test_a_run_missing_from_a_sweep_costs_only_its_own_pair(copies):
     assert alone[1] == "3.0200"
 
 
+def test_runs_that_repeat_a_seed_tell_nothing_of_the_gap_between_seeds(copies):
+    """Each run twice, with a rounding error between the attentions; then the repeats have other initial weights."""
+    names = [(attention, 1, rate) for rate in (0.001, 0.002) for attention in ("naive", "sdpa")]
+    paths = sweep_of(copies, {name: 3.0 + 1e-8 * (name[0] == "sdpa") for name in names})
+    again = [shutil.copytree(path, path.with_name(f"{path.name}_again")) for path in paths]
+
+    def verdicts() -> list[str]:
+        rows = seeds.table(find_runs([str(path) for path in (*paths, *again)]))
+        return [row[5] for row in rows if row[1:3] == ["sdpa", "2"]]
+
+    assert [each.partition(",")[0] for each in verdicts()] == ["not known: one seed"] * 2
+    for path in again:
+        config = path / "config.yaml"
+        config.write_text(config.read_text().replace("init_seed: null", "init_seed: 2"))
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"val/loss": summary["val/loss"] + 0.1}))
+    assert [each.partition(",")[0] for each in verdicts()] == ["no: 1e-07 times the gap between seeds"] * 2
+
+
 @pytest.mark.parametrize(
     ("differences", "gap", "words"),
     [
