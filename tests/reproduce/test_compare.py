@@ -489,6 +489,23 @@ def test_an_unfinished_run_shows_how_far_it_came(copies):
     assert "at step 4)" in said  # losses are compared at the last step at which both runs were evaluated
 
 
+@pytest.mark.parametrize(("eval_tokens", "steps_alike"), [(64, [4]), (10**6, [4, 8])])
+def test_losses_are_compared_at_a_step_where_the_same_tokens_were_predicted(
+    text_file, tmp_path, eval_tokens, steps_alike
+):
+    """The shorter run's last evaluation is of the whole split, the longer one's at that step of eval_tokens of it."""
+    config = _config(text_file, "sdpa")
+    for steps in (8, 12):
+        trainer = replace(config.trainer, steps=steps, eval_tokens=eval_tokens)
+        train(replace(config, trainer=trainer), tmp_path / str(steps))
+    short, long = runs = find_runs([str(tmp_path)])
+    assert 8 in short.curve("val/loss", "step").keys() & long.curve("val/loss", "step").keys()
+    assert table(runs)[1][1].endswith(f" at step {steps_alike[-1]})")
+    (minus,) = (each for each in charts.charts(runs) if each["title"].startswith("Loss minus"))
+    assert [each["x"] for each in minus["series"] if each["dots"]] == [[256 * step for step in steps_alike]]
+    assert "the last validation loss is of the whole split" in text(runs)
+
+
 def test_an_unfinished_run_shows_the_backend_that_auto_chose(copies, text_file):
     train(_config(text_file, "auto"), copies / "2")
     (copies / "2" / "summary.json").unlink()
