@@ -102,8 +102,12 @@ def resume_path(config: Config, run_dir: Path) -> str | None:
 
 
 def finished(config: Config, run_dir: Path) -> dict[str, Any] | None:
-    """The summary of the run that trainer.resume=auto finds at its end: nothing is left to do."""
-    if config.trainer.resume != AUTO:
+    """The summary of a run that is to resume in its own directory and is at its end: nothing is left to do.
+
+    Evaluated once more, it would lose the speed that is in its summary.
+    """
+    path = config.trainer.resume
+    if path is None or (path != AUTO and Path(path).resolve() != run_dir.resolve()):
         return None
     summary = _record(run_dir / "summary.json")
     return summary if summary.get("steps") == config.trainer.steps else None

@@ -141,6 +141,15 @@ def test_a_finished_run_resumed_elsewhere_only_evaluates_and_saves_nothing(confi
     assert "sample.py" not in capsys.readouterr().out
 
 
+def test_a_finished_run_resumed_in_its_own_directory_keeps_the_speed_it_measured(config, tmp_path, capsys):
+    train(config, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert b"perf/tokens_per_second" in before[tmp_path / "summary.json"]
+    train(having(config, resume=str(tmp_path)), tmp_path)
+    assert "holds the finished run: nothing to do" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_a_run_stopped_in_its_final_evaluation_makes_it_when_resumed(config, tmp_path, monkeypatch, capsys):
     whole = train(having(config, steps=3), tmp_path / "whole")
 
