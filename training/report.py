@@ -57,8 +57,8 @@ def banner(plan: Plan) -> Rows:
         rows += [("optimizer", _optimizer(config)), ("schedule", _schedule(config))]
         initial = "" if config.init_seed is None else f", of the initial weights {config.init_seed}"
         rows.append(("seed", f"{config.seed}{initial}"))
-    if ranks.size > 1 or config.parallel != ParallelConfig(timeout=config.parallel.timeout):
-        rows.append(("parallel", _parallel(config.parallel, ranks.size)))
+    if said := _parallel(config.parallel, ranks.size):
+        rows.append(("parallel", said))
     if config.trainer.eval_tokens:
         rows.append(
             ("evaluation", f"{config.trainer.eval_tokens:,} tokens each time, at the end all of them")
