@@ -143,11 +143,30 @@ def test_a_finished_run_resumed_elsewhere_only_evaluates_and_saves_nothing(confi
 
 def test_a_finished_run_resumed_in_its_own_directory_keeps_the_speed_it_measured(config, tmp_path, capsys):
     train(config, tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert b"perf/tokens_per_second" in before[tmp_path / "summary.json"]
+    assert "perf/tokens_per_second" in (tmp_path / "summary.json").read_text()
+    before = contents(tmp_path)
     train(having(config, resume=str(tmp_path)), tmp_path)
     assert "holds the finished run: nothing to do" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert contents(tmp_path) == before
+
+
+def test_a_run_stopped_because_it_is_slow_is_told_what_helps(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    train_step = Trainer.train_step
+
+    def slowed(run, step, *batch):
+        if step == 5:
+            time.sleep(0.5)
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train_step(run, step, *batch)
+
+    monkeypatch.setattr(Trainer, "train_step", slowed)
+    with pytest.raises(SystemExit, match="130"):
+        train(having(config, log_every=1), tmp_path)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("its speed varied from ")
+    assert said.endswith("with OMP_WAIT_POLICY=passive a run suffers less")
 
 
 def test_a_run_stopped_in_its_final_evaluation_makes_it_when_resumed(config, tmp_path, monkeypatch, capsys):
