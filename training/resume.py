@@ -32,6 +32,8 @@ _NOT_REPORTED = (
     ),
     "parallel.timeout",
 )
+# Settings of data that the tokens do not depend on; identity() has the last one.
+_SAME_CORPUS = ("data.cache_dir", "data.workers", "data.document_mask", "data.block_len")
 # What was resolved, and the setting that decides it: with `auto` or null it may have changed although that has not.
 _RESOLVED = {
     "attention": "attention.name",
@@ -65,7 +67,13 @@ class Start:
         # Where a checkpoint is older than a setting, it was trained with the default.
         older = {"optimizer.name": "adamw", "model": _model(GPTConfig())}
         was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
+        before = _settings(run_dir / "config.yaml")
         if differing := [name for name in now if was.get(name) != now[name]]:
+            if "corpus" in differing:  # a hash; what made it another
+                for name, pair in _changed(before, config, _SAME_CORPUS).items():
+                    if name.startswith("data."):
+                        was[name], now[name] = pair
+                        differing.append(name)
             theirs, ours = (
                 ", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now)
             )
@@ -78,8 +86,8 @@ class Start:
                 f"trainer.resume={self.path} is at step {self.step}, beyond trainer.steps={config.trainer.steps}; "
                 f"to evaluate it, use trainer.init_from={self.path} trainer.steps=0."
             )
-        before, facts_before = _settings(run_dir / "config.yaml"), _record(run_dir / "facts.json")
-        changed = _changed(before, config)
+        facts_before = _record(run_dir / "facts.json")
+        changed = _changed(before, config, _NOT_REPORTED)
         for name, setting in _RESOLVED.items():
             if setting not in changed and name in facts_before and facts_before[name] != facts[name]:
                 changed[name] = [facts_before[name], facts[name]]
@@ -180,15 +188,18 @@ def _settings(config_file: Path) -> dict[str, Any]:
         return {}
 
 
-def _changed(was: dict[str, Any], config: Config) -> dict[str, list]:
-    """{"trainer.steps": [20000, 40]}: where `config` is not what the run was trained with so far."""
+def _changed(was: dict[str, Any], config: Config, ignoring: tuple[str, ...]) -> dict[str, list]:
+    """{"trainer.steps": [20000, 40]}: where `config` is not what the run was trained with so far.
+
+    ignoring: the beginnings of names.
+    """
     from omegaconf import OmegaConf
 
     now = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
     return {
         name: [was[name], now[name]]
         for name in now
-        if name in was and was[name] != now[name] and not name.startswith(_NOT_REPORTED)
+        if name in was and was[name] != now[name] and not name.startswith(ignoring)
     }
 
 

@@ -249,6 +249,9 @@ def test_a_run_whose_text_was_moved_resumes_since_its_tokens_are_the_same(config
     moved.write_text(moved.read_text().replace("fox", "cat"))
     with pytest.raises(ConfigError, match=r"was trained with corpus=\w+, but this run has corpus="):
         train(having(resumes, steps=10), tmp_path / "run")
+    less = replace(config.data, files=resumes.data.files, val_fraction=0.3)
+    with pytest.raises(ConfigError, match=r"but this run has corpus=\w+, data.val_fraction=0.3; "):
+        train(having(replace(resumes, data=less), steps=10), tmp_path / "run")
 
 
 def test_a_resume_reports_what_was_resolved_otherwise_though_no_setting_changed(config, tmp_path, capsys):
