@@ -18,6 +18,7 @@ from reproduce.common import ReproduceError
 from reproduce.comparison import charts, seeds
 from reproduce.comparison.compare import _common_folder
 from reproduce.comparison.page import page
+from reproduce.comparison.reaching import to_loss
 from reproduce.comparison.runs import find_runs
 from reproduce.comparison.table import HEADER, table, text, warnings
 from tests.conftest import ROOT, rows, text_data
@@ -150,6 +151,19 @@ def test_the_tokens_and_the_time_to_a_loss_are_read_between_two_evaluations(copi
     assert re.search(r"\nsdpa +2.05 k \(0.80x\) +200 s \(0.80x\)\n", said)
     main(["compare", str(copies), "--loss", "3.0"])
     assert re.search(r"\nsdpa +not reached\n", capsys.readouterr().out)
+
+
+def test_in_a_sweep_what_a_run_took_to_a_loss_is_relative_to_its_match(copies):
+    names = [(attention, seed, 0.001) for attention in ("naive", "sdpa") for seed in (1, 2)]
+    paths = sweep_of(copies, dict.fromkeys(names, 3.0))
+    for path, (first, second) in zip(paths, ((9, 8), (9, 4), (9, 5), (9, 4)), strict=True):
+        path.joinpath("metrics.csv").write_text(
+            f"step,tokens,seconds,val/loss\n1,100,1,{first}\n2,200,2,{second}\n"
+        )
+    said = to_loss(find_runs([str(path) for path in paths]), 5.0)
+    assert re.search(r"\nnaive seed=1 +not reached", said)
+    assert re.search(r"\nsdpa seed=1 +200 +2 s *\n", said)
+    assert re.search(r"\nsdpa seed=2 +180 \(1.00x\)", said)
 
 
 def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
