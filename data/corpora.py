@@ -20,6 +20,12 @@ class Mix:
     kind: ClassVar = "mix"
     corpora: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if len(self.corpora) < 2:
+            raise DataError(
+                "mix needs prepared corpora, at least two: data.corpora='{FOLDER: 0.7, OTHER: 0.3}'"
+            )
+
 
 SOURCES: dict[str, type[Source] | type[Mix]] = {
     source.kind: source for source in (PythonSource, TextFiles, OpenWebText, HubDataset, Mix)

@@ -28,8 +28,6 @@ from .workshop import Workshop, lock
 
 def open_mix(mix: Mix, tokenizer: str, cache_root: str | Path, progress: Progress) -> Corpus:
     """Return the mixture as a corpus, made now unless it is there. Raises DataError if it cannot be made."""
-    if len(mix.corpora) < 2:
-        raise DataError("mix needs prepared corpora, at least two: data.corpora='{FOLDER: 0.7, OTHER: 0.3}'")
     for folder, weight in mix.corpora.items():
         if not weight * PERIOD >= sum(mix.corpora.values()) > 0:
             raise DataError(

@@ -225,10 +225,10 @@ def _chosen(program: Program, words: list[str], tiny: bool) -> dict[str, list[st
     everything = names[0] == "all"
     if everything:
         names = list(program.experiments)
+    find_experiment(names[0], program.experiments, program.others)
     for name in names[1:]:
         if name not in program.experiments:
             raise ReproduceError(f"{name} is not key=value, nor an experiment")
-    find_experiment(names[0], program.experiments, program.others)
     chosen: dict[str, list[str]] = {name: [] for name in names}
     for word in (word for word in words if "=" in word):
         name, dot, setting = word.partition(".")

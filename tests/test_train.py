@@ -176,6 +176,7 @@ def test_a_mistaken_setting_gives_a_one_line_error_in_a_shell(command_line, tmp_
         (["trainer.device=cuda:7"], "cuda:7"),
         (["optimizer.betas=[0.9]"], "two numbers"),
         (["model.document_end=5"], "data.document_mask=true"),
+        (["data.files=[]", "data.tokenizer=nowhere.tiktoken"], "text_files needs files"),  # not the tokenizer
     ],
 )
 def test_settings_that_cannot_run_are_refused_before_the_first_step(

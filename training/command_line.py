@@ -67,10 +67,9 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
     ours = [] if makes_run and torchrun.is_main_rank() else ["hydra.run.dir=."]
     if usage:
         ours.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
-    # Right after the user's settings, since Hydra takes settings in one block only; without any, before all options.
+    # All settings first, since Hydra takes them in one block only: SETTINGS -m SETTINGS is what people type, too.
     theirs = options.overrides
-    end = len(arguments) - arguments[::-1].index(theirs[-1]) if theirs else 0
-    sys.argv[1:] = [*arguments[:end], *ours, *arguments[end:]]
+    sys.argv[1:] = [*theirs, *ours, *(word for word in arguments if word not in theirs)]
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
 
@@ -202,19 +201,15 @@ def _expand_home(word: str) -> str:
 
 def _checked(arguments: list[str]) -> Namespace:
     """The arguments as Hydra parses them; exits with a correction if one is not key=value, as in trainer.steps 5."""
-    options, unknown = get_args_parser().parse_known_args(arguments)
+    options, unknown = get_args_parser().parse_known_intermixed_args(arguments)
     words = {*unknown, *options.overrides}
     wrong = [
         word
         for word in arguments
-        if word in words and (word.startswith("--") or not re.match(r"~|\+{0,2}[^=+]+=", word))
+        if word in words and (word.startswith("-") or not re.match(r"~|\+{0,2}[^=+]+=", word))
     ]
     if wrong:
         sys.exit(f"error: {_correction(' '.join(wrong))}")
-    if unknown:
-        sys.exit(
-            f"error: {unknown[0]}: options such as -m go before or after the key=value settings, not between them"
-        )
     if options.multirun and torchrun.launched():
         sys.exit(
             "error: -m does not work under torchrun: start one torchrun per setting, all with the same logger.group."
@@ -354,6 +349,8 @@ _NANOGPT_MEANINGS = {
     "always_save_checkpoint": "trainer.save_every",
     "wandb_log": "logger=wandb or logger=none",
     "wandb_run_name": "hydra.run.dir, whose last part names the run",
+    "bias": "GPT-2's biases, of linear layers and norms: they are always there",
+    "backend": "trainer.device: NCCL connects GPUs, gloo CPUs",
 }
 
 

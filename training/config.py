@@ -211,7 +211,7 @@ class TrainerConfig:
     # Keep, beside those, the one with the lowest validation loss of all evaluations: RUN/checkpoints/best.
     keep_best: bool = False
     # A run directory, or one of its checkpoints, to resume from. auto: the run in hydra.run.dir if there is one, so
-    # that one command starts a job and, when it is requeued, resumes it; a finished run is left as it is.
+    # that one command starts a job and, when it is requeued, resumes it. A finished run is left as it is.
     resume: str | None = None
     # Initial weights; the step (0), data, optimizer and schedule are this run's own: a run directory, one of its
     # checkpoints, or a folder where Hugging Face's save_pretrained left a GPT-2. null: random weights.

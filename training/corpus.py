@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from data.corpora import make_corpus
+from data.corpora import Mix, make_corpus
 from data.loader import Corpus
 from data.prepare import prepare
 from data.progress import ConsoleProgress
+from data.source import Source
 
 from . import torchrun
 from .config import DataConfig
@@ -19,13 +20,17 @@ _GIVE_WAY_S = 10
 _NOT_SOURCE = ("tokenizer", "cache_dir", "val_fraction", "workers", "document_mask", "block_len")
 
 
+def named_corpus(config: DataConfig) -> Source | Mix:
+    """The corpus that `config` names; nothing is read yet. Raises data.DataError for what no corpus can be."""
+    return make_corpus(**{name: value for name, value in asdict(config).items() if name not in _NOT_SOURCE})
+
+
 def prepare_corpus(config: DataConfig, *, quiet: bool = False) -> Corpus:
     """The prepared corpus of `config`: reused when it is there, made when it is not. Raises data.DataError."""
-    source = {name: value for name, value in asdict(config).items() if name not in _NOT_SOURCE}
     progress = None if quiet else ConsoleProgress()
     try:
         return prepare(
-            make_corpus(**source),
+            named_corpus(config),
             config.tokenizer,
             config.cache_dir,
             val_fraction=config.val_fraction,

@@ -21,7 +21,7 @@ from model.part import compute_part
 
 from . import checkpoint
 from .config import DRIFTS_FROM, Config, ConfigError, Layers, ModelConfig
-from .corpus import prepare_corpus
+from .corpus import named_corpus, prepare_corpus
 from .cuda_graphs import resolve_graphs
 from .distributed import World
 from .init_from import InitialWeights, initial_weights
@@ -117,6 +117,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
     _check_whole(config)
+    named_corpus(config.data)  # before the tokenizer is downloaded, whose error would hide this one
     check_context(config, ranks)
     place = layout(config.parallel, ranks)
     how = _computation(config, ranks, place)

@@ -57,8 +57,8 @@ def banner(plan: Plan) -> Rows:
         rows += [("optimizer", _optimizer(config)), ("schedule", _schedule(config))]
         initial = "" if config.init_seed is None else f", of the initial weights {config.init_seed}"
         rows.append(("seed", f"{config.seed}{initial}"))
-    if ranks.size > 1 or config.parallel != ParallelConfig(timeout=config.parallel.timeout):
-        rows.append(("parallel", _parallel(config.parallel, ranks.size)))
+    if said := _parallel(config.parallel, ranks.size):
+        rows.append(("parallel", said))
     if config.trainer.eval_tokens:
         rows.append(
             ("evaluation", f"{config.trainer.eval_tokens:,} tokens each time, at the end all of them")
@@ -96,7 +96,7 @@ def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer:
         ),
         *_best(run_dir, trainer, summary["val/tokens"]),
         ("speed", speed),
-        *_noise(summary, speeds),
+        *([("", said)] if (said := noise(speeds, "perf/peak_resident_gib" in summary)) else []),
         ("peak memory", ", ".join(f"{summary[key]:.2f} GiB {name}" for name, key in peaks.items())),
         ("time", f"{summary['seconds']:.0f} s"),
         ("metrics", str(run_dir / "metrics.csv")),
@@ -198,12 +198,11 @@ def _best(run_dir: Path, trainer: TrainerConfig, tokens: int) -> Rows:
     return [("best", f"loss {best.loss:.4f}{part}, {where}")]
 
 
-def _noise(summary: dict[str, Any], speeds: list[float]) -> Rows:
-    """A row that says so, if other programs affected the speed."""
+def noise(speeds: list[float], on_cpu: bool) -> str:
+    """What to say if other programs affected the speed, else nothing."""
     slow, fast = speed_range(speeds) or (1, 1)
     if fast <= SPREAD * slow:
-        return []
+        return ""
     spins = os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
-    on_cpu = "perf/peak_resident_gib" in summary
     remedy = "; with OMP_WAIT_POLICY=passive a run suffers less" if on_cpu and spins else ""
-    return [("", f"varied from {slow:,.0f} to {fast:,.0f} tokens/s: other programs used the machine{remedy}")]
+    return f"varied from {slow:,.0f} to {fast:,.0f} tokens/s: other programs used the machine{remedy}"

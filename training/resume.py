@@ -33,6 +33,8 @@ _NOT_REPORTED = (
     "parallel.timeout",
     "attention.precise_delta",  # what it was resolved to is
 )
+# Settings of data that the tokens do not depend on; identity() has the last one.
+_SAME_CORPUS = ("data.cache_dir", "data.workers", "data.document_mask", "data.block_len")
 # What was resolved, and the setting that decides it: with `auto` or null it may have changed although that has not.
 _RESOLVED = {
     "attention": "attention.name",
@@ -67,7 +69,13 @@ class Start:
         # Where a checkpoint is older than a setting, it was trained with the default.
         older = {"optimizer.name": "adamw", "model": _model(GPTConfig())}
         was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
+        before = _settings(run_dir / "config.yaml")
         if differing := [name for name in now if was.get(name) != now[name]]:
+            if "corpus" in differing:  # a hash; what made it another
+                for name, pair in _changed(before, config, _SAME_CORPUS).items():
+                    if name.startswith("data."):
+                        was[name], now[name] = pair
+                        differing.append(name)
             theirs, ours = (
                 ", ".join(f"{name}={each.get(name)}" for name in differing) for each in (was, now)
             )
@@ -80,10 +88,10 @@ class Start:
                 f"trainer.resume={self.path} is at step {self.step}, beyond trainer.steps={config.trainer.steps}; "
                 f"to evaluate it, use trainer.init_from={self.path} trainer.steps=0."
             )
-        before, facts_before = _settings(run_dir / "config.yaml"), _record(run_dir / "facts.json")
+        facts_before = _record(run_dir / "facts.json")
         if before and facts_before:  # a run from before it was a fact, when null was no value of the setting
             facts_before.setdefault("precise_delta", bool(before.get("attention.precise_delta")))
-        changed = _changed(before, config)
+        changed = _changed(before, config, _NOT_REPORTED)
         for name, setting in _RESOLVED.items():
             if setting not in changed and name in facts_before and facts_before[name] != facts[name]:
                 changed[name] = [facts_before[name], facts[name]]
@@ -106,8 +114,12 @@ def resume_path(config: Config, run_dir: Path) -> str | None:
 
 
 def finished(config: Config, run_dir: Path) -> dict[str, Any] | None:
-    """The summary of the run that trainer.resume=auto finds at its end: nothing is left to do."""
-    if config.trainer.resume != AUTO:
+    """The summary of a run that is to resume in its own directory and is at its end: nothing is left to do.
+
+    Evaluated once more, it would lose the speed that is in its summary.
+    """
+    path = config.trainer.resume
+    if path is None or (path != AUTO and Path(path).resolve() != run_dir.resolve()):
         return None
     summary = _record(run_dir / "summary.json")
     return summary if summary.get("steps") == config.trainer.steps else None
@@ -180,15 +192,18 @@ def _settings(config_file: Path) -> dict[str, Any]:
         return {}
 
 
-def _changed(was: dict[str, Any], config: Config) -> dict[str, list]:
-    """{"trainer.steps": [20000, 40]}: where `config` is not what the run was trained with so far."""
+def _changed(was: dict[str, Any], config: Config, ignoring: tuple[str, ...]) -> dict[str, list]:
+    """{"trainer.steps": [20000, 40]}: where `config` is not what the run was trained with so far.
+
+    ignoring: the beginnings of names.
+    """
     from omegaconf import OmegaConf
 
     now = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
     return {
         name: [was[name], now[name]]
         for name in now
-        if name in was and was[name] != now[name] and not name.startswith(_NOT_REPORTED)
+        if name in was and was[name] != now[name] and not name.startswith(ignoring)
     }
 
 

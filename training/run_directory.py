@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .loggers import CsvLogger, Logger, kept_rows
 from .parallel.config import Shard
 from .parallel.context import leave_ring
 from .plan import Plan
-from .report import banner, in_sweep, result
+from .report import banner, in_sweep, noise, result
 from .resume import AUTO
 from .sampling import sample_text
 from .seeds import stream_seed
@@ -175,8 +175,14 @@ class Recorder:
             logger.finish(summary)
 
 
-def stopped(plan: Plan, done: int) -> str:
-    """What to say of a run that was told to stop: where it is, and what to type to resume it."""
+def stopped(plan: Plan, done: int, window_seconds: Iterable[float] = ()) -> str:
+    """What to say of a run that was told to stop: where it is, how to resume it, and what may have made it slow."""
+    speeds = [plan.config.trainer.batch_tokens / seconds for seconds in window_seconds]
+    slowed = noise(speeds, plan.world.device.type == "cpu")
+    return _where_it_is(plan, done) + (f"\nits speed {slowed}" if slowed else "")
+
+
+def _where_it_is(plan: Plan, done: int) -> str:
     trainer, run_dir = plan.config.trainer, plan.run_dir
     if not trainer.steps:
         return "stopped during the evaluation"

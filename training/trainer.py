@@ -116,7 +116,7 @@ class Trainer:
             if summary:
                 self.recorder.close(self.model, summary, self.throughput.windows)
             elif self.world.is_main:
-                print(stopped(self.plan, self.done), flush=True)
+                print(stopped(self.plan, self.done, self.throughput.windows), flush=True)
         except BaseException as error:
             summary = {}  # tells the loggers that the run failed
             if isinstance(error, Exception):  # nobody stopped it

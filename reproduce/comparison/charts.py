@@ -73,10 +73,10 @@ def _differences(runs: list[Run], bases: list[Run]) -> list[dict]:
     for i, (base, run) in enumerate(zip(bases, runs, strict=True)):
         if run is base or not same_tokens(base, run):
             continue
-        for column in ("train/loss", "val/loss"):
-            ours, theirs = run.curve(column), base.curve(column)
-            minus = {x: y - theirs[x] for x, y in ours.items() if x in theirs}
-            found += _series(i, minus, dots=column == "val/loss")
+        ours, theirs = run.curve("train/loss"), base.curve("train/loss")
+        found += _series(i, {x: y - theirs[x] for x, y in ours.items() if x in theirs})
+        ours, theirs = run.evaluations(), base.evaluations()
+        found += _series(i, {at[0]: y - theirs[at] for at, y in ours.items() if at in theirs}, dots=True)
     return found
 
 

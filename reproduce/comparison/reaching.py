@@ -6,11 +6,13 @@ from training.console import count
 
 from ..common import text_table
 from .runs import Run, same_tokens
+from .seeds import baselines
 
 
 def to_loss(runs: list[Run], loss: float) -> str:
-    """A table, with ratios to the first run. A time is all of the run's until then: compiling and evaluations too."""
-    rows = [_cells(runs[0], run, loss) for run in runs]
+    """A table, with ratios to the run each is compared with. A time is all of the run's until then: compiling and
+    evaluations too."""
+    rows = [_cells(base, run, loss) for base, run in zip(baselines(runs), runs, strict=True)]
     return text_table((f"to validation loss {loss:g}", "tokens", "time"), rows, numbers=False)
 
 

@@ -6,6 +6,7 @@ A run is a directory that `train.py` wrote, or a wandb offline folder, which is 
 import csv
 import glob
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -27,6 +28,7 @@ BOOKKEEPING = (
     "logger.*",
     "data.cache_dir",
     "data.workers",
+    "parallel.timeout",
     "trainer.(eval_every|save_every|keep_checkpoints|keep_best|profile_step|sample_(tokens|prompt|every)|hellaswag(_file)?)",
 )
 # What a run resolved, and the settings it was resolved from; where all runs recorded the former, only it is compared.
@@ -133,6 +135,16 @@ class Run:
     def curve(self, column: str, against: str = "tokens") -> dict[float, float]:
         """x (`against`) -> y, of the rows that have `column`."""
         return {row[against]: row[column] for row in self.rows if column in row and against in row}
+
+    def evaluations(self, against: str = "tokens") -> dict[tuple[float, int | None], float]:
+        """(x, how many tokens were predicted; None: the whole split, as at the end) -> validation loss."""
+        first, steps = self.config.get("trainer.eval_tokens"), self.config.get("trainer.steps")
+        first = None if first and first >= self.summary.get("val/tokens", math.inf) else first
+        return {
+            (row[against], None if row["step"] == steps else first): row["val/loss"]
+            for row in self.rows
+            if "val/loss" in row and against in row
+        }
 
     @property
     def peak_memory(self) -> tuple[str, float] | None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from .runs import Run, differing_settings, same_tokens
 
-SEED, _SPEED = "seed", "perf/tokens_per_second"
+# A run that repeats another's seeds tells nothing of the gap between seeds, nor is it another pair.
+SEEDS, _SPEED = ("seed", "init_seed"), "perf/tokens_per_second"
 # Student's t at 97.5 %, by degrees of freedom; from the last on, the last is used, which is on the safe side.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
@@ -38,21 +39,30 @@ class Group:
 
     @property
     def differences(self) -> list[float]:
-        """Final validation loss minus the baseline's, of each pair that predicted the same tokens."""
-        ends = [[run.last("val/loss") for run in pair] for pair in self.pairs if same_tokens(*pair)]
-        return [ours - theirs for theirs, ours in ends if None not in (theirs, ours)]
+        """Final validation loss minus the baseline's, for each seed: of pairs that predicted the same tokens."""
+        found: dict[Any, list[float]] = {}
+        for pair in self.pairs:
+            theirs, ours = (run.last("val/loss") for run in pair)
+            if same_tokens(*pair) and None not in (theirs, ours):
+                found.setdefault(_seeds(pair[1]), []).append(ours - theirs)
+        return [statistics.fmean(each) for each in found.values()]
 
     @property
     def gap(self) -> float | None:
         """How far apart the final losses of two seeds are, on average over both attentions; None with one seed."""
         of_each = (self.runs, [theirs for theirs, _ in self.pairs])
-        gaps = [abs(a - b) for runs in of_each for a, b in combinations(losses(runs), 2)]
+        pairs = [pair for runs in of_each for pair in combinations(_ends(runs), 2)]
+        gaps = [abs(a - b) for (seeds, a), (others, b) in pairs if seeds != others]
         return statistics.fmean(gaps) if gaps else None
 
 
-def losses(runs: list[Run]) -> list[float]:
-    """Of those that have one, the final validation loss."""
-    return [loss for run in runs if (loss := run.last("val/loss")) is not None]
+def _seeds(run: Run) -> tuple[Any, ...]:
+    return tuple(run.config.get(name) for name in SEEDS)
+
+
+def _ends(runs: list[Run]) -> list[tuple[tuple[Any, ...], float]]:
+    """Seeds and final validation loss of those that have one."""
+    return [(_seeds(run), loss) for run in runs if (loss := run.last("val/loss")) is not None]
 
 
 def places(runs: list[Run]) -> list[tuple[tuple[tuple[str, Any], ...], int]]:
@@ -87,7 +97,7 @@ def groups(runs: list[Run]) -> list[Group]:
     """The sweep's groups, those with equal settings together, in the order of their first runs."""
     found: dict[Any, dict[str, Group]] = {}
     for run, (its, _), match in zip(runs, places(runs), matches(runs), strict=True):
-        settings = tuple(pair for pair in its if pair[0] != SEED)
+        settings = tuple(pair for pair in its if pair[0] not in SEEDS)
         group = found.setdefault(settings, {}).setdefault(
             run.attention, Group(run.attention, settings, [], [])
         )
@@ -153,7 +163,7 @@ def table(runs: list[Run]) -> list[list[str]]:
 
 
 def _row(group: Group) -> list[str]:
-    ends, differences = losses(group.runs), group.differences
+    ends, differences = [loss for _, loss in _ends(group.runs)], group.differences
     speeds = [speed for run in group.runs if (speed := run.speed(_SPEED))]
     peaks = [run.peak_memory[1] for run in group.runs if run.peak_memory]
     speed = f"{statistics.fmean(speeds):,.0f}" if speeds else "-"

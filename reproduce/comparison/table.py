@@ -75,7 +75,8 @@ def _duration(seconds: float | None) -> str:
 
 
 def _loss_difference(first: Run, run: Run) -> str:
-    """Validation loss minus the first run's: at the end if both have as many steps, else at the last common step."""
+    """Validation loss minus the first run's: at the end if both have as many steps, else at the last step at which
+    both predicted the same tokens."""
     if run is first:
         return ""
     if not same_tokens(first, run):
@@ -83,12 +84,12 @@ def _loss_difference(first: Run, run: Run) -> str:
     ends = [each.summary.get("val/loss") for each in (first, run)]
     if None not in ends and first.summary.get("steps") == run.summary.get("steps"):
         return f" ({_signed(ends[1] - ends[0])})"
-    ours, theirs = (each.curve("val/loss", "step") for each in (run, first))
+    ours, theirs = (each.evaluations("step") for each in (run, first))
     common = ours.keys() & theirs.keys()
     if not common:
         return ""
-    step = max(common)
-    return f" ({_signed(ours[step] - theirs[step])} at step {step:,.0f})"
+    last = max(common, key=lambda each: each[0])
+    return f" ({_signed(ours[last] - theirs[last])} at step {last[0]:,.0f})"
 
 
 def _signed(difference: float) -> str:
@@ -174,7 +175,8 @@ def notes(runs: list[Run]) -> list[str]:
     if len({run.attention for run in runs}) > 1 and not seeds.is_sweep(runs):
         said.append(
             "whether a difference of losses is more than noise is not known: no two runs differ in their seed alone "
-            "with a match in another attention. Add seeds: python train.py -m attention=naive,flash seed=1,2,3"
+            "with a match in another attention. Add seeds: python train.py -m attention="
+            f"{','.join(dict.fromkeys(run.attention for run in runs))} seed=1,2,3"
         )
     said += [
         f"speed and memory of {run.label} cover only its part after step {run.began:,}."
@@ -190,6 +192,11 @@ def notes(runs: list[Run]) -> list[str]:
         said.append(
             "data / fwd+bwd / opt are ms per step: to get the batch onto the device, forward and backward, optimizer "
             "with clipping; on a GPU, measured on the device."
+        )
+    if any(run.config.get("trainer.eval_tokens") for run in runs):
+        said.append(
+            "with trainer.eval_tokens, the last validation loss is of the whole split, those before it are of its "
+            "first tokens."
         )
     if any(run.speed("perf/mfu") for run in runs):
         said.append("MFU counts 6 N + 12 L H Q T FLOPs per token: attention in full, no recomputation.")

@@ -18,6 +18,7 @@ from reproduce.common import ReproduceError
 from reproduce.comparison import charts, seeds
 from reproduce.comparison.compare import _common_folder
 from reproduce.comparison.page import page
+from reproduce.comparison.reaching import to_loss
 from reproduce.comparison.runs import differing_settings, find_runs
 from reproduce.comparison.table import HEADER, table, text, warnings
 from tests.conftest import ROOT, rows, text_data
@@ -150,6 +151,19 @@ def test_the_tokens_and_the_time_to_a_loss_are_read_between_two_evaluations(copi
     assert re.search(r"\nsdpa +2.05 k \(0.80x\) +200 s \(0.80x\)\n", said)
     main(["compare", str(copies), "--loss", "3.0"])
     assert re.search(r"\nsdpa +not reached\n", capsys.readouterr().out)
+
+
+def test_in_a_sweep_what_a_run_took_to_a_loss_is_relative_to_its_match(copies):
+    names = [(attention, seed, 0.001) for attention in ("naive", "sdpa") for seed in (1, 2)]
+    paths = sweep_of(copies, dict.fromkeys(names, 3.0))
+    for path, (first, second) in zip(paths, ((9, 8), (9, 4), (9, 5), (9, 4)), strict=True):
+        path.joinpath("metrics.csv").write_text(
+            f"step,tokens,seconds,val/loss\n1,100,1,{first}\n2,200,2,{second}\n"
+        )
+    said = to_loss(find_runs([str(path) for path in paths]), 5.0)
+    assert re.search(r"\nnaive seed=1 +not reached", said)
+    assert re.search(r"\nsdpa seed=1 +200 +2 s *\n", said)
+    assert re.search(r"\nsdpa seed=2 +180 \(1.00x\)", said)
 
 
 def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
@@ -390,6 +404,25 @@ def test_a_run_missing_from_a_sweep_costs_only_its_own_pair(copies):
     assert alone[1] == "3.0200"
 
 
+def test_runs_that_repeat_a_seed_tell_nothing_of_the_gap_between_seeds(copies):
+    """Each run twice, with a rounding error between the attentions; then the repeats have other initial weights."""
+    names = [(attention, 1, rate) for rate in (0.001, 0.002) for attention in ("naive", "sdpa")]
+    paths = sweep_of(copies, {name: 3.0 + 1e-8 * (name[0] == "sdpa") for name in names})
+    again = [shutil.copytree(path, path.with_name(f"{path.name}_again")) for path in paths]
+
+    def verdicts() -> list[str]:
+        rows = seeds.table(find_runs([str(path) for path in (*paths, *again)]))
+        return [row[5] for row in rows if row[1:3] == ["sdpa", "2"]]
+
+    assert [each.partition(",")[0] for each in verdicts()] == ["not known: one seed"] * 2
+    for path in again:
+        config = path / "config.yaml"
+        config.write_text(config.read_text().replace("init_seed: null", "init_seed: 2"))
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"val/loss": summary["val/loss"] + 0.1}))
+    assert [each.partition(",")[0] for each in verdicts()] == ["no: 1e-07 times the gap between seeds"] * 2
+
+
 @pytest.mark.parametrize(
     ("differences", "gap", "words"),
     [
@@ -483,6 +516,23 @@ def test_an_unfinished_run_shows_how_far_it_came(copies):
     assert "unfinished, step 6 of 12" in said
     assert "not finished: sdpa" in said
     assert "at step 4)" in said  # losses are compared at the last step at which both runs were evaluated
+
+
+@pytest.mark.parametrize(("eval_tokens", "steps_alike"), [(64, [4]), (10**6, [4, 8])])
+def test_losses_are_compared_at_a_step_where_the_same_tokens_were_predicted(
+    text_file, tmp_path, eval_tokens, steps_alike
+):
+    """The shorter run's last evaluation is of the whole split, the longer one's at that step of eval_tokens of it."""
+    config = _config(text_file, "sdpa")
+    for steps in (8, 12):
+        trainer = replace(config.trainer, steps=steps, eval_tokens=eval_tokens)
+        train(replace(config, trainer=trainer), tmp_path / str(steps))
+    short, long = runs = find_runs([str(tmp_path)])
+    assert 8 in short.curve("val/loss", "step").keys() & long.curve("val/loss", "step").keys()
+    assert table(runs)[1][1].endswith(f" at step {steps_alike[-1]})")
+    (minus,) = (each for each in charts.charts(runs) if each["title"].startswith("Loss minus"))
+    assert [each["x"] for each in minus["series"] if each["dots"]] == [[256 * step for step in steps_alike]]
+    assert "the last validation loss is of the whole split" in text(runs)
 
 
 def test_an_unfinished_run_shows_the_backend_that_auto_chose(copies, text_file):

@@ -264,6 +264,7 @@ def test_a_steady_call_takes_no_more_than_the_least_rounds(noise, rounds, monkey
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["comapre", "runs/SWEEP"], "did you mean compare?"),
         (["history", "sprase", "--tiny"], "sprase is not key=value, nor an experiment"),
         (
             ["history", "sparse", "length=3"],

@@ -37,7 +37,8 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("trainer.seed=3", "did you mean seed?"),
         ("trainr.step=3", "did you mean trainer.steps?"),
         ("model.layer=3", "did you mean model.n_layer?"),
-        ("model.bias=false", "model.bias is not a setting; model has: vocab_size, seq_len, "),
+        ("model.depth=3", "model.depth is not a setting; model has: vocab_size, seq_len, "),
+        ("bias=False", "bias is not a setting; use GPT-2's biases, of linear layers and norms"),
         ("foo=1", "foo is not a setting; `python train.py --cfg job` prints all settings"),
         ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
         ("warmup_iters=2000", "use schedule.warmup_fraction, which is warmup_iters / max_iters"),
@@ -61,7 +62,7 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("--foo", "settings are written key=value"),
         ("hydra/launcher=local", "hydra/launcher=local: this needs -m"),
         ("hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials=3: this needs -m"),
-        ("attention=naive,sdpa -m seed=1", "seed=1: options such as -m go before or after the"),
+        ("-m seed=1 -z=3", "-z=3: settings are written key=value"),
         ("=3", "=3: settings are written key=value"),
         ("model=null", "Config group override must be a string or a list. Got NoneType"),
         ("--resolve", "The --resolve flag can only be used in conjunction with --cfg or --help"),
@@ -146,6 +147,15 @@ def test_a_sweep_over_optimizers_may_set_what_one_of_them_reads(started):
         refused = started(never, "-m", *given, "optimizer.momentum=0.9,0.8").splitlines()
         assert len(refused) == 2
         assert all("momentum is read with optimizer=muon only" in each for each in refused)
+
+
+@pytest.mark.parametrize(
+    "words", ["-m seed=1 init_seed=2,3", "seed=1 -m init_seed=2,3", "seed=1 init_seed=2,3 -m"]
+)
+def test_an_option_may_stand_anywhere_among_the_settings(started, words):
+    seen = []
+    assert started(lambda config, _: seen.append((config.seed, config.init_seed)), *words.split()) == 0
+    assert seen == [(1, 2), (1, 3)]
 
 
 def test_a_single_string_is_accepted_for_a_list_setting(started):

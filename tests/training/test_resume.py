@@ -141,6 +141,34 @@ def test_a_finished_run_resumed_elsewhere_only_evaluates_and_saves_nothing(confi
     assert "sample.py" not in capsys.readouterr().out
 
 
+def test_a_finished_run_resumed_in_its_own_directory_keeps_the_speed_it_measured(config, tmp_path, capsys):
+    train(config, tmp_path)
+    assert "perf/tokens_per_second" in (tmp_path / "summary.json").read_text()
+    before = contents(tmp_path)
+    train(having(config, resume=str(tmp_path)), tmp_path)
+    assert "holds the finished run: nothing to do" in capsys.readouterr().out
+    assert contents(tmp_path) == before
+
+
+def test_a_run_stopped_because_it_is_slow_is_told_what_helps(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    train_step = Trainer.train_step
+
+    def slowed(run, step, *batch):
+        if step == 5:
+            time.sleep(0.5)
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train_step(run, step, *batch)
+
+    monkeypatch.setattr(Trainer, "train_step", slowed)
+    with pytest.raises(SystemExit, match="130"):
+        train(having(config, log_every=1), tmp_path)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("its speed varied from ")
+    assert said.endswith("with OMP_WAIT_POLICY=passive a run suffers less")
+
+
 def test_a_run_stopped_in_its_final_evaluation_makes_it_when_resumed(config, tmp_path, monkeypatch, capsys):
     whole = train(having(config, steps=3), tmp_path / "whole")
 
@@ -221,6 +249,9 @@ def test_a_run_whose_text_was_moved_resumes_since_its_tokens_are_the_same(config
     moved.write_text(moved.read_text().replace("fox", "cat"))
     with pytest.raises(ConfigError, match=r"was trained with corpus=\w+, but this run has corpus="):
         train(having(resumes, steps=10), tmp_path / "run")
+    less = replace(config.data, files=resumes.data.files, val_fraction=0.3)
+    with pytest.raises(ConfigError, match=r"but this run has corpus=\w+, data.val_fraction=0.3; "):
+        train(having(replace(resumes, data=less), steps=10), tmp_path / "run")
 
 
 def test_a_resume_reports_what_was_resolved_otherwise_though_no_setting_changed(config, tmp_path, capsys):
