@@ -73,8 +73,8 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
     if "OMP_WAIT_POLICY" not in os.environ:
-        # How long PyTorch's threads on a CPU look for work before they sleep. With one of two cores busy the default run
-        # made 3.9 to 4.4 thousand tokens/s without this and 7.8 to 9.1 with it; alone 15.0 and 16.1.
+        # How long PyTorch's threads on a CPU look for work before they sleep. With one of two cores busy the default
+        # run made 3.9 to 4.4 thousand tokens/s without this and 7.8 to 9.1 with it; alone 15.0 and 16.1.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
     job = _Job(task, makes_run)
