@@ -123,6 +123,10 @@ def features() -> dict[str, dict[str, object]]:
     }
 
 
+# By auto, at head_dim 64 from 128 tiles on: 4 x 4 heads.
+BACKWARD_ON_HOPPER = ("dropout", "sinks", "sinks in a window")
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("name", features() if torch.cuda.is_available() else ["every feature"])
@@ -136,16 +140,11 @@ def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
             and head_dim <= 128
         ):
             flash = functools.partial(flash, tier="hopper")  # or it is refused
-        elif name not in (
-            "dropout",
-            "sinks",
-            "sinks in a window",
-        ):  # of which the backward may be the Hopper one
+        elif name not in BACKWARD_ON_HOPPER:
             pytest.skip("there are no other kernels than the portable ones for it")
     options = features()[name]
-    *tensors, d_out = inputs(
-        1000, 1000, head_dim, torch.bfloat16, batch=2, heads=4, kv_heads=kv_heads, device="cuda"
-    )  # fmt: skip
+    heads = {"batch": 4 if name in BACKWARD_ON_HOPPER else 2, "heads": 4, "kv_heads": kv_heads}
+    *tensors, d_out = inputs(1000, 1000, head_dim, torch.bfloat16, **heads, device="cuda")
     first = run(flash, tensors, d_out, **options)
     assert_as_accurate(first, tensors, d_out, **options)
     for _ in range(250):
