@@ -55,7 +55,8 @@ def page(directory: Path) -> tuple[str, str]:
             continue
         counts.update(aim.status for aim in aims)
         stale = changed_since(document)
-        command, file = " ".join(document["command"]), f"{slug(device)}/{name}.json"
+        partial = "" if document["state"] == "complete" else ".partial"
+        command, file = " ".join(document["command"]), f"{slug(device)}/{name}{partial}.json"
         sections += [f"## {name}, {device}", "", f"`{command}`, {document['date']}: [samples]({file}).", ""]
         sections += [f"Changed since it was run: {', '.join(stale)}.", ""] if stale else []
         sections += markdown_table(HEADER, [[a.what, a.ours, a.aim, a.status, a.why] for a in aims])

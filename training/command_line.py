@@ -68,7 +68,7 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
     if usage:
         ours.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
     # All settings first, since Hydra takes them in one block only: SETTINGS -m SETTINGS is what people type, too.
-    theirs = options.overrides
+    theirs, typed = options.overrides, [sys.argv[0], *arguments]
     sys.argv[1:] = [*theirs, *ours, *(word for word in arguments if word not in theirs)]
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
@@ -77,7 +77,7 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
         # run made 3.9 to 4.4 thousand tokens/s without this and 7.8 to 9.1 with it; alone 15.0 and 16.1.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-    job = _Job(task, makes_run)
+    job = _Job(task, makes_run, typed)
 
     def main(cfg: DictConfig) -> float | None:
         return job.run(cfg)
@@ -93,8 +93,10 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
 class _Job:
     """What Hydra calls with a composed config, in a sweep once a run; pickled, if each has a process of its own."""
 
-    def __init__(self, task: Callable[[Config, Path], float | None], makes_run: bool) -> None:
-        self.task, self.makes_run, self.command = task, makes_run, sys.argv
+    def __init__(
+        self, task: Callable[[Config, Path], float | None], makes_run: bool, command: list[str]
+    ) -> None:
+        self.task, self.makes_run, self.command = task, makes_run, command
         self.begun = self.elsewhere = False
         self.refused: list[str] = []  # printed at the end: a sweep continues with its other runs
 
@@ -106,8 +108,8 @@ class _Job:
         hydra_config = HydraConfig.get()
         run_dir = Path(hydra_config.runtime.output_dir)
         sweeps = hydra_config.mode is RunMode.MULTIRUN
+        sys.argv = self.command  # as it was typed, for environment.json
         if self.elsewhere:
-            sys.argv = self.command  # environment.json has it
             jobs.join_ranks()
         try:
             config = _typed(cfg, hydra_config.overrides.task, self.command)
