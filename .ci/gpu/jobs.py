@@ -66,6 +66,11 @@ for name, what in {
     "features 0": "padding, dropout and sinks on the Hopper kernels",
 }.items():
     JOBS[f"race_{name.replace(' ', '_')}"] = Job(what, script(f"race.sh {name}"))
+JOBS["race_beside_0"] = Job(
+    "precise_delta beside others, softcap, ALiBi, and 16 to 512 tiles on the Hopper kernels",
+    script("race.sh beside 0"),
+    limit=300,
+)
 
 JOBS |= {
     "tests_two": Job("tests that need two GPUs", script("tests.sh two"), gpus=2, limit=640),

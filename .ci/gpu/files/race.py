@@ -1,7 +1,8 @@
 """Flash's Hopper kernels beside the portable ones and PyTorch's: python race.py PART SEED END
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
-features. END: seconds since 1970 at which to stop.
+features, beside (features beside each other and of other sizes; ../rows.py reads it). END: seconds since 1970 at
+which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
 without that kind. Writes $JOB_OUT/PART.SEED.{json,txt}. With TRY=1 tiny, on a CPU.
@@ -26,7 +27,7 @@ import torch
 import triton
 
 from kernels import get_attention
-from kernels.flash.dispatch import machine_lacks
+from kernels.flash.dispatch import TILE, machine_lacks
 from reproduce import timing
 from tests.kernels.accuracy import assert_as_accurate, run
 
@@ -44,11 +45,13 @@ LIBRARIES = ("sdpa_flash", "sdpa_cudnn", "fa4")
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    kind: str  # tokens: 16,384 of hidden size 2048, as in FlashAttention-2's benchmark; small: few tiles; grouped
+    # tokens: 16,384 of hidden size 2048, as in FlashAttention-2's benchmark; small: few tiles; grouped; 256: so many
+    # tiles of 128 queries
+    kind: str
     length: int
     head_dim: int
     causal: bool
-    feature: str = ""  # joined by "+": padding (uniform from 1), near (0 to 20 less), dropout, sinks, precise
+    feature: str = ""  # names of `Inputs`, joined by "+"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -57,6 +60,9 @@ class Point:
             return 2, 2, 2
         if self.kind == "small":
             return 2, 8, 8
+        if self.kind.isdigit():
+            heads = int(self.kind) // (self.length // TILE)
+            return max(heads // 8, 1), min(heads, 8), min(heads, 8)
         heads = min(max(2048 // self.head_dim, 8) // 2 * 2, 32)
         if self.kind == "grouped":
             return 16384 // self.length, heads // 4 * 4, heads // 4
@@ -78,7 +84,8 @@ def points() -> list[Point]:
 
     both, causal = (True, False), (True,)
     if TRY:
-        return every("tokens", (64,), (32,), both, ("padding", "dropout") if PART == "features" else ("",))
+        tried = {"features": ("padding", "dropout"), "beside": ("precise+documents", "window+longer")}
+        return every("tokens", (64,), (32,), causal if PART == "beside" else both, tried.get(PART, ("",)))
     if PART == "plain":
         tokens = every("tokens", (1024, 4096, 16384), (64, 128), both)
         return tokens + every("small", (128, 256, 512, 1024), (64, 128), both)
@@ -97,6 +104,35 @@ def points() -> list[Point]:
             *every("small", (128, 256, 512), (80, 96, 32), both),
             *every("grouped", (2048,), (80, 96), both),
         ]
+    if PART == "beside":  # what is wanted most first: it may be cut
+        bounds, dims = ("window", "documents"), (64, 128)
+        precise, sinks = (tuple(f"{each}+{name}" for name in bounds) for each in ("precise", "sinks"))
+        late = ("precise+sinks", "precise+padding", "precise+dropout")
+        border, score_mods = ("padding", "dropout", "sinks"), ("softcap", "alibi")
+        return [
+            *every("tokens", (4096, 8192), dims, causal, precise),
+            *every("128", (4096,), dims, causal, precise),
+            *every("256", (8192,), dims, causal, precise),
+            *every("tokens", (4096,), dims, both, late),
+            *every("128", (4096,), dims, causal, ("precise", "")),
+            *every("512", (512,), dims, both, border),
+            *every("256", (512,), dims, both, border),
+            *every("128", (512,), dims, both, border),
+            *every("tokens", (1024, 4096), dims, both, score_mods),
+            *every("128", (512,), dims, both, score_mods),
+            *every("16", (256,), dims, both, ("", *score_mods)),
+            *every("tokens", (1024, 4096), dims, causal, sinks),
+            *every("512", (1024,), dims, causal, (*sinks, "sinks+window+precise", *score_mods)),
+            *every("64", (512, 1024), dims, both, ("",)),
+            *every("256", (1024, 4096), dims, both, ("precise", "")),
+            *every("512", (2048, 4096), dims, causal, (*late, *precise)),
+            *every("512", (2048,), dims, both, border),
+            *every("tokens", (512, 2048), dims, both, score_mods),
+            *every("tokens", (4096,), dims, causal, ("softcap+window", "alibi+window")),
+            *every("tokens", (1024, 4096), dims, causal, ("window+longer",)),
+            *every("128", (1024,), dims, causal, ("window+longer",)),
+            *every("tokens", (4096,), (80, 96, 256), causal, ("precise",)),
+        ]
     alone, mixed = ("padding", "dropout", "sinks"), ("padding+dropout", "dropout+sinks")
     return [
         *every("tokens", (1024, 4096, 512, 2048, 8192), (64, 128), both, alone),
@@ -108,9 +144,14 @@ def points() -> list[Point]:
 
 
 class Inputs:
+    """Features: padding (lengths from 1 on), near (0 to 20 less), dropout, sinks, precise (delta), window (of 512),
+    documents (of 2 to 2048 tokens), softcap, alibi; and longer (twice as many keys as queries)."""
+
     def __init__(self, p: Point, shape: tuple[int, int, int] | None = None) -> None:
         batch, heads, kv_heads = shape or p.shape
-        shapes = [(batch, each, p.length, p.head_dim) for each in (heads, kv_heads, kv_heads, heads)]
+        kv_len = 2 * p.length if "longer" in p.feature else p.length
+        sizes = [(heads, p.length), (kv_heads, kv_len), (kv_heads, kv_len), (heads, p.length)]
+        shapes = [(batch, *size, p.head_dim) for size in sizes]
         *self.qkv, self.d_out = (torch.randn(each, device=DEVICE, dtype=DTYPE) for each in shapes)
         self.qkv = [each.requires_grad_() for each in self.qkv]
         self.features: dict[str, object] = {}
@@ -124,6 +165,17 @@ class Inputs:
             self.features["sinks"] = torch.linspace(-2, 3, heads, device=DEVICE)
         if "precise" in p.feature:
             self.features["precise_delta"] = True
+        if "window" in p.feature:
+            self.features["window"] = (512, 0)
+        if "documents" in p.feature:
+            tokens, generator = batch * p.length, torch.Generator().manual_seed(0)
+            ends = torch.randint(2, 2049, (tokens,), generator=generator).cumsum(0)
+            ends = [0, *ends[ends < tokens].tolist(), tokens]
+            self.features["cu_seqlens"] = torch.tensor(ends, device=DEVICE, dtype=torch.int32)
+        if "softcap" in p.feature:
+            self.features["softcap"] = 30.0
+        if "alibi" in p.feature:
+            self.features["alibi_slopes"] = 2.0 ** -torch.linspace(0.5, 8, heads, device=DEVICE)
 
 
 Attend = Callable[[Inputs, Point], torch.Tensor]
@@ -141,6 +193,8 @@ def library(name: str, inputs: Inputs, p: Point) -> torch.Tensor:
 def contenders(p: Point) -> dict[str, Attend]:
     found: dict[str, Attend] = {"hopper": functools.partial(flash, HOPPER)}
     found["portable"] = functools.partial(flash, "triton")
+    if PART == "beside":
+        return found
     if p.feature:  # what the feature costs
         found["plain"] = functools.partial(flash, HOPPER, plain=True)
     elif PART != "ours":
@@ -203,7 +257,8 @@ def race(p: Point) -> dict:
         how = {"seconds": 0.5, "rounds": (20, 50), "warmup": 2}
     timed = timing.time_alternating(calls, DEVICE, seed=SEED, **how)
     ms = {name: dict(zip(("forward", "backward"), each, strict=True)) for name, each in timed.ms.items()}
-    return {**dataclasses.asdict(p), "ms": ms, "late": timed.late, "refused": refused}
+    used = {"heads_in_all": batch * heads, "features": sorted(sets[0].features.keys() - {"dropout_seed"})}
+    return {**dataclasses.asdict(p), **used, "ms": ms, "late": timed.late, "refused": refused}
 
 
 def report(document: dict) -> str:
@@ -231,8 +286,11 @@ def report(document: dict) -> str:
 
 
 def compile_share(index: int, of: int) -> None:
-    for number, (_, group) in enumerate(itertools.groupby(sorted(points(), key=family), key=family)):
-        for p in group if number % of == index else ():
+    families: dict[tuple, list[Point]] = {}  # in the order of the race, which does not wait for all
+    for p in points():
+        families.setdefault(family(p), []).append(p)
+    for group in itertools.islice(families.values(), index, None, of):
+        for p in group:
             if time.time() < END:
                 able(p, Inputs(p))
                 torch.cuda.empty_cache()
@@ -244,7 +302,7 @@ def family(p: Point) -> tuple:
 
 def compile_all() -> None:
     """Run every point once, in many processes, so that all that is compiled lies in Triton's cache."""
-    end = min(END, time.time() + 140)
+    end = time.time() + min(140, 0.35 * (END - time.time()))
     command = [sys.executable, __file__, PART, str(SEED), str(end)]
     sharing = [subprocess.Popen([*command, f"{i}/{COMPILERS}"]) for i in range(COMPILERS)]
     for each in sharing:
