@@ -72,7 +72,8 @@ def main(*paths: str) -> None:
         kinds.setdefault((each.which, "unequal lengths" if each.apart else "", *each.names), []).append(each)
     for (which, unequal, *names), of_kind in kinds.items():
         beside = unequal or len(names) > 1
-        print(f"{which}, {' '.join(names)} {unequal}" if beside else f'("{which}", "{"".join(names)}"):')
+        named = " ".join([*names, unequal]).strip()
+        print(f"{which}, {named}:" if beside else f'("{which}", "{named}"):')
         for head_dim, group in itertools.groupby(of_kind, key=lambda each: each.head_dim):
             at, of_dim = row(group := list(group)), f"{head_dim}, {head_dim}"
             asked = f"Faster({of_dim}, {', '.join(map(str, at))})," if at else "no row"

@@ -131,9 +131,6 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return f"a softcap up to {SOFTCAP_MAX:g}, not {softcap:g}"
     if request.head_dim > 128 and {"alibi_slopes", "precise_delta"} <= features:  # spills 48 to 68 B
         return f"head_dim 128 or less with alibi_slopes beside precise_delta, not {request.head_dim}"
-    late = sorted({"dropout_p", "kv_lengths", "sinks"} & features)
-    if which == "forward" and "precise_delta" in features and late:  # not compiled
-        return f"attention without {late[0]} beside precise_delta"
     apart = 0 if length is None or kv_len is None else kv_len - length
     if which == "forward" and "kv_lengths" in features and request.causal and apart % 64:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"

@@ -98,6 +98,12 @@ def cases() -> dict[str, Callable[[], None]]:
         ),
         "hopper_precise_delta": lambda: attend("hopper", 64, 130, 190, precise_delta=True),
         "hopper_precise_delta_256": lambda: attend("hopper", 256, 130, 190, precise_delta=True),
+        "hopper_precise_delta_dropout": lambda: attend(
+            "hopper", 128, 300, 300, causal=False, precise_delta=True, dropout_p=0.1, dropout_seed=3
+        ),
+        "hopper_precise_delta_padding": lambda: attend(
+            "hopper", 64, 300, 300, precise_delta=True, **padding(0, 190)
+        ),
         "hopper_softcap": lambda: attend("hopper", 64, 130, 190, kv_heads=2, softcap=30.0),
         "hopper_softcap_in_a_window": lambda: attend("hopper", 128, 300, 300, softcap=30.0, window=(100, 0)),
         "hopper_softcap_padding": lambda: attend("hopper", 64, 300, 300, softcap=30.0, **padding(0, 190)),

@@ -33,6 +33,12 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("sinks window", {}, "triton", "hopper", "attention without window beside sinks"),
         ("precise_delta", {}, "hopper", "hopper", None),
         ("precise_delta window", {}, "triton", "triton", "attention without window beside precise_delta"),
+        ("precise_delta sinks", {}, "triton", "triton", "attention without sinks beside precise_delta"),
+        *(
+            (f"precise_delta {beside}", {"tier": "hopper", "head_dim": head_dim}, "hopper", "hopper", None)
+            for beside in ("cu_seqlens window", "dropout_p", "kv_lengths", "sinks")
+            for head_dim in (64, 128)
+        ),
         ("softcap window", {"tier": "hopper"}, "hopper", "hopper", None),
         ("alibi_slopes cu_seqlens", {"tier": "hopper"}, "hopper", "hopper", None),
         ("alibi_slopes kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),

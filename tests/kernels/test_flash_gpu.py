@@ -113,6 +113,14 @@ def features() -> dict[str, dict[str, object]]:
         "padding": {"kv_lengths": ints(700, 0), "causal": False},
         "blocks": {"block_mask": blocks},
         "precise_delta": {"precise_delta": True},
+        "precise_delta, documents in a window": {
+            "precise_delta": True,
+            "cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000),
+            "window": (200, 0),
+        },
+        "precise_delta, dropout": {"precise_delta": True, "dropout_p": 0.1, "dropout_seed": torch.tensor(7)},
+        "precise_delta, padding": {"precise_delta": True, "kv_lengths": ints(700, 0)},
+        "precise_delta, sinks": {"precise_delta": True, "sinks": slopes},
         "together": {
             "window": (300, 0),
             "softcap": 10.0,
@@ -134,11 +142,7 @@ def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
     flash, name: str, kv_heads: int, head_dim: int
 ) -> None:
     if flash.keywords["tier"] == "auto":
-        if (
-            name in ("window", "documents", "documents in a window", "blocks", "precise_delta")
-            and HOPPER
-            and head_dim <= 128
-        ):
+        if name.startswith(("window", "documents", "blocks", "precise_delta")) and HOPPER and head_dim <= 128:
             flash = functools.partial(flash, tier="hopper")  # or it is refused
         elif name not in BACKWARD_ON_HOPPER:
             pytest.skip("there are no other kernels than the portable ones for it")
@@ -252,6 +256,8 @@ def test_a_tier_that_cannot_serve_a_request_is_refused() -> None:
         ({"kv_lengths": True}, "hopper"),
         ({"kv_lengths": True, "length": 1024}, "triton and hopper"),
         ({"precise_delta": True}, "hopper"),
+        ({"precise_delta": True, "sinks": True}, "triton"),
+        ({"precise_delta": True, "sinks": True, "tier": "hopper"}, "hopper"),
         ({"sinks": True}, "hopper"),
         ({"dropout_p": 0.1, "window": (64, 0)}, "triton"),
         ({"sinks": True, "window": (64, 0)}, "triton and hopper"),

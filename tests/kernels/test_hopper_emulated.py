@@ -289,8 +289,12 @@ def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int)
 
 @pytest.mark.parametrize(
     ("bound", "head_dim"),
-    [(bound, 64) for bound in ("causal", "full", "window", "documents", "blocks")]
-    + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 128, 256)],
+    [
+        (bound, 64)
+        for bound in ("causal", "full", "window", "documents", "blocks", "padding", "dropout", "sinks")
+    ]
+    + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 128, 256)]
+    + [pytest.param(bound, 128, marks=SLOW) for bound in ("padding", "dropout", "sinks")],
 )
 def test_precise_delta(machine, bound: str, head_dim: int) -> None:
     """The forward keeps what rounding takes from out: of equal scores, P is 1 and sums of V are exact up to float32.
@@ -300,6 +304,9 @@ def test_precise_delta(machine, bound: str, head_dim: int) -> None:
         "window": {"window": (100, 0)},
         "documents": {"cu_seqlens": documents(q_len, batch)},
         "blocks": {"block_mask": block_mask(q_len, q_len, batch, 2)},
+        "padding": {"kv_lengths": torch.tensor([0, 130], dtype=torch.int32)},
+        "dropout": {"dropout_p": 0.5, "dropout_seed": 3},
+        "sinks": {"sinks": torch.tensor([0.0, -torch.inf])},  # e^0 is exact too
     }.get(bound, {})
     q, k, v, d_out = inputs(q_len, q_len, head_dim, torch.float16, batch=batch, heads=2, kv_heads=1)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # tokens before heads, as in a packed qkv

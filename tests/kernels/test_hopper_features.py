@@ -7,7 +7,7 @@ import torch
 
 import kernels
 from kernels.flash.dispatch import machine_lacks
-from tests.kernels.accuracy import assert_as_accurate, inputs, run
+from tests.kernels.accuracy import assert_as_accurate, documents, inputs, run
 
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
 pytestmark = [
@@ -21,6 +21,7 @@ LENGTHS = [(n, n) for n in (1, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025,
 LENGTHS += [(113, 203), (256, 512), (512, 256), (1023, 1024), (700, 30), (1, 4096)]
 NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window"]
 NAMES += ["softcap", "softcap window", "softcap kv_lengths", "alibi", "alibi window", "alibi kv_lengths"]
+NAMES += [f"precise_delta {name}" for name in ("window", "documents", "sinks", "dropout", "kv_lengths")]
 DROPOUT = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
 
 
@@ -37,6 +38,10 @@ def lengths(batch: int, kv_len: int) -> torch.Tensor:
 
 def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object]:
     given = {}
+    if "precise_delta" in name:
+        given["precise_delta"] = True
+    if "documents" in name:
+        given["cu_seqlens"] = documents(kv_len, batch, "cuda")
     if "kv_lengths" in name:
         given["kv_lengths"] = lengths(batch, kv_len)
     if "dropout" in name:
@@ -58,7 +63,7 @@ def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, causal: bool) -> None:
     """Forward and backward, with grouped heads; two or three consumers, dQ's product in its step or a step late."""
-    if "window" in name and not causal:
+    if ("window" in name or "documents" in name) and not causal:
         pytest.skip("those have the portable kernels")
     for q_len, kv_len in LENGTHS:
         ragged = (kv_len - q_len) % 64
@@ -66,6 +71,8 @@ def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, cau
             continue  # those have the portable forward
         if "kv" in name and causal and ragged:
             continue  # so have those
+        if "documents" in name and q_len != kv_len:
+            continue  # those are refused
         batch = 8 if q_len <= 1025 else 2
         *tensors, d_out = inputs(
             q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"

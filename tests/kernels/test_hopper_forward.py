@@ -35,6 +35,10 @@ def run(
     cu_seqlens: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
     low: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse; low gets what rounding took from out."""
     from kernels.flash.call import Options, Tensors
@@ -50,8 +54,10 @@ def run(
         starts, _ = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if block_mask is not None:
         blocks, _ = block_lists(block_mask, q.shape[2], k.shape[2], causal, -1, -1)
-    tensors = Tensors(document_starts=starts, key_blocks=blocks)
-    options = Options(causal, q.shape[3] ** -0.5, left=left, precise_delta=low is not None)
+    tensors = Tensors(
+        dropout_seed, sinks=sinks, document_starts=starts, kv_lengths=kv_lengths, key_blocks=blocks
+    )
+    options = Options(causal, q.shape[3] ** -0.5, dropout_p, left, precise_delta=low is not None)
     forward(q, k, v, out, out if low is None else low, lse, tensors, options)
     return out, lse
 
@@ -142,23 +148,32 @@ def test_packed_views_and_grouped_heads(heads: int, kv_heads: int, head_dim: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("bound", ["causal", "full", "window", "documents", "blocks"])
+@pytest.mark.parametrize(
+    "bound",
+    ["causal", "full", "window", "documents", "blocks", "padding", "dropout", "full dropout", "sinks"],
+)
 def test_precise_delta_keeps_what_rounding_takes_from_out(
     bound: str, head_dim: int, dtype: torch.dtype
 ) -> None:
     """Of equal scores, P is 1 and sums of V are exact up to float32."""
-    if bound == "blocks" and head_dim > 128:
-        pytest.skip("the portable kernels have block masks there")
+    if head_dim > 128 and bound not in ("causal", "full", "window", "documents"):
+        pytest.skip("the portable kernels have those there")
     for length in (129, 1000, 2100, 4100):  # 4100: three consumers
         q, k, v = normal(length, length, head_dim, dtype, batch=2, heads=4, kv_heads=2)
         q = torch.zeros_like(q.transpose(1, 2)).transpose(1, 2)  # tokens before heads, as in a packed qkv
-        options: dict[str, object] = {"causal": bound != "full"}
+        options: dict[str, object] = {"causal": "full" not in bound}
         if bound == "window":
             options["window"] = (200, 0)
         elif bound == "documents":
             options["cu_seqlens"] = documents(length, 2, "cuda")
         elif bound == "blocks":
             options["block_mask"] = block_mask(length, length, 2, 4, device="cuda")
+        elif bound == "padding":
+            options["kv_lengths"] = torch.tensor([0, length // 2], dtype=torch.int32, device="cuda")
+        elif "dropout" in bound:
+            options |= {"dropout_p": 0.5, "dropout_seed": torch.tensor(3, device="cuda")}
+        elif bound == "sinks":
+            options["sinks"] = torch.tensor([0.0, -torch.inf] * 2, device="cuda")  # e^0 is exact too
         low = torch.full_like(q, float("nan"))
         out, lse = run(q, k, v, low=low, **options)
         want = naive_attention(q.double(), k.double(), v.double(), **options)

@@ -234,6 +234,8 @@ def store_output(acc, row_max, row_sum, output, first_row, head, batch, sizes, S
     store_rows(output.Out, rounded, output, first_row, head, batch, sizes, SPEC)
     if output.OutLow is not None:
         low = (out - rounded.to(gl.float32)).to(rounded.dtype)
+        if SPEC.DROP is not None:
+            first_row = opaque(first_row)  # or addresses are shared, and 12 B spilled with head_dim 128
         store_rows(output.OutLow, low, output, first_row, head, batch, sizes, SPEC)
 
 
