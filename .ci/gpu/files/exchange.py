@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -165,10 +166,13 @@ def main() -> None:
                 if not torch.cuda.is_available() and NCCL & set(patches):
                     continue
                 began = time.monotonic()
-                with together(*patches):
-                    run = folder / f"{number} {name}"
-                    sample = measure([*settings, *common, *more], STEPS, run, ranks)
-                samples.append({"name": name, "seconds": time.monotonic() - began, **sample})
+                run = folder / f"{number} {name}"
+                try:
+                    with together(*patches):
+                        sample = measure([*settings, *common, *more], STEPS, run, ranks)
+                    samples.append({"name": name, "seconds": time.monotonic() - began, **sample})
+                except Exception:  # the next may do what this one cannot
+                    print(f"{name} failed on rank {ranks.rank}:\n{traceback.format_exc()}", flush=True)
                 torch.compiler.reset()
                 gc.collect()
                 if ranks.is_main:
