@@ -133,6 +133,7 @@ VARIANTS: dict[str, tuple[list[Patch], list[str]]] = {
     "undivided, views": ([undivided, views], []),
     "one graph, views, average, a bucket": ([one_graph, views, average, whole], []),
     "undivided, views, average, bf16": ([undivided, views, average], [bf16]),
+    "undivided, views, average, bf16, 100 MB": ([undivided, views, average, large], [bf16]),
     "one graph, views, average, bf16": ([one_graph, views, average, whole], [bf16]),
     "undivided, views, average, 32 CTAs": ([undivided, views, many], []),
     "views": ([views], []),
@@ -140,14 +141,14 @@ VARIANTS: dict[str, tuple[list[Patch], list[str]]] = {
 
 
 def table(samples: list[dict]) -> str:
-    lines = [f"{'variant':36}{'step ms':>21}{'exchange ms':>13}{'GiB':>6}{'s':>5}  weights"]
+    lines = [f"{'variant':40}{'step ms':>21}{'exchange ms':>13}{'GiB':>6}{'s':>5}  weights"]
     for name in dict.fromkeys(each["name"] for each in samples):
         own = [each for each in samples if each["name"] == name]
         steps = " ".join(f"{each['perf/step_ms']:.2f}" for each in own)
         peak = own[-1].get("perf/peak_allocated_gib", 0.0)
         same = "as main" if own[-1]["weights"] == samples[0]["weights"] else "OTHER"
         exchange, seconds = own[-1]["perf/exchange_ms"], own[0]["seconds"]
-        lines.append(f"{name:36}{steps:>21}{exchange:>13.2f}{peak:>6.1f}{seconds:>5.0f}  {same}")
+        lines.append(f"{name:40}{steps:>21}{exchange:>13.2f}{peak:>6.1f}{seconds:>5.0f}  {same}")
     return "\n".join(lines)
 
 
