@@ -59,8 +59,9 @@ def _sdpa(
         "dropout_p": dropout_p,
         "is_causal": is_causal,
         "scale": scale,
-        "enable_gqa": q.shape[1] != k.shape[1],
     }
+    if q.shape[1] != k.shape[1]:  # likewise
+        options["enable_gqa"] = True
     if backend is None:
         return F.scaled_dot_product_attention(q, k, v, **options)
     with sdpa_kernel(backend):

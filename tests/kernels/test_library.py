@@ -138,6 +138,15 @@ def test_sdpa_compiles_without_graph_breaks_at_varying_lengths() -> None:
         torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+def test_sdpa_compiles_where_heads_are_symbolic(heads: int, kv_heads: int) -> None:
+    torch._dynamo.reset()
+    attention = get_attention("sdpa")
+    q, k, v, _ = inputs(20, 20, 16, torch.float32, heads=heads, kv_heads=kv_heads)
+    compiled = torch.compile(attention, backend="aot_eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+
+
 @pytest.mark.parametrize("feature", [{"window": (4, 0)}, {"return_lse": True}, {"sinks": torch.zeros(1)}])
 def test_features_that_sdpa_lacks_are_refused(feature: dict[str, object]) -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
