@@ -21,6 +21,7 @@ def operator(
     differentiable: Callable[..., Any] | None = None,
     no_gradient: Callable[[], Exception] | None = None,
     rest: tuple[type, ...] = (),
+    flops: Callable[..., int] | None = None,
 ) -> torch._ops.OpOverload:
     """Register a function that mutates none of its inputs as an operator, with the function's name and signature.
 
@@ -31,6 +32,7 @@ def operator(
         no_gradient: in place of `differentiable`, for an operator that is itself a gradient: makes the error that a
             second derivative raises.
         rest: NamedTuples whose fields the functions take as their *arguments.
+        flops: what torch.utils.flop_counter counts for it, from the shapes of its arguments; None: nothing.
     """
     name = function.__name__
     if rest:
@@ -39,7 +41,12 @@ def operator(
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", like, lib=LIBRARY)
-    made = getattr(getattr(torch.ops, NAMESPACE), name).default
+    packet = getattr(getattr(torch.ops, NAMESPACE), name)
+    made = packet.default
+    if flops is not None:
+        from torch.utils.flop_counter import register_flop_formula  # imports triton
+
+        register_flop_formula(packet)(flops)
     if no_gradient is not None:
         differentiable = _once(made, no_gradient)
     if differentiable is None:

@@ -1,7 +1,7 @@
 """The forward and the backward as PyTorch operators, and autograd through them."""
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from ..operators import below_autograd, in_backward, operator
 from ..registry import AttentionError
@@ -146,15 +146,48 @@ def _empty_gradients(
     return empty_like(q), empty_like(k), empty_like(v), delta
 
 
+def forward_flops(q: Size, k: Size | None, v: Size | None, *asked: object, out_shape: object = None) -> int:
+    """What FlopCounterMode counts for `flash_forward`, from shapes: two products of whole matrices, as for torch's
+    own attention, which counts the scores that a mask hides like others."""
+    return 2 * _product_flops(q, k)
+
+
+def backward_flops(
+    d_out: Size,
+    d_lse: Size | None,
+    out: Size,
+    lse: Size,
+    out_low: Size | None,
+    q: Size,
+    k: Size | None,
+    *rest: object,
+    out_shape: object = None,
+) -> int:
+    """Likewise for `flash_backward`: five products, one of them the scores once more, as torch counts its own. What
+    kernels compute twice is not counted."""
+    return 5 * _product_flops(q, k)
+
+
+def _product_flops(q: Size, k: Size | None) -> int:
+    """Of the product of a whole q and k (shapes), or of an equally large one. k None: q is packed."""
+    if k is None:
+        batch, length, _, heads, head_dim = q
+        return 2 * batch * heads * length * length * head_dim
+    batch, heads, length, head_dim = q
+    return 2 * batch * heads * length * k[2] * head_dim
+
+
 flash_forward = operator(
     flash_forward,
     lambda q, k, v, *asked: _empty_results(q, k, unflatten(asked)[1].precise_delta),
     FlashAttention.of_operator,
     rest=(Tensors, Options),
+    flops=forward_flops,
 )
 flash_backward = operator(
     flash_backward,
     lambda d_out, d_lse, out, lse, out_low, q, k, v, *asked: _empty_gradients(lse, q, k, v),
     no_gradient=lambda: AttentionError("attention=flash has no second derivative; use attention=naive"),
     rest=(Tensors, Options),
+    flops=backward_flops,
 )

@@ -8,7 +8,8 @@ each row's loss, reduction="none", the backward computes the logits again.
 """
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ..arguments import check_number, in_autocast_dtype
 from ..operators import NAMESPACE, has_tangent
@@ -316,3 +317,23 @@ def _rows_backward(ctx, d_losses):
 
 
 _rows_forward.register_autograd(_rows_backward, setup_context=_save_rows)
+
+
+def _product_flops(hidden: Size, weight: Size) -> int:
+    """Of all logits, and of either gradient: FlopCounterMode counts as for torch's layers, but all in the forward."""
+    return 2 * hidden[0] * hidden[1] * weight[0]
+
+
+@register_flop_formula(_forward._opoverload.overloadpacket)
+def _(hidden, weight, bias, targets, vocab_size, with_gradient, *options, out_shape=None):
+    return (3 if with_gradient else 1) * _product_flops(hidden, weight)
+
+
+@register_flop_formula(_rows_forward._opoverload.overloadpacket)
+def _(hidden, weight, *rest, out_shape=None):
+    return _product_flops(hidden, weight)
+
+
+@register_flop_formula(_rows_gradients._opoverload.overloadpacket)
+def _(d_losses, hidden, weight, *rest, out_shape=None):
+    return 3 * _product_flops(hidden, weight)
