@@ -3,6 +3,8 @@
     name, attention = resolve_attention("auto", device=device, dtype=torch.bfloat16, head_dim=64)
     out = attention(q, k, v, causal=True)
 
+`attention_tier` says which of its kernels run, and `why_portable` why not those for Hopper.
+
 Beside them: `kernels.layers`, a model's other layers, and `kernels.ring`, attention over a sequence that several GPUs
 share.
 
@@ -26,6 +28,7 @@ from .registry import (
     packed_form,
     register_attention,
     resolve_attention,
+    why_portable,
     with_packed,
 )
 
@@ -97,5 +100,6 @@ __all__ = [
     "register_sharding",
     "register_transformers",
     "resolve_attention",
+    "why_portable",
     "with_packed",
 ]

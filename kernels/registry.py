@@ -73,11 +73,13 @@ def _in_words(feature: str) -> str:
 @dataclass(frozen=True)
 class Backend:
     """A registered attention: `load()` returns the function, `refuses(request)` the reason why it cannot serve a
-    request or None, and `tier(request)` the set of kernels that serves, for a backend with several sets."""
+    request or None; for a backend with several sets of kernels, `tier(request)` the set that serves, and
+    `why(request)` what it would take for a faster one."""
 
     load: Callable[[], AttentionFn]
     refuses: Callable[[AttentionRequest], str | None]
     tier: Callable[[AttentionRequest], str] | None
+    why: Callable[[AttentionRequest], str | None] | None
 
 
 ATTENTION: dict[str, Backend] = {}
@@ -89,6 +91,7 @@ def register_attention(
     refuses: Callable[[AttentionRequest], str | None],
     lazy: bool = False,
     tier: Callable[[AttentionRequest], str] | None = None,
+    why: Callable[[AttentionRequest], str | None] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator: register the attention function as `name`.
 
@@ -99,11 +102,12 @@ def register_attention(
             imports are heavy.
         tier: for a backend with several sets of kernels: takes a request that is not refused, returns the name of the
             set that serves it. The attention function then has an argument `tier`.
+        why: likewise, returns what `why_portable` says.
     """
 
     def register(function: Function) -> Function:
         load = function if lazy else lambda: function
-        ATTENTION[name] = Backend(load, refuses, tier)
+        ATTENTION[name] = Backend(load, refuses, tier, why)
         return function
 
     return register
@@ -252,6 +256,29 @@ def attention_tier(
     The other arguments are as `resolve_attention` accepted them.
     """
     return _tier(name, _request(device, dtype, head_dim, tier, features, length, heads))
+
+
+def why_portable(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    tier: str = "auto",
+    length: int | None = None,
+    heads: int | None = None,
+    **features: object,
+) -> str | None:
+    """Why portable kernels serve such calls on a GPU for which the backend has faster ones: what those would need.
+
+        >>> why_portable("flash", device=q.device, dtype=q.dtype, head_dim=64, length=4096, softcap=30.0)
+        "those for Hopper need attention without softcap"
+
+    The arguments are `attention_tier`'s. None if the faster ones serve, if there are none for the device, or if
+    `tier` leaves no choice.
+    """
+    why = _backend(name).why
+    return why and why(_request(device, dtype, head_dim, tier, features, length, heads))
 
 
 def _tier(name: str, request: AttentionRequest) -> str | None:

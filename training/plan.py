@@ -13,7 +13,7 @@ import torch
 
 from data.loader import Corpus
 from data.tokenizer import findable, load_tokenizer
-from kernels import attention_tier, bind, resolve_attention
+from kernels import attention_tier, bind, resolve_attention, why_portable
 from kernels.registry import FLASH_HEAD_DIM
 from model.gpt import GPT, AttentionFn
 from model.modern import build_gpt
@@ -41,6 +41,7 @@ class Computation:
     attention: str
     attention_fn: AttentionFn  # of whole sequences, where no ranks share them
     attention_tier: str | None
+    why_portable: str | None  # why a Hopper GPU's own kernels are not that, for the banner
     precise_delta: bool
     dtype: torch.dtype
     loss: Layers
@@ -200,7 +201,7 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     if config.attention.precise_delta is None:
         request["precise_delta"] = _drifts(config, name, dtype)
     shape = {"length": config.model.seq_len // place.context_size, "heads": micro_batch * config.model.n_head}
-    tier = attention_tier(name, **request, **shape)
+    tier, why = (ask(name, **request, **shape) for ask in (attention_tier, why_portable))
     if request["precise_delta"]:
         attention = bind(attention, precise_delta=True)
     loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
@@ -210,7 +211,7 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
     graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks, config.parallel)
     return Computation(
-        name, attention, tier, request["precise_delta"], dtype, loss, block, compiled, graphs,
+        name, attention, tier, why, request["precise_delta"], dtype, loss, block, compiled, graphs,
         accumulation, micro_batch,
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ def banner(plan: Plan) -> Rows:
         runs += ", Triton kernels interpreted"
     asked = "" if config.attention.name == how.attention else f" (requested: {config.attention.name})"
     tier = f", {how.attention_tier} kernels" if how.attention_tier else ""
+    tier += f" ({how.why_portable})" if how.why_portable else ""
     tier += ", precise delta" if how.precise_delta else ""
     tokens = config.trainer.steps * config.trainer.batch_tokens
     batch = sequences = f"{plural(how.micro_batch, 'sequence')} of {model.seq_len}"

@@ -64,7 +64,8 @@ def flash_attention(
     dropout_seed: under a CUDA graph a tensor on the device; a number, or a CPU tensor, is captured as a constant.
     precise_delta: also keep the output's rounding error, as large as the output, so that delta = rowsum(dO * O) does
     not inherit a rounding that can be biased (arXiv 2510.04212).
-    tier: the kernels that may run: "triton", "hopper" (see `dispatch`), or "auto", the Hopper ones where they apply.
+    tier: the kernels that may run: "triton", "hopper" (see `dispatch`), or "auto", the Hopper ones where they apply;
+        `kernels.why_portable` says why not.
 
     Raises:
         AttentionError: names the argument that is not supported.

@@ -5,7 +5,7 @@
              kernels/features.py, where `FASTER` says so; with tier="hopper" elsewhere too, and `on_request`
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
-asks it by `chosen`. Triton is imported only if there is a Hopper GPU.
+asks it by `chosen`; `kernels.why_portable` tells users. Triton is imported only if there is a Hopper GPU.
 """
 
 import functools
@@ -215,6 +215,17 @@ def tier_of(request: AttentionRequest) -> str:
     return " and ".join(dict.fromkeys(passes))
 
 
+def why_portable(request: AttentionRequest) -> str | None:
+    """What the Hopper kernels would need to serve the passes that portable ones serve on a Hopper GPU, or None."""
+    if not is_hopper(request.device):
+        return None
+    needs = {which: choose(which, request).why for which in ("forward", "backward")}
+    forward, backward = needs.values()
+    if forward == backward:
+        return forward and f"those for Hopper need {forward}"
+    return "; ".join(f"the {which} for Hopper needs {needed}" for which, needed in needs.items() if needed)
+
+
 def chosen(
     which: str,
     q: torch.Tensor,
@@ -286,15 +297,18 @@ def _choose_for_call(
     return choose(which, request), options
 
 
-@functools.cache
-def machine_lacks(device: torch.device) -> str | None:
-    """What the device or Triton lacks to run the Hopper kernels at all, or None."""
-    is_hopper = (
+def is_hopper(device: torch.device) -> bool:
+    return (
         device.type == "cuda"
         and torch.version.hip is None  # AMD's gfx90a reports 9.0 too
         and torch.cuda.get_device_capability(device) == (9, 0)
     )
-    if not is_hopper:
+
+
+@functools.cache
+def machine_lacks(device: torch.device) -> str | None:
+    """What the device or Triton lacks to run the Hopper kernels at all, or None."""
+    if not is_hopper(device):
         return "a Hopper GPU (compute capability 9.0)"
     if lacking := gluon_lacks():  # printed once: this function remembers
         print(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}", file=sys.stderr)

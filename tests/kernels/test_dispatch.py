@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import AttentionError, AttentionRequest, attention_tier, resolve_attention
+from kernels import AttentionError, AttentionRequest, attention_tier, resolve_attention, why_portable
 from kernels.flash import dispatch
 from kernels.flash.call import Options, Tensors
 
@@ -136,6 +136,24 @@ def test_a_request_gets_its_kernels_and_the_reason_why_not_others(
     assert dispatch.choose("forward", request) == (forward, why)
     assert dispatch.choose("backward", request).kernels == backward
     assert dispatch.tier_of(request) == (forward if forward == backward else f"{forward} and {backward}")
+
+
+def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
+    assert why_portable("flash", **asked) is None
+    assert why_portable("flash", **asked, softcap=5.0) == "those for Hopper need attention without softcap"
+    few = why_portable("flash", **asked, sinks=True, length=512, heads=16)
+    assert few == (
+        "the forward for Hopper needs 1024 tiles of 128 queries or more with sinks; "
+        "the backward for Hopper needs 128 tiles of 128 queries or more with sinks"
+    )
+    both = why_portable("flash", **asked, dropout_p=0.1)
+    assert both == "the forward for Hopper needs head_dim 128 with dropout_p, not 64"
+    assert why_portable("flash", **asked, softcap=5.0, tier="triton") is None  # as asked for
+    assert why_portable("sdpa", **asked) is None
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: False)
+    assert why_portable("flash", **asked, softcap=5.0) is None
 
 
 def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it() -> None:

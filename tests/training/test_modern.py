@@ -7,6 +7,7 @@ import torch
 
 import sample
 import train
+from kernels.flash import dispatch
 from tests.test_train import losses
 from training import checkpoint
 
@@ -55,6 +56,18 @@ def test_the_banner_says_what_a_run_is(started, tiny, capsys):
     assert "  parallel   blocks are computed again\n" in told
     assert started(train.main, *tiny, "parallel.gradient_dtype=bf16") == 0
     assert "  parallel " not in capsys.readouterr().out  # a single process exchanges no gradients
+
+
+def test_the_banner_says_why_a_hopper_gpu_runs_portable_kernels(started, tiny, capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "machine_lacks", lambda device: None)
+    dispatch.choose.cache_clear()
+    short = ["trainer.steps=1", "trainer.sample_tokens=0", "attention=flash"]
+    assert started(train.main, *tiny, *short) == 0
+    dispatch.choose.cache_clear()
+    why = "those for Hopper need float16 or bfloat16, not torch.float32"
+    assert f"  attention  flash, triton kernels ({why})\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
