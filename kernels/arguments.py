@@ -85,6 +85,8 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale; None means 1/sqrt(head_dim). It must be positive and finite."""
     if scale is None:
+        if head_dim == 0:
+            raise AttentionError("q has head_dim 0, of which scale=None, 1/sqrt(head_dim), is none")
         return 1.0 / math.sqrt(head_dim)
     check_number("scale", scale)
     if not 0 < scale < math.inf:

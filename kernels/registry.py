@@ -103,7 +103,16 @@ def register_attention(
         tier: for a backend with several sets of kernels: takes a request that is not refused, returns the name of the
             set that serves it. The attention function then has an argument `tier`.
         why: likewise, returns what `why_portable` says.
+
+    Raises:
+        AttentionError: the name is taken, or "auto".
     """
+    if name == "auto":
+        raise AttentionError("attention=auto chooses among the others: register under another name")
+    if name in ATTENTION:
+        raise AttentionError(
+            f"attention={name} is registered already: choose another name, or first del kernels.ATTENTION[{name!r}]"
+        )
 
     def register(function: Function) -> Function:
         load = function if lazy else lambda: function

@@ -40,8 +40,11 @@ class Block(NamedTuple):
 def shard_positions(length: int, rank: int, ranks: int) -> Tensor:
     """The positions in a sequence of `length` tokens that a rank holds, ascending: int64 (length / ranks,).
 
-    x[:, positions] is a rank's part of x (batch, length). Raises ValueError unless 2 * ranks divides length.
+    x[:, positions] is a rank's part of x (batch, length). Raises ValueError unless 2 * ranks divides length, and
+    for a rank that is none of them.
     """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must be 0 to {ranks - 1}, one of {ranks} ranks, got {rank}")
     if length % (2 * ranks):
         raise ValueError(
             f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks, two for each of {ranks} ranks"

@@ -188,6 +188,7 @@ def test_dropout_needs_a_valid_seed_and_a_probability_below_one() -> None:
         ({"window": (-2, 0)}, "window must be"),
         ({"window": 3}, r"window must be \(left, right\).*got 3"),
         ({"scale": -1.0}, "scale must be positive"),
+        (dict.fromkeys("qkv", torch.zeros(2, 2, 5, 0)), "q has head_dim 0"),
         ({"softcap": -1.0}, "softcap must be positive"),
         ({"sinks": torch.zeros(3)}, r"sinks must be floating point \(4,\)"),
         ({"kv_lengths": torch.zeros(2)}, "kv_lengths must be torch.int32"),

@@ -29,6 +29,17 @@ def test_get_attention_refuses_auto() -> None:
         kernels.get_attention("auto")
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("sdpa", "attention=sdpa is registered already"), ("auto", "attention=auto chooses among")],
+)
+def test_a_name_is_registered_once(name: str, why: str) -> None:
+    before = dict(kernels.ATTENTION)
+    with pytest.raises(AttentionError, match=why):
+        register_attention(name, refuses=lambda request: None)
+    assert before == kernels.ATTENTION
+
+
 def test_auto_on_a_cpu_resolves_to_sdpa() -> None:
     name, attention = resolve_attention("auto", **CPU)
     assert name == "sdpa"

@@ -180,3 +180,6 @@ def test_a_ring_needs_a_process_group_and_parts_of_equal_size():
         ring_attention(q, q, q)
     with pytest.raises(ValueError, match="a sequence of 10 tokens cannot be cut into 4 chunks"):
         shard_positions(10, 0, 2)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank must be 0 to 1, one of 2 ranks, got {rank}"):
+            shard_positions(8, rank, 2)

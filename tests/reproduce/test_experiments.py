@@ -185,10 +185,10 @@ def test_a_backend_that_refuses_a_mask_is_not_timed_with_it(tmp_path):
 
 
 def test_a_backend_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(ATTENTION, "wrong", None)  # gone after the test
     register_attention("wrong", refuses=lambda request: None)(
         lambda *qkv, **options: 1.01 * get_attention("naive")(*qkv, **options)
     )
+    monkeypatch.setitem(ATTENTION, "wrong", ATTENTION.pop("wrong"))  # gone after the test
     run(tmp_path, "attention", "backends=naive,wrong", "figures=fa2")
     (sample,) = pick(document(tmp_path, "attention"), kind="time")
     assert set(sample["ms"]) == {"naive"}
@@ -196,13 +196,13 @@ def test_a_backend_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch
 
 
 def test_a_backend_wrong_only_at_full_length_is_not_timed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(ATTENTION, "steep", None)  # gone after the test
     naive = get_attention("naive")
 
     @register_attention("steep", refuses=lambda request: None)
     def steep(q, k, v, **options):
         return naive(q if q.shape[2] <= 64 else q + 0.1 * (q - q.detach()), k, v, **options)
 
+    monkeypatch.setitem(ATTENTION, "steep", ATTENTION.pop("steep"))  # gone after the test
     checked = attention.check
     monkeypatch.setattr(
         attention, "check", lambda name, workload, *rest: checked(name, replace(workload, length=64), *rest)

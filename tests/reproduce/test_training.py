@@ -94,8 +94,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
     if torch.cuda.is_available():
         pytest.skip("runs Triton's interpreter")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
-        patch.setitem(ATTENTION, "wrong", None)  # gone after the run
         register_attention("wrong", refuses=lambda request: None)(backwards)
+        patch.setitem(ATTENTION, "wrong", ATTENTION.pop("wrong"))  # gone after the run
         folder = tmp_path_factory.mktemp("results")
         return run(folder, "parts=small,padded", "backends=naive,sdpa,sdpa_cudnn,wrong"), said.getvalue()
 
