@@ -46,6 +46,7 @@ from .features import FEATURES
 from .flash import dropout
 from .flash.decode import decode_kernel
 from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule, wide_dkdv, wide_dq
+from .flash.hopper import spec as forward_spec
 from .flash.hopper.descriptors import layout_of, tile_width
 from .flash.hopper.dropout import drop_of
 from .flash.hopper.primitives import compile_options
@@ -238,7 +239,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     if job.kernel == "hopper_dkdv":
         return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
     uses = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop, "softcap": softcap}
-    spec = forward_schedule.specify(job.head_dim, job.causal, *lengths, **uses)
+    spec = forward_spec.specify(job.head_dim, job.causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec}
     if job.kernel == "hopper_forward":
@@ -263,7 +264,7 @@ def _descriptor(name: str, job: Job) -> str:
         queries, keys = (
             (backward_schedule.BLOCK_M[tile_width(job.head_dim)], backward_schedule.KEYS.value)
             if job.kernel == "hopper_backward"
-            else (forward_schedule.ROWS.value, forward_schedule.block_n(job.head_dim))
+            else (forward_schedule.ROWS.value, forward_spec.block_n(job.head_dim))
         )
         rows = queries if name in ("q_desc", "do_desc") else keys
         block, dtype = (1, 1, rows, tile_width(job.head_dim)), torch.bfloat16

@@ -16,8 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper.descriptors import layout_of
-from kernels.flash.hopper.forward_schedule import specify
 from kernels.flash.hopper.pipeline import fetch, make_ring
+from kernels.flash.hopper.spec import specify
 from kernels.flash.masks import block_lists, document_bounds
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, block_mask, documents, inputs

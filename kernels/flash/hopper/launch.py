@@ -15,9 +15,10 @@ from .descriptors import Descriptor, fits_tma, rows_of, tile_width
 from .dq import SUM_BLOCK, delta_kernel, round_kernel
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
-from .forward_schedule import ROWS, block_n, is_dynamic, specify
+from .forward_schedule import ROWS
 from .padding import clear_kernel
 from .primitives import OVERLAPPED, compile_options
+from .spec import block_n, is_dynamic, specify
 from .wide_dkdv import KEYS as WIDE_KEYS
 from .wide_dkdv import WIDTH, dkdv_kernel
 from .wide_dq import dq_kernel
