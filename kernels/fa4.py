@@ -36,11 +36,13 @@ def _refuses(request: AttentionRequest) -> str | None:
 def _head_dim_lacks(head_dim: int) -> str | None:
     if head_dim % 32 == 0 and head_dim <= 256:
         return None
-    return f"it takes a head_dim that is a multiple of 32, up to 256, not {head_dim}: others get a wrong dQ"
+    return (
+        f"it takes a head_dim that is a multiple of 32, up to 256, not {head_dim}: at others its dQ is wrong"
+    )
 
 
 def _missing(error: ImportError) -> str:
-    return f"it needs the package flash-attn-4, pip install flash-attn-4 ({error})"
+    return f"it needs the package flash-attn-4 (pip install flash-attn-4): {error}"
 
 
 @register_attention("fa4", refuses=_refuses, lazy=True)

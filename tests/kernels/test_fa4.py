@@ -62,7 +62,7 @@ def test_an_unsupported_request_is_refused_before_the_first_step(monkeypatch: py
     assert why_not() is None
     assert why_not(torch.float32) == "it takes float16 and bfloat16, not torch.float32"
     assert why_not(torch.bfloat16, "dropout_p") == "it does not support dropout_p"
-    refused = "it takes a head_dim that is a multiple of 32, up to 256, not {}: others get a wrong dQ"
+    refused = "it takes a head_dim that is a multiple of 32, up to 256, not {}: at others its dQ is wrong"
     assert [why_not(head_dim=each) for each in (80, 288)] == [refused.format(each) for each in (80, 288)]
 
 
