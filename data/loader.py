@@ -197,6 +197,7 @@ class Batches:
         seed: int,
         block_len: int | None = None,
     ):
+        _check(split, seq_len, sequences_per_batch)
         block_len = block_len or seq_len
         if block_len % seq_len or sequences_per_batch * seq_len % block_len:
             raise DataError(
@@ -260,6 +261,7 @@ class EvaluationBatches:
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, sequences_per_batch: int):
+        _check(split, seq_len, sequences_per_batch)
         self.split, self.seq_len, self.sequences_per_batch = split, seq_len, sequences_per_batch
         self.windows = -(-(split.tokens - 1) // seq_len)
 
@@ -277,6 +279,13 @@ class EvaluationBatches:
                 inputs[row, : len(tokens) - 1] = tokens[:-1]
                 targets[row, : len(tokens) - 1] = tokens[1:]
         return inputs, targets
+
+
+def _check(split: TokenSplit, seq_len: int, sequences_per_batch: int) -> None:
+    if not isinstance(split, TokenSplit):
+        raise TypeError(f"split must be a TokenSplit, such as open_corpus(FOLDER).train, not {split!r}")
+    if min(seq_len, sequences_per_batch) < 1:
+        raise DataError(f"seq_len={seq_len}, sequences_per_batch={sequences_per_batch}: at least 1 each")
 
 
 def _of_rank(sequences: int, rank: int, world_size: int) -> np.ndarray:

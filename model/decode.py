@@ -134,7 +134,7 @@ def generate_batch(
     attend, cuda_graph: see `Decoder`.
     """
     check_sampling(n, temperature, top_k)
-    if not prompts or any(each.dim() != 1 or not len(each) for each in prompts):
+    if not len(prompts) or any(each.dim() != 1 or not len(each) for each in prompts):
         raise ValueError("prompts must be 1-d tensors of at least one token, and at least one of them")
     generator = generator or torch.Generator().manual_seed(0)
     seq_len, was_training = model.config.seq_len, model.training

@@ -349,6 +349,8 @@ def _parse(key: str, text: str, kind: Any) -> Any:
         if text.lower() not in ("true", "false"):
             raise ReproduceError(f"{key}={text}: it must be true or false")
         return text.lower() == "true"
+    if "dtype" in key and text not in ("float16", "bfloat16", "float32"):
+        raise ReproduceError(f"{key}={text}: it must be float16, bfloat16 or float32")
     try:
         return kind(text)
     except ValueError:

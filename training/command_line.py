@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -143,6 +146,24 @@ class _Job:
             jobs.note_refused(run_dir.parent, line)
 
 
+class Sweep(jobs.Sweep):
+    """Says first which runs will be refused for their settings, each in its turn; a search draws them later."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        super().on_multirun_start(config)
+        if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
+            return
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        given = parser.parse_overrides(config.hydra.overrides.task)
+        for number, overrides in enumerate(BasicSweeper.split_arguments(given, None)[0]):
+            try:
+                _typed(hydra.compose("train", overrides), overrides, sys.argv)
+            except ConfigError as error:
+                print(f"run {number} will be refused: {error}", flush=True)
+            except HydraException:
+                return  # Hydra refuses all
+
+
 @contextmanager
 def _one_line_errors(job: _Job) -> Iterator[None]:
     """Exit with one line for a user's mistake, an interrupt or a closed pipe; a bug keeps its traceback."""
@@ -195,6 +216,11 @@ def _typed(cfg: DictConfig, overrides: Iterable[str], command: Collection[str]) 
     for setting, (reader, reads, decided_by) in _READ_WITH.items():
         if setting in varies and not reads(config) and not any(map(varies.get, decided_by)):
             raise ConfigError(f"{setting} is read with {reader} only: add that, or leave it out.")
+    if config.attention.tier != "auto" and (varies.get("attention") or varies.get("attention.name")):
+        from kernels import ATTENTION  # loads torch
+
+        if (backend := ATTENTION.get(config.attention.name)) and not backend.tier:
+            config.attention.tier = "auto"  # for those of the sweep that have tiers
     return config
 
 

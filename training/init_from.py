@@ -19,6 +19,7 @@ from model.huggingface import from_huggingface
 from . import checkpoint
 from .config import Config, ConfigError, ModelConfig, Positions
 from .console import for_shell
+from .gguf_file import merges_of
 from .restore import read_run
 from .resume import AUTO
 from .seeds import stream_seed
@@ -122,14 +123,23 @@ def _from_hugging_face(path: Path, tokenizer: str) -> InitialWeights:
     except Exception as error:  # safetensors, for one, has a kind of its own
         reason = (str(error) or type(error).__name__).splitlines()[0].removesuffix(".")
         raise ConfigError(f"trainer.init_from={path} cannot be read as a GPT-2: {reason}.") from error
-    if model.config.vocab_size != _GPT2_VOCABULARY:
+    ours, size = load_tokenizer(tokenizer), model.config.vocab_size
+    same = ours.n_vocab == size
+    if size != _GPT2_VOCABULARY and not (same and _tokens_in(path) == merges_of(ours)[0]):
         raise ConfigError(
-            f"trainer.init_from={path} has a vocabulary of {model.config.vocab_size}, so its tokenizer is unknown; "
-            f"GPT-2's is {_GPT2_VOCABULARY}."
+            f"trainer.init_from={path} has a vocabulary of {size}, and no tokenizer.json that says it is that of "
+            f"data.tokenizer={tokenizer}; GPT-2's is {_GPT2_VOCABULARY}."
         )
-    # It does not say which tokenizer it was trained with.
-    same = load_tokenizer(tokenizer).n_vocab == _GPT2_VOCABULARY
     return InitialWeights(str(path), model.state_dict(), model.config, "data.tokenizer=gpt2", same)
+
+
+def _tokens_in(folder: Path) -> dict[str, int] | None:
+    """The vocabulary that a tokenizer's file beside the weights has, as that of our own exports."""
+    try:
+        file = json.loads((folder / "tokenizer.json").read_text())
+        return file["model"]["vocab"] | {each["content"]: each["id"] for each in file["added_tokens"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _differing(theirs: GPTConfig, ours: ModelConfig) -> tuple[list[str], list[str]]:

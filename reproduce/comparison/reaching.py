@@ -17,7 +17,7 @@ def to_loss(runs: list[Run], loss: float) -> str:
 
 
 def _cells(first: Run, run: Run, loss: float) -> list[str]:
-    if not same_tokens(first, run):
+    if not same_tokens(first, run) or _predicted(first) != _predicted(run):
         return [run.label, "other tokens", ""]
     cells = []
     for against, shown in (("tokens", count), ("seconds", "{:,.0f} s".format)):
@@ -28,9 +28,17 @@ def _cells(first: Run, run: Run, loss: float) -> list[str]:
     return [run.label, *cells]
 
 
+def _predicted(run: Run) -> int | None:
+    """How many tokens its first evaluation predicted; None: the whole split."""
+    return next((of for _, of in run.evaluations()), None)
+
+
 def reached(run: Run, loss: float, against: str) -> float | None:
-    """Where its validation loss first was at most `loss`, on a line between two evaluations; None: nowhere."""
-    points = list(run.curve("val/loss", against).items())
+    """Where its validation loss first was at most `loss`, on a line between two evaluations; None: nowhere.
+
+    With trainer.eval_tokens the last evaluation, which is of the whole split, does not count.
+    """
+    points = [(x, y) for (x, of), y in run.evaluations(against).items() if of == _predicted(run)]
     if points and points[0][1] <= loss:
         return points[0][0]
     for (x, above), (next_x, below) in pairwise(points):

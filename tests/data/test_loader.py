@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,16 @@ def test_runs_of_different_lengths_see_the_same_tokens_in_every_batch(corpus: Co
 def test_a_block_that_cannot_be_cut_evenly_is_refused(corpus: Corpus, block_len: int, sequences: int):
     with pytest.raises(DataError, match=f"block_len={block_len} must be a multiple"):
         Batches(corpus.train, 16, sequences, seed=0, block_len=block_len)
+
+
+@pytest.mark.parametrize("batches", [partial(Batches, seed=0), EvaluationBatches])
+def test_arguments_that_make_no_batch_are_refused_by_name(corpus: Corpus, batches: Callable):
+    with pytest.raises(DataError, match="seq_len=0, sequences_per_batch=4: at least 1 each"):
+        batches(corpus.train, 0, 4)
+    with pytest.raises(DataError, match="seq_len=16, sequences_per_batch=-1: at least 1 each"):
+        batches(corpus.train, 16, -1)
+    with pytest.raises(TypeError, match=r"such as open_corpus\(FOLDER\)\.train, not 'data/cache'"):
+        batches("data/cache", 16, 4)
 
 
 def test_a_split_may_have_more_shards_than_file_descriptors(tmp_path: Path):

@@ -75,6 +75,14 @@ def test_a_stream_hands_out_what_generate_returns_as_it_is_drawn(model):
     assert [token.item() for token in drawn] == wanted[1:].tolist()
 
 
+def test_prompts_of_one_length_may_be_rows_of_a_tensor(model):
+    rows = torch.stack(prompts(4, 4))
+    assert torch.equal(
+        torch.stack(generate_batch(model, rows, 3, temperature=0.0)),
+        generate(model, rows, 3, temperature=0.0),
+    )
+
+
 def test_bad_prompts_are_refused(model):
     for bad in ([], [torch.zeros(1, 3, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]):
         with pytest.raises(ValueError, match="prompts must be 1-d tensors of at least one token"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from warnings import catch_warnings
 
 import pytest
+import yaml
 
 from reproduce.__main__ import main
 from reproduce.common import ReproduceError
@@ -151,6 +152,22 @@ def test_the_tokens_and_the_time_to_a_loss_are_read_between_two_evaluations(copi
     assert re.search(r"\nsdpa +2.05 k \(0.80x\) +200 s \(0.80x\)\n", said)
     main(["compare", str(copies), "--loss", "3.0"])
     assert re.search(r"\nsdpa +not reached\n", capsys.readouterr().out)
+
+
+def test_a_loss_is_reached_in_evaluations_of_the_same_tokens(copies, sweep):
+    """With trainer.eval_tokens the last evaluation is of others than those before it."""
+    paths = [copies / "0_naive", copies / "1_sdpa"]
+    for path in paths:
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        config["trainer"]["eval_tokens"], steps = 32, config["trainer"]["steps"]
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+        path.joinpath("metrics.csv").write_text(
+            f"step,tokens,seconds,val/loss\n1,100,1,9\n2,200,2,5\n{steps},300,3,4\n"
+        )
+    assert re.search(r"\nsdpa +not reached", to_loss(find_runs(map(str, paths)), 4.5))
+    assert re.search(r"\nsdpa +200 \(1.00x\)", to_loss(find_runs(map(str, paths)), 5.0))
+    others = find_runs([str(paths[0]), str(sweep / "1_sdpa")])
+    assert re.search(r"\nsdpa.* other tokens", to_loss(others, 5.0))
 
 
 def test_in_a_sweep_what_a_run_took_to_a_loss_is_relative_to_its_match(copies):

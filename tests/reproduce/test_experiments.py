@@ -338,6 +338,7 @@ def test_a_closed_output_pipe_is_not_an_error():
         (["comapre"], "all, report, compare, milestones, workspace; did you mean compare?"),
         (["numerics", "lenghts=3"], "lenghts is not a setting of this experiment; it has backends"),
         (["numerics", "repeats=many"], "repeats=many: it must be of type int"),
+        (["numerics", "dtypes=float32,fp8"], "dtypes=fp8: it must be float16, bfloat16 or float32"),
         (["numerics", "repeats"], "repeats is not key=value"),
         (["attention", "backends=flesh"], "there is no attention flesh; choose from standard, "),
         (["training", "--device", "cpu"], "needs a CUDA device"),

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 
 import reproduce.__main__
 import sample
+from kernels import AttentionError
+from training.command_line import composed
 from training.config import Config, ConfigError
 from training.console import for_shell, quoted_for_shell
+from training.distributed import World
+from training.plan import resolve
 
 
 def never(_config: Config, _run_dir: Path) -> None:
@@ -147,6 +152,29 @@ def test_a_sweep_over_optimizers_may_set_what_one_of_them_reads(started):
         refused = started(never, "-m", *given, "optimizer.momentum=0.9,0.8").splitlines()
         assert len(refused) == 2
         assert all("momentum is read with optimizer=muon only" in each for each in refused)
+
+
+def test_a_sweep_over_attentions_may_set_the_tier_of_one_of_them(started):
+    seen = {}
+    words = ["-m", "attention=naive,flash,auto", "attention.tier=triton"]
+    assert started(lambda config, _: seen.update({config.attention.name: config.attention.tier}), *words) == 0
+    assert seen == {"naive": "auto", "flash": "triton", "auto": "triton"}
+    with pytest.raises(AttentionError, match=r"no kernel tiers \(leave out attention.tier=triton\)"):
+        resolve(composed("attention=naive", "attention.tier=triton"), Path(), World(torch.device("cpu")))
+
+
+def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys):
+    def task(config: Config, _run_dir: Path) -> None:
+        print(f"seed {config.seed} begins")
+
+    refused = started(task, "-m", "seed=1,2", "model.dropout=0,2")
+    first, second, *begun = [each for each in capsys.readouterr().out.splitlines() if "HYDRA" not in each]
+    assert first.startswith("run 1 will be refused: model.dropout=2.0: it must be at least 0.0")
+    assert second.startswith("run 3 will be refused: ")
+    assert begun == ["seed 1 begins", "seed 2 begins"]
+    assert len(refused.splitlines()) == 2
+    assert "did you mean trainer.steps?" in started(never, "-m", "seed=1,2", "trainer.step=1")
+    assert "refused" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

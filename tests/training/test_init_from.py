@@ -29,6 +29,7 @@ from training.config import (
     TrainerConfig,
     load_config,
 )
+from training.export import export
 from training.restore import load_run
 from training.trainer import Trainer, train
 
@@ -251,6 +252,22 @@ def test_hugging_face_weights_have_the_loss_that_transformers_computes(started, 
     summary = json.loads((run / "summary.json").read_text())
     assert summary["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert abs(summary["val/loss"] - 10.82) > 0.1  # ln 50257, the loss of a uniform guess
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_exported_run_of_another_vocabulary_gives_its_weights_back(config, trained, tmp_path, own):
+    pytest.importorskip("transformers")
+    run, ended = trained
+    if own:  # with merges
+        tokens = [*(bytes([value]) for value in range(256)), b"th", b" q", b" qu"]
+        lines = (b"%s %d\n" % (base64.b64encode(each), rank) for rank, each in enumerate(tokens))
+        ranks = tmp_path / "own.tiktoken"
+        ranks.write_bytes(b"".join(lines))
+        config, run = replace(config, data=replace(config.data, tokenizer=str(ranks))), tmp_path / "run"
+        ended = train(config, run)
+    export(run, tmp_path / "exported")
+    again = having(config, init_from=str(tmp_path / "exported"), steps=0)
+    assert train(again, tmp_path / "again")["val/loss"] == pytest.approx(ended["val/loss"], rel=1e-6)
 
 
 def test_hugging_face_weights_with_another_vocabulary_size_are_refused(config, tmp_path):
