@@ -46,7 +46,6 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def reference(made: contenders.Contender) -> tuple[float, dict[str, torch.Tensor]]:
     """Float32 loss and gradients of the same weights with PyTorch's layers, a sequence at a time."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     exact = contenders.initial_model(config, get_attention("sdpa" if on_gpu else "naive"), device)
     exact.load_state_dict(made.model.state_dict())
     total = 0.0
@@ -57,8 +56,8 @@ def reference(made: contenders.Contender) -> tuple[float, dict[str, torch.Tensor
     return total, gradients(exact)
 
 
-def check(made: contenders.Contender) -> dict[str, object]:
-    """The norm of each gradient's error, relative, after two micro-steps with one batch as the model is trained."""
+def found(made: contenders.Contender) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of two micro-steps with one batch, as the model is trained."""
     made.model.zero_grad(set_to_none=not made.graphs)
     add = getattr(contenders, "add_gradients", None)  # of the variants
     for _ in range(2):
@@ -70,14 +69,29 @@ def check(made: contenders.Contender) -> dict[str, object]:
             add(loss / 2, made.model)
         else:
             (loss / 2).backward()
-    value, found = loss.item(), gradients(made.model)
+    value, of_all = loss.item(), gradients(made.model)
     made.model.zero_grad(set_to_none=not made.graphs)
+    return value, of_all
+
+
+def check(made: contenders.Contender) -> dict[str, object]:
+    """The norm of each gradient's error, relative; and whether a second time gives the same bits."""
+    gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    value, first = found(made)
+    repeats = all(torch.equal(first[name], each) for name, each in found(made)[1].items())
     exact_loss, exact = reference(made)
     errors = {
-        name: ((found[name] - each).norm() / each.norm().clamp(min=1e-30)).item() if name in found else 1.0
+        name: ((first[name] - each).norm() / each.norm().clamp(min=1e-30)).item() if name in first else 1.0
         for name, each in exact.items()
     }
-    return {"loss": value, "exact_loss": exact_loss, "errors": errors}
+    return {
+        "loss": value,
+        "exact_loss": exact_loss,
+        "errors": errors,
+        "repeats": repeats,
+        "gib": gib,
+        "skipped": torch._dynamo.utils.counters["inductor"]["cudagraph_skips"],
+    }
 
 
 made = contenders.Contender(
@@ -107,9 +121,10 @@ def steps(count: int) -> float:
 
 
 steps(3)
-answer(
-    checked=check(made)
-)  # after steps: graphs are replayed, and weights have changed since they were recorded
+# After steps: graphs are replayed, and weights have changed since they were recorded.
+answer(checked=check(made))
+if on_gpu:
+    torch.cuda.empty_cache()  # the reference's, for the other variants
 for line in sys.stdin:
     order, argument = line.split()
     if order == "steps":
