@@ -77,6 +77,6 @@ def evaluate(
             loss = model(inputs, targets)
         tokens = (targets != -1).sum()
         totals += torch.stack([loss.double() * tokens, tokens.double()])
-    nats, tokens = world.sum(totals).tolist()
+    nats, tokens = world.totals(totals)
     model.train()
     return Evaluation(nats / tokens, int(tokens), text_bytes)

@@ -138,7 +138,7 @@ def accuracy(
         totals[0] += (scores.view(len(several), -1).argmax(1) == answers).sum()
         totals[1] += len(several)
     model.train()
-    right, asked = world.sum(totals).tolist()
+    right, asked = world.totals(totals)
     return right / asked
 
 
