@@ -59,8 +59,7 @@ def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[
 
     train_model: nn.Module = model
     if parallel.shard is Shard.none and plan.world.size > 1:
-        options = parallel.gradient_dtype, backward_ended
-        train_model = replicated(model, plan.layout.mesh, *options, views=not how.graphs)
+        train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, backward_ended)
     if not how.compiled or in_blocks:
         return Built(model, train_model, model, optimizer, scaler)
     # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.

@@ -20,18 +20,16 @@ def replicated(
     mesh: DeviceMesh,
     dtype: GradientDtype,
     backward_ended: Callable[[], None],
-    *,
-    views: bool = True,
 ) -> DistributedDataParallel:
     """The model with its gradients exchanged in buckets, each as soon as the backward has filled it.
 
     backward_ended: called when the last bucket is full. What then passes until the backward returns is the exchange
         that no computation hides. It must not lead to the model: the hook is held in C++, where Python's collector
         sees no cycle, and nothing of the model would ever be freed.
-    views: let gradients be parts of the buckets, which saves their size in memory.
     """
     group = mesh.get_group()
-    replicas = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=views)
+    # As parts of the buckets, gradients take no memory besides, and are not copied there and back.
+    replicas = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     average = bf16_compress_hook if dtype is GradientDtype.bf16 else allreduce_hook
 
     def hook(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
