@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,12 +29,19 @@ def replicated(
     group = mesh.get_group()
     # As parts of the buckets, gradients take no memory besides, and are not copied there and back.
     replicas = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    average = bf16_compress_hook if dtype is GradientDtype.bf16 else allreduce_hook
+    exchanged = torch.bfloat16 if dtype is GradientDtype.bf16 else torch.float32
+    divides = dist.get_backend(group) == "nccl"  # while it sums, without a kernel before; gloo cannot
 
     def hook(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
             backward_ended()
-        return average(group, bucket)
+        gradients = bucket.buffer()
+        sent = gradients.to(exchanged)  # in float32 the buffer itself
+        if not divides:
+            sent.div_(group.size())
+        operation = dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
+        work = dist.all_reduce(sent, operation, group=group, async_op=True)
+        return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
     replicas.register_comm_hook(None, hook)
     return replicas
