@@ -25,13 +25,29 @@ from .seeds import stream_seed
 
 @dataclass
 class Built:
-    """The same weights, three times: as they are, as they train, as they are evaluated."""
+    """The same weights, four times: as they are, as they train with an exchange and without, as evaluated."""
 
     model: GPT
     train_model: nn.Module
+    local_model: nn.Module  # without an exchange, for the micro-steps before a step's last
     eval_model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+
+
+class Local(nn.Module):
+    """The model, called by code of its own, so that torch.compile does not cut it at DDP's buckets.
+
+    torch.compile keeps what it compiled by the code that is called, and takes it without asking for DDP: of the
+    model and its DDP in one mode, whichever came first would serve both (torch 2.13).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *tensors: torch.Tensor, **named: torch.Tensor | None) -> torch.Tensor:
+        return self.model(*tensors, **named)
 
 
 def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[], None]) -> Built:
@@ -61,7 +77,10 @@ def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[
     if parallel.shard is Shard.none and plan.world.size > 1:
         train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, backward_ended)
     if not how.compiled or in_blocks:
-        return Built(model, train_model, model, optimizer, scaler)
+        return Built(model, train_model, model, model, optimizer, scaler)
     # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
     make = compiled_to_graphs if how.graphs else compiled
-    return Built(model, make(train_model, how.dtype), compiled(model, how.dtype), optimizer, scaler)
+    trained = local = make(train_model, how.dtype)
+    if train_model is not model:
+        local = make(Local(model), how.dtype)
+    return Built(model, trained, local, compiled(model, how.dtype), optimizer, scaler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -92,7 +92,8 @@ class Trainer:
         self.throughput = Throughput(ranks)
         built = build(self.plan, initial, partial(self.throughput.begins, "exchange"))
         self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
-        self.train_model, self.eval_model = built.train_model, built.eval_model
+        self.train_model, self.local_model = built.train_model, built.local_model
+        self.eval_model = built.eval_model
         self.sharded = config.parallel.shard is not Shard.none
         self.saver = Saver(self.plan, built)
         self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
@@ -239,12 +240,12 @@ class Trainer:
             if how.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             self.watch.tick(f"in the forward of step {step + 1:,}")
-            with self._micro_step(last=micro == how.accumulation - 1):
-                with self.plan.autocast():
-                    loss = self.train_model(x, y, dropout_seed=self._dropout_seed(step, micro))
-                self.saver.keep_up()
-                self.watch.tick(f"in the backward of step {step + 1:,}")
-                self.scaler.scale(loss / how.accumulation).backward()
+            model = self._micro_step(last=micro == how.accumulation - 1)
+            with self.plan.autocast():
+                loss = model(x, y, dropout_seed=self._dropout_seed(step, micro))
+            self.saver.keep_up()
+            self.watch.tick(f"in the backward of step {step + 1:,}")
+            self.scaler.scale(loss / how.accumulation).backward()
             total += loss.detach() / how.accumulation
         self.throughput.begins("optimizer")
         limit = self.config.trainer.grad_clip or math.inf
@@ -254,13 +255,11 @@ class Trainer:
             norms = update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
         return total, norms
 
-    def _micro_step(self, last: bool) -> AbstractContextManager:
-        """Ranks exchange gradients once a step, with the last micro-batch; shard=full, with each."""
+    def _micro_step(self, last: bool) -> torch.nn.Module:
+        """What computes it. Ranks exchange gradients once a step, with the last one; shard=full, with each."""
         if self.sharded:
             begin_micro_step(self.model, self.config.parallel.shard, last)
-        elif self.world.size > 1 and not last:
-            return self.train_model.no_sync()
-        return nullcontext()
+        return self.train_model if last else self.local_model
 
     def load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
         """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting.

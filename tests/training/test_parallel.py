@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -13,6 +15,7 @@ from model.gpt import GPT
 from model.huggingface import from_huggingface
 from tests.conftest import measured, rows
 from tests.training.ranks import train_on
+from training.building import Local
 from training.checkpoint import find, load_weights
 from training.export import export
 from training.parallel.blocks import recompute
@@ -118,6 +121,37 @@ def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environ
         json.loads((tmp_path / name / "summary.json").read_text()) for name in ("copy", "evaluated")
     )
     assert after["val/loss"] == pytest.approx(before["val/loss"], rel=1e-5)
+
+
+class Layers(torch.nn.Module):
+    """Two of 1.4 MB: DDP's first bucket is full at 1 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(600, 600), torch.nn.Linear(600, 600)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu()).sum()
+
+
+def test_only_micro_steps_with_an_exchange_are_cut_at_buckets():
+    graphs, counts = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layers = Layers()
+        local, replicas = Local(layers), DistributedDataParallel(layers)
+        for model in (local, replicas, local):
+            torch.compile(model, backend=backend)(torch.ones(1, 600)).backward()
+            counts.append(len(graphs))
+    finally:
+        dist.destroy_process_group()
+        torch.compiler.reset()
+    assert counts == [1, 3, 3]
 
 
 @pytest.mark.slow
