@@ -27,8 +27,11 @@ def replicated(
         sees no cycle, and nothing of the model would ever be freed.
     """
     group = mesh.get_group()
-    # As parts of the buckets, gradients take no memory besides, and are not copied there and back.
-    replicas = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    # As parts of the buckets, gradients take no memory besides, and are not copied there and back. Each bucket is a
+    # piece of the compiled step; with DDP's 25 MB GPT-2 small on two H100 takes 0.5 ms of 129 longer.
+    replicas = DistributedDataParallel(
+        model, process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=100
+    )
     exchanged = torch.bfloat16 if dtype is GradientDtype.bf16 else torch.float32
     divides = dist.get_backend(group) == "nccl"  # while it sums, without a kernel before; gloo cannot
 

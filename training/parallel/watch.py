@@ -196,7 +196,8 @@ class Watch:
         if self._ranks.rank == (0 if number != "0" else self._ranks.size - 1):
             print(f"error: {why}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback_later(15, file=2)  # where it hangs, before torchrun kills it
-            ending = threading.Timer(self._limit, os._exit, [1])  # which it does not for a rank that is stopped
+            # torchrun does not, where a rank is stopped.
+            ending = threading.Timer(self._limit, os._exit, [1])
             ending.daemon = True
             ending.start()
             try:
