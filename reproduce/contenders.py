@@ -15,7 +15,7 @@ from kernels import ATTENTION, get_attention, history, resolve_attention
 from model.config import GPTConfig
 from model.gpt import GPT, AttentionFn
 from training.config import Layers
-from training.cuda_graphs import compiled_to_graphs
+from training.cuda_graphs import add_gradients, compiled_to_graphs
 from training.layers import make_gpt
 from training.optimizer import OptimizerConfig, build_optimizer, update
 from training.precision import compiled
@@ -110,7 +110,11 @@ class Contender:
                 seed = torch.full((), number * self.accumulation + micro, device=self.device)
                 loss = self._loss(tokens, targets, seed)
             yield
-            self.scaler.scale(loss / self.accumulation).backward()
+            loss = self.scaler.scale(loss / self.accumulation)
+            if self.graphs:
+                add_gradients(loss, self.model)
+            else:
+                loss.backward()
             yield
         update(self.model, self.optimizer, self.scaler, keep_gradients=self.graphs)
         yield

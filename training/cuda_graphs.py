@@ -6,7 +6,7 @@ A replay writes where the recording wrote, so what outlives a micro-step needs m
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .config import ConfigError
 from .distributed import World
@@ -44,3 +44,11 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         parameter.grad = torch.zeros_like(parameter)
     compiled(model, dtype)  # for the cache tag of the process; it compiles nothing before the first call
     return torch.compile(model, mode="reduce-overhead")
+
+
+def add_gradients(loss: Tensor, model: nn.Module) -> None:
+    """As loss.backward(), for one process: autograd would start a kernel for each parameter, this starts a few."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    new = torch.autograd.grad(loss, parameters, allow_unused=True)
+    pairs = [(parameter.grad, d) for parameter, d in zip(parameters, new, strict=True) if d is not None]
+    torch._foreach_add_(*map(list, zip(*pairs, strict=True)))

@@ -18,6 +18,7 @@ from . import checkpoint, hellaswag
 from .building import build
 from .config import Config, ConfigError
 from .console import Progress, printable
+from .cuda_graphs import add_gradients
 from .distributed import World, world
 from .evaluation import Evaluation, beginning, evaluate
 from .failures import diverged, fault, out_of_memory
@@ -245,7 +246,11 @@ class Trainer:
                 loss = model(x, y, dropout_seed=self._dropout_seed(step, micro))
             self.saver.keep_up()
             self.watch.tick(f"in the backward of step {step + 1:,}")
-            self.scaler.scale(loss / how.accumulation).backward()
+            share = self.scaler.scale(loss / how.accumulation)
+            if how.graphs and model is self.local_model:
+                add_gradients(share, self.model)
+            else:
+                share.backward()
             total += loss.detach() / how.accumulation
         self.throughput.begins("optimizer")
         limit = self.config.trainer.grad_clip or math.inf
