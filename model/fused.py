@@ -24,12 +24,14 @@ class FusedLayers(NamedTuple):
         and the LayerNorm of that; if rms its RMSNorm, and shift is None
     embedding: (tokens, weight) -> weight[tokens]
     dropout: (x, dropout_p, dropout_seed) -> dropout(x)
+    linear: (x, weight, bias or None) -> x @ weight.T + bias
     """
 
     linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
     dropout_add_norm: Callable[..., tuple[Tensor, Tensor]]
     embedding: Callable[[Tensor, Tensor], Tensor]
     dropout: Callable[[Tensor, float, Tensor], Tensor]
+    linear: Callable[..., Tensor] = F.linear
 
 
 class Stream(NamedTuple):
@@ -55,17 +57,20 @@ class FusedBlock(Block):
         super().__init__(config, layer, attention, packed)
         self.layers = layers
         self.dropout = config.dropout
+        self.attn.c_attn.product = layers.linear
 
     def forward(  # type: ignore[override]
         self, stream: Stream, seeds: Seeds, cu_seqlens: Tensor | None, cache: KVCache | None
     ) -> Stream:
         x, h = add_norm(self.layers, stream, self.ln_1, self.dropout)
         y = self.attn.heads(h, seeds[0], cu_seqlens, cache)
-        stream = Stream(x, F.linear(y, self.attn.c_proj.weight), self.attn.c_proj.bias, seeds[1])
+        stream = Stream(x, self.layers.linear(y, self.attn.c_proj.weight), self.attn.c_proj.bias, seeds[1])
         x, h = add_norm(self.layers, stream, self.ln_2, self.dropout)
         y = self.layers.linear_gelu(h, self.mlp.c_fc.weight, self.mlp.c_fc.bias)
         # The bias is copied: the next block reads it, and FSDP has freed this block's parameters by then.
-        return Stream(x, F.linear(y, self.mlp.c_proj.weight), self.mlp.c_proj.bias.clone(), seeds[2])
+        return Stream(
+            x, self.layers.linear(y, self.mlp.c_proj.weight), self.mlp.c_proj.bias.clone(), seeds[2]
+        )
 
 
 class FusedGPT(GPT):

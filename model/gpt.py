@@ -22,6 +22,11 @@ Seeds = tuple[Tensor | None, ...]  # of a block's dropouts: attention, its proje
 
 
 class Linear(nn.Linear):
+    product = staticmethod(F.linear)  # (x, weight, bias or None) -> x @ weight.T + bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
     def reset_parameters(self) -> None:
         """Nothing: GPT.init_weights draws every weight, and torch's global generator stays untouched."""
 

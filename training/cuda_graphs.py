@@ -7,6 +7,10 @@ A replay writes where the recording wrote, so what outlives a micro-step needs m
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kernels.versions import kernels_lack
+from model.gpt import Linear
 
 from .config import ConfigError
 from .distributed import World
@@ -39,9 +43,18 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel
 
 
 def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """As `precision.compiled`, with replays. It gives each parameter a gradient of zeros, to be added to."""
+    """As `precision.compiled`, with replays. It gives each parameter a gradient of zeros, to be added to.
+
+    Those of the linear layers' weights are added to by the product itself, where no exchange waits for them.
+    """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    if not isinstance(model, DistributedDataParallel) and kernels_lack() is None:
+        from kernels.layers.linear import sum_in_product
+
+        for layer in model.modules():
+            if isinstance(layer, Linear):
+                sum_in_product(layer.weight)
     compiled(model, dtype)  # for the cache tag of the process; it compiles nothing before the first call
     return torch.compile(model, mode="reduce-overhead")
 
@@ -49,6 +62,6 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def add_gradients(loss: Tensor, model: nn.Module) -> None:
     """As loss.backward(), for one process: autograd would start a kernel for each parameter, this starts a few."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    new = torch.autograd.grad(loss, parameters, allow_unused=True)
+    new = torch.autograd.grad(loss, parameters, allow_unused=True)  # None: summed by its product
     pairs = [(parameter.grad, d) for parameter, d in zip(parameters, new, strict=True) if d is not None]
     torch._foreach_add_(*map(list, zip(*pairs, strict=True)))

@@ -48,8 +48,9 @@ def make_gpt(
         return build_gpt(config, attention, **options)
     from kernels.layers.dropout import dropout
     from kernels.layers.embedding import embedding
+    from kernels.layers.linear import linear
     from kernels.layers.linear_add_norm import dropout_add_norm
     from kernels.layers.linear_gelu import linear_gelu
 
-    layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout)
+    layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout, linear)
     return build_gpt(config, attention, layers=layers, **options)

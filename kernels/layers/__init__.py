@@ -1,5 +1,6 @@
 """The model's layers other than attention as fused functions, with their kernels.
 
+    linear                a linear layer that can sum its weight's gradient over micro-steps
     linear_gelu           a linear layer with its GELU
     linear_add_norm       a linear layer with the residual addition and LayerNorm that follow it
     linear_cross_entropy  the language model's head and its loss, without the full logits

@@ -178,7 +178,7 @@ def _by_chunks(
                 of_rows = hidden[rows]
                 if shares is not None:
                     of_rows = of_rows * shares[rows]
-                _add_product(d_weight, logits.T, of_rows)
+                add_product(d_weight, logits.T, of_rows)
                 if bias is not None:
                     if shares is not None:
                         logits *= shares[rows]
@@ -193,7 +193,7 @@ def _chunk(rows: int, row_bytes: int) -> int:
     return chunk if chunk < TILE else -(-chunk // TILE) * TILE
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, with total in float32."""
     if a.device.type == "cuda" and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -10,7 +10,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..launch import launch, sm_count
 from ..operators import below_autograd, in_backward, operator
 from .checks import check_device, check_operands, no_second_derivative
+from .linear import linear
 
 
 class Tile(NamedTuple):
@@ -58,7 +58,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Raises:
         ValueError: mismatched shape, dtype or device of bias. FusedError: our kernels cannot run here.
     """
-    pre = F.linear(x, weight)
+    pre = linear(x, weight)
     check_operands(pre, **({} if bias is None else {"bias": bias}))
     # In eager mode, what the operator would call, without the dispatcher; torch.compile sees the operator.
     return bias_gelu(pre, bias) if torch.compiler.is_compiling() else _BiasGelu.apply(pre, bias)

@@ -1,4 +1,4 @@
-"""Which runs use CUDA graphs. test_gpu.py tests that they compute the same with and without."""
+"""Which runs use CUDA graphs. test_gpu.py tests that runs repeat with and without."""
 
 import pytest
 import torch

@@ -1,0 +1,68 @@
+"""A linear layer whose product adds the weight's gradient to what earlier micro-steps have left.
+
+Under autocast, autograd computes such a gradient in 16 bits, casts it, and adds it to `weight.grad`: 20 bytes of
+traffic an element. A matrix product that adds to a float32 matrix moves 8, and rounds nothing to 16 bits.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arguments import in_autocast_dtype
+from ..operators import NAMESPACE
+from .linear_cross_entropy import add_product
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, torch's, unless `sum_in_product(weight)` was called and gradients are recorded."""
+    if not getattr(weight, "summed", False) or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    operands = in_autocast_dtype(x, weight, *(() if bias is None else (bias,)))
+    return _linear(operands[0], operands[1], None if bias is None else operands[2], weight.grad)
+
+
+def sum_in_product(weight: Tensor) -> None:
+    """From now on, `linear`'s backward adds to weight.grad, which must stay in its place; autograd gets none.
+
+    Hooks of the weight do not see it, so not where DistributedDataParallel or FSDP wait for one.
+    """
+    torch._dynamo.mark_static_address(weight.grad)  # or a replayed graph would add to a copy
+    weight.summed = True  # type: ignore[attr-defined]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+@_linear.register_fake
+def _(x, weight, bias, total):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::sum_product", mutates_args=("total",))
+def _sum_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    with torch.autocast(total.device.type, enabled=False):
+        add_product(total, a, b)
+
+
+@_sum_product.register_fake
+def _(total, a, b):
+    return None
+
+
+def _save(ctx, inputs, output):
+    x, weight, bias, total = inputs
+    ctx.save_for_backward(x, weight, total)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx, d_out):
+    x, weight, total = ctx.saved_tensors
+    rows = d_out.flatten(0, -2)
+    _sum_product(total, rows.T, x.flatten(0, -2))
+    d_bias = None if ctx.bias_dtype is None else rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return d_out @ weight, None, d_bias, None
+
+
+_linear.register_autograd(_backward, setup_context=_save)
