@@ -54,7 +54,7 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
         for layer in model.modules():
             if isinstance(layer, Linear):
-                sum_in_product(layer.weight)
+                sum_in_product(layer.weight, dtype)
     compiled(model, dtype)  # for the cache tag of the process; it compiles nothing before the first call
     return torch.compile(model, mode="reduce-overhead")
 

@@ -117,6 +117,8 @@ def update(
     """
     import torch
 
+    from kernels.versions import kernels_lack
+
     scaler.unscale_(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norms = torch.stack(torch._foreach_norm([parameter.grad for parameter in parameters]))
@@ -124,4 +126,8 @@ def update(
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=not keep_gradients)
+    if keep_gradients and kernels_lack() is None:
+        from kernels.layers.linear import cast_again
+
+        cast_again(parameters)
     return norms

@@ -4,6 +4,8 @@ Under autocast, autograd computes such a gradient in 16 bits, casts it, and adds
 traffic an element. A matrix product that adds to a float32 matrix moves 8, and rounds nothing to 16 bits.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,19 +17,30 @@ from .linear_cross_entropy import add_product
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, torch's, unless `sum_in_product(weight)` was called and gradients are recorded."""
-    if not getattr(weight, "summed", False) or not torch.is_grad_enabled():
+    if not hasattr(weight, "low") or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    operands = in_autocast_dtype(x, weight, *(() if bias is None else (bias,)))
-    return _linear(operands[0], operands[1], None if bias is None else operands[2], weight.grad)
+    (x,) = in_autocast_dtype(x)
+    return _linear(x, weight.low, None if bias is None else bias.to(x.dtype), weight.grad)
 
 
-def sum_in_product(weight: Tensor) -> None:
+def sum_in_product(weight: Tensor, dtype: torch.dtype) -> None:
     """From now on, `linear`'s backward adds to weight.grad, which must stay in its place; autograd gets none.
+    It multiplies by a copy in `dtype`, autocast's, which `cast_again` brings up to date.
 
     Hooks of the weight do not see it, so not where DistributedDataParallel or FSDP wait for one.
     """
-    torch._dynamo.mark_static_address(weight.grad)  # or a replayed graph would add to a copy
-    weight.summed = True  # type: ignore[attr-defined]
+    low = weight.detach().to(dtype)
+    for tensor in (low, weight.grad):  # or a replayed graph would read and add to copies
+        torch._dynamo.mark_static_address(tensor)
+    weight.low = low  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def cast_again(weights: Iterable[Tensor]) -> None:
+    """After an optimizer's step: cast the weights that `linear` uses, once for all micro-steps that follow."""
+    cast = [weight for weight in weights if hasattr(weight, "low")]
+    if cast:
+        torch._foreach_copy_([weight.low for weight in cast], cast)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear", mutates_args=())

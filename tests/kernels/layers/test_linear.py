@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.layers.linear import linear, sum_in_product
+from kernels.layers.linear import cast_again, linear, sum_in_product
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -14,7 +14,7 @@ def test_a_product_adds_its_weights_gradient_to_what_is_there(compiled: bool, wi
     weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (6,)))
     call = torch.compile(linear, backend="aot_eager") if compiled else linear
     weight.grad = torch.zeros_like(weight)
-    sum_in_product(weight)
+    sum_in_product(weight, torch.float32)
     expected = torch.zeros_like(weight)
     for _ in range(2):
         x = torch.randn(3, 5, 4, requires_grad=True)
@@ -25,3 +25,14 @@ def test_a_product_adds_its_weights_gradient_to_what_is_there(compiled: bool, wi
         expected += d_weight
         torch.testing.assert_close(found, d_x)
         torch.testing.assert_close(weight.grad, expected)
+
+
+def test_without_gradients_it_reads_the_weight_itself_and_with_them_the_cast_one() -> None:
+    weight, x = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4)
+    weight.grad = torch.zeros_like(weight)
+    sum_in_product(weight, torch.bfloat16)
+    with torch.no_grad():
+        weight.mul_(2)
+        torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    cast_again([weight])
+    torch.testing.assert_close(linear(x.bfloat16(), weight), F.linear(x.bfloat16(), weight.bfloat16()))
