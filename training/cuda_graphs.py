@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kernels.versions import kernels_lack
-from model.gpt import Linear
+from model.gpt import Embedding, Linear
 
 from .config import ConfigError
 from .distributed import World
@@ -50,11 +50,13 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if not isinstance(model, DistributedDataParallel) and kernels_lack() is None:
-        from kernels.layers.linear import sum_in_product
+        from kernels.layers.linear import sum_in_place, sum_in_product
 
         for layer in model.modules():
             if isinstance(layer, Linear):
                 sum_in_product(layer.weight, dtype)
+            elif isinstance(layer, Embedding):
+                sum_in_place(layer.weight)
     compiled(model, dtype)  # for the cache tag of the process; it compiles nothing before the first call
     return torch.compile(model, mode="reduce-overhead")
 

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch
-from ..operators import operator
+from ..operators import NAMESPACE, operator
 from .checks import block_of, check_device, check_dtype, no_second_derivative
+from .linear_cross_entropy import total_of
 
 
 class Tile(NamedTuple):
@@ -54,11 +55,12 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """
     check_dtype("weight", weight)
     # An autograd.Function in the graph would keep torch.compile from using its graph cache.
-    return token_rows(tokens, weight) if torch.compiler.is_compiling() else _TokenRows.apply(tokens, weight)
+    look_up = token_rows if torch.compiler.is_compiling() else _TokenRows.apply
+    return look_up(tokens, weight, total_of(weight))
 
 
-def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:
-    """The operator: weight[tokens]."""
+def token_rows(tokens: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
+    """The operator: weight[tokens]. total: what the gradient is added to, which autograd then does not get."""
     return F.embedding(tokens, weight)
 
 
@@ -73,9 +75,10 @@ class _TokenRows(torch.autograd.Function):
     """`token_rows` with its gradient."""
 
     @staticmethod
-    def forward(ctx, tokens, weight):
+    def forward(ctx, tokens, weight, total):
         check_device("embedding", weight.device.type)  # raises now rather than in the backward
         ctx.save_for_backward(tokens)
+        ctx.total = total  # not saved: the loss's backward changes it first
         ctx.rows = weight.shape[0]
         # Not our operator: torch.compile sees torch's, and fuses it with what follows.
         return F.embedding(tokens, weight)
@@ -83,11 +86,26 @@ class _TokenRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         (tokens,) = ctx.saved_tensors
-        return None, embedding_gradient(d_out, tokens, ctx.rows)
+        if ctx.total is None:
+            return None, embedding_gradient(d_out, tokens, ctx.rows), None
+        _add_rows(ctx.total, d_out, tokens)
+        return None, None, None
+
+
+@torch.library.custom_op(f"{NAMESPACE}::add_rows", mutates_args=("total",))
+def _add_rows(total: Tensor, d_out: Tensor, tokens: Tensor) -> None:
+    _add_up(d_out.contiguous(), tokens.contiguous(), total)
+
+
+@_add_rows.register_fake
+def _(total, d_out, tokens):
+    return None
 
 
 token_rows = operator(
-    token_rows, lambda tokens, weight: weight.new_empty((*tokens.shape, weight.shape[1])), _TokenRows.apply
+    token_rows,
+    lambda tokens, weight, total: weight.new_empty((*tokens.shape, weight.shape[1])),
+    _TokenRows.apply,
 )
 embedding_gradient = operator(
     embedding_gradient,
@@ -97,10 +115,10 @@ embedding_gradient = operator(
 
 
 def _add_up(d_out: Tensor, tokens: Tensor, table: Tensor) -> None:
-    """Write the sum of d_out over each token's positions, accumulated in float32, to the token's row of table.
+    """Add the sum of d_out over each token's positions, accumulated in float32, to the token's row of table.
 
     d_out: (..., width). tokens: (...), integer. table: (rows, width). All contiguous. Rows of tokens that do not
-    occur are not written.
+    occur are not touched.
     """
     count, width = tokens.numel(), table.shape[1]
     block, warps, chunks = _grid(TILE, count, width)
@@ -167,6 +185,7 @@ def sum_runs_kernel(
         goes_on = tl.load(InOrder + end, mask=end < count, other=-1) == token
         if starts & (goes_on == 0):
             row = Table + token.to(tl.int64) * WIDTH
+            total += tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
             tl.store(row + columns, total.to(Table.dtype.element_ty), mask=inside)
         else:
             piece = Pieces + (2 * chunk + starts.to(tl.int32)).to(tl.int64) * WIDTH
@@ -205,4 +224,5 @@ def join_pieces_kernel(
             at += ROWS
         total = first + tl.sum(sums, 0)
         row = Table + token.to(tl.int64) * WIDTH
+        total += tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(row + columns, total.to(Table.dtype.element_ty), mask=inside)

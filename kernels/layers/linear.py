@@ -35,6 +35,12 @@ def sum_in_product(weight: Tensor, dtype: torch.dtype) -> None:
     weight.low = low  # type: ignore[attr-defined]
 
 
+def sum_in_place(weight: Tensor) -> None:
+    """Likewise for the embedding and the loss, which share a weight: both add to weight.grad."""
+    torch._dynamo.mark_static_address(weight.grad)
+    weight.summed = True  # type: ignore[attr-defined]
+
+
 @torch.no_grad()
 def cast_again(weights: Iterable[Tensor]) -> None:
     """After an optimizer's step: cast the weights that `linear` uses, once for all micro-steps that follow."""

@@ -76,7 +76,7 @@ def linear_cross_entropy(
     with_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, bias)
     )
-    loss, *_ = _forward(*operands, with_gradient, reduction == "mean", *terms)
+    loss, *_ = _forward(*operands, with_gradient, reduction == "mean", *terms, total_of(weight))
     return loss
 
 
@@ -128,12 +128,13 @@ def _forward(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(mean or summed loss; gradients of the sum in hidden, weight and bias; what the sum is divided by).
 
     Gradients of the sum, not the mean, because softmax - 1 is in float16's range and a small fraction of it may
     underflow. Those in weight and bias are float32, since a sum over rows may overflow float16. Without
-    `with_gradient` they are empty.
+    `with_gradient` they are empty. total: what the backward adds weight's to, which autograd then does not get.
     """
     check_device("linear_cross_entropy", hidden.device.type)
     loss, *gradients, divisor = results = _empty_results(hidden, weight, bias, with_gradient)
@@ -229,6 +230,9 @@ def _save(ctx, inputs, output):
     ctx.mark_non_differentiable(*gradients, divisor)
     ctx.save_for_backward(*gradients, divisor)
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
+    ctx.total = inputs[-1]  # not saved: several backwards change it
+    if ctx.total is not None:
+        ctx.dtypes[1] = None
 
 
 def _backward(ctx, d_loss, *_):
@@ -236,11 +240,28 @@ def _backward(ctx, d_loss, *_):
         raise _lacks("second")
     *summed, divisor = ctx.saved_tensors
     share = d_loss / divisor  # float32, as the products are: rounding it would rescale every gradient
+    if ctx.total is not None:
+        _add_scaled(ctx.total, summed[1], share)
     of_operands = [
         None if dtype is None else (x.float() * share).to(dtype)
         for x, dtype in zip(summed, ctx.dtypes, strict=True)
     ]
-    return *of_operands, *(None,) * 7
+    return *of_operands, *(None,) * 8
+
+
+@torch.library.custom_op(f"{NAMESPACE}::add_scaled", mutates_args=("total",))
+def _add_scaled(total: Tensor, gradient: Tensor, share: Tensor) -> None:
+    total.addcmul_(gradient, share)
+
+
+@_add_scaled.register_fake
+def _(total, gradient, share):
+    return None
+
+
+def total_of(weight: Tensor) -> Tensor | None:
+    """What a backward is to add the weight's gradient to, without autograd; None: nothing."""
+    return weight.grad if hasattr(weight, "summed") and torch.is_grad_enabled() else None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
