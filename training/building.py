@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -79,7 +80,7 @@ def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[
     if not how.compiled or in_blocks:
         return Built(model, train_model, model, model, optimizer, scaler)
     # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
-    make = compiled_to_graphs if how.graphs else compiled
+    make = partial(compiled_to_graphs, alone=plan.world.size == 1) if how.graphs else compiled
     trained = local = make(train_model, how.dtype)
     if train_model is not model:
         local = make(Local(model), how.dtype)

@@ -7,7 +7,6 @@ A replay writes where the recording wrote, so what outlives a micro-step needs m
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from kernels.versions import kernels_lack
 from model.gpt import Embedding, Linear
@@ -42,14 +41,14 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel
     return lacking is None and asked is not False
 
 
-def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, alone: bool = True) -> nn.Module:
     """As `precision.compiled`, with replays. It gives each parameter a gradient of zeros, to be added to.
 
-    Those of the linear layers' weights are added to by the product itself, where no exchange waits for them.
+    alone: no exchange waits for gradients, so the linear layers' products and the embedding add to them themselves.
     """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    if not isinstance(model, DistributedDataParallel) and kernels_lack() is None:
+    if alone and kernels_lack() is None:
         from kernels.layers.linear import sum_in_place, sum_in_product
 
         for layer in model.modules():
@@ -62,7 +61,7 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def add_gradients(loss: Tensor, model: nn.Module) -> None:
-    """As loss.backward(), for one process: autograd would start a kernel for each parameter, this starts a few."""
+    """As loss.backward() without hooks: autograd would start a kernel for each parameter, this starts a few."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     new = torch.autograd.grad(loss, parameters, allow_unused=True)  # None: summed by its product
     pairs = [(parameter.grad, d) for parameter, d in zip(parameters, new, strict=True) if d is not None]
