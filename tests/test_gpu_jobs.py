@@ -1,9 +1,13 @@
 """The jobs of .ci/gpu, and their runner, without a GPU."""
 
+import json
+import os
 import re
 import subprocess
 import sys
 import tarfile
+
+import pytest
 
 from tests.conftest import ROOT
 
@@ -40,3 +44,44 @@ def test_every_job_finds_its_script(tmp_path):
     for name in names:
         script = (tmp_path / "queue" / f"10_{name}.sh").read_text()
         assert all((ROOT / path).is_file() for path in re.findall(r"\.ci/gpu/\S+", script)), name
+
+
+@pytest.mark.slow  # it imports every experiment
+def test_merged_slices_are_what_every_process_measured(tmp_path):
+    where = {"model": "gpt2_small", "context": 1024, "dropout": 0.0, "dtype": "bfloat16", "mode": "compiled"}
+    groups = {
+        "compiled": {**where, "part": "compiled", "micro_batch": 16, "accumulation": 4},
+        "whole": {**where, "part": "whole", "micro_batch": 64, "accumulation": 1},
+    }
+    document = {
+        **{
+            "experiment": "training",
+            "device": "NVIDIA H100",
+            "tiny": False,
+            "state": "partial",
+            "commit": None,
+        },
+        **{
+            "depends": {},
+            "environment": {},
+            "seconds": 1.0,
+            "date": "2026-11-26",
+            "took": {"speed": [3, 0.5]},
+        },
+        "settings": {"processes": 3},
+    }
+    for name, group in groups.items():
+        ms = {"flash": {"optimizer": [1.0]}}
+        samples = [
+            {"kind": "speed", **group, "process": number, "ms": ms, "step_tokens": 1} for number in range(3)
+        ]
+        folder = tmp_path / "out" / name / "results" / "nvidia-h100"
+        folder.mkdir(parents=True)
+        (folder / "training.partial.json").write_text(json.dumps({**document, "samples": samples}))
+    merge = [sys.executable, FOLDER / "merge.py", "out", "--commit", "abc", "--into", "results"]
+    subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    merged = json.loads((tmp_path / "results" / "nvidia-h100" / "training.partial.json").read_text())
+    assert merged["commit"] == "abc"
+    assert [(each["part"], each["process"]) for each in merged["samples"]] == [
+        (part, number) for number in range(3) for part in groups
+    ]

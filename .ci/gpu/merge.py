@@ -98,15 +98,14 @@ def slices(documents: list[Document]) -> Document:
         known = [each for each in every if where.items() <= each.items()]
         return next(filter(whole, known), known[0] if known else None)
 
-    for process in range(processes_of(settings, device, document["tiny"])):
+    def sample(measure, **where: object) -> dict:
+        known = find(**where)
+        if where.get("process", number) == number:
+            found.setdefault(json.dumps(where), known)
+        return known or {**where, **ASSUMED}
 
-        def sample(measure, process=process, **where: object) -> dict:
-            known = find(**where)
-            if where.get("process", process) == process:
-                found.setdefault(json.dumps(where), known)
-            return known or {**where, **ASSUMED}
-
-        module.run(Options(device, document["tiny"], settings, sample, process, find, say=lambda line: None))
+    for number in range(processes_of(settings, device, document["tiny"])):
+        module.run(Options(device, document["tiny"], settings, sample, number, find, say=lambda line: None))
     samples: list[dict] = []
     for each in found.values():
         if each and each not in samples:
