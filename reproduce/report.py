@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import headline
+from .attention_figures import peaks
 from .claims import CLAIMS, Claim
 from .common import results_folder, writing
 from .experiment import (
@@ -241,7 +242,7 @@ def _headlines(documents: list[Results], directory: Path) -> Iterator[Path]:
     most = max(curves.values(), key=lambda each: len(runs(each, "gpt2")), default=None)
     for device in sorted({device for device, _ in measured}):
         needed = [measured.get((device, name)) for name in ("attention", "training")]
-        if all(needed):
+        if all(needed) and peaks(needed[0]):  # else too little of attention for a picture
             path = directory / slug(device) / "headline.svg"
             headline.draw(*needed, path, curves.get(device, most))
             yield path
