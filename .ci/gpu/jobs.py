@@ -56,7 +56,6 @@ JOBS |= {
         "python .ci/gpu/files/stall.py",
         limit=200,
     ),
-    "step": Job("variants of the training step, of files/step", script("step.sh"), limit=600),
 }
 
 for name, what in {
@@ -73,14 +72,9 @@ JOBS["race_beside_0"] = Job(
 )
 
 JOBS |= {
-    "tests_two": Job("tests that need two GPUs", script("tests.sh two"), gpus=2, limit=640),
-    "tests_killed": Job(
-        "a rank dies while the other waits in NCCL", script("tests.sh killed"), gpus=2, limit=240
-    ),
-    "tests_stopped": Job("a rank is stopped meanwhile", script("tests.sh stopped"), gpus=2, limit=300),
+    "tests_two": Job("tests that need two GPUs, side by side", script("tests.sh two"), gpus=2, limit=300),
     "scaling_1": Job("one GPU: what all others are compared with", script("scaling.sh 1"), limit=500),
     "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
-    "exchange": Job("variants of DDP beside CUDA graphs", script("exchange.sh"), gpus=2, limit=600),
     "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
     "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=360),
     "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=300),

@@ -1,4 +1,4 @@
-# tests.sh a|b|random|class|two|killed|stopped: a part of the GPU tests
+# tests.sh a|b|random|class|two: a part of the GPU tests
 source .ci/gpu/jobs/verify.sh
 source .ci/gpu/jobs/end.sh
 export PYTHONPATH=$PWD/.ci/gpu/files:$PYTHONPATH # shard.py
@@ -26,6 +26,11 @@ a | b) # four eighths beside each other: compilers and imports take the time, no
   wait ;;
 random) export TILEGPT_RANDOM_CASES=300; tests random 14 tests -k random ;;
 class) tests class 8 tests/kernels/test_library_gpu.py -k class ;;
-two) tests two 0 $several tests/training/test_context.py tests/kernels/test_ring.py -k "not lost_rank" ;;
-killed | stopped) tests "$1" 0 $several -k "lost_rank and $1" ;;
+two) # beside each other: compilers take the time, and what is killed or stopped waits
+  tests layouts 0 $several -k "layout or share" &
+  tests bits 0 $several -k "bits or bitwise" &
+  tests killed 0 $several -k "lost_rank and killed" &
+  tests stopped 0 $several -k "lost_rank and stopped" &
+  tests ring 0 tests/training/test_context.py tests/kernels/test_ring.py &
+  wait ;;
 esac
