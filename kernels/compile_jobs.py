@@ -9,7 +9,7 @@ import triton
 
 from .features import FEATURES
 from .flash.decode import LARGEST_TILE, tile_of
-from .flash.dispatch import hopper_needs
+from .flash.dispatch import NO_FORM, hopper_needs
 from .flash.portable.tiles import AMD, KERNELS, Tile, candidates
 from .history import flash1, flash2, two_pass
 from .registry import AttentionRequest
@@ -30,8 +30,6 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 # Long loops: the backward delays dQ's product, the forward schedules tiles dynamically, and from 4096 on (2048 if not
 # causal) it has three consumers at head_dim 64.
 LENGTHS = (512, 2048, 16384)
-# Features of which a pass has no form of its own: `delta_kernel` has those of the backward.
-NO_FORM = {"forward": ("return_lse",), "backward": ("return_lse", "precise_delta", "sinks")}
 FILLED = {128: 72, 256: 136}
 CUDA = torch.device("cuda")
 
@@ -91,7 +89,7 @@ def _hopper(head_dim: int) -> list[Job]:
     backward = ("hopper_backward",) if head_dim <= 128 else ("hopper_dkdv", "hopper_dq")
     jobs = []
     for which, kernels in {"forward": ("hopper_forward",), "backward": backward}.items():
-        served = (name for name, each in FEATURES.items() if {*each.hopper, *each.on_request})
+        served = (name for name, each in FEATURES.items() if each.hopper)
         uses = [name for name in served if name not in NO_FORM[which]][::-1]
         sets = (each for count in range(len(uses) + 1) for each in itertools.combinations(uses, count))
         for features, causal, length, apart in itertools.product(sets, (True, False), LENGTHS, APART):

@@ -18,7 +18,6 @@ class Feature(NamedTuple):
         words: its explanation in a message, where the name alone does not say it.
         hopper: the passes that flash's Hopper kernels can do with it; `flash.dispatch` has the conditions. The
             portable kernels do both passes with every feature.
-        on_request: the passes that they do too, but only for attention.tier=hopper: not yet measured on a GPU.
         options: the compile-time options with which compile_report compiles the portable kernels for it.
         pointers: the optional arguments of those kernels that it needs.
     """
@@ -27,7 +26,6 @@ class Feature(NamedTuple):
     unused: object = None
     words: str = ""
     hopper: tuple[str, ...] = ()
-    on_request: tuple[str, ...] = ()
     options: Mapping[str, object] = {}
     pointers: tuple[str, ...] = ()
 
@@ -52,12 +50,12 @@ FEATURES: dict[str, Feature] = {
     "softcap": Feature(
         "logits become softcap * tanh(logits / softcap) (Gemma 2)",
         unused=0.0,
-        on_request=BOTH,
+        hopper=BOTH,
         options={"softcap": 30.0},
     ),
     "alibi_slopes": Feature(
         "(heads,): subtract slope * |query position - key position| (Press et al. 2022), after softcap",
-        on_request=BOTH,
+        hopper=BOTH,
         options={"alibi": True},
         pointers=("Slopes",),
     ),

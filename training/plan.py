@@ -14,7 +14,6 @@ import torch
 from data.loader import Corpus
 from data.tokenizer import findable, load_tokenizer
 from kernels import attention_tier, bind, resolve_attention, why_portable
-from kernels.registry import FLASH_HEAD_DIM
 from model.gpt import GPT, AttentionFn
 from model.modern import build_gpt
 from model.part import compute_part
@@ -220,13 +219,11 @@ def _drifts(config: Config, attention: str, dtype: torch.dtype) -> bool:
     """Whether a run keeps what rounding takes from attention's output though nobody asked (attention.precise_delta).
 
     In bf16 a model of 25 M parameters diverged at context 4096 without, and did not at 2048
-    (kernels/log/hopper_backward.md). On the Hopper kernels it costs 1 to 2 % of attention's time there, but they are
-    left for the portable ones where it was not timed (kernels/flash/dispatch.py). A ring does not have it, and the
-    Hopper kernels, where asked for by name, not with every feature. Above head_dim 128 `auto` takes flash for them.
+    (kernels/log/hopper_backward.md). On the Hopper kernels it costs 1 to 2 % of attention's time there. A ring does
+    not have it, and the Hopper kernels, where asked for by name, not with every feature.
     """
     asked = config.attention
     can = attention == "flash" and config.parallel.context == 1 and asked.tier != "hopper"
-    can = can and not (asked.name == "auto" and config.model.head_dim > FLASH_HEAD_DIM)
     return can and dtype is torch.bfloat16 and config.model.seq_len >= DRIFTS_FROM
 
 

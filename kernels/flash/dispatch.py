@@ -2,7 +2,7 @@
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
-             kernels/features.py, where `FASTER` says so; with tier="hopper" elsewhere too, and `on_request`
+             kernels/features.py, where `FASTER` says so; with tier="hopper" elsewhere too
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
 asks it by `chosen`; `kernels.why_portable` tells users. Triton is imported only if there is a Hopper GPU.
@@ -37,6 +37,11 @@ WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
     "backward": frozenset({"block_mask", *SCORE_MODS, "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
 }
+# Features of which a pass has no form of its own: it takes as long without. `delta_kernel` has the backward's.
+NO_FORM = {
+    "forward": frozenset({"return_lse"}),
+    "backward": frozenset({"precise_delta", "return_lse", "sinks"}),
+}
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
 TILE = 128  # queries; with fewer, a Hopper tile would be mostly empty
 
@@ -51,39 +56,45 @@ class Faster(NamedTuple):
     tiles: int = 0
 
 
-# What auto takes: for a pass, and for each feature, the first row that has the head_dim. The numbers are times over
-# the portable kernels' on an H200 (kernels/log/dispatch.md), of many tiles, 1024 to 4096, and of few, 16 to 128.
-# Between them nothing was timed.
-MANY = 1024
-EARLIER = (Faster(64, 64), Faster(128, 128))  # also of features that are not here
+# What auto takes: for a pass, and for "" and each feature, the first row that has the head_dim. The numbers are times
+# over the portable kernels' (kernels/log/dispatch.md): of what the row takes, and "few" of fewer tiles.
+AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # of a feature that is not here
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
-    # 40 to 120: 0.54 to 0.82, few 1.02 to 1.13; above 128: 0.60 to 0.87, few 0.75 to 0.93. 16 and 32: 1.08 to 1.43
-    ("forward", ""): (*EARLIER, Faster(40, 120, 512, MANY), Faster(136, 256)),
-    # 0.82 to 0.88, few 1.30 to 1.61. 64: 1.01 to 1.07
-    ("forward", "dropout_p"): (Faster(128, 128, 512, MANY),),
-    # 64: 0.88 to 0.97, but 1.04 to 1.07 of 512 and 1024 queries; 128: 0.73 to 0.91; few 1.36 to 1.57
-    ("forward", "kv_lengths"): (Faster(64, 64, 2048, MANY), Faster(128, 128, 512, MANY)),
-    # 64: 0.87 to 0.90; 128: 0.71 to 0.73. From 128 tiles on as attention without it, which costs 1 to 12 % less
-    ("forward", "precise_delta"): (Faster(64, 64, 1024, 128), Faster(128, 128, 1024, 128)),
-    # 64: 0.79 to 0.89, few 0.93 to 1.19; 128: 0.68 to 0.74, few 1.07 to 1.22
-    ("forward", "sinks"): (Faster(64, 64, 512, MANY), Faster(128, 128, 512, MANY)),
-    # 48: 0.60 to 0.81; 72 to 120: 0.45 to 0.66, few 0.86 and 0.87; above 128: 0.41 to 0.63, few 0.54 to 0.93, but of
-    # 128 queries 1.04 to 1.12. 16 and 32: 0.95 to 1.49
-    ("backward", ""): (*EARLIER, Faster(40, 56, 512, MANY), Faster(72, 120), Faster(136, 256, 256)),
-    # 64: 0.69 to 0.84, few 1.12 to 1.38; 128: 0.57 to 0.70, few 0.79 to 0.99
-    ("backward", "dropout_p"): (Faster(64, 64, TILE, 128), Faster(128, 128)),
-    # 64: 0.74 to 0.96, few 1.22 to 1.48; 128: 0.58 to 0.77, few 0.97 to 1.12
-    ("backward", "kv_lengths"): (Faster(64, 64, 512, MANY), Faster(128, 128, 512, MANY)),
-    # 64: 0.70 to 0.81; 128: 0.54 to 0.64
-    ("backward", "precise_delta"): (Faster(64, 64, 1024, 128), Faster(128, 128, 1024, 128)),
-    # 64: 0.67 to 0.86, few 0.96 to 1.26; 128: 0.53 to 0.70, few 0.76 to 1.01
-    ("backward", "sinks"): (Faster(64, 64, TILE, 128), Faster(128, 128)),
+    ("forward", ""): (
+        Faster(64, 64, tiles=256),  # 0.75 to 1.02, of 256 tiles to 1.24; few 0.89 to 1.22
+        Faster(128, 128, tiles=128),  # 0.68 to 0.98, of 128 tiles to 1.07; few 1.04 to 1.22
+        Faster(40, 120, 512, 1024),  # 0.54 to 0.82; few 1.02 to 1.13. 16 and 32: 1.08 to 1.43
+        Faster(136, 256),  # 0.60 to 0.93
+    ),
+    # 0.81 to 0.91, of 512 queries to 1.07; few 1.04 to 1.61. 64: many 1.00 to 1.07
+    ("forward", "dropout_p"): (Faster(128, 128, tiles=512),),
+    ("forward", "kv_lengths"): (
+        Faster(64, 64, 2048, 1024),  # 0.88 to 0.97; 512 and 1024 queries 1.04 to 1.07, few 0.95 to 1.48
+        Faster(128, 128, tiles=512),  # 0.73 to 1.01; few 1.07 to 1.57
+    ),
+    # As without it: 64 and 128, few and many; 80, 96 and 256, many
+    ("forward", "precise_delta"): (Faster(HEAD_DIM_MIN, HEAD_DIM_MAX),),
+    ("forward", "window"): (
+        Faster(64, 64, tiles=512),  # 0.86 to 1.01; few 1.07 to 1.11
+        Faster(128, 128, tiles=512),  # 0.74 to 0.95; few 1.06 to 1.14
+    ),
+    ("backward", ""): (
+        Faster(64, 64, tiles=256),  # 0.64 to 1.02; few 0.82 to 1.48
+        Faster(128, 128),  # 0.49 to 0.90; few 0.57 to 1.08
+        Faster(40, 56, 512, 1024),  # 48: 0.60 to 0.81
+        Faster(72, 120),  # 0.45 to 0.66; few 0.86 and 0.87. 16 and 32: 0.95 to 1.49
+        Faster(136, 256, 256),  # 0.41 to 0.63; few 0.54 to 0.93, but of 128 queries 1.04 to 1.12
+    ),
+    ("backward", "kv_lengths"): (
+        Faster(64, 64),
+        Faster(128, 128, tiles=256),  # 0.58 to 0.93; few 0.96 to 1.12
+    ),
 }
-# What these were timed beside.
+# All that these were timed beside; others were timed beside all.
 TIMED_BESIDE = {
-    ("forward", "sinks"): frozenset({"dropout_p", "kv_lengths"}),
-    ("forward", "precise_delta"): frozenset(),
-    ("backward", "precise_delta"): frozenset(),
+    "alibi_slopes": frozenset({"window"}),
+    "block_mask": frozenset(),
+    "softcap": frozenset({"window"}),
 }
 
 
@@ -115,7 +126,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return f"float16 or bfloat16, not {request.dtype}"
     if request.head_dim % 8:
         return f"a head_dim that 8 divides, not {request.head_dim}"
-    if others := sorted(name for name in features if not _serves(which, name, request.tier)):
+    if others := sorted(name for name in features if which not in FEATURES[name].hopper):
         return f"attention without {others[0]}"
     if request.head_dim > 128 and (lacking := sorted(WIDE_LACKS[which] & features)):
         return f"head_dim 128 or less with {lacking[0]}, not {request.head_dim}"
@@ -138,9 +149,8 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     beside = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and beside:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
-    equal = " and as many keys as queries" if request.tier == "auto" else ""  # others are not measured
-    if bounds and (request.causal is False or (equal and apart)):
-        return f"causal=True{equal} with {bounds[0]}"
+    if bounds and request.causal is False:
+        return f"causal=True with {bounds[0]}"
     if "block_mask" in features and request.causal and apart % BLOCK_MASK_SIZE:
         return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's
     return _needs_to_be_faster(which, request) if request.tier == "auto" else None
@@ -149,26 +159,20 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
 def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
     """What `FASTER` and `TIMED_BESIDE` ask for besides, or None."""
     head_dim, length, heads = request.head_dim, request.length, request.heads
-    features = request.features - {"return_lse"}  # lse is written anyway
+    features = request.features - NO_FORM[which]
     for name in ("", *sorted(features)):
-        rows, beside = FASTER.get((which, name), EARLIER), f" with {name}" if name else ""
+        rows, beside = FASTER.get((which, name), AS_WITHOUT), f" with {name}" if name else ""
         row = next((row for row in rows if row.smallest <= head_dim <= row.largest), None)
         if row is None:
             dims = (str(a) if a == b else f"{a} to {b}" for a, b, *_ in rows)
             return f"head_dim {' or '.join(dims)}{beside}, not {head_dim}"
-        if others := sorted(features - {name} - TIMED_BESIDE.get((which, name), features)):
+        if others := sorted(features - {name} - TIMED_BESIDE.get(name, features)):
             return f"attention without {others[0]} beside {name}"
         if length is not None and length < row.queries:
             return f"{row.queries} queries or more{beside}, not {length}"
         if length is not None and heads is not None and heads * -(-length // TILE) < row.tiles:
             return f"{row.tiles} tiles of {TILE} queries or more{beside}"
     return None
-
-
-def _serves(which: str, name: str, tier: str) -> bool:
-    """Whether the Hopper kernels of a pass serve a feature; those on request only with tier "hopper"."""
-    feature = FEATURES[name]
-    return which in feature.hopper or (tier == "hopper" and which in feature.on_request)
 
 
 def refuses(request: AttentionRequest) -> str | None:

@@ -28,18 +28,28 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("features", "rest", "forward", "backward", "why"),
     [
         ("", {}, "hopper", "hopper", None),
-        ("softcap", {}, "triton", "triton", "attention without softcap"),
+        ("softcap", {}, "hopper", "hopper", None),
+        ("softcap", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with softcap, not 80"),
+        ("softcap window", {}, "hopper", "hopper", None),
+        ("softcap kv_lengths", {}, "triton", "triton", "attention without kv_lengths beside softcap"),
+        ("alibi_slopes window", {}, "hopper", "hopper", None),
+        (
+            "alibi_slopes precise_delta",  # of which the backward sees delta alone
+            {},
+            "triton",
+            "hopper",
+            "attention without precise_delta beside alibi_slopes",
+        ),
         ("sinks", {}, "hopper", "hopper", None),
-        ("sinks window", {}, "triton", "hopper", "attention without window beside sinks"),
-        ("precise_delta", {}, "hopper", "hopper", None),
-        ("precise_delta window", {}, "triton", "triton", "attention without window beside precise_delta"),
-        ("precise_delta sinks", {}, "triton", "triton", "attention without sinks beside precise_delta"),
+        ("sinks window", {}, "hopper", "hopper", None),
+        ("block_mask sinks", {}, "triton", "hopper", "attention without sinks beside block_mask"),
+        *(("precise_delta", {"head_dim": each}, "hopper", "hopper", None) for each in (48, 64, 80, 256)),
         *(
-            (f"precise_delta {beside}", {"tier": "hopper", "head_dim": head_dim}, "hopper", "hopper", None)
-            for beside in ("cu_seqlens window", "dropout_p", "kv_lengths", "sinks")
+            (f"precise_delta {beside}", {"head_dim": head_dim}, "hopper", "hopper", None)
+            for beside in ("cu_seqlens window", "kv_lengths", "sinks", "sinks window")
             for head_dim in (64, 128)
         ),
-        ("softcap window", {"tier": "hopper"}, "hopper", "hopper", None),
+        ("precise_delta dropout_p", {"head_dim": 128}, "hopper", "hopper", None),
         ("alibi_slopes cu_seqlens", {"tier": "hopper"}, "hopper", "hopper", None),
         ("alibi_slopes kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),
         (
@@ -55,22 +65,8 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("dropout_p", {"head_dim": 128}, "hopper", "hopper", None),
         ("dropout_p window", {}, "triton", "triton", "attention without dropout_p beside window"),
         ("window", {}, "hopper", "hopper", None),
-        (
-            "window",
-            {"causal": False},
-            "triton",
-            "triton",
-            "causal=True and as many keys as queries with window",
-        ),
-        (
-            "window",
-            {"length": 512, "kv_len": 700},
-            "triton",
-            "triton",
-            "causal=True and as many keys as queries with window",
-        ),
-        ("window", {"tier": "hopper", "causal": False}, "triton", "triton", "causal=True with window"),
-        ("window", {"tier": "hopper", "length": 512, "kv_len": 700}, "hopper", "hopper", None),
+        ("window", {"causal": False}, "triton", "triton", "causal=True with window"),
+        ("window", {"length": 512, "kv_len": 700}, "hopper", "hopper", None),
         ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),
         ("cu_seqlens block_mask", {}, "triton", "triton", "attention without cu_seqlens beside block_mask"),
         ("", {"length": 100}, "triton", "triton", "128 queries or more, not 100"),
@@ -142,18 +138,20 @@ def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pyte
     asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     assert why_portable("flash", **asked) is None
-    assert why_portable("flash", **asked, softcap=5.0) == "those for Hopper need attention without softcap"
-    few = why_portable("flash", **asked, sinks=True, length=512, heads=16)
+    assert why_portable("flash", **asked, softcap=5.0) is None
+    few = why_portable("flash", **asked, kv_lengths=True, length=512, heads=63)
+    assert few == "those for Hopper need 256 tiles of 128 queries or more"
+    few = why_portable("flash", **asked | {"head_dim": 128}, kv_lengths=True, length=512, heads=63)
     assert few == (
-        "the forward for Hopper needs 1024 tiles of 128 queries or more with sinks; "
-        "the backward for Hopper needs 128 tiles of 128 queries or more with sinks"
+        "the forward for Hopper needs 512 tiles of 128 queries or more with kv_lengths; "
+        "the backward for Hopper needs 256 tiles of 128 queries or more with kv_lengths"
     )
     both = why_portable("flash", **asked, dropout_p=0.1)
     assert both == "the forward for Hopper needs head_dim 128 with dropout_p, not 64"
-    assert why_portable("flash", **asked, softcap=5.0, tier="triton") is None  # as asked for
+    assert why_portable("flash", **asked, dropout_p=0.1, tier="triton") is None  # as asked for
     assert why_portable("sdpa", **asked) is None
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: False)
-    assert why_portable("flash", **asked, softcap=5.0) is None
+    assert why_portable("flash", **asked, dropout_p=0.1) is None
 
 
 def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it() -> None:
@@ -172,7 +170,7 @@ def test_a_softcap_that_the_hopper_kernels_lack_is_refused_before_the_run() -> N
 
 
 def chosen(
-    tensors: Tensors, options: Options, q_len=512, kv_len=512, forced=False, fits=True, batch=1
+    tensors: Tensors, options: Options, q_len=512, kv_len=512, forced=False, fits=True, batch=64
 ) -> tuple[str, str]:
     q, k = (torch.empty(batch, 2, length, 64, dtype=torch.float16) for length in (q_len, kv_len))
     passes = ("forward", "backward")
@@ -186,13 +184,13 @@ def chosen(
         (Tensors(), Options(True, 1.0, left=64, right=0), ("hopper", "hopper")),
         (Tensors(), Options(False, 1.0, left=64, right=0), ("triton", "triton")),
         (Tensors(), Options(False, 1.0, left=600, right=512), ("hopper", "hopper")),  # masks nothing
-        (Tensors(), Options(True, 1.0, softcap=5.0), ("triton", "triton")),
-        (Tensors(), Options(True, 1.0, precise_delta=True), ("triton", "triton")),
-        (Tensors(), Options(True, 1.0, precise_delta=True, tier="hopper"), ("hopper", "hopper")),
-        (Tensors(seed=LIST), Options(True, 1.0, dropout_p=0.1), ("triton", "triton")),
-        (Tensors(sinks=LIST), Options(True, 1.0), ("triton", "triton")),
-        (Tensors(alibi_slopes=LIST), Options(True, 1.0), ("triton", "triton")),
-        (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "triton")),
+        (Tensors(), Options(True, 1.0, softcap=5.0), ("hopper", "hopper")),
+        (Tensors(), Options(True, 1.0, softcap=65.0), ("triton", "triton")),
+        (Tensors(), Options(True, 1.0, precise_delta=True), ("hopper", "hopper")),
+        (Tensors(seed=LIST), Options(True, 1.0, dropout_p=0.1), ("triton", "hopper")),
+        (Tensors(sinks=LIST), Options(True, 1.0), ("hopper", "hopper")),
+        (Tensors(alibi_slopes=LIST), Options(True, 1.0), ("hopper", "hopper")),
+        (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0), ("hopper", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "triton")),
         (Tensors(key_blocks=LIST, query_blocks=LIST), Options(True, 1.0), ("hopper", "hopper")),
@@ -204,14 +202,15 @@ def test_a_call_gets_what_its_arguments_ask_for(
     assert chosen(tensors, options) == kernels
 
 
-@pytest.mark.parametrize("batch", [15, 16, 127, 128])
-def test_features_take_the_hopper_kernels_of_calls_that_fill_the_gpu(batch: int) -> None:
-    forward, backward = chosen(Tensors(sinks=LIST), Options(True, 1.0), batch=batch)
-    assert forward == ("hopper" if batch >= 128 else "triton")  # 1024 tiles
-    assert backward == ("hopper" if batch >= 16 else "triton")
-    assert chosen(Tensors(), Options(True, 1.0), batch=batch) == ("hopper", "hopper")
+@pytest.mark.parametrize("batch", [31, 32, 63, 64])
+def test_calls_that_fill_the_gpu_take_the_hopper_kernels(batch: int) -> None:
+    plain = "hopper" if batch >= 32 else "triton"  # 256 tiles
+    assert chosen(Tensors(), Options(True, 1.0), batch=batch) == (plain, plain)
+    forward, backward = chosen(Tensors(), Options(True, 1.0, left=64, right=0), batch=batch)
+    assert forward == ("hopper" if batch >= 64 else "triton")
+    assert backward == plain
     asked = {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 64, "length": 512}
-    told = attention_tier("flash", **asked, heads=2 * batch, sinks=True)  # as of the call itself
+    told = attention_tier("flash", **asked, heads=2 * batch, window=(64, 0))  # as of the call itself
     assert told == " and ".join(dict.fromkeys((forward, backward)))
 
 

@@ -19,9 +19,9 @@ HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 LENGTHS = [(n, n) for n in (1, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2100, 4096)]
 LENGTHS += [(113, 203), (256, 512), (512, 256), (1023, 1024), (700, 30), (1, 4096)]
-NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window"]
+NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window", "sinks documents"]
 NAMES += ["softcap", "softcap window", "softcap kv_lengths", "alibi", "alibi window", "alibi kv_lengths"]
-NAMES += [f"precise_delta {name}" for name in ("window", "documents", "sinks", "dropout", "kv_lengths")]
+NAMES += [f"precise_delta {name}" for name in ("sinks window", "documents", "sinks", "dropout", "kv_lengths")]
 DROPOUT = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
 
 

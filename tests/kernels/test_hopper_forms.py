@@ -17,11 +17,6 @@ pytestmark = pytest.mark.skipif(
     numbers_of(triton.__version__) < OLDEST_GLUON, reason="the Hopper kernels do not compile with this triton"
 )
 
-# Features of which a pass has no form of its own. Documents and a window are one form: its left side is a number.
-NO_FORM = {
-    "forward": {"return_lse"},
-    "backward": {"return_lse", "precise_delta", "sinks"},  # delta_kernel's, and the forward's
-}
 KERNELS = {"forward": {"hopper_forward"}, "backward": {"hopper_backward", "hopper_dkdv"}}
 
 
@@ -40,7 +35,8 @@ def test_every_combination_that_is_accepted_is_compiled(
             device, dtype = torch.device("cuda"), torch.bfloat16
             request = AttentionRequest(device, dtype, head_dim, features, tier="hopper", causal=True)
             if dispatch.choose(which, request).kernels == "hopper":
-                form = features - NO_FORM[which]
+                form = features - dispatch.NO_FORM[which]
+                # Documents and a window are one form: its left side is a number.
                 accepted.add(form - {"window"} if "cu_seqlens" in form else form)
     dispatch.choose.cache_clear()
     assert frozenset() in accepted
