@@ -39,6 +39,7 @@ UNTOUCHED: dict[str, str] = {
     "1a99f966ff": "GPT: seams for modern.py and attention_maps; weights after five steps are bit for bit as before",
     "2e72208152": "build_optimizer: Muon where it is asked for; for our models the groups of AdamW are as before",
     "0acb911291": "learning_rate: wsd is new; the rates of the others are bit for bit as before",
+    "2a23f141e1": "host.run: the tier that `auto` took for its call is named",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }
 UNTOUCHED |= dict.fromkeys(
