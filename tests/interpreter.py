@@ -1,12 +1,13 @@
-"""Triton's interpreter in half the time, for the tests: what a kernel computes stays the same."""
+"""Triton's interpreter in a third of the time, for the tests: what a kernel computes stays the same."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
@@ -16,32 +17,65 @@ def hasten() -> None:
     # It checks every integer sum for overflow, which sizes that a test can afford never reach.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_attr = patch_directly
     interpreter._patch_lang = once_a_launch(interpreter._patch_lang)
     # What is left is types: every result's is described anew, and every operation's compared.
     core.block_type.__init__ = once_a_shape(core.block_type.__init__)
     core.tensor.__init__ = of_known_shape
     core.dtype.__eq__ = same_first(core.dtype.__eq__)
+    core._unwrap_if_constexpr = unless_plain(core._unwrap_if_constexpr)
+    interpreter.TensorHandle.__init__ = of_right_size
     interpreter._get_np_dtype = once_a_type(interpreter._get_np_dtype)
-    semantic.TritonSemantic.broadcast_impl_value = if_shapes_differ(
-        semantic.TritonSemantic.broadcast_impl_value
-    )
+    language = semantic.TritonSemantic
+    language.broadcast_impl_value = if_shapes_differ(language.broadcast_impl_value)
+    language.binary_op_type_checking_impl = if_types_differ(language.binary_op_type_checking_impl)
 
 
-def once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make `patch` run once per module and launch; it puts the interpreter's functions into triton.language.
+def patch_directly(
+    obj: object, name: str, member: Callable[..., Any], builder: Any, scope: interpreter._LangPatchScope
+) -> None:
+    """Triton's `_patch_attr`, without the wrapper that asks whether it was called from a kernel."""
+    function, meaning = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
 
-    The interpreter patches when it launches a kernel and, to no effect, again at every call of another function, even
-    of tl.sum, which takes up to half of its time. Here it patches when a launch first enters a module.
+    def call(*args: Any, **named: Any) -> Any:
+        named["_semantic"] = meaning
+        return function(*args, **named)
+
+    scope.set_attr(obj, name, call)
+
+
+def once_a_launch(
+    patch: Callable[[FunctionType], interpreter._LangPatchScope],
+) -> Callable[[FunctionType], SimpleNamespace]:
+    """Make `patch` run once in all, and what it found be put in place once a launch.
+
+    The interpreter patches triton.language when it launches a kernel and, to no effect, again at every call of
+    another function, even of tl.sum, which takes up to half of its time. What it patches depends on the names by
+    which a module has the language, and on what is patched already.
     """
-    scopes = {}  # module -> patch scope, for the current launch
+    languages = {}  # module -> those of (tl, tl.core) that it names
+    scopes = {}  # those -> patch scope, for the current launch
+    found = {}  # those of this launch, in order -> what the last one of them patched
 
     def restore() -> None:
         while scopes:
             scopes.popitem()[1].restore()  # the last one first
 
-    def patch_once(fn: Callable[..., Any]) -> SimpleNamespace:
-        if fn.__module__ not in scopes:
-            scopes[fn.__module__] = patch(fn)
+    def patch_once(fn: FunctionType) -> SimpleNamespace:
+        module = fn.__module__
+        if module not in languages:
+            named = fn.__globals__.values()
+            languages[module] = tuple(each.__name__ for each in (tl, core) if any(x is each for x in named))
+        language = languages[module]
+        if language not in scopes:
+            order = (*scopes, language)
+            if order in found:
+                scopes[language] = scope = interpreter._LangPatchScope()
+                for change in found[order]:
+                    scope.set_attr(*change)
+            else:
+                scopes[language] = scope = patch(fn)
+                found[order] = [(obj, name, getattr(obj, name)) for obj, name, _ in scope._changes]
         return SimpleNamespace(restore=restore)  # which the launch calls at its end
 
     return patch_once
@@ -73,8 +107,25 @@ def of_known_shape(self: core.tensor, handle: Any, type: core.dtype) -> None:
     self.shape, self.numel = shape_and_numel(*(type.shape.values if type.is_block() else ()))
 
 
+def of_right_size(self: interpreter.TensorHandle, data: Any, dtype: core.dtype, attr: Any = None) -> None:
+    """Triton's `TensorHandle.__init__`, which checks the size of its own results."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
 def same_first(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     return lambda self, other: self is other or equal(self, other)
+
+
+def unless_plain(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    plain = {int, float, bool, str, slice, type(None), core.dtype, core.tensor}
+
+    def unwrap_unless_plain(o: Any) -> Any:
+        kind = type(o)
+        if kind is core.constexpr:
+            return o.value
+        return o if kind in plain else unwrap(o)
+
+    return unwrap_unless_plain
 
 
 def once_a_type(numpys: Callable[[core.dtype], Any]) -> Callable[[core.dtype], Any]:
@@ -94,3 +145,23 @@ def if_shapes_differ(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
     return broadcast_if
+
+
+def if_types_differ(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Two numbers of one type need no cast, unless they are divided."""
+
+    def check_if(
+        self: semantic.TritonSemantic,
+        lhs: Any,
+        rhs: Any,
+        lhs_may_point: bool = False,
+        rhs_may_point: bool = False,
+        arithmetic: bool = True,
+        divides: bool = False,
+    ) -> Any:
+        both = type(lhs) is type(rhs) is core.tensor
+        if both and lhs.dtype is rhs.dtype and not (divides or lhs.dtype.is_ptr()):
+            return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, lhs_may_point, rhs_may_point, arithmetic, divides)
+
+    return check_if
