@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -47,8 +48,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[SERVERS].end()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are left out, not skipped one by one: they are 600.
+    """Without a GPU its tests are left out, not skipped one by one: they are 600. And of `one_in(n)` most are slow.
 
     With one, `-m gpu` takes also those that use it where it is there, of modules with a DEVICE.
     """
@@ -60,6 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         on_gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=on_gpu)
+        cases = Counter()
+        for item in items:
+            part = item.get_closest_marker("one_in")
+            if part and not item.get_closest_marker("slow"):
+                test = item.nodeid.partition("[")[0]
+                if cases[test] % part.args[0]:
+                    item.add_marker("slow")
+                cases[test] += 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,6 +1,6 @@
 """How many random cases the differential tests draw: a few by default, or TILEGPT_RANDOM_CASES of each kind.
 
-    TILEGPT_RANDOM_CASES=500 python -m pytest -k random
+    TILEGPT_RANDOM_CASES=500 python -m pytest -m "" -k random
 
 A case is drawn from its number, which its test's name shows, so a failure can be repeated alone.
 """

@@ -73,6 +73,7 @@ def forget_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 @interpreted
 def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)

@@ -103,6 +103,7 @@ def children(process: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("stage", "report", "workers"),
     [("tokenising", 1, 1), ("tokenising", 9, 1), ("tokenising", 9, 2), ("splitting", 1, 1), ("splitting", 9, 1),
@@ -134,6 +135,7 @@ def test_files_truncated_by_a_power_cut_are_rebuilt(
     assert content(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_repeated_random_kills_still_end_in_identical_bytes(
     parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ):

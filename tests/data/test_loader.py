@@ -94,6 +94,7 @@ def test_arguments_that_make_no_batch_are_refused_by_name(corpus: Corpus, batche
         batches("data/cache", 16, 4)
 
 
+@pytest.mark.slow
 def test_a_split_may_have_more_shards_than_file_descriptors(tmp_path: Path):
     """OpenWebText has 4,800 shards, a shell allows 1,024 descriptors."""
     (tmp_path / "a.txt").write_text("\n".join(f"line {number:03d}" for number in range(300)))
@@ -135,6 +136,7 @@ def test_every_sequence_comes_once_an_epoch(corpus: Corpus):
     assert np.mean(first == second) < 0.05
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("per_batch", [1, 24, 512, 700])
 def test_a_batch_does_not_depend_on_the_batches_read_before(corpus: Corpus, per_batch: int):
     """Batches are looked up in groups: going back and forth across the end of a group or an epoch mixes up none."""

@@ -238,6 +238,7 @@ def test_a_text_that_tiktoken_cannot_encode_is_refused_with_its_file(tmp_path: P
         list(encode(parts, Workshop(tmp_path, "weak", "<u4")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what the most memory was")
 def test_memory_does_not_grow_with_file_size_and_little_with_line_length(tmp_path: Path):
     """Three lines of 20 MB take 135 MB; 197 MB with the tokens memory-mapped, 330 MB if all copies of a line stay."""

@@ -212,6 +212,7 @@ data.prepare.prepare(make_corpus("text_files", files="texts"), "bytes", "cache",
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_refused_with_the_remedy(tmp_path: Path):
     """Its worker processes import it, would call its `prepare` in turn, and there wait for their own parent."""
     (tmp_path / "texts").mkdir()

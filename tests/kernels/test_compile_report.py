@@ -128,6 +128,7 @@ for kernel, head_dim in ("hopper_forward", 128), ("hopper_backward", 128), ("hop
 """
 
 
+@pytest.mark.slow
 @needs_gluon
 def test_the_hopper_kernels_keep_to_their_budgets(printed) -> None:
     """One form of each; .ci/run compiles many."""
@@ -165,6 +166,7 @@ for name, (_, tiles, _) in HISTORY.items():
 """
 
 
+@pytest.mark.slow
 def test_predecessors_of_flash_use_tensor_cores_and_read_back_stores_only_after_a_barrier(printed) -> None:
     """Triton does not order a load after another thread's store, and its interpreter has only one thread."""
     reads_back = ("flash1_forward", "flash1_backward", "two_pass_backward")

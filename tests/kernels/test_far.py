@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 FAR = """
 import mmap, torch
 from kernels import get_attention
@@ -74,6 +76,7 @@ assert all(map(torch.equal, got, want))
 """
 
 
+@pytest.mark.slow
 def test_offsets_between_tokens_and_into_block_masks_and_lists_may_exceed_32_bits() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FAR + BLOCKS + TOKENS],

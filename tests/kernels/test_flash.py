@@ -20,6 +20,7 @@ LENGTHS = [1, 2, 63, 64, 65, 97, 128, 200]
 UNEQUAL = [(1, 128), (64, 200), (65, 97), (128, 63), (97, 1), (200, 130)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -210,6 +211,7 @@ def test_torch_compile_gives_equal_results_without_graph_breaks() -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiled_autograd_takes_the_backward_of_an_eager_forward(packed: bool) -> None:
     qkv = torch.randn(1, 40, 3, 2, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -292,6 +294,7 @@ def test_autocast_casts_inputs_to_its_dtype() -> None:
     assert [x.grad.dtype for x in tensors] == [torch.float16, torch.float32, torch.float32]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(32, 16), (16, 40)], ids=["narrower", "wider"])
 def test_v_may_have_a_head_dim_of_its_own(head_dim: int, value_dim: int) -> None:
     """As in multi-head latent attention; twice, since calls are remembered."""

@@ -54,6 +54,7 @@ def test_the_dropout_mask_equals_the_oracles_element_by_element(transposed: bool
     assert torch.equal(kept.bool(), dropout_mask(seed, dropout_p, 3, 6, 80, 176)[2, 5, 16:, 48:])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_dropout(causal: bool, dtype: torch.dtype) -> None:

@@ -60,6 +60,7 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 # ---- attention ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(5)
 @INTERPRETED
 @BOTH
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ def test_exact_at_every_length(name: str, causal: bool, head_dim: int, dtype: to
     assert_exact(name, LENGTHS, head_dim, dtype, causal)
 
 
+@pytest.mark.one_in(5)
 @INTERPRETED
 @BOTH
 @pytest.mark.parametrize(
@@ -103,6 +105,7 @@ def test_lengths_of_zero(name: str, batch: int, q_len: int, kv_len: int, causal:
         assert (x == 0).all()
 
 
+@pytest.mark.one_in(3)
 @INTERPRETED
 @BOTH
 @HALF_AND_SINGLE
@@ -212,6 +215,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @INTERPRETED
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_flash2_is_exact_with_and_without_each_of_its_changes(way: flash2.Way) -> None:

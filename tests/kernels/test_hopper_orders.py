@@ -58,6 +58,7 @@ def seen(
     return first, last, bounds
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mask", ["causal", "full", "window", "documents"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +140,7 @@ def backward(q_len: int, kv_len: int, causal: bool, seed: int, **given: object):
     return found, lambda: assert_as_accurate(found, tensors[:3], d_out, causal=causal, **given)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("room", [1, 5])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_kernels_that_overlap(calls: list[Call], causal: bool, room: int) -> None:

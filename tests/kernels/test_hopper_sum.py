@@ -26,6 +26,7 @@ def laid_down(half: torch.Tensor) -> torch.Tensor:
     return half[rows, columns].flatten()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (40, 64), (128, 128), (72, 128)])
 @pytest.mark.parametrize(
     ("masks", "blind"),
@@ -63,6 +64,7 @@ def test_the_dq_sum_is_written_back_in_row_order(
     assert torch.equal(found.cpu(), expected)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("head_dim", "block_m"), BLOCK_M.items())
 @pytest.mark.parametrize("left", [ANY, 0, 200])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])

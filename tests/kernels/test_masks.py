@@ -30,6 +30,7 @@ def bounds_in_torch(cu_seqlens: torch.Tensor, batch: int, length: int) -> tuple[
     return torch.stack(starts).int(), torch.stack(ends).int()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "bounds",
     [
@@ -108,6 +109,7 @@ def assert_lists(got, mask, q_len, kv_len, causal, left, right):
         assert [keys[1 + q_blocks + query] for query in queries] == places
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("causal", "left", "right"), [(True, -1, -1), (True, 300, -1), (False, -1, -1), (False, 200, 90)]
 )

@@ -115,6 +115,7 @@ def stand_in(folder: Path, package: str, source: str) -> None:
     (folder / package / "__init__.py").write_text(source)
 
 
+@pytest.mark.slow
 def test_the_compile_report_needs_gluon(tmp_path) -> None:
     stand_in(tmp_path, "triton", "__version__ = '3.7.1'")
     done = python("-m", "kernels.compile_report", folder=tmp_path)
@@ -222,6 +223,7 @@ for number in 1, 2:
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "other", "moved", "part"),
     [

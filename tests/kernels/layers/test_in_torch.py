@@ -106,6 +106,7 @@ def test_an_exported_layer_takes_any_length(layer) -> None:
         torch.testing.assert_close(exported.module()(*inputs(each)), module(*inputs(each)))
 
 
+@pytest.mark.one_in(5)
 def test_compiled_autograd_differentiates_an_eager_forward(layer) -> None:
     module, inputs = layer
     wanted = gradients(module, module(*inputs(9)))
@@ -122,6 +123,7 @@ def fused_gpt(dropout_p: float) -> GPT:
     return make_gpt(config, get_attention("naive"), **layers, generator=generator).to(DEVICE)
 
 
+@pytest.mark.slow
 def test_one_graph_of_the_fused_gpt_trains_at_every_length() -> None:
     model = fused_gpt(dropout_p=0.1)
     torch._dynamo.reset()
@@ -172,6 +174,7 @@ def test_a_row_of_linear_add_norm_may_be_wide(width: int) -> None:
     assert_all_as_exact(exact, ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_row_of_dropout_may_be_longer_than_a_block_of_triton() -> None:
     x = normal(2, 2**20 + 3)
     keep = row_mask(7, 0.3, *x.shape, x.device)

@@ -145,7 +145,9 @@ def test_the_full_logits_are_never_in_memory():
     assert torch.cuda.max_memory_allocated() - before < 1.25 * 2**30  # float32 logits alone would be 13 GB
 
 
-@pytest.mark.parametrize(("rows", "chunk_rows"), [(37, 10), (300, 140), (0, 10)])
+@pytest.mark.parametrize(
+    ("rows", "chunk_rows"), [(37, 10), pytest.param(300, 140, marks=pytest.mark.slow), (0, 10)]
+)
 def test_computing_in_chunks_does_not_change_the_result(monkeypatch, rows, chunk_rows):
     hidden, weight, targets = problem(torch.float32, rows)
     whole = gradients(linear_cross_entropy, hidden, weight, targets)
@@ -219,6 +221,7 @@ def test_loss_scaling_keeps_small_gradients_in_fp16():
         assert (ours_x - x).norm() <= 2e-3 * x.norm()
 
 
+@pytest.mark.slow
 def test_a_gradient_whose_sum_over_rows_overflows_fp16_is_right():
     hidden = torch.full((1500, 4), 100.0, dtype=torch.float16, device=DEVICE)
     weight = torch.randn(64, 4, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)).half() * 1e-3

@@ -182,6 +182,7 @@ def test_random_dropout(number: int) -> None:
         torch.testing.assert_close(result, torch.where(keep, of.double() / (1 - dropout_p), 0.0).to(dtype))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("number", random_cases(16))
 def test_random_linear_cross_entropy(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Draw(number)
