@@ -6,6 +6,7 @@ script or module as a new Python would: with arguments, environment, directory, 
 own. What does not begin with torch, or not like that (`python -c`), is started as ever; with COLD=1, everything is.
 """
 
+import atexit
 import functools
 import gc
 import importlib
@@ -236,11 +237,34 @@ def _stream(old: TextIO, by_line: bool, unbuffered: bool) -> TextIO:
     )
 
 
-if __name__ == "__main__":
-    install(sys.argv[1])
-    words = become(**serve(*sys.argv[1:]))
-    gc.unfreeze()  # or triton 3.9 tells at the end, in thirty lines, what was not freed
+def run(words: list[str]) -> None:
     if words[0] == "-m":
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(words[0], run_name="__main__")
+
+
+def end(status: int) -> None:
+    """Without the last look at all that the server has imported, which takes 1.2 s; registered first, called last."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    install(sys.argv[1])
+    words = become(**serve(*sys.argv[1:]))
+    status = 0
+    at_end = atexit.register(lambda: end(status))
+    try:
+        run(words)
+    except SystemExit as error:  # any other code is a message
+        status = (error.code or 0) & 0xFF if isinstance(error.code, int | None) else 1
+        raise
+    except KeyboardInterrupt:  # a signal will end it
+        atexit.unregister(at_end)
+        gc.unfreeze()  # or triton 3.9 tells at the end, in thirty lines, what was not freed
+        raise
+    except BaseException:
+        status = 1
+        raise
