@@ -141,6 +141,7 @@ def test_readmes_results_are_those_of_the_training_experiment(card: str) -> None
     assert shown["peak memory of that step"] == memory
 
 
+@pytest.mark.slow
 def test_every_override_in_usage_composes() -> None:
     page = (ROOT / "docs" / "usage.md").read_text()
     rows = [line.split("|")[3] for line in page.splitlines() if line.startswith("| ") and "=" in line]

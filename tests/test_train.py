@@ -201,6 +201,7 @@ def test_a_refused_run_prints_no_traceback_and_leaves_no_directory(command_line,
     assert not any((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -309,6 +310,7 @@ def test_a_refused_prepare_does_not_delete_the_current_directory(command_line, t
     assert tmp_path.is_dir()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "words",
     [
@@ -397,6 +399,7 @@ def test_missing_wandb_gives_a_one_line_error_with_the_remedy(
     assert not any((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [

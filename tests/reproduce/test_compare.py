@@ -535,6 +535,7 @@ def test_an_unfinished_run_shows_how_far_it_came(copies):
     assert "at step 4)" in said  # losses are compared at the last step at which both runs were evaluated
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("eval_tokens", "steps_alike"), [(64, [4]), (10**6, [4, 8])])
 def test_losses_are_compared_at_a_step_where_the_same_tokens_were_predicted(
     text_file, tmp_path, eval_tokens, steps_alike
@@ -627,6 +628,7 @@ def test_only_a_run_resumed_into_another_directory_is_reported(copies, text_file
     assert "resumed: sdpa; times and curves cover only the part since then" in said
 
 
+@pytest.mark.slow
 def test_a_run_resumed_with_changed_settings_reports_them(copies, text_file):
     config, run = _config(text_file, "naive"), copies / "2"
 

@@ -514,6 +514,7 @@ def test_counted_memory_traffic_equals_the_formula():
     assert backward.read + backward.written == formula["backward"] >= floor["backward"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
 def test_flash1_runs_with_its_fastest_tiles(monkeypatch):
     slow, fast = (Tile(16, rows, 4, 1) for rows in (16, 64))

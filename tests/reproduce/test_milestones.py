@@ -92,6 +92,7 @@ def test_another_model_is_refused_unless_a_reference_is_named(tmp_path, capsys):
     assert f"plot: {os.path.relpath(run)}/milestones.svg" in said
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
     [
