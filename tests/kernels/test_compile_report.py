@@ -92,6 +92,7 @@ print({job for job in forms if not job.feature} <= set(selected), len(set(select
 """
 
 
+@pytest.mark.slow
 @needs_gluon  # what is the same kernel twice is a Hopper one
 def test_what_is_left_out_is_the_same_kernel_or_has_its_pairs_of_values_elsewhere(printed) -> None:
     """And has a feature: spills belong to a whole kernel, and those without are what most calls run."""

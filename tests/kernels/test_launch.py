@@ -333,6 +333,7 @@ def said(program: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_launches_compile_once_and_the_shortcut_finds_the_same_kernels(tmp_path) -> None:
     # With a separate cache: another process would take these kernels for real ones.
     assert said(PORTABLE, TRITON_CACHE_DIR=str(tmp_path)) == "done"

@@ -193,6 +193,7 @@ def test_a_gradient_reaches_every_parameter(on):
         assert weight.grad.any(), name
 
 
+@pytest.mark.one_in(4)
 @switches
 def test_flash_trains_it_as_naive_does(on):
     results = []
@@ -289,6 +290,7 @@ def test_logits_are_the_same_with_and_without_the_cache(on):
     assert cache.k[0].shape == (2, heads, 24, 16)
 
 
+@pytest.mark.one_in(4)
 @switches
 def test_generated_text_is_that_of_full_passes_also_beyond_the_context(on):
     model, tokens = built(on).double().eval(), some_tokens(1, 5)
@@ -401,6 +403,7 @@ def test_impossible_switches_are_refused(bad, said):
         GPTConfig(**SHAPE | bad)
 
 
+@pytest.mark.one_in(4)
 @switches
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_math", "flash1", "two_pass", "chunked"])
 def test_a_backend_computes_it_or_says_which_switch_it_lacks(on, name):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 DEVICE = tiny.DEVICE  # on a GPU, `-m gpu` takes these tests
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     [

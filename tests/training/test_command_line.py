@@ -25,6 +25,7 @@ def never(_config: Config, _run_dir: Path) -> None:
     raise AssertionError("it was to be refused")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -177,6 +178,7 @@ def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys
     assert "refused" not in capsys.readouterr().out
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "words", ["-m seed=1 init_seed=2,3", "seed=1 -m init_seed=2,3", "seed=1 init_seed=2,3 -m"]
 )
@@ -234,6 +236,7 @@ def test_a_sweep_continues_after_a_refused_run(started, tmp_path):
     assert sorted(path.name for path in sweep.glob("*_nano_*")) == ["0_nano_naive", "3_nano_sdpa"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("stop", "code", "said"), [(SystemExit(143), 143, []), (KeyboardInterrupt(), 130, ["interrupted"])]
 )

@@ -69,6 +69,7 @@ def draw_weights(run: Path) -> None:
 LLAMA = {"rope": True, "rope_theta": 500.0, "rmsnorm": True, "mlp": "swiglu", "n_kv_head": 1}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("tokenizer", "switches"),
     [("bytes", {}), ("ranks", {}), ("bytes", LLAMA)],

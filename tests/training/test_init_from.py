@@ -159,6 +159,7 @@ def test_a_shorter_run_takes_the_first_positions(config, trained, tmp_path, caps
     assert summary["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", list(Positions))
 def test_a_longer_run_extends_the_positions_in_the_way_that_is_named(config, trained, tmp_path, capsys, how):
     run, _ = trained

@@ -14,6 +14,7 @@ from tests.training.ranks import ROOT, logged, processes, started_on, torchrun, 
 from training.checkpoint import saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "lost", "sent"),
     [

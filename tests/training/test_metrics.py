@@ -193,6 +193,7 @@ print(before, full, peak())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak cannot be reset")
 def test_peak_resident_memory_counts_only_the_run_itself(tmp_path):
     """It rises with allocations and falls when a new run begins; a large parent process is not counted."""

@@ -21,13 +21,15 @@ from training.export import export
 from training.parallel.blocks import recompute
 from training.parallel.config import Recompute
 
-MODES = {
+QUICK = {
     "none": [],
     "bf16 exchange": ["parallel.gradient_dtype=bf16"],
+    "full recompute": ["parallel.shard=full", "parallel.recompute=block"],
+}
+OTHERS = {
     "again": ["parallel.recompute=attention_kept"],
     "optimizer": ["parallel.shard=optimizer"],
     "full": ["parallel.shard=full"],
-    "full recompute": ["parallel.shard=full", "parallel.recompute=block"],
 }
 
 
@@ -41,9 +43,9 @@ def losses(folder) -> list[float]:
 
 @pytest.fixture
 def trained_as_one(started, user_environment, tiny, tmp_path):
-    """Train in all MODES on so many ranks, compare each with one process, and run others; what ranks printed."""
+    """Train in these modes on so many ranks, compare each with one process, and run others; what ranks printed."""
 
-    def trained_as_one(ranks: int, others: list[list[str]]) -> str:
+    def trained_as_one(ranks: int, modes: dict[str, list[str]], others: list[list[str]]) -> str:
         small = [
             *tiny,
             "trainer.micro_batch=1",
@@ -52,12 +54,12 @@ def trained_as_one(started, user_environment, tiny, tmp_path):
             "trainer.eval_every=6",
         ]
         assert started(train.main, *small, "hydra.run.dir=one") == 0
-        runs = [run(name, *small, *mode) for name, mode in MODES.items()]
+        runs = [run(name, *small, *mode) for name, mode in modes.items()]
         said = train_on(ranks, runs + others, tmp_path, user_environment).stdout
         assert "models left: 0\n" in said  # or the next run would have less memory
         one = tmp_path / "one"
         weights = load_weights(find(one), "cpu")
-        for name in MODES:
+        for name in modes:
             many, close = tmp_path / name, 1e-3 if "bf16" in name else 1e-5
             assert losses(many) == pytest.approx(losses(one), rel=close), name
             summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, many)]
@@ -84,17 +86,23 @@ def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(trained
         ),
         "graphs": (["trainer.cuda_graphs=true"], "needs a CUDA device, not cpu; leave it out"),
     }
-    said = trained_as_one(2, [run(name, *tiny, *settings) for name, (settings, _) in refused.items()])
+    said = trained_as_one(2, QUICK, [run(name, *tiny, *settings) for name, (settings, _) in refused.items()])
     for name, (_, remedy) in refused.items():
         (line,) = (each for each in said.splitlines() if each.startswith(f"refused {name}: "))
         assert line.endswith(remedy) or remedy in line
 
 
 @pytest.mark.slow
+def test_two_ranks_train_as_one_in_the_other_modes(trained_as_one):
+    trained_as_one(2, OTHERS, [])
+
+
+@pytest.mark.slow
 def test_four_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(trained_as_one):
-    trained_as_one(4, [])
+    trained_as_one(4, QUICK | OTHERS, [])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environment, tiny, tmp_path):
     """1 -> 2 -> 1, whole and in parts; a checkpoint in parts is exported, and begins another run."""
     steady = [*tiny, "optimizer.lr=1e-2", "schedule=constant", "schedule.warmup_fraction=0"]

@@ -45,6 +45,7 @@ def test_resuming_from_an_older_checkpoint_drops_everything_after_it(config, tmp
     assert summary["seconds"] >= column[-1] * 0.999 > saved > column[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", [4, 8])
 def test_resuming_a_run_killed_in_an_evaluation_gives_the_same_results(config, tmp_path, monkeypatch, at):
     config = having(config, save_every=4)
@@ -263,6 +264,7 @@ def test_a_resume_reports_what_was_resolved_otherwise_though_no_setting_changed(
     assert line.split("  ")[-1].strip() == "trainer.steps 8 -> 9, attention flash -> sdpa, world_size 4 -> 1"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("was", [False, True])
 def test_a_run_from_before_precise_delta_had_a_default_is_told_whether_that_changes_it(
     config, tmp_path, capsys, was
@@ -297,6 +299,7 @@ def test_a_resume_that_warms_up_once_more_says_so_and_how_to_avoid_it(config, tm
     assert "  warm-up " not in banner(0.005)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("text", ["", "\0\0\0", "[1]"])
 def test_a_damaged_record_does_not_prevent_resuming(config, tmp_path, text):
     """As a power cut leaves them; the checkpoint alone decides."""

@@ -9,6 +9,7 @@ from training.config import ConfigError
 from training.trainer import Trainer, train
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_run_in_a_directory_that_is_in_use_is_refused(config, tmp_path, monkeypatch, resume):
     """Whether it starts there at the same time or resumes: the first run goes on as if nothing had been."""
@@ -29,6 +30,7 @@ def test_a_second_run_in_a_directory_that_is_in_use_is_refused(config, tmp_path,
     train(having(config, steps=9, resume=str(tmp_path)), tmp_path)  # nothing holds it by now
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

@@ -149,6 +149,7 @@ def test_bounded_evaluations_are_of_the_same_tokens_and_the_last_is_of_all(confi
     assert bits == pytest.approx(losses[6] * 300 / (math.log(2) * in_text), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_best_by_other_tokens_is_not_compared_with(config, tmp_path):
     first = having(config, eval_tokens=300, keep_best=True, steps=4)
     train(first, tmp_path)
