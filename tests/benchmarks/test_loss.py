@@ -90,6 +90,7 @@ def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path
     assert line.endswith("pip install liger-kernel, then --again")
 
 
+@pytest.mark.slow
 @interpreted
 def test_liger_kernel_is_timed_if_it_is_installed(tmp_path, capsys, monkeypatch):
     install_peer(tmp_path / "peer", monkeypatch, 1.0)

@@ -189,6 +189,7 @@ def test_a_damaged_download_is_named_removed_and_fetched_again(hub: HubStub, tmp
     assert hub.fetched() == [OPENWEBTEXT_FILES[1]]
 
 
+@pytest.mark.slow
 def test_a_hub_dataset_loads_at_main_at_a_commit_and_by_file(hub: HubStub, tmp_path: Path):
     old, new = hub.repos["owner/name"]
     at_old = [{**each, "revision": old} for each in (STREAM, WHOLE)]
@@ -202,6 +203,7 @@ def test_a_hub_dataset_loads_at_main_at_a_commit_and_by_file(hub: HubStub, tmp_p
     assert hub.fetched() == ["plain_text/train-2.parquet"]
 
 
+@pytest.mark.slow
 def test_streaming_with_a_limit_survives_a_dropped_connection(hub: HubStub, tmp_path: Path):
     hub.cut["plain_text/train-0.parquet"] = 1
     result = prepared(hub, tmp_path, **STREAM, limit_documents=4)

@@ -194,6 +194,7 @@ def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Pat
     assert np.concatenate([tokens for tokens, _ in blocks]).tolist() == expected
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "blank"),
     [("gpt2", " "), ("gpt2", "\n"), ("cl100k_base", " "), ("cl100k_base", "\t"), ("o200k_base", " ")],

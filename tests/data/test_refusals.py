@@ -174,6 +174,7 @@ def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path, monkeypa
     assert refused(arguments, tmp_path / "cache") == f"cannot read {tmp_path / name}: Permission denied"
 
 
+@pytest.mark.slow
 def test_the_space_estimate_allows_for_leading_empty_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

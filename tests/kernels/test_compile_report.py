@@ -113,6 +113,7 @@ for job in others:
 """
 
 
+@pytest.mark.slow
 @needs_gluon
 def test_no_lengths_make_a_form_of_the_hopper_kernels_that_is_not_compiled(printed) -> None:
     count, *missing = printed(OTHER_LENGTHS)

@@ -297,6 +297,7 @@ def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int)
     check(which, machine, 300, 130, head_dim, True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("bound", "head_dim"),
     [

@@ -155,6 +155,7 @@ def test_releases_that_are_newer_than_those_we_know_are_named() -> None:
     assert "triton 99.0.0: newer than versions.py knows" in compared(newest[0], "99.0.0")
 
 
+@pytest.mark.slow
 def test_a_training_run_with_a_triton_that_is_too_old_ends_in_a_line(tmp_path) -> None:
     stand_in(tmp_path, "triton", "__version__ = '3.5.1'")
     settings = "attention=flash", "data=python_source", "logger=none", f"hydra.run.dir={tmp_path}/run"

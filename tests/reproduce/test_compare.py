@@ -514,6 +514,7 @@ def test_among_many_runs_only_those_that_differ_are_named(copies):
     assert "seed  sdpa seed=7: 7, all others: 1337\n" in told(copies)
 
 
+@pytest.mark.slow
 def test_time_split_excludes_checkpoints_and_allows_any_eval_interval(text_file, tmp_path):
     config = _config(text_file, "sdpa")
     for name, every in (("saves", {"save_every": 1}), ("evaluates", {"log_every": 5, "eval_every": 3})):
@@ -611,6 +612,7 @@ def test_a_run_of_another_program_is_compared_by_the_fields_it_has(copies, capsy
     assert [line.split()[:2] for line in said[1:3]] == [["naive", "-"], ["sdpa", said[2].split()[1]]]
 
 
+@pytest.mark.slow
 def test_only_a_run_resumed_into_another_directory_is_reported(copies, text_file, capsys):
     config = _config(text_file, "sdpa")
     run = copies / "2_sdpa"

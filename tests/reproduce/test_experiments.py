@@ -37,6 +37,7 @@ from tests.reproduce.tiny import FOLDER, document, run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("each", [*EXPERIMENTS.values(), *BENCHMARKS.values()], ids=lambda each: each.name)
 def test_what_results_depend_on_is_there_and_found_again(each):
     recorded = depends.tree().record(each.path, each.measures)
@@ -176,6 +177,7 @@ def test_documents_are_written_a_line_a_sample_in_eight_digits(tmp_path):
     assert json.loads(as_lines(document | {"samples": []}))["samples"] == []
 
 
+@pytest.mark.slow
 def test_a_backend_that_refuses_a_mask_is_not_timed_with_it(tmp_path):
     assert run(tmp_path, "attention", "backends=naive,sdpa", "figures=fa1") == 0
     results = document(tmp_path, "attention")
@@ -321,6 +323,7 @@ def test_the_list_needs_no_torch():
         assert f" {experiment.minutes:g}min " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_closed_output_pipe_is_not_an_error():
     """As `python -m reproduce | head` does."""
     command = [sys.executable, "-m", "reproduce"]

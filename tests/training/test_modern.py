@@ -98,6 +98,7 @@ def test_what_cannot_be_combined_is_refused_in_one_line(started, tiny, settings,
     assert "\n" not in error
 
 
+@pytest.mark.slow
 def test_a_rotary_models_weights_start_a_run_at_another_length_and_window(started, tiny, tmp_path):
     rotary = [*tiny, "model.rope=true", "model.window=8"]
     assert started(train.main, *rotary, "hydra.run.dir=short") == 0

@@ -107,6 +107,7 @@ def test_resuming_reports_changed_settings_and_refuses_conflicting_ones(config, 
         train(having(goes_on, steps=7), tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_resuming_keeps_the_time_of_an_evaluation_it_does_not_repeat(config, tmp_path, monkeypatch):
     """A checkpoint is saved before its step is evaluated; here the resumed run does not evaluate that step again."""
     whole, slept = Trainer._evaluate, 0.5
@@ -240,6 +241,7 @@ def test_auto_starts_again_where_a_run_died_before_its_first_checkpoint(config, 
 # ---- what a resumed run compares -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_whose_text_was_moved_resumes_since_its_tokens_are_the_same(config, tmp_path):
     train(config, tmp_path / "run")
     moved = tmp_path / "moved.txt"
