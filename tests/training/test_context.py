@@ -50,6 +50,10 @@ def check_same(folder, one: str, many: str) -> None:
 
 
 def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environment, tiny, small, tmp_path):
+    modes = {
+        "documents": [SHARED, DOCUMENTS],
+        "full": [SHARED, "parallel.shard=full", "parallel.recompute=block"],
+    }
     refused = {
         "does not divide the 2 ranks; nearest: parallel.context=2": ["parallel.context=3"],
         "cuts each sequence into 4 chunks, of which model.seq_len=30 is not a multiple; nearest: 28 or 32": [
@@ -60,11 +64,13 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
         "has no window; leave model.window out": [SHARED, "model.window=8"],
         "has no precise_delta": [SHARED, "attention=naive", "attention.precise_delta=true"],
     }
+    assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
     assert started(train.main, *small, "attention=naive", DOCUMENTS, "hydra.run.dir=documents one") == 0
-    runs = [run("documents", *small, SHARED, DOCUMENTS)]
+    runs = [run(name, *small, *mode) for name, mode in modes.items()]
     runs += [run(f"refused-{number}", *tiny, *mode) for number, mode in enumerate(refused.values())]
     done = train_on(2, runs, tmp_path, user_environment)
     check_same(tmp_path, "documents one", "documents")
+    check_same(tmp_path, "one", "full")
     assert "attention   naive (requested: auto)\n" in done.stdout
     assert "parallel    2 ranks share each sequence, in a ring, each rank holds all" in done.stdout
     for number, said in enumerate(refused):
@@ -76,7 +82,6 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
 def test_two_ranks_share_sequences_in_every_other_form(started, user_environment, small, tmp_path):
     modes = {
         "shared": [SHARED],
-        "full": [SHARED, "parallel.shard=full", "parallel.recompute=block"],
         "optimizer": [SHARED, "parallel.shard=optimizer", DOCUMENTS],
         "compiled": [SHARED, "trainer.compile=true", DOCUMENTS],
         "modern": [SHARED, *MODERN],
@@ -86,7 +91,6 @@ def test_two_ranks_share_sequences_in_every_other_form(started, user_environment
     assert started(train.main, *small, "attention=naive", *MODERN, "hydra.run.dir=modern one") == 0
     train_on(2, [run(name, *small, *mode) for name, mode in modes.items()], tmp_path, user_environment)
     check_same(tmp_path, "one", "shared")
-    check_same(tmp_path, "one", "full")
     check_same(tmp_path, "documents one", "optimizer")
     check_same(tmp_path, "documents one", "compiled")
     check_same(tmp_path, "modern one", "modern")
