@@ -295,6 +295,7 @@ def test_muon_and_wsd_train_from_the_command_line_and_differ_from_adamw(started,
     assert float(rates[32]) == 1e-2 > float(rates[33]) > float(rates[40]) == 0.0
 
 
+@pytest.mark.slow
 def test_resuming_takes_optimizer_settings_from_the_command_line(started, tiny, tmp_path):
     assert started(train.main, *tiny, "hydra.run.dir=a") == 0
     changed = [*tiny, "trainer.steps=20", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.6]"]

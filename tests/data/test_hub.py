@@ -420,6 +420,7 @@ def test_a_missing_column_split_config_repo_or_revision_is_named(hub: HubStub, t
     assert "owner/script" in end["refused"]
 
 
+@pytest.mark.slow
 def test_a_local_folder_is_read_through_datasets_without_network(hub: HubStub, tmp_path: Path):
     """JSON lines, parquet, and CSV, for which this package has no reader."""
     hub.down = True

@@ -184,6 +184,7 @@ def wait_for_half_written(cache: Path, count: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_resuming_removes_half_written_temporary_files(large_units: Path, tmp_path: Path):
     process = start(large_units, tmp_path / "cache")
     wait_for_half_written(tmp_path / "cache", 1)
@@ -204,6 +205,7 @@ def test_ctrl_c_ends_workers_in_the_middle_of_a_unit(large_units: Path, tmp_path
     assert not list(tmp_path.rglob("*.tokens*"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_workers_start_prints_no_traceback_of_a_worker(large_units: Path, tmp_path: Path):
     """A terminal sends the signal to all processes."""
     process = start(large_units, tmp_path / "cache", workers=4)

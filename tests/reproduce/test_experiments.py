@@ -197,6 +197,7 @@ def test_a_backend_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch
     assert "wrong" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_backend_wrong_only_at_full_length_is_not_timed(tmp_path, capsys, monkeypatch):
     naive = get_attention("naive")
 

@@ -99,7 +99,7 @@ def test_another_init_seed_changes_the_weights_and_not_the_batches(short_text_fi
     assert np.array_equal(first.batches.batch(0)[0], other.batches.batch(0)[0])
 
 
-@pytest.mark.parametrize("option", ["loss", "block"])
+@pytest.mark.parametrize("option", [pytest.param("loss", marks=pytest.mark.slow), "block"])
 def test_fused_layers_give_the_losses_and_random_state_of_torch_layers(short_text_file, tmp_path, option):
     plain = config(short_text_file, "naive")
     fused = replace(plain, model=replace(plain.model, **{option: Layers.fused}))

@@ -108,6 +108,7 @@ def test_a_rotary_models_weights_start_a_run_at_another_length_and_window(starte
     assert facts["parameters"] == json.loads((tmp_path / "short/facts.json").read_text())["parameters"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_the_switches_resumes(started, tiny, tmp_path):
     assert started(train.main, *tiny, "hydra.run.dir=old") == 0
     file = checkpoint.find(tmp_path / "old") / "training.pt"

@@ -314,6 +314,7 @@ def test_a_damaged_record_does_not_prevent_resuming(config, tmp_path, text):
     assert sorted(measured(tmp_path, "train/loss")) == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_muon_ends_with_the_same_weights_and_moments(config, tmp_path):
     config = replace(config, optimizer=OptimizerConfig(name=OptimizerName.muon))
     train(config, tmp_path / "whole")
