@@ -16,7 +16,7 @@ import torch
 # torch -> the triton it was built with, from the oldest that pyproject.toml admits to the newest that was tested.
 PAIRS = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 # Gluon is experimental and its API changes: with these the Hopper kernels have passed `pytest -m gpu`.
-VERIFIED_TRITON = ("3.7.1",)
+VERIFIED_TRITON = ("3.7.1", "3.8.0", "3.9.0")
 # They compile from this release on, where hopper/primitives.py knows what changed.
 OLDEST_GLUON = (3, 7)
 
@@ -46,9 +46,10 @@ def gluon_lacks() -> str | None:
     """What the Hopper kernels would need of triton, or None. Imports triton."""
     import triton
 
-    fix = f"pip install triton=={VERIFIED_TRITON[-1]}"
-    if numbers_of(VERIFIED_TRITON[-1]) < numbers_of(_triton_of(torch.__version__)):  # too old for this torch
-        fix += " torch==" + next(x for x, y in reversed(PAIRS.items()) if y == VERIFIED_TRITON[-1]) + ".*"
+    own, newest = numbers_of(_triton_of(torch.__version__)), VERIFIED_TRITON[-1]
+    fix = f"pip install triton=={next((x for x in VERIFIED_TRITON if numbers_of(x) >= own), newest)}"
+    if numbers_of(newest) < own:  # too old for this torch
+        fix += " torch==" + next(x for x, y in reversed(PAIRS.items()) if y == newest) + ".*"
     if not has_gluon():
         return f"a triton with Gluon, which this triton {triton.__version__} is without ({fix})"
     if triton.__version__ not in VERIFIED_TRITON:
