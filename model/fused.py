@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from .cache import KVCache
 from .config import GPTConfig
-from .gpt import GPT, AttentionFn, Block, Seeds
+from .gpt import GPT, AttentionFn, Block, Linear, Seeds
 
 
 class FusedLayers(NamedTuple):
@@ -57,7 +57,6 @@ class FusedBlock(Block):
         super().__init__(config, layer, attention, packed)
         self.layers = layers
         self.dropout = config.dropout
-        self.attn.c_attn.product = layers.linear
 
     def forward(  # type: ignore[override]
         self, stream: Stream, seeds: Seeds, cu_seqlens: Tensor | None, cache: KVCache | None
@@ -82,6 +81,9 @@ class FusedGPT(GPT):
     def __init__(self, config: GPTConfig, attention: AttentionFn, layers: FusedLayers, **options: Any):
         self.layers = layers
         super().__init__(config, attention, **options)
+        for module in self.h.modules():
+            if isinstance(module, Linear):
+                module.product = layers.linear
 
     def make_block(self, layer: int, attention: AttentionFn, packed: AttentionFn | None) -> Block:
         return FusedBlock(self.config, layer, attention, packed, self.layers)

@@ -44,15 +44,16 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel
 def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, alone: bool = True) -> nn.Module:
     """As `precision.compiled`, with replays. It gives each parameter a gradient of zeros, to be added to.
 
-    alone: no exchange waits for gradients, so the linear layers' products and the embedding add to them themselves.
+    alone: no exchange waits for gradients, so our linear layers' products, loss and embedding add to them themselves,
+        with fewer roundings: not the bits of a run without replays.
     """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if alone and kernels_lack() is None:
-        from kernels.layers.linear import sum_in_place, sum_in_product
+        from kernels.layers.linear import linear, sum_in_place, sum_in_product
 
         for layer in model.modules():
-            if isinstance(layer, Linear):
+            if isinstance(layer, Linear) and layer.product is linear:
                 sum_in_product(layer.weight, dtype)
             elif isinstance(layer, Embedding):
                 sum_in_place(layer.weight)

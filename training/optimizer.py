@@ -111,6 +111,8 @@ def update(
 ) -> torch.Tensor:
     """Clip the gradients to a norm, take the optimizer's step, and drop the gradients, or zero them if they are kept.
 
+    With them kept, the weights that `kernels.layers.linear` multiplies by are cast again.
+
     Returns the norm of each parameter's gradient before clipping, float32 (parameters,), still on the device: after
     clipping by a norm that is not finite, the gradients no longer tell where it came from. With an enabled scaler,
     such a norm makes it skip the step.
