@@ -17,10 +17,7 @@ import sample
 import train
 from tests.conftest import measured, rows
 from training.checkpoint import find, load_training
-from training.command_line import composed
 from training.config import ConfigError
-from training.distributed import World
-from training.failures import out_of_memory
 from training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -241,15 +238,6 @@ def test_out_of_memory_gives_a_one_line_error_with_the_remedy(
     assert said in error
     assert "\n" not in error
     assert isinstance(causes[0], torch.OutOfMemoryError) == on_gpu
-
-
-@pytest.mark.parametrize(("gpus", "saves"), [(1, False), (2, True)])
-def test_out_of_memory_on_several_gpus_names_the_memory_of_cuda_graphs(gpus, saves):
-    config, ranks = composed("trainer.batch_tokens=4096"), World(torch.device("cuda"), size=gpus)
-    said = "trainer.cuda_graphs=false takes 4 bytes a parameter less."
-    assert (said in out_of_memory(config, ranks)) == saves
-    config.trainer.cuda_graphs = False
-    assert said not in out_of_memory(config, ranks)
 
 
 def test_flash_runs_in_the_triton_interpreter(command_line, tiny, tmp_path):

@@ -9,7 +9,6 @@ import torch
 
 from . import checkpoint
 from .config import Config
-from .cuda_graphs import resolve_graphs
 from .distributed import World
 from .parallel.config import Recompute
 
@@ -58,16 +57,12 @@ def diverged(why: str, done: int, broken: int, run_dir: Path, dtype: torch.dtype
 def out_of_memory(config: Config, ranks: World) -> str:
     """What to say of it, with the largest micro-batch that needs at most half as much."""
     _, micro_batch = config.accumulation_steps(ranks.size // config.parallel.context)
-    asked, compiled = config.trainer.cuda_graphs, config.trainer.compile is not False
-    graphs = resolve_graphs(asked, compiled, ranks, config.parallel)
-    less = " trainer.cuda_graphs=false takes 4 bytes a parameter less." if graphs and ranks.size > 1 else ""
     full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
     if micro_batch == 1:
         again = "" if config.parallel.recompute is Recompute.block else "use parallel.recompute=block, "
-        again += "lower model.seq_len or choose a smaller model."
-        return f"{full}: one sequence at a time is too much; {again}{less}"
+        return f"{full}: one sequence at a time is too much; {again}lower model.seq_len or choose a smaller model."
     half = max(n for n in range(1, micro_batch // 2 + 1) if micro_batch % n == 0)
     return (
         f"{full}: use trainer.micro_batch={half}; gradients accumulate, so the global batch stays "
-        f"trainer.batch_tokens={config.trainer.batch_tokens}.{less}"
+        f"trainer.batch_tokens={config.trainer.batch_tokens}."
     )
