@@ -44,6 +44,7 @@ _RESOLVED = {
     "block": "model.block",
     "dtype": "trainer.precision",
     "compiled": "trainer.compile",
+    "cuda_graphs": "trainer.cuda_graphs",
     "world_size": "",
 }
 

@@ -260,10 +260,13 @@ def test_a_run_whose_text_was_moved_resumes_since_its_tokens_are_the_same(config
 def test_a_resume_reports_what_was_resolved_otherwise_though_no_setting_changed(config, tmp_path, capsys):
     train(config, tmp_path)
     facts = json.loads((tmp_path / "facts.json").read_text())
-    (tmp_path / "facts.json").write_text(json.dumps(facts | {"world_size": 4, "attention": "flash"}))
+    (tmp_path / "facts.json").write_text(
+        json.dumps(facts | {"world_size": 4, "attention": "flash", "cuda_graphs": True})
+    )
     train(having(config, steps=9, resume=str(tmp_path)), tmp_path)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
-    assert line.split("  ")[-1].strip() == "trainer.steps 8 -> 9, attention flash -> sdpa, world_size 4 -> 1"
+    resolved = "attention flash -> sdpa, cuda_graphs True -> False, world_size 4 -> 1"
+    assert line.split("  ")[-1].strip() == f"trainer.steps 8 -> 9, {resolved}"
 
 
 @pytest.mark.one_in(2)
