@@ -157,7 +157,7 @@ class Sweep(jobs.Sweep):
         given = parser.parse_overrides(config.hydra.overrides.task)
         for number, overrides in enumerate(BasicSweeper.split_arguments(given, None)[0]):
             try:
-                _typed(hydra.compose("train", overrides), overrides, sys.argv)
+                _typed(hydra.compose(config.hydra.job.config_name, overrides), overrides, sys.argv)
             except ConfigError as error:
                 print(f"run {number} will be refused: {error}", flush=True)
             except HydraException:

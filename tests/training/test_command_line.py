@@ -164,7 +164,7 @@ def test_a_sweep_over_attentions_may_set_the_tier_of_one_of_them(started):
         resolve(composed("attention=naive", "attention.tier=triton"), Path(), World(torch.device("cpu")))
 
 
-def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys):
+def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys, tmp_path):
     def task(config: Config, _run_dir: Path) -> None:
         print(f"seed {config.seed} begins")
 
@@ -176,6 +176,9 @@ def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys
     assert len(refused.splitlines()) == 2
     assert "did you mean trainer.steps?" in started(never, "-m", "seed=1,2", "trainer.step=1")
     assert "refused" not in capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nmodel: {dropout: 2}\n")
+    started(never, "--config-dir", str(tmp_path), "--config-name=mine", "-m", "seed=1,2")
+    assert "run 1 will be refused: model.dropout=2.0" in capsys.readouterr().out
 
 
 @pytest.mark.one_in(3)
