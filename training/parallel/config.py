@@ -39,7 +39,7 @@ class ParallelConfig:
     # The dtype in which ranks exchange gradients.
     gradient_dtype: GradientDtype = GradientDtype.fp32
     # Seconds after which a rank that does nothing, while others wait for it, is taken for dead: the run is saved and
-    # ends. It is named long before, and one that is dead within half a minute.
+    # ends. It is named long before, and one that is dead within half a minute. Saving may take as long, no longer.
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
