@@ -154,14 +154,14 @@ class Sweep(jobs.Sweep):
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
             return
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        given = parser.parse_overrides(config.hydra.overrides.task)
+        given = parser.parse_overrides(OmegaConf.to_container(config.hydra.overrides.task))
         for number, overrides in enumerate(BasicSweeper.split_arguments(given, None)[0]):
             try:
                 _typed(hydra.compose(config.hydra.job.config_name, overrides), overrides, sys.argv)
             except ConfigError as error:
                 print(f"run {number} will be refused: {error}", flush=True)
-            except HydraException:
-                return  # Hydra refuses all
+            except (HydraException, OmegaConfBaseException):
+                return  # Hydra refuses all; or ${hydra:...} is not known yet
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import ClassVar
+from warnings import catch_warnings
 
 import pytest
 import torch
@@ -179,6 +180,8 @@ def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nmodel: {dropout: 2}\n")
     started(never, "--config-dir", str(tmp_path), "--config-name=mine", "-m", "seed=1,2")
     assert "run 1 will be refused: model.dropout=2.0" in capsys.readouterr().out
+    with catch_warnings(action="error"):  # Hydra makes a warning of a callback's error
+        assert started(task, "-m", "model.dropout=0,0.1", "seed=${hydra:job.num}") == 0
 
 
 @pytest.mark.one_in(3)
