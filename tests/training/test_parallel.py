@@ -276,8 +276,8 @@ def test_what_one_process_cannot_do_is_refused_in_one_line(started, tiny, tmp_pa
 
 @pytest.mark.slow
 def test_compiled_ranks_train_as_eager_ones(user_environment, tiny, tmp_path):
-    """Around DDP in one piece; a block at a time in parts, and where activations are computed again."""
-    small = [*tiny, "model.n_layer=2", "trainer.steps=4", "trainer.sample_tokens=0"]
+    """In one piece, without an exchange and around DDP; by blocks in parts, and where they are computed again."""
+    small = [*tiny, "model.n_layer=2", "trainer.steps=4", "trainer.micro_batch=1", "trainer.sample_tokens=0"]
     modes = {
         "none": [],
         "again": ["parallel.recompute=attention_kept"],
