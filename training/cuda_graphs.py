@@ -50,7 +50,8 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, alone: bool = Tr
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if alone and kernels_lack() is None:
-        from kernels.layers.linear import linear, sum_in_place, sum_in_product
+        from kernels.layers.linear import linear
+        from kernels.layers.sums import sum_in_place, sum_in_product
 
         for layer in model.modules():
             if isinstance(layer, Linear) and layer.product is linear:

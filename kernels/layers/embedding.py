@@ -20,7 +20,7 @@ from torch import Tensor
 from ..launch import launch
 from ..operators import NAMESPACE, operator
 from .checks import block_of, check_device, check_dtype, no_second_derivative
-from .linear_cross_entropy import total_of
+from .sums import total_of
 
 
 class Tile(NamedTuple):

@@ -1,10 +1,4 @@
-"""A linear layer whose product adds the weight's gradient to what earlier micro-steps have left.
-
-Under autocast, autograd computes such a gradient in 16 bits, casts it, and adds it to `weight.grad`: 20 bytes of
-traffic an element. A matrix product that adds to a float32 matrix moves 8, and rounds nothing to 16 bits.
-"""
-
-from collections.abc import Iterable
+"""A linear layer whose product adds the weight's gradient to what earlier micro-steps have left (sums.py)."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +6,7 @@ from torch import Tensor
 
 from ..arguments import in_autocast_dtype
 from ..operators import NAMESPACE
-from .linear_cross_entropy import add_product
+from .sums import add_product
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -21,32 +15,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     (x,) = in_autocast_dtype(x)
     return _linear(x, weight.low, None if bias is None else bias.to(x.dtype), weight.grad)
-
-
-def sum_in_product(weight: Tensor, dtype: torch.dtype) -> None:
-    """From now on, `linear`'s backward adds to weight.grad, which must stay in its place; autograd gets none.
-    It multiplies by a copy in `dtype`, autocast's, which `cast_again` brings up to date.
-
-    Hooks of the weight do not see it, so not where DistributedDataParallel or FSDP wait for one.
-    """
-    low = weight.detach().to(dtype)
-    for tensor in (low, weight.grad):  # or a replayed graph would read and add to copies
-        torch._dynamo.mark_static_address(tensor)
-    weight.low = low  # type: ignore[attr-defined]
-
-
-def sum_in_place(weight: Tensor) -> None:
-    """Likewise for the embedding and the loss, which share a weight: both add to weight.grad."""
-    torch._dynamo.mark_static_address(weight.grad)
-    weight.summed = True  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def cast_again(weights: Iterable[Tensor]) -> None:
-    """After an optimizer's step: cast the weights that `linear` uses, once for all micro-steps that follow."""
-    cast = [weight for weight in weights if hasattr(weight, "low")]
-    if cast:
-        torch._foreach_copy_([weight.low for weight in cast], cast)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear", mutates_args=())

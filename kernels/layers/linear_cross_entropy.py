@@ -16,6 +16,7 @@ from ..operators import NAMESPACE, has_tangent
 from . import FusedError
 from .checks import check_device, check_dtype, make_known_to_inductor
 from .softmax_gradient import Terms, softmax_gradient
+from .sums import add_product, total_of
 
 # Logits held at a time. Larger chunks make larger matrix products and fewer additions to the weight's gradient, with
 # little left to gain: 65,536 x 768 by 50,304 in bf16 takes an H200 29.8 ms with 256 MiB, 28.1 with 512 MiB, 28.0 with
@@ -194,14 +195,6 @@ def _chunk(rows: int, row_bytes: int) -> int:
     return chunk if chunk < TILE else -(-chunk // TILE) * TILE
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with total in float32."""
-    if a.device.type == "cuda" and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
 def _empty_results(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -257,11 +250,6 @@ def _add_scaled(total: Tensor, gradient: Tensor, share: Tensor) -> None:
 @_add_scaled.register_fake
 def _(total, gradient, share):
     return None
-
-
-def total_of(weight: Tensor) -> Tensor | None:
-    """What a backward is to add the weight's gradient to, without autograd; None: nothing."""
-    return weight.grad if hasattr(weight, "summed") and torch.is_grad_enabled() else None
 
 
 _forward.register_autograd(_backward, setup_context=_save)

@@ -197,7 +197,7 @@ class Watch:
             print(f"error: {why}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback_later(15, file=2)  # where it hangs, before torchrun kills it
             # torchrun does not, where a rank is stopped.
-            ending = threading.Timer(self._limit, os._exit, [1])
+            ending = threading.Timer(self._limit, self._give_up)
             ending.daemon = True
             ending.start()
             try:
@@ -207,6 +207,10 @@ class Watch:
             finally:
                 os._exit(1)
         time.sleep(SILENT)  # a rank that exits has torchrun end the one that saves
+        os._exit(1)
+
+    def _give_up(self) -> None:
+        print(f"error: the run is not saved after {self._limit:.0f} s", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.layers.linear import cast_again, linear, sum_in_product
+from kernels.layers.linear import linear
+from kernels.layers.sums import cast_again, sum_in_product
 
 
 @pytest.mark.parametrize("compiled", [False, True])
