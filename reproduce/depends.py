@@ -41,7 +41,7 @@ UNTOUCHED: dict[str, str] = {
     "0acb911291": "learning_rate: wsd is new; the rates of the others are bit for bit as before",
     "2a23f141e1": "host.run: the tier that `auto` took for its call is named",
     "e39f2b766a": "attention.run: it checks with more heads, since `auto` now takes the portable kernels for few",
-    "ec71bebf82": "compiled_to_graphs: torch's layers get no 16-bit copies that nothing read; 0.1 % of a step, by count",
+    "ec71bebf82": "compiled_to_graphs: torch's layers get no unread 16-bit copies; 0.1 % of a step by count",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }
 UNTOUCHED |= dict.fromkeys(
