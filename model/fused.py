@@ -24,7 +24,7 @@ class FusedLayers(NamedTuple):
         and the LayerNorm of that; if rms its RMSNorm, and shift is None
     embedding: (tokens, weight) -> weight[tokens]
     dropout: (x, dropout_p, dropout_seed) -> dropout(x)
-    linear: (x, weight, bias or None) -> x @ weight.T + bias
+    linear: (x, weight, bias or None) -> x @ weight.T + bias; if left out torch's
     """
 
     linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
