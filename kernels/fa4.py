@@ -30,7 +30,7 @@ def _refuses(request: AttentionRequest) -> str | None:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:
         return _missing(error)
-    return request.unsupported({"cu_seqlens"})
+    return request.beyond({"cu_seqlens"})
 
 
 def _head_dim_lacks(head_dim: int) -> str | None:

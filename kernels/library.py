@@ -159,16 +159,16 @@ def sdpa_or_documents(
     return documents.sdpa(q, k, v, cu_seqlens, name=name, only=only, **options)
 
 
-def _unsupported(request: AttentionRequest, supported: set[str]) -> str | None:
+def _beyond(request: AttentionRequest, supported: set[str]) -> str | None:
     """A reason to refuse; with packed documents no other feature is supported."""
     if "cu_seqlens" not in request.features:
-        return request.unsupported(supported)
-    reason = request.unsupported({"cu_seqlens"})
+        return request.beyond(supported)
+    reason = request.beyond({"cu_seqlens"})
     return reason and f"{reason} beside cu_seqlens (packed documents)"
 
 
 def _refuses_any(request: AttentionRequest) -> str | None:
-    return _unsupported(request, {"dropout_p"})
+    return _beyond(request, {"dropout_p"})
 
 
 def _refuses_flash(request: AttentionRequest) -> str | None:
@@ -179,7 +179,7 @@ def _refuses_flash(request: AttentionRequest) -> str | None:
             return f"it takes head_dim up to 256, not {request.head_dim}"
     elif "dropout_p" in request.features:
         return f"it has no dropout on {request.device.type}"
-    return _unsupported(request, {"dropout_p"})
+    return _beyond(request, {"dropout_p"})
 
 
 def _refuses_efficient(request: AttentionRequest) -> str | None:
@@ -192,7 +192,7 @@ def _refuses_efficient(request: AttentionRequest) -> str | None:
         return (
             f"it takes a head_dim that is a multiple of {multiple} in {request.dtype}, not {request.head_dim}"
         )
-    return _unsupported(request, {"dropout_p"})
+    return _beyond(request, {"dropout_p"})
 
 
 def _refuses_cudnn(request: AttentionRequest) -> str | None:
@@ -202,7 +202,7 @@ def _refuses_cudnn(request: AttentionRequest) -> str | None:
         return f"it takes float16 and bfloat16, not {request.dtype}"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"it takes a head_dim that is a multiple of 8, up to 128, not {request.head_dim}"
-    return request.unsupported({"dropout_p"})
+    return request.beyond({"dropout_p"})
 
 
 def needs_cuda(request: AttentionRequest) -> str | None:
@@ -226,7 +226,7 @@ def _refuses_flex(request: AttentionRequest) -> str | None:
         return f"it takes float16, bfloat16 and float32, not {request.dtype}"
     if request.head_dim < 16:
         return f"it takes a head_dim of at least 16, not {request.head_dim}"
-    return _unsupported(request, {"window", "softcap", "alibi_slopes", "return_lse"})
+    return _beyond(request, {"window", "softcap", "alibi_slopes", "return_lse"})
 
 
 @functools.cache

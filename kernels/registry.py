@@ -58,7 +58,7 @@ class AttentionRequest:
     numbers: frozenset[tuple[str, float]] = frozenset()
     heads: int | None = None
 
-    def unsupported(self, supported: set[str]) -> str | None:
+    def beyond(self, supported: set[str]) -> str | None:
         """A reason to refuse, naming the first used feature that is not in `supported`, or None."""
         missing = sorted(self.features - supported)
         return f"it does not support {_in_words(missing[0])}" if missing else None

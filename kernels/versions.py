@@ -1,7 +1,7 @@
 """Which releases of torch and triton our kernels run with, and what to do about others: one line each.
 
     torch 2.11 and later, with the triton that it was built with (or a newer one)
-    the Hopper kernels: a triton with which they have passed `pytest -m gpu`; with others the portable kernels run
+    the Hopper kernels: a triton with which flash has passed its GPU tests; with others the portable kernels run
 
 `python -m kernels.compile_report --with newest` compares these with the newest releases.
 """
@@ -15,7 +15,7 @@ import torch
 
 # torch -> the triton it was built with, from the oldest that pyproject.toml admits to the newest that was tested.
 PAIRS = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
-# Gluon is experimental and its API changes: with these the Hopper kernels have passed `pytest -m gpu`.
+# Gluon is experimental and its API changes: with these all GPU tests of flash have passed on a Hopper GPU.
 VERIFIED_TRITON = ("3.7.1", "3.8.0", "3.9.0")
 # They compile from this release on, where hopper/primitives.py knows what changed.
 OLDEST_GLUON = (3, 7)

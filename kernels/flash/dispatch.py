@@ -164,7 +164,11 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
         rows, beside = FASTER.get((which, name), AS_WITHOUT), f" with {name}" if name else ""
         row = next((row for row in rows if row.smallest <= head_dim <= row.largest), None)
         if row is None:
-            dims = (str(a) if a == b else f"{a} to {b}" for a, b, *_ in rows)
+            spans = sorted({row[:2] for row in rows})
+            outer = [
+                (a, b) for a, b in spans if not any(c <= a <= b <= d for c, d in spans if (c, d) != (a, b))
+            ]
+            dims = (str(a) if a == b else f"{a} to {b}" for a, b in outer)
             return f"head_dim {' or '.join(dims)}{beside}, not {head_dim}"
         if others := sorted(features - {name} - TIMED_BESIDE.get(name, features)):
             return f"attention without {others[0]} beside {name}"

@@ -18,7 +18,7 @@ NAMES = ("two_pass", "chunked", "flash1")
 
 def refuses(request: AttentionRequest) -> str | None:
     """The reason why the Triton attentions cannot serve `request`, or None."""
-    return refuses_kernels(request) or request.unsupported(set())
+    return refuses_kernels(request) or request.beyond(set())
 
 
 @register_attention("two_pass", refuses=refuses, lazy=True)
@@ -28,7 +28,7 @@ def load_two_pass() -> AttentionFn:
     return two_pass_attention
 
 
-@register_attention("chunked", refuses=lambda request: request.unsupported(set()), lazy=True)
+@register_attention("chunked", refuses=lambda request: request.beyond(set()), lazy=True)
 def load_chunked() -> AttentionFn:
     from .chunked import chunked_attention
 

@@ -106,7 +106,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", {"tier": "triton"}, "triton", "triton", None),
         ("", {"head_dim": 80}, "hopper", "hopper", None),
         ("", {"head_dim": 80, "length": 256}, "triton", "hopper", "512 queries or more, not 256"),
-        ("", {"head_dim": 32}, "triton", "triton", "head_dim 64 or 128 or 40 to 120 or 136 to 256, not 32"),
+        ("", {"head_dim": 32}, "triton", "triton", "head_dim 40 to 120 or 128 or 136 to 256, not 32"),
         ("return_lse", {"head_dim": 256}, "hopper", "hopper", None),
         ("", {"head_dim": 256, "length": 128}, "hopper", "triton", None),
         ("window", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with window, not 80"),
