@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 FOLDER = ROOT / ".ci" / "gpu"
 
 
+@pytest.mark.slow
 def test_the_runner_starts_jobs_by_priority_and_ends_those_at_their_limit(tmp_path):
     (tmp_path / "queue").mkdir()
     (tmp_path / "have").mkdir()

@@ -23,6 +23,7 @@ def only_sweep(folder: Path) -> Path:
     return sweep
 
 
+@pytest.mark.slow
 def test_a_search_finds_the_best_run_among_refused_ones(started, tiny, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     grid = ["hydra/sweeper/sampler=grid", "hydra.sweeper.params=null", "trainer.micro_batch=choice(3,8)"]

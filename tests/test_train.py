@@ -248,6 +248,7 @@ def test_flash_runs_in_the_triton_interpreter(command_line, tiny, tmp_path):
     assert json.loads((only_run(tmp_path) / "summary.json").read_text())["attention"] == "flash"
 
 
+@pytest.mark.slow
 def test_a_run_directory_refuses_another_run_but_allows_resuming(started, tiny, tmp_path, capsys):
     """Resuming keeps the rows up to its checkpoint and removes newer checkpoints."""
     here = [*tiny, "hydra.run.dir=here", "trainer.save_every=6"]
@@ -271,6 +272,7 @@ def test_the_task_returns_the_validation_loss(started, tiny, tmp_path):
     assert returned == [json.loads((tmp_path / "run/summary.json").read_text())["val/loss"]]
 
 
+@pytest.mark.slow
 def test_muon_and_wsd_train_from_the_command_line_and_differ_from_adamw(started, tiny, tmp_path):
     settings = [*tiny, "trainer.steps=40", "optimizer.lr=1e-2"]
     assert started(train.main, *settings, "hydra.run.dir=adamw") == 0
@@ -407,6 +409,7 @@ def test_help_is_printed_without_importing_torch(command_line, script, flags, sa
     assert "torch" not in imported
 
 
+@pytest.mark.slow
 def test_a_run_ended_by_sigterm_saves_and_resumes_with_the_same_losses(
     command_line, started, user_environment, tiny, tmp_path
 ):

@@ -199,6 +199,7 @@ def test_a_lost_server_delays_the_end_of_a_run_only_by_the_timeout(start, server
     )
 
 
+@pytest.mark.slow
 def test_training_continues_when_the_wandb_process_is_killed(start, tmp_path):
     process = start("trainer.steps=400")
     metrics = tmp_path / "run/metrics.csv"

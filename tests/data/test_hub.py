@@ -146,6 +146,7 @@ def refused(hub: HubStub, home: Path, **arguments) -> str:
     return end["refused"]
 
 
+@pytest.mark.slow
 def test_openwebtext_download_resumes_after_a_dropped_connection(hub: HubStub, tmp_path: Path):
     """The client receives blocks of 10 MiB: after a cut in the second, it asks for all that follows the first."""
     noise = [random.randbytes(21 * MIB // ROWS) for _ in range(ROWS)]
@@ -237,6 +238,7 @@ def test_a_damaged_dataset_file_is_refused_then_downloaded_again(hub: HubStub, t
     assert hub.fetched() == ["plain_text/train-1.parquet"]
 
 
+@pytest.mark.slow
 def test_offline_reads_the_hub_cache_and_is_refused_without_one(hub: HubStub, tmp_path: Path):
     online = prepared(hub, tmp_path, **WHOLE)
     hub.down = True

@@ -235,6 +235,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(
     assert content(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_of_two_simultaneous_preparations_one_works_and_one_waits(
     parquet: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ):

@@ -154,6 +154,7 @@ def test_extreme_scores_stay_accurate_and_finite(dtype: torch.dtype) -> None:
             assert error <= eps * size, f"{name}: {error:.1e} of {size:.1e}"
 
 
+@pytest.mark.slow
 def test_the_operators_pass_torchs_own_checks() -> None:
     *tensors, d_out = inputs(20, 33, 16, torch.float32, heads=2, kv_heads=1)
     operators = kernels.flash.operators

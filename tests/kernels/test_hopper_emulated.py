@@ -134,7 +134,7 @@ def check(
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @CAUSAL
 @HEAD_DIMS
 @pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
@@ -146,7 +146,7 @@ def test_backward(
     check("backward", machine, q_len, kv_len, head_dim, causal)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @HEAD_DIMS
 @pytest.mark.parametrize(
     ("cached", "delay"),
@@ -177,7 +177,7 @@ def test_forward_with_sinks(machine, head_dim: int, causal: bool) -> None:
     check("forward", machine, 300, 130, head_dim, causal, sinks=torch.tensor([1.5, -torch.inf]))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
@@ -186,7 +186,7 @@ def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, 
     check("backward", machine, 300, 300, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -194,7 +194,7 @@ def test_block_masks(machine, which: str, head_dim: int, causal: bool) -> None:
     check(which, machine, 400, 400, head_dim, causal, block_mask=block_mask(400, 400, 1, 2))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("which", "head_dim"),
     [("forward", 64), ("backward", 64), ("forward", 256)]
@@ -217,7 +217,7 @@ def test_windows_of_unequal_lengths(
     check(which, machine, q_len, kv_len, head_dim, True, batch=2, window=(left, 0))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -231,7 +231,7 @@ def test_key_padding(
     check(which, machine, q_len, kv_len, head_dim, causal, batch=5, kv_lengths=lengths)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -244,7 +244,7 @@ def test_score_modifiers(
     check(which, machine, 300, 130, head_dim, causal, **given)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("given", SCORE_MODS, ids=lambda given: next(iter(given)))
 @pytest.mark.parametrize("beside", ["window", "documents", "padding"])
@@ -257,14 +257,14 @@ def test_score_modifiers_beside_masks(machine, beside: str, given: dict[str, obj
     check(which, machine, 200, 200, 64, True, batch=2, **given, **masks[beside])
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @CAUSAL
 @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
 def test_wide_backward(machine, q_len: int, kv_len: int, causal: bool) -> None:
     check("backward", machine, q_len, kv_len, 256, causal)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
@@ -297,7 +297,7 @@ def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int)
     check(which, machine, 300, 130, head_dim, True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("bound", "head_dim"),
     [

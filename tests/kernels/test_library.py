@@ -179,6 +179,7 @@ def test_flex_masks_and_modifies_scores_as_naive_does(monkeypatch: pytest.Monkey
     assert mixed.dtype is torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_flex_compiles_without_graph_breaks() -> None:
     q, k, v, _ = (x.detach() for x in inputs(40, 40, 16, torch.float32))

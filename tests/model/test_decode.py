@@ -33,6 +33,7 @@ def prompts(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(50, (length,), generator=generator).to(DEVICE) for length in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [attend_masked, partial(decode_attention, parts=2)], ids=["torch", "ours"])
 def test_each_row_is_what_it_is_alone_past_the_window_too(model, attend):
     """Lengths that fill the window at different steps, and a prompt that is longer than it."""

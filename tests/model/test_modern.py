@@ -248,6 +248,7 @@ def compiled_as_well(on: dict, attention: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_torch_compile_makes_one_graph_of_all_switches():
     compiled_as_well(ALL, "flash")
 

@@ -270,6 +270,7 @@ def test_the_difference_of_losses_is_that_of_the_summaries(sweep):
     assert cell.endswith(f"({losses[1] - losses[0]:+.1e})" if losses[1] != losses[0] else "(equal)")
 
 
+@pytest.mark.slow
 def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path, capsys):
     for offline in sweep.glob("*/wandb/offline-run-*"):
         shutil.copytree(offline, tmp_path / "wandb" / offline.name)

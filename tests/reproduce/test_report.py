@@ -214,6 +214,7 @@ def test_the_page_has_figures_and_pictures_and_needs_no_other_file(tmp_path):
     assert f"({picture.relative_to(tmp_path)})" in (tmp_path / "REPORT.md").read_text()
 
 
+@pytest.mark.slow
 def test_attention_and_training_of_a_gpu_give_the_headline_picture(tmp_path):
     write(tmp_path, "attention", papers_own_memory())
     ms = {

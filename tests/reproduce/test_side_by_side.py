@@ -195,6 +195,7 @@ def say_gpus(device: torch.device) -> None:
     print(device, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+@pytest.mark.slow
 def test_a_job_sees_its_gpu_or_all_of_them_where_it_takes_several(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr(

@@ -30,6 +30,7 @@ def shown(spec: dict) -> dict[str, dict]:
     }
 
 
+@pytest.mark.slow
 def test_the_saved_view_shows_metrics_that_runs_log(user_environment):
     with WandbStub() as server:
         done = workspace(server, user_environment, "--group", "a_sweep")

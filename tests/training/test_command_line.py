@@ -144,6 +144,7 @@ def test_a_sweeper_gets_what_a_task_returns_and_infinity_for_a_refused_run(start
     assert Returned.values == [0.5, math.inf, 1.5]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_optimizers_may_set_what_one_of_them_reads(started):
     seen = []
     words = ["-m", "optimizer=adamw,muon", "optimizer.momentum=0.9"]

@@ -49,6 +49,7 @@ def check_same(folder, one: str, many: str) -> None:
     assert (many / "sample.txt").read_text() == (one / "sample.txt").read_text()
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environment, tiny, small, tmp_path):
     modes = {
         "documents": [SHARED, DOCUMENTS],

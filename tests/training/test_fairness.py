@@ -205,6 +205,7 @@ def test_nobody_who_did_not_ask_for_precise_delta_is_refused_for_it(
     assert not _drifts(wanted, "flash", torch.float32)
 
 
+@pytest.mark.slow
 def test_flash_and_naive_attention_use_the_same_dropout_mask(short_text_file, tmp_path):
     """The mask is a function of the seed, so the losses agree with dropout as well."""
     losses, state = trained(config(short_text_file, "naive", dropout=0.2), tmp_path / "naive")
@@ -213,6 +214,7 @@ def test_flash_and_naive_attention_use_the_same_dropout_mask(short_text_file, tm
     assert torch.equal(state, switched_state)
 
 
+@pytest.mark.slow
 def test_document_mask_keeps_attention_within_documents(tmp_path):
     """Backends agree on the loss, the mask changes it, and a backend that cannot mask documents is refused."""
     short_text_file = tmp_path / "short.txt"  # documents of a few tokens, several to a sequence

@@ -62,6 +62,7 @@ def elsewhere(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Confi
     return replace(config, data=text_data(text))
 
 
+@pytest.mark.slow
 def test_evaluating_a_runs_weights_reproduces_its_final_loss(config, trained, tmp_path, capsys):
     run, ended = trained
     again = train(having(config, init_from=str(run), steps=0), tmp_path / "again")

@@ -195,6 +195,7 @@ def test_a_run_stopped_in_its_final_evaluation_makes_it_when_resumed(config, tmp
 # ---- trainer.resume=auto -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_auto_starts_a_run_resumes_it_after_a_signal_and_leaves_it_when_finished(
     config, tmp_path, monkeypatch, capsys
 ):

@@ -30,7 +30,7 @@ def test_a_second_run_in_a_directory_that_is_in_use_is_refused(config, tmp_path,
     train(having(config, steps=9, resume=str(tmp_path)), tmp_path)  # nothing holds it by now
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

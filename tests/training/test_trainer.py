@@ -70,6 +70,7 @@ def test_load_run_finds_the_runs_tokenizer_and_refuses_a_changed_one(config, tmp
 # ---- the best checkpoint -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_when_a_run_is_killed_or_resumed(config, tmp_path, monkeypatch, capsys):
     """It is the best of the evaluations before the kill, those repeated after it, and the one at the end."""
     losses = {2: 3.0, 4: 2.5, 6: 2.7, 8: 2.6, 10: 2.4, 12: 2.5, 14: 2.3}

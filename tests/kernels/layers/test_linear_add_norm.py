@@ -211,6 +211,7 @@ def test_repeats_bit_for_bit():
     assert repeats(*problem(torch.float32, (50, 48)), 3)
 
 
+@pytest.mark.slow
 def test_operators_pass_opcheck_and_compile_without_graph_breaks():
     inputs, (d_x_new, d_normalised) = problem(torch.float32, (5, 48))
     x, y, weight, *vectors = (each.requires_grad_() for each in inputs.values())
