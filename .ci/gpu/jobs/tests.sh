@@ -4,6 +4,7 @@ source .ci/gpu/jobs/end.sh
 export PYTHONPATH=$PWD/.ci/gpu/files:$PYTHONPATH # shard.py
 gigabytes=$(python -c 'import torch; print(torch.cuda.mem_get_info()[1] >> 30 if torch.cuda.is_available() else 0)')
 mark=gpu
+export TORCHINDUCTOR_COMPILE_THREADS=4 # of each worker
 # The interrupt lets pytest name what failed, and the slowest.
 tests() { # a name, the number of workers, then pytest's own
   name=$1 workers=$2; shift 2
@@ -18,10 +19,10 @@ tests() { # a name, the number of workers, then pytest's own
 }
 several=tests/training/test_parallel_gpu.py
 case $1 in
-a | b) # four eighths beside each other: compilers and imports take the time, not the GPU. 80 GB hold seven workers
+a | b) # four eighths beside each other: compilers and imports take the time, not the GPU
   first=1; if [ "$1" = b ]; then first=5; fi
   for part in 0 1 2 3; do
-    SHARD=$((first + part))/8 tests "$((first + part))" $((gigabytes > 100 ? 8 : 2)) -p shard tests &
+    SHARD=$((first + part))/8 tests "$((first + part))" $((gigabytes > 100 ? 8 : 3)) -p shard tests &
   done
   wait ;;
 random) export TILEGPT_RANDOM_CASES=300; tests random 14 tests -k random ;;
