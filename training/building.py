@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from model.gpt import GPT
 
-from .cuda_graphs import compiled_to_graphs
+from .cuda_graphs import Local, compiled_to_graphs, replayed
 from .init_from import InitialWeights
 from .optimizer import build_optimizer
 from .parallel.blocks import compile_blocks, recompute
@@ -34,21 +33,6 @@ class Built:
     eval_model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-
-
-class Local(nn.Module):
-    """The model, called by code of its own, so that torch.compile does not cut it at DDP's buckets.
-
-    torch.compile keeps what it compiled by the code that is called, and takes it without asking for DDP: of the
-    model and its DDP in one mode, whichever came first would serve both (torch 2.13).
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *tensors: torch.Tensor, **named: torch.Tensor | None) -> torch.Tensor:
-        return self.model(*tensors, **named)
 
 
 def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[], None]) -> Built:
@@ -79,9 +63,9 @@ def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[
         train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, backward_ended)
     if not how.compiled or in_blocks:
         return Built(model, train_model, model, model, optimizer, scaler)
-    # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
-    make = partial(compiled_to_graphs, alone=plan.world.size == 1) if how.graphs else compiled
-    trained = local = make(train_model, how.dtype)
+    local = compiled_to_graphs(model, how.dtype) if how.graphs else compiled(Local(model), how.dtype)
+    trained = local
     if train_model is not model:
-        local = make(Local(model), how.dtype)
+        # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
+        trained = (replayed if how.graphs else compiled)(train_model, how.dtype)
     return Built(model, trained, local, compiled(model, how.dtype), optimizer, scaler)

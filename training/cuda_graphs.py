@@ -8,6 +8,7 @@ A replay writes where the recording wrote, so what outlives a micro-step needs m
 import torch
 from torch import Tensor, nn
 
+from kernels.layers.sums import sum_in_place, sum_in_product, summing
 from kernels.versions import kernels_lack
 from model.gpt import Embedding, Linear
 
@@ -40,23 +41,43 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel
     return lacking is None and asked is not False
 
 
-def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, alone: bool = True) -> nn.Module:
-    """As `precision.compiled`, with replays. It gives each parameter a gradient of zeros, to be added to.
+class Local(nn.Module):
+    """The model where no exchange waits for gradients: they may be summed, and DDP's buckets do not cut it.
 
-    alone: no exchange waits for gradients, so our linear layers' products, loss and embedding add to them themselves,
-        with fewer roundings: not the bits of a run without replays.
+    It has code of its own, since torch.compile keeps what it compiled by the code that is called, and takes it
+    without asking for DDP: of the model and its DDP in one mode, whichever came first would serve both (torch 2.13).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *tensors: torch.Tensor, **named: torch.Tensor | None) -> torch.Tensor:
+        with summing():
+            return self.model(*tensors, **named)
+
+
+def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model without an exchange, compiled and replayed. Each parameter gets a gradient of zeros, to be added to.
+
+    Our linear layers' products, loss and embedding add to them themselves, with fewer roundings: not the bits of a
+    run without replays.
     """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    if alone and kernels_lack() is None:
+    if kernels_lack() is None:
         from kernels.layers.linear import linear
-        from kernels.layers.sums import sum_in_place, sum_in_product
 
         for layer in model.modules():
             if isinstance(layer, Linear) and layer.product is linear:
                 sum_in_product(layer.weight, dtype)
             elif isinstance(layer, Embedding):
                 sum_in_place(layer.weight)
+    return replayed(Local(model), dtype)
+
+
+def replayed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As `precision.compiled`, with replays. Its gradients are to be there when it is called."""
     compiled(model, dtype)  # for the cache tag of the process; it compiles nothing before the first call
     return torch.compile(model, mode="reduce-overhead")
 

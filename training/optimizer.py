@@ -129,7 +129,7 @@ def update(
     scaler.update()
     optimizer.zero_grad(set_to_none=not keep_gradients)
     if keep_gradients and kernels_lack() is None:
-        from kernels.layers.sums import cast_again
+        from kernels.layers.sums import next_sums
 
-        cast_again(parameters)
+        next_sums(parameters)
     return norms

@@ -6,15 +6,17 @@ from torch import Tensor
 
 from ..arguments import in_autocast_dtype
 from ..operators import NAMESPACE
-from .sums import add_product
+from .sums import add_product, total_of
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, torch's, unless `sum_in_product(weight)` was called and gradients are recorded."""
-    if not hasattr(weight, "low") or not torch.is_grad_enabled():
+    """x @ weight.T + bias, torch's, unless the weight's gradient is summed."""
+    total = total_of(weight)
+    if total is None:
         return F.linear(x, weight, bias)
     (x,) = in_autocast_dtype(x)
-    return _linear(x, weight.low, None if bias is None else bias.to(x.dtype), weight.grad)
+    low = weight.low  # type: ignore[attr-defined]
+    return _linear(x, low, None if bias is None else bias.to(x.dtype), total)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear", mutates_args=())
@@ -40,14 +42,15 @@ def _(total, a, b):
 
 def _save(ctx, inputs, output):
     x, weight, bias, total = inputs
-    ctx.save_for_backward(x, weight, total)
+    ctx.save_for_backward(x, weight)
+    ctx.total = total  # not saved: other layers' backwards change the bucket that it may be part of
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx, d_out):
-    x, weight, total = ctx.saved_tensors
+    x, weight = ctx.saved_tensors
     rows = d_out.flatten(0, -2)
-    _sum_product(total, rows.T, x.flatten(0, -2))
+    _sum_product(ctx.total, rows.T, x.flatten(0, -2))
     d_bias = None if ctx.bias_dtype is None else rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return d_out @ weight, None, d_bias, None
 

@@ -3,44 +3,64 @@
 Under autocast, autograd computes a weight's gradient in 16 bits, casts it, and adds it to what earlier micro-steps
 have left: 20 bytes of traffic an element. A matrix product that adds to a float32 matrix moves 8, and rounds nothing
 to 16 bits. On an H100 what is here takes 3 ms of 127 from a step of GPT-2 small in four micro-steps
-(kernels/log/step.md).
+(kernels/log/step.md); on several, where the last one does without, it was not measured.
 
-`training.cuda_graphs` asks for it. weight.grad must be there, and stay in its place. Hooks of the weight do not see
-its gradient, so it is not for weights where DistributedDataParallel or FSDP wait for one.
+`training.cuda_graphs` asks for it, a weight at a time, and it is done for forwards in `summing()`. weight.grad must
+be there. Hooks of the weight do not see its gradient, so the forward of a DistributedDataParallel, whose hooks wait
+for one, is in none.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+_summing = False
 
-def sum_in_product(weight: Tensor, dtype: torch.dtype) -> None:
-    """From now on, `linear`'s backward adds to weight.grad. It multiplies by a copy in `dtype`, autocast's, which
-    `cast_again` brings up to date."""
-    low = weight.detach().to(dtype)
-    for tensor in (low, weight.grad):  # or a replayed graph would read and add to copies
-        torch._dynamo.mark_static_address(tensor)
-    weight.low = low  # type: ignore[attr-defined]
+
+@contextmanager
+def summing() -> Iterator[None]:
+    """Backwards of the forwards in it add to weight.grad. torch.compile sees the `with` if that is compiled too."""
+    global _summing
+    _summing = True
+    try:
+        yield
+    finally:
+        _summing = False
 
 
 def sum_in_place(weight: Tensor) -> None:
-    """Likewise for `embedding` and `linear_cross_entropy`, which may share a weight: both add to weight.grad."""
-    torch._dynamo.mark_static_address(weight.grad)
+    """The gradients of `embedding` and `linear_cross_entropy`, which may share a weight, are added to weight.grad."""
     weight.summed = True  # type: ignore[attr-defined]
+    torch._dynamo.mark_static_address(weight.grad)  # or a replayed graph would add to a copy
+
+
+def sum_in_product(weight: Tensor, dtype: torch.dtype) -> None:
+    """Likewise `linear`'s. It multiplies by a copy in `dtype`, autocast's, which `next_sums` brings up to date."""
+    sum_in_place(weight)
+    weight.low = weight.detach().to(dtype)  # type: ignore[attr-defined]
+    torch._dynamo.mark_static_address(weight.low)  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def cast_again(weights: Iterable[Tensor]) -> None:
-    """After an optimizer's step: cast the weights that `linear` uses, once for all micro-steps that follow."""
-    cast = [weight for weight in weights if hasattr(weight, "low")]
+def next_sums(weights: Iterable[Tensor]) -> None:
+    """After an optimizer's step: cast the weights that `linear` uses, once for all micro-steps that follow.
+
+    In its first two steps DistributedDataParallel moves gradients into buckets, as other tensors. torch compares
+    addresses before a replay, and records again; what it compiles from then on needs the mark.
+    """
+    summed = [weight for weight in weights if hasattr(weight, "summed")]
+    for weight in summed:
+        torch._dynamo.mark_static_address(weight.grad)
+    cast = [weight for weight in summed if hasattr(weight, "low")]
     if cast:
         torch._foreach_copy_([weight.low for weight in cast], cast)
 
 
 def total_of(weight: Tensor) -> Tensor | None:
     """What a backward is to add the weight's gradient to, without autograd; None: nothing."""
-    return weight.grad if hasattr(weight, "summed") and torch.is_grad_enabled() else None
+    return weight.grad if _summing and hasattr(weight, "summed") and torch.is_grad_enabled() else None
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

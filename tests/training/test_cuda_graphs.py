@@ -1,15 +1,24 @@
 """Which runs use CUDA graphs, and the sums of their gradients. test_gpu.py tests that runs repeat."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
 
 from kernels import get_attention
+from kernels.layers.linear import linear
 from model.config import GPTConfig
+from model.gpt import Linear
 from training.config import ConfigError, Layers
-from training.cuda_graphs import add_gradients, compiled_to_graphs, resolve_graphs
+from training.cuda_graphs import Local, add_gradients, compiled_to_graphs, resolve_graphs
 from training.distributed import World
 from training.layers import make_gpt
-from training.parallel.config import ParallelConfig, Recompute, Shard
+from training.optimizer import update
+from training.parallel.config import GradientDtype, ParallelConfig, Recompute, Shard
+from training.parallel.replicate import replicated
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 REPLICATED = ParallelConfig()
@@ -46,19 +55,98 @@ def test_requesting_unusable_cuda_graphs_is_refused_with_what_they_need(is_compi
 @pytest.mark.parametrize("block", [Layers.torch, Layers.fused])
 def test_what_adds_to_gradients_itself_adds_what_autograd_would(block, later):
     gradients = []
-    for alone in (False, True):
+    for summed in (False, True):
         config = GPTConfig(50, 16, n_layer=2, n_head=2, n_embd=16, **later)
         generator = torch.Generator().manual_seed(0)
         attention = get_attention("naive")
         model = make_gpt(config, attention, loss=Layers.fused, block=block, generator=generator).to(DEVICE)
-        compiled_to_graphs(
-            model, torch.float32, alone=alone
-        )  # what it returns would be compiled for a minute
+        compiled_to_graphs(model, torch.float32)  # what it returns would be compiled for a minute
+        called = Local(model) if summed else model
         for micro in range(2):
             tokens = torch.arange(16, device=DEVICE)[None] % (7 - micro)
-            add_gradients(model(tokens, tokens), model)
+            add_gradients(called(tokens, tokens), model)
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     cast = {name for name, parameter in model.named_parameters() if hasattr(parameter, "low")}
     blocks = {name for name in gradients[0] if name.startswith("h.") and gradients[0][name].dim() == 2}
     assert cast == (blocks if block is Layers.fused else set())
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+STEPS = 4
+MICRO_STEPS = [(rank, micro) for rank in range(2) for micro in range(3)]
+
+
+class Layers600(torch.nn.Module):
+    """Two of 1.4 MB, in two of DDP's buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.last, self.first = Linear(600, 600), Linear(600, 600)
+        for layer in (self.first, self.last):
+            layer.product = linear
+            torch.nn.init.normal_(layer.weight, std=0.04, generator=generator)
+            torch.nn.init.zeros_(layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu()).square().mean()
+
+
+def gradients(
+    layers: Layers600, run: Callable[[int, int, torch.Tensor], None], ranks: list[int]
+) -> list[dict]:
+    """Of each step, after `run` of (rank, micro, input) for the micro-steps of these ranks."""
+    optimizer, scaler = torch.optim.SGD(layers.parameters(), 0.5), torch.amp.GradScaler("cpu", enabled=False)
+    found = []
+    for step in range(STEPS):
+        for rank, micro in MICRO_STEPS:
+            generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+            x = torch.randn(4, 600, generator=generator)
+            if rank in ranks:
+                run(rank, micro, x)
+        found.append({name: parameter.grad.clone() for name, parameter in layers.named_parameters()})
+        update(layers, optimizer, scaler, keep_gradients=True)
+    return found
+
+
+def summed_on_two(rank: int, folder: str) -> None:
+    """The gradients of two ranks, as compiled but not by Inductor; saves rank 0's, and checks who saw them."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    layers, compilations, seen, places = Layers600(), [], [], []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return aot_eager(graph, inputs)
+
+    replicas = replicated(layers, init_device_mesh("cpu", (2,)), GradientDtype.fp32, lambda: None)
+    compiled_to_graphs(layers, torch.float32)  # what it returns needs CUDA
+    local, exchanged = (torch.compile(each, backend=backend) for each in (Local(layers), replicas))
+    layers.first.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+
+    def run(rank: int, micro: int, x: torch.Tensor) -> None:
+        if micro < 2:
+            add_gradients(local(x) / 3, layers)
+        else:
+            (exchanged(x) / 3).backward()
+            places.append(layers.first.weight.grad.data_ptr())
+
+    found = gradients(layers, run, [rank])
+    assert len(seen) == STEPS  # the last micro-step's: the others were summed
+    assert len({*places[:2]}) == 2, "DDP moved no gradient: this tests nothing"
+    assert len({*places[1:]}) == 1
+    assert len(compilations) == 3  # the undivided form and two pieces, not again after that
+    assert hasattr(layers.first.weight.grad, "_dynamo_static_input_type")
+    if rank == 0:
+        torch.save(found, f"{folder}/gradients")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_sum_gradients_before_the_exchange_wherever_ddp_moves_them(tmp_path):
+    layers = Layers600()
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    expected = gradients(layers, lambda rank, micro, x: add_gradients(layers(x) / 6, layers), [0, 1])
+    torch.multiprocessing.spawn(summed_on_two, args=(str(tmp_path),), nprocs=2)
+    for found, wanted in zip(torch.load(tmp_path / "gradients"), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-8)

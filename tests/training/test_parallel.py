@@ -15,8 +15,8 @@ from model.gpt import GPT
 from model.huggingface import from_huggingface
 from tests.conftest import measured, rows
 from tests.training.ranks import train_on
-from training.building import Local
 from training.checkpoint import find, load_weights
+from training.cuda_graphs import Local
 from training.export import export
 from training.parallel.blocks import recompute
 from training.parallel.config import Recompute

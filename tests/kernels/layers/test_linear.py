@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.layers.linear import linear
-from kernels.layers.sums import cast_again, sum_in_product
+from kernels.layers.sums import next_sums, sum_in_product, summing
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -20,7 +20,8 @@ def test_a_product_adds_its_weights_gradient_to_what_is_there(compiled: bool, wi
     for _ in range(2):
         x = torch.randn(3, 5, 4, requires_grad=True)
         d_out = torch.randn(3, 5, 6)
-        out = call(x, weight, bias if with_bias else None)
+        with summing():
+            out = call(x, weight, bias if with_bias else None)
         d_x, d_weight = torch.autograd.grad(F.linear(x, weight), (x, weight), d_out)
         (found,) = torch.autograd.grad(out, x, d_out)
         expected += d_weight
@@ -28,12 +29,15 @@ def test_a_product_adds_its_weights_gradient_to_what_is_there(compiled: bool, wi
         torch.testing.assert_close(weight.grad, expected)
 
 
-def test_without_gradients_it_reads_the_weight_itself_and_with_them_the_cast_one() -> None:
+def test_it_reads_the_cast_weight_only_where_it_sums() -> None:
     weight, x = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4)
     weight.grad = torch.zeros_like(weight)
     sum_in_product(weight, torch.bfloat16)
-    with torch.no_grad():
+    with torch.no_grad(), summing():
         weight.mul_(2)
         torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
-    cast_again([weight])
-    torch.testing.assert_close(linear(x.bfloat16(), weight), F.linear(x.bfloat16(), weight.bfloat16()))
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    next_sums([weight])
+    with summing():
+        found = linear(x.bfloat16(), weight)
+    torch.testing.assert_close(found, F.linear(x.bfloat16(), weight.bfloat16()))
