@@ -32,6 +32,7 @@ from .aims import Aim
 
 OURS, PEER = "split-KV, CUDA graph", "transformers, sdpa"
 Generate = Callable[[Tensor, int], Tensor]  # prompts (B, T), how many tokens more -> (B, T + as many)
+NEEDED = ("batches",)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from .aims import Aim
 WHOLE = "flash, unbounded"
 FLEX, VARLEN = "flex", "varlen"
 DOCUMENTS, WINDOW = "documents", "window"
+NEEDED = ("lengths", "head_dims")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ NOTHING = "empty autograd.Function"
 PORTABLE = "flash, portable"
 FORWARD, GRAPH, BOTH, STACKED = "forward, no_grad", "forward", "forward and backward", "both, in a stack"
 AIMS = {FORWARD: 60, BOTH: 120}  # microseconds
+NEEDED = ("shape",)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from .aims import Aim
 
 OURS, ORACLE = "tilegpt", "eager"
 FORWARD, STEP = "forward", "forward and backward"
+NEEDED = ("models", "attentions")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from .aims import Aim
 IDLE, BUSY = "idle", "busy"
 PRODUCT, COPY, HOST = "product", "copy", "host"
 MOST = 0.01  # the share of a time below which a difference does not matter
+NEEDED = ("shapes",)
 
 
 @dataclass(frozen=True)

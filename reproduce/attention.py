@@ -40,6 +40,7 @@ LONGEST = {
     **dict.fromkeys(("naive", "sdpa_math"), 4096),
     **dict.fromkeys(("sdpa", "sdpa_flash", "sdpa_efficient", peers.DETERMINISTIC), 16384),
 }
+NEEDED = ("figures", "lengths")
 
 
 @dataclass(frozen=True)

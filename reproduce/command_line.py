@@ -132,7 +132,9 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
     plan: list[Step] = []
     unfinished: dict[str, Store] = {}
     for each in chosen:
-        settings = parse_settings(each.module.TINY if tiny else each.module.Settings(), overrides[each.name])
+        module = each.module
+        defaults, needed = module.TINY if tiny else module.Settings(), getattr(module, "NEEDED", ())
+        settings = parse_settings(defaults, overrides[each.name], needed)
         store = call.store(each, settings, device)
         if arguments.again:
             store.forget()

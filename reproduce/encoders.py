@@ -43,6 +43,7 @@ OPERATIONS: dict[str, Callable[[list[int]], int]] = {
 }
 CLOSE, FIRST, FILL, VOCABULARY = 14, 15, 16, 17
 MOST_ARGUMENTS, DEEPEST = 10, 10
+NEEDED = ("bert", "lengths")
 
 
 @dataclass(frozen=True)

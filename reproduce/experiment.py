@@ -5,6 +5,7 @@ An experiment is an entry in `EXPERIMENTS` and a module `reproduce/<name>.py` th
     Settings    a frozen dataclass: what `key=value` on the command line may change, with the defaults
     TINY        the Settings for `--tiny`: takes seconds on a CPU and executes every line of the experiment
     SELECTION   optional: names of Settings that select samples and do not change them; a run with others adds to them
+    NEEDED      optional: names of Settings, each a list without which there is nothing to run
     run(options)                 measures; every figure goes through `options.sample` or, if it is a time,
                                  `options.timed`, so a killed run can resume
     table(results) -> str        optional: what is printed at the end instead of all samples (`tables.py`)
@@ -324,10 +325,11 @@ class Options:
         return [name for name, sample in checks.items() if sample.get("passed")]
 
 
-def parse_settings(defaults: Any, overrides: list[str]) -> Any:
+def parse_settings(defaults: Any, overrides: list[str], needed: tuple[str, ...] = ()) -> Any:
     """`defaults` (a Settings) with `key=value` overrides applied, each parsed by its field's type.
 
-    A tuple is written a,b,c; a bool, true or false. Raises ReproduceError that names the known keys or the type.
+    A tuple is written a,b,c; a bool, true or false. Raises ReproduceError that names the known keys or the type, or a
+    tuple that is `needed` and empty.
     """
     types = get_type_hints(type(defaults))
     changes = {}
@@ -339,6 +341,9 @@ def parse_settings(defaults: Any, overrides: list[str]) -> Any:
             known = ", ".join(each.name for each in fields(defaults))
             raise ReproduceError(f"{key} is not a setting of this experiment; it has {known}")
         changes[key] = _parse(key, text, types[key])
+        if key in needed and not changes[key]:
+            default = ",".join(map(str, getattr(defaults, key)))
+            raise ReproduceError(f"{override} names nothing to run: write one or more, like {key}={default}")
     return replace(defaults, **changes)
 
 

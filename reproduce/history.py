@@ -37,6 +37,7 @@ ATTENTIONS = ("two_pass", "flash1", "flash")
 # At 16384 tokens the backward in two passes took a quarter of the time of the whole experiment.
 LONGEST = {"two_pass": 8192}
 ABLATION = Workload("ablation", 4, 16, 8448, 128, False)  # FlashAttention-3's Table 2
+NEEDED = ("top",)
 
 
 @dataclass(frozen=True)

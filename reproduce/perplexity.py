@@ -58,6 +58,7 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
 # Which code was read is among the coordinates of the runs that read it.
 SELECTION = ("parts", "only", "budget", "runs", "cache_dir", "code", "code_tokenizer")
+NEEDED = ("seeds",)
 ON_CODE = ("context", "stability")  # the parts that are trained on whole source files
 # Beyond this a model of GPT-2's size learns its text by heart, and losses say little about attention.
 MAX_EPOCHS = 8

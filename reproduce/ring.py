@@ -24,6 +24,7 @@ from .ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, ONE, RING, TORCH, 
 from .timing import timed, took
 
 SELECTION = ("ranks", "lengths")  # settings by which more samples join those of an earlier run
+NEEDED = ("ranks", "lengths")
 
 
 @dataclass(frozen=True)

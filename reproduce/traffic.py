@@ -25,6 +25,7 @@ from .timing import Times, fastest, timed, took
 
 PASSES = ("matmul", "mask", "softmax", "dropout", "matmul 2")
 DRAM_RATIO = "9.2x (NeurIPS: 8.0x)"  # the paper's
+NEEDED = ("lengths",)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ LOGIT_TOLERANCE = 0.02
 
 
 PARTS = ("small", "compiled", "today", "padded", "dropout", "whole", "context", "medium", "gpt3")
+NEEDED = ("core", "contexts")
 
 
 @dataclass(frozen=True)

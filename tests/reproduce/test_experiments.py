@@ -344,6 +344,7 @@ def test_a_closed_output_pipe_is_not_an_error():
         (["numerics", "repeats=many"], "repeats=many: it must be of type int"),
         (["numerics", "dtypes=float32,fp8"], "dtypes=fp8: it must be float16, bfloat16 or float32"),
         (["numerics", "repeats"], "repeats is not key=value"),
+        (["attention", "lengths="], "lengths= names nothing to run: write one or more, like lengths=64"),
         (["attention", "backends=flesh"], "there is no attention flesh; choose from standard, "),
         (["training", "--device", "cpu"], "needs a CUDA device"),
         (["numerics", "--device", "tpu"], "--device tpu is not supported; use auto, cpu, cuda or cuda:N."),
