@@ -45,10 +45,8 @@ def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[
     recompute(model, parallel.recompute)
     # DDP cuts what is compiled around it at its buckets, but not where blocks are computed again; FSDP never does.
     in_blocks = parallel.shard is not Shard.none or parallel.recompute is not Recompute.none
-    if how.compiled:
-        torch.compiler.reset()  # what an earlier run of a sweep compiled would count against this one
-        if in_blocks:
-            compile_blocks(model, how.dtype)
+    if how.compiled and in_blocks:
+        compile_blocks(model, how.dtype)
     if parallel.shard is Shard.none:
         model.to(plan.world.device)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
@@ -72,6 +73,9 @@ class Trainer:
     """What a plan says, built: batches, model, optimizer; and the loop over them."""
 
     def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
+        # What an earlier run of a sweep compiled holds memory, and would count against what this one compiles.
+        if "torch._dynamo" in sys.modules:  # whose import takes 2 s
+            torch.compiler.reset()
         reset_peak_memory(ranks.device)
         self.plan, initial = resolve(config, run_dir, ranks)
         self.config, self.run_dir, self.world = self.plan.config, run_dir, ranks

@@ -280,6 +280,20 @@ def test_all_ranks_stop_at_the_same_step_for_the_same_reason(config, tmp_path, u
     assert steps_saved(tmp_path / "evaluating") == [5]
 
 
+def test_a_run_frees_what_an_earlier_one_compiled(config, tmp_path):
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    compiled(torch.ones(1))
+    train(having(config, steps=1), tmp_path / "run")
+    compiled(torch.ones(1))
+    assert len(graphs) == 2
+
+
 # ---- profiling ----------------------------------------------------------------------------------
 
 
