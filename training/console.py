@@ -6,8 +6,11 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from tqdm import tqdm
+
+Batch = TypeVar("Batch")
 
 
 def table(title: str, rows: list[tuple[str, str]]) -> str:
@@ -71,15 +74,17 @@ class Progress:
     def __init__(self, start: int, steps: int, shown: bool) -> None:
         self._shown, self._live = shown, sys.stderr.isatty()
         self._begin = f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live}"
-        self._bar = tqdm(
-            total=steps,
-            initial=start,
-            disable=not (shown and steps),
+        self._bar = self._line(self._begin, total=steps, initial=start, disable=not (shown and steps))
+
+    def _line(self, form: str, **how: Any) -> tqdm:
+        often = 0.1 if self._live else 10
+        return tqdm(
             dynamic_ncols=self._live,
             file=sys.stderr if self._live else _Lines(),
-            mininterval=0.1 if self._live else 10,
-            maxinterval=0.1 if self._live else 10,
-            bar_format=self._begin,
+            mininterval=often,
+            maxinterval=often,
+            bar_format=form,
+            **how,
         )
 
     def step(self) -> None:
@@ -90,6 +95,15 @@ class Progress:
         # Not known before the first step.
         self._bar.bar_format = f"{self._begin} · {{desc}}{{remaining}} left"
         self._bar.set_description_str(f"loss {loss:.4f} · {rate}", refresh=False)
+
+    def evaluating(self, batches: Iterable[Batch], number: int) -> Iterable[Batch]:
+        """So many batches of an evaluation; while they take long, the line tells of them."""
+        self._bar.clear()  # it comes back with the next line that stays
+        form = f"evaluating {self._begin.removeprefix('step ')} · {{remaining}} left"
+        # The delay: nothing is shown of an evaluation that ends before the first line is due.
+        return self._line(
+            form, iterable=batches, total=number, disable=not self._shown, leave=False, position=0, delay=1e-9
+        )
 
     def say(self, text: str) -> None:
         """Print a line that stays, above the live one."""

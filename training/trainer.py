@@ -109,14 +109,16 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, report. A signal ends it sooner: saved, and with SystemExit."""
         self.recorder = Recorder(self.plan)
-        self.progress = Progress(self.plan.start.step, self.config.trainer.steps, shown=self.world.is_main)
         self.interrupt = Interrupt(self.world)  # the ranks meet here: by now each has its watch
         self.done = self.plan.start.step
         summary: dict[str, Any] = {}
         try:
-            with closing(self.progress), self.interrupt.listening(), self.watch.watching():
-                with suppress(StopRequested):  # the run then ends below, as a finished one does
-                    self.recorder.begin()
+            with self.interrupt.listening(), self.watch.watching():
+                self.recorder.begin()
+                steps = self.config.trainer.steps
+                self.progress = Progress(self.plan.start.step, steps, shown=self.world.is_main)
+                # Told to stop, the run then ends below, as a finished one does.
+                with closing(self.progress), suppress(StopRequested):
                     summary = self._summary(self._train())
                 self.saver.finish()
             if summary:
@@ -339,8 +341,10 @@ class Trainer:
         return self._evaluate_on(self.validation if whole else self.beginning, done)
 
     def _evaluate_on(self, validation: EvaluationBatches, done: int) -> Evaluation:
-        with closing(self.load(validation, 0, len(validation))) as batches:
-            text_bytes, batches = validation.split.utf8_bytes, self._until_stopped(batches, done)
+        text_bytes = validation.split.utf8_bytes
+        with closing(self.load(validation, 0, len(validation))) as loaded:
+            batches = self.progress.evaluating(loaded, len(validation))
+            batches = self._until_stopped(batches, done)
             evaluation = evaluate(self.eval_model, batches, text_bytes, self.world, self.plan.autocast)
         if not math.isfinite(evaluation.loss):
             self._give_up(f"the validation loss is {evaluation.loss}", done, broken=done)

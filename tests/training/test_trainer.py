@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from training.config import (
     AttentionConfig,
     ConfigError,
 )
+from training.console import Progress
 from training.loggers import CsvLogger
 from training.restore import load_run
 from training.trainer import Trainer, train
@@ -292,6 +294,25 @@ def test_a_run_frees_what_an_earlier_one_compiled(config, tmp_path):
     train(having(config, steps=1), tmp_path / "run")
     compiled(torch.ones(1))
     assert len(graphs) == 2
+
+
+# ---- the console ---------------------------------------------------------------------------------
+
+
+def test_the_line_of_steps_comes_after_the_banner(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    train(having(config, steps=1), tmp_path / "run")
+    assert re.match(r"tilegpt\n(  .*\n)+step 0/1\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_long_evaluation_is_counted_on_the_line_and_a_short_one_is_not(steps, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress(0, steps, shown=True)
+    for seconds, shown in ((0.0, False), (0.11, True)):
+        assert [time.sleep(seconds) or batch for batch in progress.evaluating("abc", 3)] == [*"abc"]
+        assert ("evaluating 2/3 " in capsys.readouterr().err) is shown
+    progress.close()
 
 
 # ---- profiling ----------------------------------------------------------------------------------
