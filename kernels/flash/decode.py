@@ -15,6 +15,7 @@ from ..launch import INTERPRETED, launch, sm_count
 from ..operators import operator
 from ..registry import AttentionError
 from .dispatch import refuses_inputs
+from .operators import forward_flops
 from .portable.forward import LOWEST
 from .portable.masks import visible_keys
 from .portable.score_mods import LOG2_E, modify_scores, score_exp2_scale
@@ -130,7 +131,7 @@ def decode(
     return out
 
 
-decode = operator(decode, lambda q, *rest: q.new_empty(q.shape))
+decode = operator(decode, lambda q, *rest: q.new_empty(q.shape), flops=forward_flops)
 
 
 @triton.jit(do_not_specialize=["q_len", "room", "chunk"])

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import get_attention, packed_form
+from kernels import decode_attention, get_attention, packed_form
 from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from kernels.layers.linear_gelu import bias_gelu
 
@@ -72,6 +72,14 @@ def test_torch_counts_packed_flash_too() -> None:
     packed = packed_form(get_attention("flash"))
     q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in qkv.unbind(2))
     assert flops(packed, qkv) == flops(get_attention("flash"), q, k, v)
+
+
+def test_torch_counts_decoding_as_attention_to_the_whole_cache() -> None:
+    q, k, v = (torch.randn(2, heads, room, 16, device=DEVICE) for heads, room in ((4, 1), (2, 40), (2, 40)))
+    lengths = torch.tensor([3, 40], dtype=torch.int32, device=DEVICE)
+    with FlopCounterMode(display=False) as counted:
+        decode_attention(q, k, v, lengths)
+    assert counted.get_total_flops() == 2 * 2 * (2 * 4 * 1 * 40 * 16)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
