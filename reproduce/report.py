@@ -34,6 +34,8 @@ HOW_TO_READ = (
     "out-of-memory points of another GPU are not compared. A time is the median of its processes, with their range; "
     "a bound must hold in each of them, and faster means that the ranges do not overlap."
 )
+# These time whole steps, of which waiting for the host is a part: of more kernels than CUDA queues, all are late.
+OF_STEPS = ("training", "encoders")
 IN_PART = "reproduced in part"
 # The states of a claim, in the order in which they are counted.
 STATES = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
@@ -252,6 +254,8 @@ def _notes(documents: list[Results]) -> Iterator[str]:
     """What a reader has to know of the runs."""
     yield from _listed("code has changed since these were run (Runs tells what)", documents, changed_since)
     for document in documents:
+        if document["experiment"] in OF_STEPS:
+            continue
         rounds: Counter[str] = Counter()  # late ones, whose times may include waiting; see `timing.Timed`
         for sample in document["samples"]:
             rounds.update(sample.get("late", {}))

@@ -471,17 +471,18 @@ def test_the_committed_results_give_a_report_that_is_read_in_minutes(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_rounds_that_waited_for_the_host_are_reported(tmp_path, capsys):
+def test_rounds_that_waited_for_the_host_are_reported_except_of_whole_steps(tmp_path, capsys):
     samples = papers_own_attention()
     times = [sample for sample in samples if sample["kind"] == "time"]
     for sample, late in zip(times, ({"standard": 2}, {"standard": 1, "flash": 2}, {}), strict=False):
         sample["late"] = late
     write(tmp_path, "attention", samples)
+    settings = asdict(EXPERIMENTS["training"].module.Settings())
+    write(tmp_path, "training", [{"kind": "other", "late": {"flash": 20}}], settings=settings)
     assert main(["report", "--results", str(tmp_path)]) == 0
-    assert (
-        "waited for the host, so their times may include it: standard in 3, flash in 2"
-        in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "waited for the host, so their times may include it: standard in 3, flash in 2\n" in said
+    assert said.count("waited for the host") == 1
 
 
 def test_a_backend_has_one_colour_in_every_picture():
