@@ -104,6 +104,17 @@ class FlashAttention(torch.autograd.Function):
         return dq, dk, dv, d_sinks, None, None
 
     @classmethod
+    def apply(cls, *inputs):
+        """Of the base, whose error under torch.func tells how to change this class. Costs 0.2 us."""
+        try:
+            return super().apply(*inputs)
+        except RuntimeError as error:
+            if not torch._C._are_functorch_transforms_active():
+                raise
+            no_transforms = "attention=flash has nothing under torch.func (vmap, grad); use attention=naive"
+            raise AttentionError(no_transforms) from error
+
+    @classmethod
     def of_operator(cls, q, k, v, *asked):
         """`flash_forward` under autograd, with the operator's arguments."""
         tensors, options = unflatten(asked)
