@@ -137,7 +137,8 @@ def _backend(name: str) -> Backend:
 def get_attention(name: str) -> AttentionFn:
     """The attention function registered as `name`; AttentionError lists the known names.
 
-    "auto" is refused: it depends on the request, see `resolve_attention`.
+    "auto" is refused: it depends on the request, see `resolve_attention`. Only that asks the backend's `refuses`;
+    what is returned is the function itself, which checks its own arguments.
     """
     return _backend(name).load()
 
@@ -260,7 +261,7 @@ def attention_tier(
     **features: object,
 ) -> str | None:
     """The name of the backend's set of kernels that serves queries of this length, in so many heads of all sequences
-    together; None if it has only one set.
+    together; None if it has only one set. `why_portable` says why not a faster one.
 
     The other arguments are as `resolve_attention` accepted them.
     """
