@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import training.installed  # noqa: F401  (says in one line what is not)
+
 
 def at_least(smallest: float, kind: type) -> Callable[[str], float]:
     """An argparse type: a number of `kind`, `smallest` or more."""

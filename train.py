@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import training.installed  # noqa: F401  (says in one line what is not)
 from training.command_line import launch
 from training.config import Config
 

@@ -358,6 +358,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.tile:
         tile = Tile(*options.tile)
         jobs = [replace(job, tile=tile) for job in jobs if job.tile and job.dtype is torch.bfloat16]
+    if not jobs:
+        sys.exit("kernels.compile_report: no kernel is of all that --arch, --head-dim and --kernel name")
     forms = distinct(jobs, form)
     jobs = pairwise(forms) if options.pairs else list(forms)
     started, failed = time.perf_counter(), 0

@@ -6,6 +6,7 @@ Under torch.compile they run between its graphs: how many documents there are is
 from collections.abc import Callable
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 
@@ -42,7 +43,8 @@ def varlen(
     if group > 1:  # torch 2.11's has no argument for it
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     window = (-1, 0 if causal else -1)
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=window)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # torch 2.15 would rather take cuDNN's on Hopper
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=window)
     assert isinstance(out, torch.Tensor)  # a tuple only with return_aux
     return out
 

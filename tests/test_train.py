@@ -294,6 +294,16 @@ def test_resuming_takes_optimizer_settings_from_the_command_line(started, tiny, 
     assert (group["weight_decay"], tuple(group["betas"])) == (0.5, (0.5, 0.6))
 
 
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "prepare.py"])
+def test_without_its_requirements_a_command_names_them_in_one_line(script):
+    bare = [sys.executable, "-S", script]  # Python without its site-packages
+    done = subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: not installed: torch, numpy, hydra-core, ")
+    assert done.stderr.endswith("(pip install -r requirements.txt)\n")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_refused_prepare_does_not_delete_the_current_directory(command_line, tmp_path):
     done = command_line("prepare.py", "data=text_files", "data.files=nothing.txt")
     assert done.returncode == 1

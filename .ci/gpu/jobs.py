@@ -63,6 +63,7 @@ for name, what in {
     "wide 1": "the same in another process",
     "dims 0": "other head_dims up to 128 on the Hopper kernels",
     "features 0": "padding, dropout and sinks on the Hopper kernels",
+    "mods 0": "softcap and ALiBi beside FlexAttention",
 }.items():
     JOBS[f"race_{name.replace(' ', '_')}"] = Job(what, script(f"race.sh {name}"))
 JOBS["race_beside_0"] = Job(

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from kernels import AttentionError, get_attention, resolve_attention
+from kernels import AttentionError, get_attention, resolve_attention, varlen
 from kernels.documents import flex_mask
 from kernels.fa4 import fa4_or_documents
 from tests.kernels.accuracy import documents, inputs
@@ -28,6 +28,17 @@ def test_sdpa_keeps_to_documents_by_a_mask(name: str, length: int, batch: int, c
         with_gradients(get_attention(each), tensors, d_out, **options) for each in (name, "naive")
     )
     torch.testing.assert_close(found, expected)
+
+
+def test_documents_run_on_flash_attention_where_torch_would_prefer_cudnn(monkeypatch) -> None:
+    def asked(q, *rest, **options):
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        return q
+
+    monkeypatch.setattr(varlen, "varlen_attn", asked)
+    q, ends = torch.randn(8, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    assert varlen.varlen(q, q, q, ends, 8, True, 1.0) is q
 
 
 @pytest.mark.parametrize("causal", [True, False])
