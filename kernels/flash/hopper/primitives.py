@@ -2,7 +2,8 @@
 options that the Hopper kernels are compiled with. All else that they use of Gluon is the same from 3.7 to 3.9.
 
     3.7   async_copy_global_to_shared, async_copy_shared_to_global, _reinterpret; ptxas 12.8 for sm_90
-    3.8   the copies are async_load and async_store too; async_atomic_add; ptxas 12.9
+    3.8   the copies are async_load and async_store too; async_atomic_add; ptxas 12.9; what one thread reduces is a
+          tree, not a chain (softmax.py)
     3.9   only those names, and reinterpret; ptxas 13.4, and the option sched4reg
 """
 
@@ -30,6 +31,7 @@ else:
 
 _Memory = gl.shared_memory_descriptor
 _reinterpret = getattr(_Memory, "reinterpret", None) or _Memory._reinterpret
+TREES = gl.constexpr(hasattr(tma, "async_load"))
 _SCHEDULES = "sched4reg" in CUDAOptions.__dataclass_fields__
 
 
@@ -37,6 +39,21 @@ _SCHEDULES = "sched4reg" in CUDAOptions.__dataclass_fields__
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """The same shared memory as tiles of another dtype, shape or layout."""
     return _reinterpret(memory, dtype, shape, layout, _semantic=_semantic)
+
+
+def _unstack(x, semantic):
+    *others, size = x.shape
+    if size == 2:
+        return x.split(_semantic=semantic)
+    halves = x.reshape([*others, 2, size // 2], _semantic=semantic).permute([0, 1, 3, 2], _semantic=semantic)
+    first, second = halves.split(_semantic=semantic)
+    return (*_unstack(first, semantic), *_unstack(second, semantic))
+
+
+@gl._core.builtin
+def unstack(x, _semantic=None):
+    """The parts of a 3-d tensor along its last axis, all of which one thread holds."""
+    return gl.tuple(_unstack(x, _semantic))
 
 
 # Programmatic dependent launch. A kernel launched with the option launch_pdl starts once every program of the kernel

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from .dropout import drop
 from .forward_schedule import ROWS
 from .pipeline import LOG2_E
+from .primitives import TREES, unstack
 
 LOWEST = gl.constexpr(-3.0e38)  # see portable/forward.py
 
@@ -38,6 +39,24 @@ def unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def highest(scores):
+    """The rows' maxima, for which a thread goes through its scores of a row one after another.
+
+    Triton does that too, but since 3.8 as a tree. In a chain each step waits for the one before, and ptxas fills the
+    gaps in the second row's with the first row's exponentials; a tree has none (LOG.md).
+    """
+    if not TREES:
+        return gl.max(scores, 1)
+    COLUMNS: gl.constexpr = scores.shape[1]
+    of_four_threads = scores.reshape([ROWS, COLUMNS // 8, 4, 2]).permute([0, 2, 1, 3])
+    own = unstack(of_four_threads.reshape([ROWS, 4, COLUMNS // 4]))
+    maximum = own[0]
+    for each in gl.static_range(1, COLUMNS // 4):
+        maximum = gl.maximum(maximum, own[each])
+    return gl.convert_layout(gl.max(maximum, 1), gl.SliceLayout(1, scores.type.layout))
+
+
+@gluon.jit
 def partial_sums(p):
     """(ROWS, 8): sums over columns congruent modulo 8. One thread holds all terms of a sum, so no shuffles."""
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
@@ -47,7 +66,7 @@ def partial_sums(p):
 def first_softmax(scores, exp2_scale, words, dtype: gl.constexpr, SPEC: gl.constexpr):
     """Softmax of the rows' first block of keys: packed exponentials, row maximum (base 2) and partial sums. words:
     dropout's, if SPEC.DROP."""
-    row_max = gl.maximum(gl.max(scores, 1) * exp2_scale, LOWEST)
+    row_max = gl.maximum(highest(scores) * exp2_scale, LOWEST)
     p = gl.exp2(scores * exp2_scale - row_max[:, None])
     kept = p
     if SPEC.DROP is not None:
@@ -81,7 +100,7 @@ def add_sink(row_max, row_sum, Sink):
 def softmax(scores, row_max, row_sum, exp2_scale):
     """Softmax of a later block: exponentials (float32, not packed), the new row maximum and partial sums, and
     `rescale`, the factor exp2(old maximum - new maximum) for the accumulator."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * exp2_scale)
+    new_max = gl.maximum(row_max, highest(scores) * exp2_scale)
     p = gl.exp2(scores * exp2_scale - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
