@@ -70,6 +70,29 @@ def test_the_papers_attention_figures_are_judged_reproduced():
         assert verdict.ratio == pytest.approx(1)
 
 
+@pytest.mark.parametrize("lengths", [(4096,), (1024, 4096)])
+def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(lengths):
+    samples = [
+        {
+            "kind": "time",
+            **shape("fa2", length, "plain", head_dim=d, causal=causal),
+            "ms": {
+                name: {"forward": [ms * n] * 3} for name, n in {"standard": 2, "standard+compiled": 1}.items()
+            }
+            | {"flash": {"forward": [1.0] * 3}},
+        }
+        for length in lengths
+        for d, causal, ms in ((64, False, 4), (64, True, 8), (128, False, 2), (128, True, 6))
+    ]
+    (found,) = (v for v in attention_figures.judge({"device": GPU, "samples": samples}) if v.claim == "C17")
+    where = "4096 tokens" if lengths == (4096,) else "mean of 1024, 4096 tokens"
+    assert (found.what, found.status) == (f"standard/flash time, {where}", "reproduced")
+    assert found.ours == "d64 8.0x, d64 causal 16.0x, d128 4.0x, d128 causal 12.0x"
+    assert found.why.endswith(
+        "compiled standard attention d64 4.0x, d64 causal 8.0x, d128 2.0x, d128 causal 6.0x"
+    )
+
+
 def papers_own_history() -> list[dict]:
     samples = [
         {
