@@ -23,6 +23,7 @@ ATTENTIONS = {
 STEPS = {
     f"flash{FUSED}": "tilegpt",
     "flash": "with torch's layers",
+    "sdpa": "and torch's attention",
     NANOGPT: "nanoGPT, no biases",
     NANOGPT_BIASES: "nanoGPT",
     "naive": "naive attention",
@@ -58,20 +59,22 @@ def _draw_rates(axis: plots.Axes, results: Results) -> None:
 
 def _draw_memory(axis: plots.Axes, results: Results) -> None:
     measured = peaks(results)
-    gib = {name: {n: b / 2**30 for n, b in measured.get(name, {}).items()} for name in ("standard", "flash")}
-    _draw_lines(axis, gib)
+    shown = ("standard", "sdpa_cudnn", "flash")
+    gib = {name: {n: b / 2**30 for n, b in measured.get(name, {}).items()} for name in shown}
+    _draw_lines(axis, gib, below="sdpa_cudnn")
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}" if gib >= 1 else f"1/{1 / gib:g}")
     axis.set_ylabel("peak GiB, forward and backward")
     axis.set_title("Memory of attention, 16 x 8 heads of 64")
 
 
-def _draw_lines(axis: plots.Axes, series: dict[str, dict[int, float]]) -> None:
-    """A line for each attention: length -> y."""
+def _draw_lines(axis: plots.Axes, series: dict[str, dict[int, float]], below: str = "") -> None:
+    """A line for each attention: length -> y. below: the one that is wide, to be seen where another lies on it."""
     for name, points in series.items():
         if points:
             line = zip(*sorted(points.items()), strict=True)
-            axis.plot(*line, "o-", color=plots.colour(name), label=ATTENTIONS[name])
+            wide = {"linewidth": 5, "markersize": 9} if name == below else {}
+            axis.plot(*line, "o-", color=plots.colour(name), label=ATTENTIONS[name], **wide)
     plots.length_axis(axis, sorted({length for points in series.values() for length in points}))
     plots.legend(axis, loc="upper left", reverse=True)
 

@@ -28,6 +28,7 @@ from .perplexity_figures import compares, runs
 from .perplexity_verdicts import judge_between_devices
 from .plots import can_draw
 from .results import changed_since, read_all, slug
+from .standard import NAME as STANDARD
 
 HOW_TO_READ = (
     "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
@@ -93,25 +94,31 @@ class Judged:
 
     @property
     def statuses(self) -> Counter[str]:
-        """Of every figure; a CPU's is left out where a GPU has it too."""
+        """Of every figure; a CPU's is left out where a GPU has it too, and one not measured where another has it."""
         names = {figure.verdict.what for figure in self.on_gpu}
         counted = self.on_gpu + [each for each in self.on_cpu if each.verdict.what not in names]
-        return Counter(figure.verdict.status for figure in counted)
+        verdicts = [figure.verdict for figure in counted]
+        found = Counter(each.status for each in verdicts if each.status != NOT_MEASURED)
+        measured = {each.what for each in verdicts if each.status != NOT_MEASURED}
+        if missing := {each.what for each in verdicts} - measured:
+            found[NOT_MEASURED] = len(missing)
+        return found
 
     @property
     def state(self) -> str:
-        """One of STATES, by the figures that could be compared."""
+        """One of STATES; with a part that is not measured, a claim is reproduced in part at most."""
         found = self.statuses
-        if {REPRODUCED, NOT_REPRODUCED} <= found.keys():
+        if REPRODUCED in found and found.keys() & {NOT_REPRODUCED, NOT_MEASURED}:
             return IN_PART
         return next(state for state in STATES if state in found)
 
     @property
     def tally(self) -> str:
-        """How many of the figures that could be compared are reproduced: "3 of 4"."""
+        """How many of the figures that could be compared are reproduced: "3 of 4, 1 not measured"."""
         found = self.statuses
-        compared = found[REPRODUCED] + found[NOT_REPRODUCED]
-        return f"{found[REPRODUCED]} of {compared}" if compared else ""
+        compared, missing = found[REPRODUCED] + found[NOT_REPRODUCED], found[NOT_MEASURED]
+        more = f", {missing} {NOT_MEASURED}" * bool(missing)
+        return f"{found[REPRODUCED]} of {compared}{more}" if compared else ""
 
 
 @dataclass
@@ -266,6 +273,8 @@ def _notes(documents: list[Results]) -> Iterator[str]:
                 f"it: {late}"
             )
     yield from _listed("timed in one process, so their figures have no range yet", documents, _timed_once)
+    words = "of older code, whose standard attention is slower than today's: its mask by masked_fill, its scale apart"
+    yield from _listed(words, documents, _older_standard)
 
 
 def _listed(words: str, documents: list[Results], holds: Callable[[Results], object]) -> Iterator[str]:
@@ -281,6 +290,13 @@ def _listed(words: str, documents: list[Results], holds: Callable[[Results], obj
 def _timed_once(document: Results) -> bool:
     timings = [sample for sample in document["samples"] if "ms" in sample]
     return bool(timings) and not any(sample.get("process") for sample in timings)
+
+
+def _older_standard(document: Results) -> bool:
+    """Whether it timed standard attention before aae4db6, with which three processes came too."""
+    run = f"{EXPERIMENTS[document['experiment']].path}.run"
+    beside = any(STANDARD in sample.get("ms", ()) for sample in document["samples"])
+    return beside and _timed_once(document) and run in changed_since(document)
 
 
 def _missing(judged: Judged, documents: list[Results]) -> Iterable[Verdict]:

@@ -153,6 +153,11 @@ def _judge_alone(results: Results, found: Verdicts) -> None:
                     "Compiled, standard attention is fused as far as torch.compile does, as Megatron-LM's softmax was"
                 )
             found.add("C11", what, theirs, gain.shown(), None, why)
+    if found:
+        why = (
+            "it is not run here; standard attention in our model, compiled, has a softmax as fused as its own"
+        )
+        found.append(Verdict("C11", "gpt2_small over Megatron-LM, tokens/s", "1.7x", why=why))
 
 
 def _judge_days(results: Results, found: Verdicts) -> None:
@@ -175,14 +180,17 @@ def _judge_table_4(results: Results, found: Verdicts) -> None:
                 passed, why = gain.low >= bound, f"at least {bound}"
                 found.times("C13", what, expected, gain, passed, why, form="{:.2f}")
         ours, theirs = rate(at.get(4096), "flash"), fastest_rate(base, EAGER)
+        expected = paper.MEGATRON_DAYS / paper.CONTEXT_DAYS[4096]
+        what = f"flash at context 4096 over the fastest standard attention at 1024, tokens/s, {mode}"
         if gain := _ratio(ours, theirs):
-            expected = paper.MEGATRON_DAYS / paper.CONTEXT_DAYS[4096]
-            what = f"flash at context 4096 over the fastest standard attention at 1024, tokens/s, {mode}"
             why, passed = "the paper's is of the whole stack, over Megatron-LM's fused softmax", None
             if mode == "compiled":  # which fuses the softmax, as Megatron-LM's kernel did
                 passed = _faster(ours, theirs)
                 why = "faster; torch.compile fuses the softmax as Megatron-LM did; the paper's is of the whole stack"
             found.times("C13", what, expected, gain, passed, why, theirs=f"{expected:.1f}x")
+        elif mode == "compiled" and found:  # what the claim is judged by
+            why = "part `context` was not run compiled"
+            found.append(Verdict("C13", what, f"{expected:.1f}x", why=why))
 
 
 def _judge_fa2(results: Results, found: Verdicts) -> None:

@@ -1,11 +1,14 @@
-"""The curves of a comparison as numbers, which page.js draws; one colour a backend, one dash pattern a setting."""
+"""The curves of a comparison as numbers, which page.js draws; one colour a backend, one dash pattern a setting.
+
+With one backend alone, a setting has a colour too.
+"""
 
 import math
 from typing import Any
 
-from ..plots import colour
+from ..plots import COLOURS, colour
 from .runs import Run, same_tokens
-from .seeds import baselines, places
+from .seeds import attentions, baselines, places
 
 Chart = dict[str, Any]
 MOST_POINTS = 1500  # of a curve: more than a screen has pixels for
@@ -14,9 +17,11 @@ PARTED = 0.1
 
 
 def colours(runs: list[Run]) -> list[str]:
-    """The colour of each run: that of its attention."""
-    attentions = tuple(run.attention for run in runs)
-    return [colour(attention, attentions) for attention in attentions]
+    """The colour of each run: that of its attention, or, if all have the same, of its settings."""
+    if attentions(runs) == 1 < len(runs):
+        return [COLOURS[number % len(COLOURS)] for number in patterns(runs)]
+    names = tuple(run.attention for run in runs)
+    return [colour(name, names) for name in names]
 
 
 def patterns(runs: list[Run]) -> list[int]:

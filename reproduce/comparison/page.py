@@ -40,7 +40,7 @@ def page(runs: list[Run]) -> str:
             title: {key: having(runs, values) for key, values in found.items()}
             for title, found in facts.items()
         },
-        red=[*(() if sweep else different), *differing_environment(runs)],
+        red=[*(() if sweep or seeds.attentions(runs) == 1 else different), *differing_environment(runs)],
         numbers={
             "runs": [{"label": run.label, "colour": shade, "pattern": each} for run, shade, each in lines],
             "charts": charts(runs),

@@ -80,6 +80,11 @@ def matches(runs: list[Run]) -> list[Run | None]:
     return [base.get(each) for each in found]
 
 
+def attentions(runs: list[Run]) -> int:
+    """How many there are: of one alone, it is the other settings that are compared."""
+    return len({run.attention for run in runs})
+
+
 def is_sweep(runs: list[Run]) -> bool:
     """Whether two attentions meet at more than one combination of the other settings, such as two seeds."""
     found = zip(runs, places(runs), matches(runs), strict=True)

@@ -111,7 +111,7 @@ def warnings(runs: list[Run]) -> list[str]:
             said.append(
                 f"without a run of {runs[0].attention} with equal settings, so not compared: {alone}."
             )
-    elif settings := differing_settings(runs):
+    elif seeds.attentions(runs) > 1 and (settings := differing_settings(runs)):
         said.append(
             f"the runs differ in more than attention: {', '.join(settings)}. So their differences are not due to "
             "attention alone."

@@ -371,8 +371,10 @@ def test_runs_of_one_attention_are_named_by_what_they_set_otherwise(copies):
         shutil.copytree(copies / "1_sdpa", path)
     config = (paths[1] / "config.yaml").read_text()
     (paths[1] / "config.yaml").write_text(config.replace("name: adamw", "name: muon"))
-    labels = [run.label for run in find_runs([str(path) for path in paths])]
-    assert labels == ["sdpa optimizer=adamw", "sdpa optimizer=muon"]
+    runs = find_runs([str(path) for path in paths])
+    assert [run.label for run in runs] == ["sdpa optimizer=adamw", "sdpa optimizer=muon"]
+    assert "differ in more than attention" not in text(runs)  # it is the optimizers that are compared
+    assert len(set(re.findall(r'"colour":"(#\w+)"', page(runs)))) == 2
 
 
 def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copies):
