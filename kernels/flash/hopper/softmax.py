@@ -58,8 +58,17 @@ def highest(scores):
 
 @gluon.jit
 def partial_sums(p):
-    """(ROWS, 8): sums over columns congruent modulo 8. One thread holds all terms of a sum, so no shuffles."""
-    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
+    """(ROWS, 8): sums over columns congruent modulo 8. One thread holds all terms of a sum, so no shuffles. Chains, as
+    in `highest`."""
+    BLOCKS: gl.constexpr = p.shape[1] // 8
+    terms = p.reshape([p.shape[0], BLOCKS, 8])
+    if not TREES:
+        return gl.sum(terms, 1)
+    each_block = unstack(terms.permute([0, 2, 1]))
+    total = each_block[0]
+    for each in gl.static_range(1, BLOCKS):
+        total += each_block[each]
+    return total
 
 
 @gluon.jit
