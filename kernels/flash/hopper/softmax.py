@@ -58,8 +58,8 @@ def highest(scores):
 
 @gluon.jit
 def partial_sums(p):
-    """(ROWS, 8): sums over columns congruent modulo 8. One thread holds all terms of a sum, so no shuffles. Chains, as
-    in `highest`."""
+    """(ROWS, 8): sums over columns congruent modulo 8. One thread holds all terms of a sum, so no shuffles; in a
+    chain, as in `highest`."""
     BLOCKS: gl.constexpr = p.shape[1] // 8
     terms = p.reshape([p.shape[0], BLOCKS, 8])
     if not TREES:
