@@ -1,5 +1,6 @@
 """Flash attention inside PyTorch on a GPU: CUDA graphs, torch's checks of operators, inductor, and under SDPA."""
 
+import inspect
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -276,14 +277,17 @@ def test_more_batches_than_a_grid_axis_has_run_under_sdpa(flash, under_sdpa, ran
 @pytest.mark.parametrize("shared", [False, True], ids=["two offsets", "documents"])
 def test_varlen_attn_runs_on_our_kernels(flash, active, shared: bool, compiled: bool) -> None:
     """As torchtitan calls it; with one tensor of offsets for both on the Hopper kernels where those serve."""
-    *tensors, d_out = inputs(900, 900, 64, torch.bfloat16, heads=4, kv_heads=2, device="cuda")
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    grouped = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in torch 2.11
+    gqa = {"enable_gqa": True} if grouped else {}
+    kv_heads = 2 if grouped else 4
+    *tensors, d_out = inputs(900, 900, 64, torch.bfloat16, heads=4, kv_heads=kv_heads, device="cuda")
     offsets = torch.tensor([0, 300, 301, 900], dtype=torch.int32, device="cuda")
     of_keys = offsets if shared else offsets.clone()
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        out = varlen.varlen_attn(q, k, v, offsets, of_keys, 599, 599, window_size=(-1, 0), enable_gqa=True)
+        out = varlen.varlen_attn(q, k, v, offsets, of_keys, 599, 599, window_size=(-1, 0), **gqa)
         return out.transpose(0, 1)[None]
 
     got = forward_and_backward(torch.compile(attend, fullgraph=True) if compiled else attend, tensors, d_out)
