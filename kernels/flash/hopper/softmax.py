@@ -45,15 +45,17 @@ def highest(scores):
     Triton does that too, but since 3.8 as a tree. In a chain each step waits for the one before, and ptxas fills the
     gaps in the second row's with the first row's exponentials; a tree has none (LOG.md).
     """
-    if not TREES:
-        return gl.max(scores, 1)
-    COLUMNS: gl.constexpr = scores.shape[1]
-    of_four_threads = scores.reshape([ROWS, COLUMNS // 8, 4, 2]).permute([0, 2, 1, 3])
-    own = unstack(of_four_threads.reshape([ROWS, 4, COLUMNS // 4]))
-    maximum = own[0]
-    for each in gl.static_range(1, COLUMNS // 4):
-        maximum = gl.maximum(maximum, own[each])
-    return gl.convert_layout(gl.max(maximum, 1), gl.SliceLayout(1, scores.type.layout))
+    if TREES:
+        COLUMNS: gl.constexpr = scores.shape[1]
+        of_four_threads = scores.reshape([ROWS, COLUMNS // 8, 4, 2]).permute([0, 2, 1, 3])
+        own = unstack(of_four_threads.reshape([ROWS, 4, COLUMNS // 4]))
+        maximum = own[0]
+        for each in gl.static_range(1, COLUMNS // 4):
+            maximum = gl.maximum(maximum, own[each])
+        maximum = gl.convert_layout(gl.max(maximum, 1), gl.SliceLayout(1, scores.type.layout))
+    else:
+        maximum = gl.max(scores, 1)
+    return maximum
 
 
 @gluon.jit
@@ -62,12 +64,13 @@ def partial_sums(p):
     chain, as in `highest`."""
     BLOCKS: gl.constexpr = p.shape[1] // 8
     terms = p.reshape([p.shape[0], BLOCKS, 8])
-    if not TREES:
-        return gl.sum(terms, 1)
-    each_block = unstack(terms.permute([0, 2, 1]))
-    total = each_block[0]
-    for each in gl.static_range(1, BLOCKS):
-        total += each_block[each]
+    if TREES:
+        of_block = unstack(terms.permute([0, 2, 1]))
+        total = of_block[0]
+        for each in gl.static_range(1, BLOCKS):
+            total += of_block[each]
+    else:
+        total = gl.sum(terms, 1)
     return total
 
 
