@@ -96,25 +96,17 @@ def _launch(
         options = {"num_warps": 4, **compile_options(TILE.value)}
         return gelu_product_kernel, (programs, 1, 1), (*sizes, spec), options
 
-    backward = spec.BACKWARD.value
-    describe = _describe_backward if backward else _describe_forward
-    key = ("gelu product", a.dtype, *sizes, backward)
+    def describe(*moved: Tensor) -> tuple[Descriptor, ...]:
+        return tuple(map(Descriptor, moved, blocks_of(spec)))
+
+    key = ("gelu product", a.dtype, *sizes, spec.BACKWARD.value)
     launch((bias, partials), key, prepare, (a, weight, pre, out), describe)
 
 
-def _describe_forward(x: Tensor, weight: Tensor, pre: Tensor, out: Tensor) -> tuple[Descriptor, ...]:
-    slab, part = (TILE.value, SLAB.value), (TILE.value, FORWARD.PART.value)
-    return Descriptor(x, slab), Descriptor(weight, slab), Descriptor(pre, part), Descriptor(out, part)
-
-
-def _describe_backward(d_out: Tensor, weight: Tensor, pre: Tensor, d_pre: Tensor) -> tuple[Descriptor, ...]:
-    slab, part = (TILE.value, SLAB.value), (TILE.value, BACKWARD.PART.value)
-    return (
-        Descriptor(d_out, slab),
-        Descriptor(weight, slab[::-1]),
-        Descriptor(pre, part),
-        Descriptor(d_pre, part),
-    )
+def blocks_of(spec: Spec) -> tuple[tuple[int, int], ...]:
+    """What TMA moves at once of x or d_out, of weight, of pre, and of out or d_pre."""
+    slab, part = (TILE.value, SLAB.value), (TILE.value, spec.PART.value)
+    return slab, slab[::-1] if spec.BACKWARD.value else slab, part, part
 
 
 class Shared(NamedTuple):
@@ -297,8 +289,7 @@ def gelu_product_kernel(
 ):  # fmt: skip
     """Grid: (programs,), one for each SM but no more than tiles.
 
-    a_desc moves (TILE, SLAB); b_desc (TILE, SLAB), backward (SLAB, TILE); pre_desc and out_desc (TILE, PART).
-    Partials: backward, float32 (row_blocks, N).
+    The descriptors move `blocks_of` SPEC. Partials: backward, float32 (row_blocks, N).
     """
     dtype: gl.constexpr = a_desc.dtype
     a = gl.allocate_shared_memory(dtype, [SPEC.STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
