@@ -31,6 +31,7 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 # causal) it has three consumers at head_dim 64.
 LENGTHS = (512, 2048, 16384)
 FILLED = {128: 72, 256: 136}
+GELU = ("gelu_product", "gelu_product_backward")
 CUDA = torch.device("cuda")
 
 
@@ -50,13 +51,13 @@ class Job:
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         gpu = "gfx942" if self.architecture == AMD else f"sm_{self.architecture}"
-        what = f"{self.kernel:18}{TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
+        what = f"{self.kernel:22}{TYPE_NAMES[self.dtype]} d{self.head_dim:<4}{mask:7}"
         return f"{gpu:7}{what} {self.tile or f'n{self.length}'!s:14} {self.feature:16}"
 
 
 def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
     """Jobs for every tile of the table, causal and full, with dropout and grouped heads where they matter; for
-    decoding; for history's kernels; and for every form of the Hopper kernels."""
+    decoding; for history's kernels; for every form of the Hopper kernels; and for the products with GELU."""
     jobs = []
     for architecture in architectures:
         for kernel in KERNELS:
@@ -81,6 +82,8 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:
             for head_dim in head_dims:
                 jobs += _hopper(head_dim)
+            if 128 in head_dims:  # the width of their tiles
+                jobs += [Job(architecture, name, 128, False, None) for name in GELU]
     return jobs
 
 

@@ -1,4 +1,4 @@
-"""Compile the flash kernels for GPUs that are not present, and fail on what would be slow there.
+"""Compile flash's kernels and GELU's products for GPUs that are not present; fail on what would be slow there.
 
     python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256] [--with triton==3.9.0]
 
@@ -41,7 +41,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .compile_jobs import APART, HISTORY, TYPE_NAMES, Job, distinct, pairwise, shipped
+from .compile_jobs import APART, GELU, HISTORY, TYPE_NAMES, Job, distinct, pairwise, shipped
 from .features import FEATURES
 from .flash import dropout
 from .flash.decode import decode_kernel
@@ -55,6 +55,7 @@ from .flash.portable.forward import forward_kernel
 from .flash.portable.spec import specify
 from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile
 from .launch import FUSION
+from .layers import gelu_product
 from .other_triton import report_with
 
 HOPPER = {
@@ -62,6 +63,7 @@ HOPPER = {
     "hopper_backward": backward.hopper_backward_kernel,
     "hopper_dkdv": wide_dkdv.dkdv_kernel,
     "hopper_dq": wide_dq.dq_kernel,
+    **dict.fromkeys(GELU, gelu_product.gelu_product_kernel),
 }
 FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "decode": decode_kernel}
 FUNCTIONS |= HOPPER | {name: function for name, (function, _, _) in HISTORY.items()}
@@ -217,6 +219,8 @@ def _constants(job: Job) -> dict[str, Any]:
 
 
 def _hopper_constants(job: Job) -> dict[str, Any]:
+    if job.kernel in GELU:
+        return {"SPEC": _gelu_spec(job)} | ({"Partials": None} if job.kernel == GELU[0] else {})
     words = job.feature.split()
     listed, padded = "block_mask" in words, "kv_lengths" in words
     bounded = "cu_seqlens" in words or "window" in words
@@ -256,10 +260,18 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     return rules | absent
 
 
+def _gelu_spec(job: Job) -> gelu_product.Spec:
+    return gelu_product.FORWARD if job.kernel == GELU[0] else gelu_product.BACKWARD
+
+
 def _descriptor(name: str, job: Job) -> str:
     """The type of a TMA descriptor: its block, and the block's layout in shared memory."""
+    block: tuple[int, ...]
     if name == "dq_sum_desc":
         block, dtype = dq.SUM_BLOCK.value, torch.float32
+    elif job.kernel in GELU:
+        place = FUNCTIONS[job.kernel].arg_names.index(name)
+        block, dtype = gelu_product.blocks_of(_gelu_spec(job))[place], torch.bfloat16
     else:
         queries, keys = (
             (backward_schedule.BLOCK_M[tile_width(job.head_dim)], backward_schedule.KEYS.value)
@@ -274,7 +286,9 @@ def _descriptor(name: str, job: Job) -> str:
 def _type(name: str, job: Job) -> str:
     if name in OPTIONAL_POINTERS:
         return OPTIONAL_POINTERS[name]
-    if name in (HISTORY[job.kernel][2] if job.kernel in HISTORY else {"Lse", "Delta", "Partial"}):
+    if name in (
+        HISTORY[job.kernel][2] if job.kernel in HISTORY else {"Lse", "Delta", "Partial", "Partials", "Bias"}
+    ):
         return "*fp32"
     if name in ("Turns", "Counter", "KeyBlocks", "QueryBlocks", "Lengths"):
         return "*i32"

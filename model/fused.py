@@ -25,6 +25,7 @@ class FusedLayers(NamedTuple):
     embedding: (tokens, weight) -> weight[tokens]
     dropout: (x, dropout_p, dropout_seed) -> dropout(x)
     linear: (x, weight, bias or None) -> x @ weight.T + bias; if left out torch's
+    mlp: (x, weight, bias, projection) -> linear(linear_gelu(x, weight, bias), projection); if left out these two
     """
 
     linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -32,6 +33,7 @@ class FusedLayers(NamedTuple):
     embedding: Callable[[Tensor, Tensor], Tensor]
     dropout: Callable[[Tensor, float, Tensor], Tensor]
     linear: Callable[..., Tensor] = F.linear
+    mlp: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 class Stream(NamedTuple):
@@ -65,11 +67,14 @@ class FusedBlock(Block):
         y = self.attn.heads(h, seeds[0], cu_seqlens, cache)
         stream = Stream(x, self.layers.linear(y, self.attn.c_proj.weight), self.attn.c_proj.bias, seeds[1])
         x, h = add_norm(self.layers, stream, self.ln_2, self.dropout)
-        y = self.layers.linear_gelu(h, self.mlp.c_fc.weight, self.mlp.c_fc.bias)
+        first, second = self.mlp.c_fc, self.mlp.c_proj
+        if self.layers.mlp:
+            update = self.layers.mlp(h, first.weight, first.bias, second.weight)
+        else:
+            y = self.layers.linear_gelu(h, first.weight, first.bias)
+            update = self.layers.linear(y, second.weight)
         # The bias is copied: the next block reads it, and FSDP has freed this block's parameters by then.
-        return Stream(
-            x, self.layers.linear(y, self.mlp.c_proj.weight), self.mlp.c_proj.bias.clone(), seeds[2]
-        )
+        return Stream(x, update, second.bias.clone(), seeds[2])
 
 
 class FusedGPT(GPT):

@@ -51,6 +51,7 @@ def make_gpt(
     from kernels.layers.linear import linear
     from kernels.layers.linear_add_norm import dropout_add_norm
     from kernels.layers.linear_gelu import linear_gelu
+    from kernels.layers.mlp import mlp
 
-    layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout, linear)
+    layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout, linear, mlp)
     return build_gpt(config, attention, layers=layers, **options)

@@ -2,6 +2,7 @@
 
     linear                a linear layer that can sum its weight's gradient over micro-steps
     linear_gelu           a linear layer with its GELU
+    mlp                   that and the linear layer after it, on Hopper with GELU in the products
     linear_add_norm       a linear layer with the residual addition and LayerNorm that follow it
     linear_cross_entropy  the language model's head and its loss, without the full logits
     embedding             the token embedding, with a bitwise repeatable gradient

@@ -30,12 +30,12 @@ def _(x, weight, bias, total):
 
 
 @torch.library.custom_op(f"{NAMESPACE}::sum_product", mutates_args=("total",))
-def _sum_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def sum_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     with torch.autocast(total.device.type, enabled=False):
         add_product(total, a, b)
 
 
-@_sum_product.register_fake
+@sum_product.register_fake
 def _(total, a, b):
     return None
 
@@ -50,7 +50,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, d_out):
     x, weight = ctx.saved_tensors
     rows = d_out.flatten(0, -2)
-    _sum_product(ctx.total, rows.T, x.flatten(0, -2))
+    sum_product(ctx.total, rows.T, x.flatten(0, -2))
     d_bias = None if ctx.bias_dtype is None else rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return d_out @ weight, None, d_bias, None
 

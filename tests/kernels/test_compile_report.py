@@ -122,8 +122,10 @@ def test_no_lengths_make_a_form_of_the_hopper_kernels_that_is_not_compiled(print
 
 
 HOPPER = """
+from kernels.compile_jobs import GELU
 from kernels.compile_report import Job, compile_job
-for kernel, head_dim in ("hopper_forward", 128), ("hopper_backward", 128), ("hopper_dkdv", 256), ("hopper_dq", 256):
+head_dims = dict(hopper_forward=128, hopper_backward=128, hopper_dkdv=256, hopper_dq=256)
+for kernel, head_dim in (head_dims | dict.fromkeys(GELU, 128)).items():
     job = Job(90, kernel, head_dim, True, None)
     report = compile_job(job)
     print(kernel, report.async_loads, *report.problems(job))
@@ -135,7 +137,7 @@ for kernel, head_dim in ("hopper_forward", 128), ("hopper_backward", 128), ("hop
 def test_the_hopper_kernels_keep_to_their_budgets(printed) -> None:
     """One form of each; .ci/run compiles many."""
     names = ("hopper_forward", "hopper_backward", "hopper_dkdv", "hopper_dq")
-    assert printed(HOPPER) == [[name, "TMA"] for name in names]
+    assert printed(HOPPER) == [[name, "TMA"] for name in (*names, "gelu_product", "gelu_product_backward")]
 
 
 SPLIT = """
