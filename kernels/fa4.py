@@ -45,10 +45,9 @@ def _missing(error: ImportError) -> str:
     return f"it needs the package flash-attn-4 (pip install flash-attn-4): {error}"
 
 
-@register_attention("fa4", refuses=_refuses, lazy=True)
+@register_attention("fa4", refuses=_refuses, lazy=True, breaks=lambda request: True)
 def load() -> AttentionFn:
-    """Lazy: the package takes seconds to import. It compiles each kernel on first use, and causes a graph break in
-    torch.compile."""
+    """Lazy: the package takes seconds to import. It compiles each kernel on first use."""
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:

@@ -205,6 +205,10 @@ def _refuses_cudnn(request: AttentionRequest) -> str | None:
     return request.beyond({"dropout_p"})
 
 
+def _breaks(request: AttentionRequest) -> bool:
+    return "cu_seqlens" in request.features  # by torch's varlen_attn, see varlen.by_document
+
+
 def needs_cuda(request: AttentionRequest) -> str | None:
     return None if request.device.type == "cuda" else f"it needs a CUDA device, not {request.device.type}"
 
@@ -216,7 +220,9 @@ for _name, _refuses in (
     ("sdpa_efficient", _refuses_efficient),
     ("sdpa_math", _refuses_any),
 ):
-    register_attention(_name, refuses=_refuses)(functools.partial(sdpa_or_documents, name=_name))
+    register_attention(_name, refuses=_refuses, breaks=_breaks)(
+        functools.partial(sdpa_or_documents, name=_name)
+    )
 
 
 def _refuses_flex(request: AttentionRequest) -> str | None:

@@ -74,12 +74,14 @@ def _in_words(feature: str) -> str:
 class Backend:
     """A registered attention: `load()` returns the function, `refuses(request)` the reason why it cannot serve a
     request or None; for a backend with several sets of kernels, `tier(request)` the set that serves, and
-    `why(request)` what it would take for a faster one."""
+    `why(request)` what it would take for a faster one; `breaks(request)` whether torch.compile calls it between
+    graphs."""
 
     load: Callable[[], AttentionFn]
     refuses: Callable[[AttentionRequest], str | None]
     tier: Callable[[AttentionRequest], str] | None
     why: Callable[[AttentionRequest], str | None] | None
+    breaks: Callable[[AttentionRequest], bool]
 
 
 ATTENTION: dict[str, Backend] = {}
@@ -92,6 +94,7 @@ def register_attention(
     lazy: bool = False,
     tier: Callable[[AttentionRequest], str] | None = None,
     why: Callable[[AttentionRequest], str | None] | None = None,
+    breaks: Callable[[AttentionRequest], bool] = lambda request: False,
 ) -> Callable[[Function], Function]:
     """Decorator: register the attention function as `name`.
 
@@ -103,6 +106,8 @@ def register_attention(
         tier: for a backend with several sets of kernels: takes a request that is not refused, returns the name of the
             set that serves it. The attention function then has an argument `tier`.
         why: likewise, returns what `why_portable` says.
+        breaks: takes a request; returns whether torch.compile cannot see through the function, and so makes a model
+            with it several graphs (see `breaks_graph`).
 
     Raises:
         AttentionError: the name is taken, or "auto".
@@ -116,7 +121,7 @@ def register_attention(
 
     def register(function: Function) -> Function:
         load = function if lazy else lambda: function
-        ATTENTION[name] = Backend(load, refuses, tier, why)
+        ATTENTION[name] = Backend(load, refuses, tier, why, breaks)
         return function
 
     return register
@@ -289,6 +294,22 @@ def why_portable(
     """
     why = _backend(name).why
     return why and why(_request(device, dtype, head_dim, tier, features, length, heads))
+
+
+def breaks_graph(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    tier: str = "auto",
+    **features: object,
+) -> bool:
+    """Whether torch.compile makes a model with this attention several graphs, between which it is called.
+
+    The arguments are as `resolve_attention` accepted them.
+    """
+    return _backend(name).breaks(_request(device, dtype, head_dim, tier, features))
 
 
 def _tier(name: str, request: AttentionRequest) -> str | None:

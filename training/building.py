@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -61,8 +62,8 @@ def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[
         train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, backward_ended)
     if not how.compiled or in_blocks:
         return Built(model, train_model, model, model, optimizer, scaler)
-    local = compiled_to_graphs(model, how.dtype) if how.graphs else compiled(Local(model), how.dtype)
-    trained = local
+    graphs = partial(compiled_to_graphs, whole=how.whole)
+    trained = local = graphs(model, how.dtype) if how.graphs else compiled(Local(model), how.dtype)
     if train_model is not model:
         # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
         trained = (replayed if how.graphs else compiled)(train_model, how.dtype)

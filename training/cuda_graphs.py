@@ -57,11 +57,14 @@ class Local(nn.Module):
             return self.model(*tensors, **named)
 
 
-def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, whole: bool = True) -> nn.Module:
     """The model without an exchange, compiled and replayed. Each parameter gets a gradient of zeros, to be added to.
 
     Our linear layers' products, loss and embedding add to them themselves, with fewer roundings: not the bits of a
     run without replays.
+
+    whole: it is one graph, in which the loss and the embedding may add to one weight's gradient. Of several graphs
+        the embedding's finds that changed by the loss's, which autograd refuses.
     """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -71,7 +74,7 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         for layer in model.modules():
             if isinstance(layer, Linear) and layer.product is linear:
                 sum_in_product(layer.weight, dtype)
-            elif isinstance(layer, Embedding):
+            elif whole and isinstance(layer, Embedding):
                 sum_in_place(layer.weight)
     return replayed(Local(model), dtype)
 

@@ -13,7 +13,7 @@ import torch
 
 from data.loader import Corpus
 from data.tokenizer import findable, load_tokenizer
-from kernels import attention_tier, bind, resolve_attention, why_portable
+from kernels import attention_tier, bind, breaks_graph, resolve_attention, why_portable
 from model.gpt import GPT, AttentionFn
 from model.modern import build_gpt
 from model.part import compute_part
@@ -47,6 +47,7 @@ class Computation:
     block: Layers
     compiled: bool
     graphs: bool
+    whole: bool  # torch.compile makes the model one graph
     accumulation: int  # micro-steps an optimizer step
     micro_batch: int  # sequences a micro-step and rank
 
@@ -209,8 +210,9 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
     graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks, config.parallel)
+    whole = not breaks_graph(name, **request)
     return Computation(
-        name, attention, tier, why, request["precise_delta"], dtype, loss, block, compiled, graphs,
+        name, attention, tier, why, request["precise_delta"], dtype, loss, block, compiled, graphs, whole,
         accumulation, micro_batch,
     )  # fmt: skip
 
