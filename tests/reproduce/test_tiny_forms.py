@@ -38,7 +38,7 @@ def test_the_tiny_form_runs_to_the_end(name, tmp_path, capsys):
     assert (tmp_path / FOLDER / f"{name}.svg").read_text().startswith("<?xml")
     module = EXPERIMENTS[name].module
     kinds = {sample["kind"] for sample in results["samples"] if "refused" not in sample}
-    assert all(f"\n{kind}" in table(results) for kind in kinds - {"ncu"})
+    assert not {kind for kind in kinds - {"ncu"} if f"\n{kind}" not in table(results)}
     for verdict in module.judge(results):
         assert verdict.claim in EXPERIMENTS[name].claims
         assert verdict.status in STATUSES
