@@ -39,7 +39,8 @@ def mlp(x: Tensor, first: Tensor, bias: Tensor | None, second: Tensor) -> Tensor
     Raises:
         ValueError: mismatched shape, dtype or device of bias. FusedError: our kernels cannot run here.
     """
-    if _fits(x, first, second) and _has_gelu_product(x.device):
+    # An exported program takes any number of rows.
+    if not torch.compiler.is_exporting() and _has_gelu_product(x.device) and _fits(x, first, second):
         totals = total_of(first), total_of(second)
         weights = [
             weight if total is None else weight.low  # type: ignore[attr-defined]
