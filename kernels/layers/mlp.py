@@ -55,10 +55,10 @@ def mlp(x: Tensor, first: Tensor, bias: Tensor | None, second: Tensor) -> Tensor
 
 
 def _fits(x: Tensor, first: Tensor, second: Tensor) -> bool:
-    """Whether gelu_product's kernels take the shapes, and are worth their while."""
+    """Whether gelu_product's kernels take these, and are worth their while. What disagrees is torch's to refuse."""
     (width, inner), (outer, of_second) = first.shape, second.shape
     rows = x.numel() // inner
-    agree = x.shape[-1] == inner and of_second == width  # else torch's products say what is wrong
+    agree = x.shape[-1] == inner and of_second == width and x.device == first.device == second.device
     return agree and rows >= MIN_ROWS and rows % 128 == width % 128 == inner % 64 == outer % 64 == 0
 
 
