@@ -17,6 +17,7 @@ from kernels.layers.embedding import embedding
 from kernels.layers.linear_add_norm import linear_add_norm
 from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from kernels.layers.linear_gelu import linear_gelu
+from kernels.layers.mlp import MIN_ROWS, mlp
 from tests.kernels.accuracy import inputs
 from tests.kernels.test_flash_gpu import features
 
@@ -52,6 +53,10 @@ def block(stream: torch.dtype, dropout_p: float = 0.0, both: bool = True) -> Non
     (x + h if both else h).sum().backward()
 
 
+def both_linear_layers() -> None:
+    mlp(random(MIN_ROWS, 64), random(128, 64), random(128), random(64, 128)).sum().backward()
+
+
 def look_up() -> None:
     tokens = torch.arange(300, device="cuda") % 23 // 22 * 5  # 0, and now and then 5
     embedding(tokens, random(7, 96)).sum().backward()
@@ -72,6 +77,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "block of two dtypes": lambda: block(torch.float32),
         "block with dropout": lambda: block(torch.float32, dropout_p=0.1),
         "last block": lambda: block(torch.float32, both=False),
+        "mlp": both_linear_layers,
         "embedding": look_up,
         "dropout": drop,
         "packed": packed,

@@ -28,14 +28,19 @@ def dropout(x, dropout_p, dropout_seed):
     return x
 
 
+def mlp(x, weight, bias, projection):
+    return F.linear(linear_gelu(x, weight, bias), projection)
+
+
 LAYERS = FusedLayers(linear_gelu, dropout_add_norm, F.embedding, dropout)
 
 
-def test_it_computes_what_gpt_does_from_the_same_parameters():
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS._replace(linear_gelu=None, mlp=mlp)], ids=["", "mlp"])
+def test_it_computes_what_gpt_does_from_the_same_parameters(layers):
     tokens = some_tokens(2, 16)
     losses = []
     for model in (
-        FusedGPT(GPTConfig(**TINY), plain_attention, LAYERS),
+        FusedGPT(GPTConfig(**TINY), plain_attention, layers),
         GPT(GPTConfig(**TINY), plain_attention),
     ):
         loss = model(tokens, tokens)

@@ -16,6 +16,7 @@ from kernels.layers.embedding import embedding
 from kernels.layers.linear_add_norm import linear_add_norm
 from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from kernels.layers.linear_gelu import linear_gelu
+from kernels.layers.mlp import mlp
 from kernels.philox import row_mask
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -52,6 +53,7 @@ class Layer(torch.nn.Module):
 # name -> (the layer, inputs of a length)
 LAYERS = {
     "linear_gelu": (lambda: Layer(linear_gelu, (32, 16), (32,)), lambda n: (normal(n, 16),)),
+    "mlp": (lambda: Layer(mlp, (32, 16), (32,), (16, 32)), lambda n: (normal(n, 16),)),
     "linear_add_norm": (
         lambda: Layer(linear_add_norm, (16, 8), (16,), (16,), (16,)),
         lambda n: (normal(n, 16), normal(n, 8)),
