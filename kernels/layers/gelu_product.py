@@ -4,8 +4,8 @@
     backward   d_pre = (d_out @ weight) * GELU'(pre + bias), and d_bias      d_out (M, K), weight (K, N)
 
 As kernels of their own, GELU and its derivative move 2 and 3 elements for each of the hidden layer, while the tensor
-cores rest. For 65,536 tokens of GPT-2 small in bfloat16, on an H100, the forward takes 484 us here and 730 as torch's
-product (515) and our kernel; the backward 640 for 826. kernels/log/step.md has other shapes, and what else was tried.
+cores rest. For 65,536 tokens of GPT-2 small in bfloat16, on an H100, the forward takes 531 us here and 774 as torch's
+product and our kernel, of which 485 are the product's; the backward 603 and 904 (474). kernels/log/step.md has more.
 
 Persistent and warp-specialised. Two consumer warpgroups have every other tile of 128 x 128 each: one multiplies while
 the other is in its epilogue, and they hand the tensor cores to each other (`turns`). A producer warp loads slabs of K
@@ -45,19 +45,17 @@ class Spec:
     STAGES: gl.constexpr  # slabs in the ring
     PART: gl.constexpr  # columns of a part of the epilogue
     PLACES: gl.constexpr  # parts that a consumer has room for; forward: half of them pre's, half out's
+    # Blocks of rows that are walked together, so that they find the weight in the L2 cache.
+    GROUP: gl.constexpr
 
 
-def specify(backward: bool, stages: int, part: int, places: int) -> Spec:
-    return Spec(*map(gl.constexpr, (backward, stages, part, places)))
+def specify(backward: bool, stages: int, part: int, places: int, group: int) -> Spec:
+    return Spec(*map(gl.constexpr, (backward, stages, part, places, group)))
 
 
 # With 4 stages the forward takes 1.02 to 1.08 of the time, with parts of 32 columns the backward 1.01 to 1.04.
-FORWARD = specify(False, stages=5, part=64, places=2)
-BACKWARD = specify(True, stages=5, part=64, places=2)
-# With a large weight, tiles are walked in groups of so many blocks of rows, not of one: GPT-2 XL then takes 0.97
-# (forward) and 0.99 of the time, small and medium 1.02 to 1.04.
-GROUP = 16
-LARGE_WEIGHT = 2**23  # elements: medium's are 2^22, XL's 2^23.3
+FORWARD = specify(False, stages=5, part=64, places=2, group=8)
+BACKWARD = specify(True, stages=5, part=64, places=2, group=1)
 # GELU(x) = x / 2 (1 + tanh(u)), u = U x + U3 x^3. tanh.approx is one instruction, with an error of 2^-11.
 U = gl.constexpr(0.7978845608028654)
 U3 = gl.constexpr(0.7978845608028654 * 0.044715)
@@ -90,8 +88,7 @@ def _launch(
     spec: Spec, a: Tensor, weight: Tensor, pre: Tensor, out: Tensor, bias: Tensor, partials: Tensor | None
 ) -> None:
     (rows, inner), columns = a.shape, out.shape[1]
-    group = GROUP if weight.numel() > LARGE_WEIGHT else 1
-    sizes = rows // TILE.value, columns // TILE.value, inner // SLAB.value, group
+    sizes = rows // TILE.value, columns // TILE.value, inner // SLAB.value
 
     def prepare() -> Launch:
         programs = min(sm_count(a.device), sizes[0] * sizes[1])
@@ -127,16 +124,15 @@ class Sizes(NamedTuple):
     row_blocks: gl.tensor
     column_blocks: gl.tensor
     slabs: gl.tensor  # of K
-    group: gl.tensor  # blocks of rows that are walked together
 
 
 @gluon.jit
-def tile_of(ordinal, sizes):
+def tile_of(ordinal, sizes, SPEC: gl.constexpr):
     """First row and first column of this program's ordinal-th tile."""
     index = gl.program_id(0) + ordinal * gl.num_programs(0)
-    of_group = sizes.group * sizes.column_blocks
-    first = index // of_group * sizes.group
-    rows = gl.minimum(sizes.row_blocks - first, sizes.group)
+    of_group = SPEC.GROUP * sizes.column_blocks
+    first = index // of_group * SPEC.GROUP
+    rows = gl.minimum(sizes.row_blocks - first, SPEC.GROUP)
     index = index % of_group
     return (first + index % rows) * TILE, index // rows * TILE
 
@@ -153,7 +149,7 @@ def produce(a_desc, b_desc, shared, sizes, SPEC: gl.constexpr):
     """The producer warp: the slabs of one tile after another."""
     slab = 0
     for ordinal in range(count_tiles(sizes)):
-        row, column = tile_of(ordinal, sizes)
+        row, column = tile_of(ordinal, sizes, SPEC)
         for k in range(sizes.slabs):
             stage = slab % SPEC.STAGES
             mbarrier.wait(shared.empty.index(stage), (slab // SPEC.STAGES & 1) ^ 1)
@@ -172,7 +168,7 @@ def load_parts(pre_desc, shared, sizes, WHICH: gl.constexpr, SPEC: gl.constexpr)
     """Backward: the warp that loads pre for consumer WHICH."""
     number = 0
     for ordinal in range(WHICH, count_tiles(sizes), 2):
-        row, column = tile_of(ordinal, sizes)
+        row, column = tile_of(ordinal, sizes, SPEC)
         for part in range(TILE // SPEC.PART):
             place = WHICH * SPEC.PLACES + number % SPEC.PLACES
             at = [row, column + part * SPEC.PART]
@@ -207,7 +203,7 @@ def consume(pre_desc, out_desc, Bias, Partials, shared, sizes, WHICH: gl.constex
         arrive(shared.turns.index(1 - WHICH))
         acc = warpgroup_mma_wait(0, [acc])
         arrive(shared.empty.index(read))
-        row, column = tile_of(ordinal, sizes)
+        row, column = tile_of(ordinal, sizes, SPEC)
         number = mine * (TILE // SPEC.PART)
         finish(acc, row, column, number, pre_desc, out_desc, Bias, Partials, shared, sizes, WHICH, SPEC)
     tma.store_wait(0)
@@ -286,10 +282,9 @@ def gelu_slope(x):
     return (1.0 - t * t) * x * (0.5 * U + 1.5 * U3 * square) + (0.5 * t + 0.5)
 
 
-@gluon.jit(do_not_specialize=["row_blocks", "column_blocks", "slabs", "group"])
+@gluon.jit(do_not_specialize=["row_blocks", "column_blocks", "slabs"])
 def gelu_product_kernel(
-    a_desc, b_desc, pre_desc, out_desc, Bias, Partials, row_blocks, column_blocks, slabs, group,
-    SPEC: gl.constexpr,
+    a_desc, b_desc, pre_desc, out_desc, Bias, Partials, row_blocks, column_blocks, slabs, SPEC: gl.constexpr
 ):  # fmt: skip
     """Grid: (programs,), one for each SM but no more than tiles.
 
@@ -300,7 +295,7 @@ def gelu_product_kernel(
     b = gl.allocate_shared_memory(dtype, [SPEC.STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
     full, empty = make_barriers(SPEC.STAGES, 1), make_barriers(SPEC.STAGES, 1)
     turns = make_barriers(2, 1)
-    sizes = Sizes(row_blocks, column_blocks, slabs, group)
+    sizes = Sizes(row_blocks, column_blocks, slabs)
     if SPEC.BACKWARD:
         shared = Shared(a, b, full, empty, turns, make_ring(pre_desc, 2 * SPEC.PLACES, 1))
         fence_async_shared()  # make the initialised barriers visible to TMA

@@ -91,12 +91,10 @@ def test_kernels_in_the_least_favourable_order_of_events(monkeypatch, changed, s
         kernel, grid, numbers, _ = prepare()
         emulate(kernel, grid, (*describe(*moved), *pointers, *numbers), seed)
 
-    constants = {name: gl.constexpr(value) for name, value in changed.items()}
+    constants = {name: gl.constexpr(value) for name, value in ({"GROUP": 2} | changed).items()}
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(gelu_product, name, replace(getattr(gelu_product, name), **constants))
     monkeypatch.setattr(gelu_product, "launch", launch)
-    monkeypatch.setattr(gelu_product, "GROUP", 2)
-    monkeypatch.setattr(gelu_product, "LARGE_WEIGHT", 512 * 64)
     monkeypatch.setattr(gelu_product, "sm_count", lambda device: 1 + seed % 4)
     inner = (64, 384, 320)[seed % 3]
     inputs, direction = problem((384,), 512, inner, torch.bfloat16)
