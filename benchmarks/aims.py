@@ -48,11 +48,14 @@ def page(directory: Path) -> tuple[str, str]:
     """The page as Markdown, and its summary in a line."""
     counts: Counter[str] = Counter()
     sections = []
+    shown: set[tuple[str, str, str]] = set()  # an earlier, complete run counts where a newer one has no figure
     for document in read_all(directory, SOURCES):
         name, device = document["experiment"], document["device"]
         aims = importlib.import_module(f"benchmarks.{name}").aims(document)
+        aims = [each for each in aims if (name, device, each.what) not in shown]
         if not aims:
             continue
+        shown |= {(name, device, each.what) for each in aims}
         counts.update(aim.status for aim in aims)
         stale = changed_since(document)
         partial = "" if document["state"] == "complete" else ".partial"

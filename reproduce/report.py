@@ -8,7 +8,7 @@ measured". A file that cannot be used loses only its own rows, and the page says
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import headline
@@ -38,6 +38,8 @@ HOW_TO_READ = (
 # These time whole steps, of which waiting for the host is a part: of more kernels than CUDA queues, all are late.
 OF_STEPS = ("training", "encoders")
 IN_PART = "reproduced in part"
+# The state of a complete run beside a newer partial one: it counts where that has no figure.
+EARLIER = "earlier run"
 # The states of a claim, in the order in which they are counted.
 STATES = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 # Headers: of the first screen, of a claim's figures, and of what produced them. Cells are Markdown.
@@ -61,6 +63,10 @@ class Figure:
     verdict: Verdict
     source: str = ""
     gpu: bool = True
+
+    @property
+    def measured(self) -> bool:
+        return self.verdict.status != NOT_MEASURED
 
     @property
     def link(self) -> str:
@@ -208,9 +214,14 @@ def build(directory: Path) -> Page:
     """Judge every document below `directory`, draw its picture, and add rows for what is not measured."""
     page = Page()
     documents = read_all(directory, EXPERIMENTS, page.notes.append)
+    names: set[str] = set()
     for document in sorted(documents, key=lambda each: not ran_on_gpu(each)):
-        if document["state"] != "complete":
-            page.notes.append(f"{_name(document)} is partial: it was interrupted or ran out of time")
+        if (name := _name(document)) in names:
+            document["state"] = EARLIER
+            page.notes.append(f"{name}: what it lacks is of an earlier, complete run of other code")
+        elif document["state"] != "complete":
+            page.notes.append(f"{name} is partial: it was interrupted or ran out of time")
+        names.add(name)
         # One bad document must not lose the others' rows.
         try:
             _add(page, document, directory)
@@ -226,18 +237,25 @@ def build(directory: Path) -> Page:
 
 
 def _add(page: Page, document: Results, directory: Path) -> None:
-    """Add a document's verdicts and its picture."""
+    """Add a document's verdicts and its picture; of an earlier run, the verdicts that the newer one lacks."""
     experiment, gpu = EXPERIMENTS[document["experiment"]], ran_on_gpu(document)
     verdicts = experiment.module.judge(document)
-    folder = slug(document["device"])
-    if can_draw():
+    folder, earlier = slug(document["device"]), document["state"] == EARLIER
+    if can_draw() and not earlier:
         picture = directory / folder / f"{experiment.name}.svg"
         experiment.module.draw(document, picture)
         first = page.claims[experiment.claims[0]]
         (first.gpu_pictures if gpu else first.cpu_pictures).append(picture)
-    source = f"{folder}/{experiment.name}{'' if document['state'] == 'complete' else '.partial'}.json"
+    newer = f"{folder}/{experiment.name}.partial.json"
+    source = newer if document["state"] == "partial" else f"{folder}/{experiment.name}.json"
     for verdict in verdicts:
-        page.claims[verdict.claim].figures.append(Figure(verdict, source, gpu))
+        figures = page.claims[verdict.claim].figures
+        if earlier:
+            known = [each.verdict.what for each in figures if each.source == newer and each.measured]
+            if verdict.status == NOT_MEASURED or verdict.what in known:
+                continue
+            verdict = replace(verdict, basis=f"{verdict.basis}, {EARLIER}")
+        figures.append(Figure(verdict, source, gpu))
     page.documents.append(document)
 
 
@@ -246,7 +264,8 @@ def _headlines(documents: list[Results], directory: Path) -> Iterator[Path]:
 
     The loss curves in it are of that GPU, or else of the one with the most of them.
     """
-    measured = {(each["device"], each["experiment"]): each for each in documents if ran_on_gpu(each)}
+    newest = [each for each in documents if ran_on_gpu(each) and each["state"] != EARLIER]
+    measured = {(each["device"], each["experiment"]): each for each in newest}
     curves = {gpu: each for (gpu, name), each in measured.items() if name == "perplexity" and compares(each)}
     most = max(curves.values(), key=lambda each: len(runs(each, "gpt2")), default=None)
     for device in sorted({device for device, _ in measured}):
@@ -281,7 +300,7 @@ def _listed(words: str, documents: list[Results], holds: Callable[[Results], obj
     """The documents of which it holds, if any, by device: "WORDS: attention, history on NVIDIA H200; ..."."""
     names: dict[str, list[str]] = {}
     for document in filter(holds, documents):
-        names.setdefault(document["device"], []).append(document["experiment"])
+        names.setdefault(document["device"], []).append(document["experiment"] + _earlier(document))
     if names:
         by_device = [f"{', '.join(experiments)} on {device}" for device, experiments in names.items()]
         yield f"{words}: {'; '.join(by_device)}"
@@ -315,7 +334,11 @@ def ran_on_gpu(document: Results) -> bool:
 
 
 def _name(document: Results) -> str:
-    return f"{document['experiment']} on {document['device']}"
+    return f"{document['experiment']} on {document['device']}" + _earlier(document)
+
+
+def _earlier(document: Results) -> str:
+    return f" ({EARLIER})" * (document["state"] == EARLIER)
 
 
 # ---- words -------------------------------------------------------------------------------------------

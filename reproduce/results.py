@@ -13,6 +13,7 @@ Processes of one experiment may write to its partial document at the same time.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -251,18 +252,18 @@ def read(path: Path, say: Callable[[str], None] = print) -> Results | None:
 def read_all(
     directory: Path, experiments: Iterable[str], say: Callable[[str], None] = print
 ) -> Iterator[Results]:
-    """The experiments' documents below `directory`, by device; a partial one only if there is no complete one.
+    """The experiments' documents below `directory`, by device; of two of an experiment the newer, partial one first.
 
     Documents of --tiny runs are left out, and, with a line to `say`, those in another's place.
     """
     for folder in sorted(path for path in directory.glob("*") if path.is_dir()):
-        for name in experiments:
-            document = read(folder / f"{name}.json", say) or read(folder / f"{name}.partial.json", say)
+        for name, state in itertools.product(experiments, (".partial", "")):
+            document = read(folder / f"{name}{state}.json", say)
             if document is None or document["tiny"]:
                 continue
             place = directory / slug(document["device"]) / f"{document['experiment']}.json"
             if place != folder / f"{name}.json":
                 what = f"{document['experiment']} on {document['device']}"
-                say(f"{folder / name}.json holds {what} and is left out; its place is {place}")
+                say(f"{folder / name}{state}.json holds {what} and is left out; its place is {place}")
                 continue
             yield document
