@@ -65,10 +65,6 @@ class Figure:
     gpu: bool = True
 
     @property
-    def measured(self) -> bool:
-        return self.verdict.status != NOT_MEASURED
-
-    @property
     def link(self) -> str:
         """Where it was measured, in Markdown: a link to the file."""
         basis = self.verdict.basis
@@ -251,7 +247,8 @@ def _add(page: Page, document: Results, directory: Path) -> None:
     for verdict in verdicts:
         figures = page.claims[verdict.claim].figures
         if earlier:
-            known = [each.verdict.what for each in figures if each.source == newer and each.measured]
+            known = [each.verdict for each in figures if each.source == newer]
+            known = [each.what for each in known if each.status != NOT_MEASURED]
             if verdict.status == NOT_MEASURED or verdict.what in known:
                 continue
             verdict = replace(verdict, basis=f"{verdict.basis}, {EARLIER}")

@@ -491,7 +491,7 @@ def test_the_committed_results_give_a_report_that_is_read_in_minutes(tmp_path):
     assert "Picture at [C7](#c7).\n\n### C9" in gpu  # C8's, with those of the same experiment
     assert "](cpu/" not in gpu
     assert "](nvidia-h200/" not in cpu.partition("## C. Runs")[0]
-    sources = re.findall(r"\]\(((?:cpu|nvidia-h200)/\w+\.json)\)", text)
+    sources = re.findall(r"\]\(((?:cpu|nvidia-h200)/[\w.]+\.json)\)", text)
     assert all((tmp_path / "results" / source).is_file() for source in sources)
     assert len(sources) > 100
 
@@ -573,6 +573,25 @@ def test_incomplete_or_misplaced_result_files_are_left_out_and_named(tmp_path, c
     assert f"its place is {tmp_path}/nvidia-other/attention.json" in out
     assert "traffic.json has no samples and is left out; run the experiment again" in out
     assert (tmp_path / "REPORT.md").read_text().count("peak memory at 4096") == 2  # and on the first screen
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_newer_partial_run_counts_and_what_it_lacks_is_an_earlier_ones(tmp_path, capsys):
+    write(tmp_path, "attention", papers_own_memory(), state="partial")
+    folder = tmp_path / "nvidia-test-3000"
+    (folder / "attention.json").rename(folder / "attention.partial.json")
+    write(tmp_path, "attention", papers_own_attention(), depends={"kernels.gone": "1"})
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert f"run (Runs tells what): attention (earlier run) on {GPU}\n" in capsys.readouterr().out
+    rows = [
+        line
+        for line in (tmp_path / "REPORT.md").read_text().splitlines()
+        if line.startswith("| standard/flash ")
+    ]
+    (memory,) = (row for row in rows if "peak memory at 4096" in row)
+    assert memory.endswith(f"[{GPU}](nvidia-test-3000/attention.partial.json) |")
+    (time,) = (row for row in rows if "time, plain, 4096" in row)
+    assert time.endswith(f"[{GPU}, earlier run](nvidia-test-3000/attention.json) |")
 
 
 @pytest.mark.usefixtures("undrawn")
