@@ -48,9 +48,7 @@ def page(directory: Path) -> tuple[str, str]:
     """The page as Markdown, and its summary in a line."""
     counts: Counter[str] = Counter()
     sections = []
-    shown: set[tuple[str, str, str]] = (
-        set()
-    )  # an earlier, complete run counts where a newer one has no figure
+    shown: set[tuple[str, str, str]] = set()  # of an earlier run, what the newer one lacks is added
     for document in read_all(directory, SOURCES):
         name, device = document["experiment"], document["device"]
         aims = importlib.import_module(f"benchmarks.{name}").aims(document)

@@ -214,7 +214,7 @@ def build(directory: Path) -> Page:
     for document in sorted(documents, key=lambda each: not ran_on_gpu(each)):
         if (name := _name(document)) in names:
             document["state"] = EARLIER
-            page.notes.append(f"{name}: what it lacks is of an earlier, complete run of other code")
+            page.notes.append(f"{name}: what it lacks is an earlier, complete run's")
         elif document["state"] != "complete":
             page.notes.append(f"{name} is partial: it was interrupted or ran out of time")
         names.add(name)
