@@ -263,8 +263,8 @@ def draw(results: Results, path: Path) -> None:
             axis.set_yticks(range(len(samples)), [f"{s['bound']} of {s['size']}" for s in samples])
             axis.set_ylim(len(samples) - 0.5, -0.5)
             axis.grid(axis="y", visible=False)
-            axis.set(xlabel="time over unbounded", title=f"length {length}, head_dim {head_dim}")
-        plots.legend(axes[-1], loc="center right")
+            axis.set(xscale="log", xlabel="time over unbounded", title=f"{length}, head_dim {head_dim}")
+        plots.legend(axes[-1], loc="lower right")
 
 
 def _over_whole(sample: Sample, name: str) -> float:
