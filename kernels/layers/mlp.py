@@ -116,12 +116,14 @@ class _GeluMLP(torch.autograd.Function):
         out, hidden, pre = below_autograd(gelu_mlp, x, first, bias, second, first_total, second_total)
         ctx.save_for_backward(x, first, bias, second, hidden, pre)
         ctx.totals = first_total, second_total  # not saved: see linear.py
-        ctx.mark_non_differentiable(hidden, pre)
+        ctx.mark_non_differentiable(pre)
         ctx.set_materialize_grads(False)
         return out, hidden, pre
 
     @staticmethod
-    def backward(ctx, d_out, *_):
+    def backward(ctx, d_out, d_hidden, _):
+        if d_hidden is not None:  # of d_second, which is a product with it
+            raise no_second_derivative()
         x, first, bias, second, hidden, pre = ctx.saved_tensors
         of_first, of_second = ctx.totals
         d_second = _weight_gradient(d_out, hidden, of_second)
