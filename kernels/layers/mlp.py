@@ -125,10 +125,9 @@ class _GeluMLP(torch.autograd.Function):
         if d_hidden is not None:  # of d_second, which is a product with it
             raise no_second_derivative()
         x, first, bias, second, hidden, pre = ctx.saved_tensors
-        of_first, of_second = ctx.totals
-        d_second = _weight_gradient(d_out, hidden, of_second)
+        d_second = _weight_gradient(d_out, hidden, ctx.totals[1])
         d_pre, d_bias = in_backward(gelu_mlp_backward, d_out, second, pre, bias)
-        d_first = _weight_gradient(d_pre, x, of_first)
+        d_first = _weight_gradient(d_pre, x, ctx.totals[0])
         return d_pre @ first, d_first, None if bias is None else d_bias.to(bias.dtype), d_second, None, None
 
 
@@ -139,8 +138,7 @@ def _weight_gradient(d_out: Tensor, x: Tensor, total: Tensor | None) -> Tensor |
 
 
 def _forward_like(x, first, bias, second, *totals):
-    hidden = x.new_empty((*x.shape[:-1], first.shape[0]))
-    return x.new_empty((*x.shape[:-1], second.shape[0])), hidden, torch.empty_like(hidden)
+    return tuple(x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in (second, first, first))
 
 
 def _forward_flops(x, first, bias, second, *totals, out_shape=None):
