@@ -64,7 +64,7 @@ def _fits(x: Tensor, first: Tensor, second: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_gelu_product(device: torch.device) -> bool:
-    return device.type == "cuda" and machine_lacks(device) is None
+    return device.type == "cuda" and torch.cuda.is_available() and machine_lacks(device) is None
 
 
 def gelu_mlp(

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.compiled_autograd import _enable as compiled_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from triton.experimental.gluon import language as gl
 
@@ -187,6 +188,13 @@ def test_an_exported_program_takes_any_number_of_rows(on_hopper):
         inputs["x"] = torch.randn(rows, 128, 64, device=DEVICE, dtype=torch.float16)
         torch.testing.assert_close(exported(*inputs.values()), torchs(*inputs.values()), rtol=1e-2, atol=1e-2)
     assert not on_hopper
+
+
+def test_fake_tensors_of_a_gpu_take_none():
+    with FakeTensorMode():
+        sizes = ((2048, 64), (128, 64), (128,), (64, 128))
+        inputs = [torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+        assert mlp(*inputs).shape == (2048, 64)
 
 
 def test_compiled_autograd_differentiates_an_eager_forward(on_hopper):
