@@ -305,10 +305,13 @@ def test_repeats_bit_for_bit_at_size():
 
 
 @pytest.mark.gpu
-def test_huge_values_give_the_limits_of_gelu_and_its_derivative():
+def test_huge_values_give_the_limits_of_gelus_derivative():
     inputs, _ = at_size(4096, 768, torch.bfloat16)
-    x, first, bias, second = inputs.values()
-    bias[: len(HUGE)] = HUGE
-    x.requires_grad_()
-    (d_x,) = torch.autograd.grad(mlp(x, first, bias, second), x, torch.ones_like(x))
-    assert d_x.isfinite().all()
+    inputs["bias"][: len(HUGE)] = HUGE
+
+    def d_x(function, inputs):
+        x = inputs["x"].detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(**inputs | {"x": x}), x, torch.ones_like(x))
+        return gradient.double()
+
+    torch.testing.assert_close(d_x(mlp, inputs), d_x(torchs, double(inputs)), rtol=2e-2, atol=3e-2)
