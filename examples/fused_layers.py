@@ -13,12 +13,13 @@ from tilegpt.kernels.layers.embedding import embedding
 from tilegpt.kernels.layers.linear_add_norm import dropout_add_norm
 from tilegpt.kernels.layers.linear_cross_entropy import linear_cross_entropy
 from tilegpt.kernels.layers.linear_gelu import linear_gelu
+from tilegpt.kernels.layers.mlp import mlp
 from tilegpt.model import FusedGPT, FusedLayers, GPTConfig
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 flash = get_attention("flash")
-layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout)
+layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout, mlp=mlp)
 config = GPTConfig(vocab_size=1000, seq_len=32, n_layer=1, n_head=1, n_embd=64, dropout=0.1)
 model = FusedGPT(config, flash, layers, packed=packed_form(flash), loss=linear_cross_entropy).to(device)
 

@@ -64,7 +64,7 @@ def _fits(x: Tensor, first: Tensor, second: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_gelu_product(device: torch.device) -> bool:
-    return device.type == "cuda" and machine_lacks(device) is None
+    return device.type == "cuda" and torch.cuda.is_available() and machine_lacks(device) is None
 
 
 def gelu_mlp(
@@ -116,17 +116,18 @@ class _GeluMLP(torch.autograd.Function):
         out, hidden, pre = below_autograd(gelu_mlp, x, first, bias, second, first_total, second_total)
         ctx.save_for_backward(x, first, bias, second, hidden, pre)
         ctx.totals = first_total, second_total  # not saved: see linear.py
-        ctx.mark_non_differentiable(hidden, pre)
+        ctx.mark_non_differentiable(pre)
         ctx.set_materialize_grads(False)
         return out, hidden, pre
 
     @staticmethod
-    def backward(ctx, d_out, *_):
+    def backward(ctx, d_out, d_hidden, _):
+        if d_hidden is not None:  # of d_second, which is a product with it
+            raise no_second_derivative()
         x, first, bias, second, hidden, pre = ctx.saved_tensors
-        of_first, of_second = ctx.totals
-        d_second = _weight_gradient(d_out, hidden, of_second)
+        d_second = _weight_gradient(d_out, hidden, ctx.totals[1])
         d_pre, d_bias = in_backward(gelu_mlp_backward, d_out, second, pre, bias)
-        d_first = _weight_gradient(d_pre, x, of_first)
+        d_first = _weight_gradient(d_pre, x, ctx.totals[0])
         return d_pre @ first, d_first, None if bias is None else d_bias.to(bias.dtype), d_second, None, None
 
 
@@ -137,8 +138,7 @@ def _weight_gradient(d_out: Tensor, x: Tensor, total: Tensor | None) -> Tensor |
 
 
 def _forward_like(x, first, bias, second, *totals):
-    hidden = x.new_empty((*x.shape[:-1], first.shape[0]))
-    return x.new_empty((*x.shape[:-1], second.shape[0])), hidden, torch.empty_like(hidden)
+    return tuple(x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in (second, first, first))
 
 
 def _forward_flops(x, first, bias, second, *totals, out_shape=None):

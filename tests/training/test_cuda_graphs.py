@@ -72,6 +72,24 @@ def test_what_adds_to_gradients_itself_adds_what_autograd_would(block, later):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
+def test_where_attention_breaks_the_graph_the_embeddings_gradients_are_added_by_autograd():
+    gradients = []
+    attention = get_attention("naive")
+    for whole in (True, False):
+        torch.compiler.reset()
+        config = GPTConfig(50, 16, n_layer=1, n_head=2, n_embd=16)
+        layers = {"loss": Layers.fused, "block": Layers.fused}
+        between = attention if whole else torch.compiler.disable(attention)
+        generator = torch.Generator().manual_seed(0)
+        model = make_gpt(config, between, **layers, generator=generator).to(DEVICE)
+        compiled_to_graphs(model, torch.float32, whole=whole)
+        call = torch.compile(Local(model), backend="aot_eager", fullgraph=whole)
+        tokens = torch.arange(16, device=DEVICE)[None] % 7
+        add_gradients(call(tokens, tokens), model)
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
 STEPS = 4
 MICRO_STEPS = [(rank, micro) for rank in range(2) for micro in range(3)]
 
