@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -72,7 +73,9 @@ class Progress:
     """One line that is rewritten: step, loss, tokens/s, time left. Into a file, a line every ten seconds."""
 
     def __init__(self, start: int, steps: int, shown: bool) -> None:
-        self._shown, self._live = shown, sys.stderr.isatty()
+        # Not a terminal that does not know its width, as a container's may not: tqdm would show nothing there.
+        self._live = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        self._shown = shown
         self._begin = f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live}"
         self._bar = self._line(self._begin, total=steps, initial=start, disable=not (shown and steps))
 

@@ -4,12 +4,16 @@ import base64
 import gzip
 import json
 import math
+import os
 import pickle
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -306,13 +310,35 @@ def test_the_line_of_steps_comes_after_the_banner(config, tmp_path, capsys, monk
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_a_long_evaluation_is_counted_on_the_line_and_a_short_one_is_not(steps, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+def test_a_long_evaluation_is_counted_on_the_line_and_a_short_one_is_not(steps, terminal):
+    said = terminal(columns=80)
     progress = Progress(0, steps, shown=True)
     for seconds, shown in ((0.0, False), (0.11, True)):
         assert [time.sleep(seconds) or batch for batch in progress.evaluating("abc", 3)] == [*"abc"]
-        assert ("evaluating 2/3 " in capsys.readouterr().err) is shown
+        assert ("evaluating 2/3 " in said()) is shown
     progress.close()
+
+
+def test_a_terminal_that_does_not_know_its_width_gets_lines(terminal):
+    said = terminal(columns=0)
+    Progress(0, 5, shown=True).close()
+    assert said() == "step 0/5\r\n"
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Make stderr a terminal so wide; returns a function that reads what was written to it."""
+
+    def make(columns: int):
+        ours, theirs = os.openpty()
+        termios.tcsetwinsize(theirs, (24, columns))
+        monkeypatch.setattr(sys, "stderr", os.fdopen(theirs, "w"))
+        stack.enter_context(sys.stderr)
+        stack.callback(os.close, ours)
+        return lambda: os.read(ours, 65536).decode() if select.select([ours], [], [], 0)[0] else ""
+
+    with ExitStack() as stack:
+        yield make
 
 
 # ---- profiling ----------------------------------------------------------------------------------
