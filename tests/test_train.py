@@ -294,9 +294,11 @@ def test_resuming_takes_optimizer_settings_from_the_command_line(started, tiny, 
     assert (group["weight_decay"], tuple(group["betas"])) == (0.5, (0.5, 0.6))
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py", "prepare.py"])
-def test_without_its_requirements_a_command_names_them_in_one_line(script):
-    bare = [sys.executable, "-S", script]  # Python without its site-packages
+@pytest.mark.parametrize(
+    "command", ["train.py", "sample.py", "prepare.py", "-m training.export", "-m training.attention_maps"]
+)
+def test_without_its_requirements_a_command_names_them_in_one_line(command):
+    bare = [sys.executable, "-S", *command.split()]  # Python without its site-packages
     done = subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("error: not installed: torch, numpy, hydra-core, ")

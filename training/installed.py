@@ -1,4 +1,4 @@
-"""What every command of a checkout imports: without it they end with one line. Imported before any of it."""
+"""What the commands that train or load a run import: without it they end with one line. Imported before any of it."""
 
 import sys
 from importlib.util import find_spec
