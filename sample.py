@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory, or one of its checkpoints")
     parser.add_argument(
-        "prompts", nargs="*", metavar="prompt", help="text to continue (none: a new document)"
+        "prompts", nargs="*", default=[], metavar="prompt", help="text to continue (none: a new document)"
     )
     parser.add_argument(
         "-n", "--tokens", type=at_least(0, int), default=200, help="add at most this many tokens (200)"
