@@ -25,7 +25,7 @@ class Silence:
 
 
 class ConsoleProgress:
-    """Printed lines and one tqdm bar per stage, with its ETA, on standard error."""
+    """Printed lines and one tqdm bar per stage, with its ETA, on standard error; into a file, every ten seconds."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -42,10 +42,10 @@ class ConsoleProgress:
         if stage != self._stage:
             self.close()
             self._stage = stage
+            often = 0.1 if sys.stderr.isatty() else 10
+            form: Any = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "mininterval": often}
             # initial: what an earlier, interrupted preparation had done must not count in the speed
-            self._bar = tqdm(
-                desc=stage, total=total, initial=done, unit="B", unit_scale=True, dynamic_ncols=True
-            )
+            self._bar = tqdm(desc=stage, total=total, initial=done, **form)
         self._bar.update(done - self._bar.n)
         if done >= total:
             self.close()

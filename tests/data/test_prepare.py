@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
@@ -599,6 +601,15 @@ def test_console_progress_shows_the_disk_and_a_bar_on_standard_error(parquet: Pa
     assert "B free" in err
     assert "tokenising: 100%" in err
     assert "splitting: 100%" in err
+
+
+def test_console_progress_in_a_file_is_not_redrawn_as_in_a_terminal(capfd):
+    progress = ConsoleProgress()
+    for done in (1, 2, 3):
+        progress.advance("tokenising", done, 4)
+        time.sleep(0.11)
+    progress.advance("tokenising", 4, 4)
+    assert re.findall(r"(\d+)%", capfd.readouterr().err) == ["25", "100"]
 
 
 def test_rank_0_prepares_and_shows_progress_even_if_rank_1_is_first(parquet: Path, tmp_path: Path):
