@@ -2,7 +2,7 @@
 
     python prepare.py data=openwebtext
     python prepare.py data=text_files data.files='*.txt' data.tokenizer=gpt2
-    python prepare.py data=text_files --cfg job         what a command resolves to, without doing it
+    python prepare.py data=text_files --cfg job         the config of a command, without doing it
 
 data is one of python_source, text_files, openwebtext, hub, mix; the settings are explained in configs/reference.yaml.
 """
