@@ -306,7 +306,7 @@ def test_a_run_frees_what_an_earlier_one_compiled(config, tmp_path):
 def test_the_line_of_steps_comes_after_the_banner(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", sys.stdout)
     train(having(config, steps=1), tmp_path / "run")
-    assert re.match(r"tilegpt\n(  .*\n)+step 0/1\n", capsys.readouterr().out)
+    assert re.search(r"^tilegpt\n(  .*\n)+step 0/1\n", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("steps", [0, 5])
