@@ -72,6 +72,8 @@ class Runner:
             gpus = int(header(script, "gpus", "1"))
             if gpus > self.gpus or not all((self.root / "have" / each).is_file() for each in needs):
                 continue
+            if name_of(script) in self.running:  # the first run's GPUs would never be free again
+                continue
             if gpus > len(self.free):
                 return  # what comes later must not take a GPU that this one waits for
             taken, self.free = self.free[:gpus], self.free[gpus:]

@@ -23,11 +23,11 @@ _summing = False
 def summing() -> Iterator[None]:
     """Backwards of the forwards in it add to weight.grad. torch.compile sees the `with` if that is compiled too."""
     global _summing
-    _summing = True
+    before, _summing = _summing, True
     try:
         yield
     finally:
-        _summing = False
+        _summing = before
 
 
 def sum_in_place(weight: Tensor) -> None:
