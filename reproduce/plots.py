@@ -18,6 +18,14 @@ FIXED = {"flash": "#0072B2", "standard": "#D55E00", "naive": "#E69F00", "sdpa": 
 FIXED |= {"flash1": "#882255", "two_pass": "#999933"}
 FIXED |= {"fa4": "#CC79A7", "sdpa_cudnn": "#56B4E9", "sdpa_flash": "#7F7F7F", "flex": "#5B3A29"}
 FIXED |= {"chunked": "#332288", "sdpa_efficient": "#AA4499", "sdpa_math": "#DDCC77"}
+# Other names, in benchmarks, for what runs the same attention; transformers' own generation is gray.
+SAME = {
+    "flash": ("tilegpt", "split-KV", "split-KV, CUDA graph"),
+    "sdpa": ("PyTorch's attention", "PyTorch's attention, CUDA graph"),
+    "fa4": ("flash_attention_4",),
+    "sdpa_flash": ("transformers, sdpa", "transformers, sdpa, static cache"),
+}
+FIXED |= {name: FIXED[attention] for attention, names in SAME.items() for name in names}
 STYLE = {
     "font.size": 10,
     "font.family": "sans-serif",
