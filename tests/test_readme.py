@@ -22,7 +22,6 @@ ATTENTION = {
     "flash": "flash",
     "FlashAttention-4": "fa4",
     "torch: cuDNN": "sdpa_cudnn",
-    "torch: FlashAttention-2": "sdpa_flash",
     "FlexAttention": "flex",
     "standard": "standard",
 }
