@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import paper, plots
 from .experiment import NOT_STATED, Results, Sample, Verdict, Verdicts, pick
-from .peers import APPROXIMATE, COMPILED
+from .peers import APPROXIMATE, COMPILED, CUDNN_MASK, EFFICIENT_MASK, FLEX_MASK
 from .timing import FASTER, SLOWER, Times, beside, fastest, gain, gains, medians, timed, took
 
 OURS, BASELINE = "flash", "standard"
@@ -44,10 +44,13 @@ def speedup(sample: Sample, ours: str = OURS, phase: str = "both") -> Times | No
 
 
 def over(sample: Sample) -> str:
-    """What a speed-up is over, and what torch.compile makes of standard attention."""
+    """What a speed-up is over, and what torch.compile makes of standard attention, and libraries of its mask."""
     words = f"over {fastest(sample, EAGER)[0]}, the fastest of eager PyTorch"
     if compiled := gain(sample, COMPILED, OURS):
         words += f"; compiled, standard attention takes {compiled.shown()} our time"
+    for name in (EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
+        if library := gain(sample, name, OURS):
+            words += f", {name} {library.shown()}"
     return words
 
 

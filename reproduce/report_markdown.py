@@ -18,7 +18,6 @@ def as_markdown(page: report.Page, directory: Path) -> str:
     lines += [f"![At a glance]({_link(path, directory)})\n" for path in page.headlines]
     lines += markdown_table(report.FIRST_COLUMNS, report.first_rows(page))
     lines += [f"**{report.summary(page)}**", "", f"{report.HOW_TO_READ} {WHERE}", ""]
-    lines += [f"- {note}" for note in page.notes] + [""] * bool(page.notes)
     lines += ["## The claims", ""]
     rows = []
     for name, judged in page.claims.items():
@@ -26,6 +25,7 @@ def as_markdown(page: report.Page, directory: Path) -> str:
         rows.append([*row, judged.state, judged.tally])
     lines += markdown_table(("", "claim", "source", "verdict", "figures"), rows)
     lines += ["; ".join(f"{short}: {paper}" for short, paper in PAPERS.items()) + ".", ""]
+    lines += [f"- {note}" for note in page.notes] + [""] * bool(page.notes)
     lines += ["# Appendix", "", "## A. Every figure of a GPU", ""]
     for name, judged in page.claims.items():
         lines += [f"### {name}", "", f"{judged.claim.statement} {judged.claim.source}.", ""]

@@ -89,31 +89,29 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
 def judge(results: Results) -> list[Verdict]:
     """C11, C13 and C23."""
     found = Verdicts(results["device"])
-    for model, mode in (("gpt2_small", "eager"), ("gpt2_small", "compiled"), ("gpt2_medium", "eager")):
-        _judge_stack(results, model, mode, found)
+    for model in paper.GPT2_SPEEDUP:
+        _judge_stack(results, model, found)
     for part in (_judge_today, _judge_alone, _judge_days, _judge_table_4, _judge_fa2):
         part(results, found)
     return found
 
 
-def _judge_stack(results: Results, model: str, mode: str, found: Verdicts) -> None:
-    """Ours with flash over Hugging Face's eager attention; with the paper's dropout if flash was timed with it."""
-    part = "small" if model == "gpt2_small" else "medium"
-    hugging_face = find(results, "dropout", model=model, mode="eager")
-    ours = find(results, "dropout", model=model, mode=mode)
-    if rate(ours, "flash") is None:
-        hugging_face, ours = find(results, part), find(results, "compiled" if mode == "compiled" else part)
+def _judge_stack(results: Results, model: str, found: Verdicts) -> None:
+    """Ours with flash over Hugging Face's eager attention, both eager; with the paper's dropout if that was timed."""
+    sample = find(results, "dropout", model=model, mode="eager")
+    if rate(sample, "flash") is None:
+        sample = find(results, "small" if model == "gpt2_small" else "medium")
     expected = paper.GPT2_SPEEDUP[model]
     stacks = {"flash": "torch's other layers", "flash" + FUSED: "our kernels for the other layers"}
     for name, layers in stacks.items():
-        if gain := _ratio(rate(ours, name), rate(hugging_face, HF_EAGER)):
-            stack = f"{model}, whole stack: ours with flash, {layers} ({mode})"
+        if gain := _ratio(rate(sample, name), rate(sample, HF_EAGER)):
+            stack = f"{model}, whole stack: ours with flash, {layers} (eager)"
             what, theirs = f"{stack} over Hugging Face, eager attention, tokens/s", f"{expected:.1f}x"
             why = (
-                f"at least the paper's {theirs}, which is of the whole stack too; both with dropout "
-                f"{ours['dropout']:g} (the paper's: 0.1), ours in {ours['dtype']}, theirs in {hugging_face['dtype']}"
+                f"at least the paper's {theirs}, which is of the whole stack too; both eager, with dropout "
+                f"{sample['dropout']:g} (the paper's: 0.1), in {sample['dtype']}"
             )
-            if unsteady := _unsteady(ours, name):
+            if unsteady := _unsteady(sample, name):
                 why += f"; {unsteady}"
             found.times("C11", what, expected, gain, gain.low >= round(expected, 1), why, theirs=theirs)
 

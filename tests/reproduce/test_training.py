@@ -209,19 +209,18 @@ def test_table_2_is_compared_with_the_whole_stack_not_attention_alone():
         ),
     )
     by_what = {what: verdict for (_, what), verdict in found.items()}
-    eager, fused, compiled = (
+    eager, fused = (
         by_what[
             f"gpt2_small, whole stack: ours with flash, {how} over Hugging Face, eager attention, tokens/s"
         ]
         for how in (
             "torch's other layers (eager)",
             "our kernels for the other layers (eager)",
-            "torch's other layers (compiled)",
         )
     )
     assert eager == (NOT_REPRODUCED, "3.00x")
     assert fused == (REPRODUCED, "3.60x")
-    assert compiled == (REPRODUCED, "4.00x")
+    assert not any("compiled" in what for what in by_what if "whole stack" in what)  # theirs is eager
     alone = "gpt2_small, attention alone: flash over the fastest standard attention, eager, tokens/s"
     assert by_what[alone] == (NOT_COMPARABLE, "1.20x")
     assert by_what["gpt2_small over Megatron-LM, tokens/s"] == (NOT_MEASURED, "")
