@@ -201,6 +201,8 @@ def _judge_fa2(results: Results, found: Verdicts) -> None:
             gain, passed, ratio = _ratio(ours, standard), None, None
             shown = f"{ours.median * sample['flops_per_token'] / 1e12:.0f} TFLOP/s"
             why = "standard attention did not run here (out of memory: it keeps every layer's matrices)"
+            if peaks := [gib for name in EAGER if (gib := _peak_gib(results, sample, name))]:
+                why = f"standard attention takes {min(peaks):.0f} GiB, and was not timed beside ours"
             if gain:
                 why = "over the faster of naive and standard in our model, on one GPU without communication"
                 shown, ratio = f"{gain.shown()} ({shown})", gain.median / expected

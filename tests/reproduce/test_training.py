@@ -179,6 +179,7 @@ def speed(part: str, rates: dict[str, float], **where: object) -> dict:
         "mode": "eager",
         "dtype": "float16",
         "micro_batch": 16,
+        "accumulation": 4,
         "flops_per_token": 10**9,
         "step_tokens": STEP_TOKENS,
         "ms": {name: phases(1e3 * STEP_TOKENS / rate) for name, rate in rates.items()},
@@ -307,7 +308,7 @@ def test_unsteady_step_times_are_reported():
         HF_EAGER: {"forward": [300.0, 301.0], "backward": [350.0, 351.0], "optimizer": [2.0, 2.0]},
         "flash": {"forward": [80.0, 60.0], "backward": [110.0, 72.0], "optimizer": [5.0, 2.0]},
     }
-    sample = speed("small", {HF_EAGER: 100e3, "flash": 400e3}, ms=milliseconds, accumulation=4)
+    sample = speed("small", {HF_EAGER: 100e3, "flash": 400e3}, ms=milliseconds)
     whole_stack, *_ = training.judge({"device": "GPU", "samples": [sample]})
     assert whole_stack.why.endswith("not steady, 134 to 195 ms a step")
 
@@ -344,6 +345,14 @@ def test_contexts_and_gpt3_are_judged_by_their_ratios():
             "0.92x (12 TFLOP/s)",
         ),
     }
+
+
+def test_standard_attention_that_has_a_peak_is_not_said_to_be_out_of_memory():
+    sample = speed("gpt3", {"sdpa": 14e3, "flash": 15e3}, model="gpt3_1.3b", context=2048)
+    peak = {**sample, "kind": "memory", "contender": "standard", "peak_bytes": 45 * 2**30}
+    for samples, why in (([sample], "out of memory"), ([sample, peak], "takes 45 GiB, and was not timed")):
+        (verdict,) = (v for v in training.judge({"device": "GPU", "samples": samples}) if v.claim == "C23")
+        assert why in verdict.why
 
 
 def test_c13_waits_for_compiled_attention_at_1024():
