@@ -48,10 +48,8 @@ def over(sample: Sample) -> str:
     words = f"over {fastest(sample, EAGER)[0]}, the fastest of eager PyTorch"
     if compiled := gain(sample, COMPILED, OURS):
         words += f"; compiled, standard attention takes {compiled.shown()} our time"
-    for name in (EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
-        if library := gain(sample, name, OURS):
-            words += f", {name} {library.shown()}"
-    return words
+    libraries = {name: gain(sample, name, OURS) for name in (EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK)}
+    return words + "".join(f", {name} {found.shown()}" for name, found in libraries.items() if found)
 
 
 def _backends(samples: list[Sample]) -> list[str]:

@@ -107,10 +107,8 @@ def _judge_stack(results: Results, model: str, found: Verdicts) -> None:
         if gain := _ratio(rate(sample, name), rate(sample, HF_EAGER)):
             stack = f"{model}, whole stack: ours with flash, {layers} (eager)"
             what, theirs = f"{stack} over Hugging Face, eager attention, tokens/s", f"{expected:.1f}x"
-            why = (
-                f"at least the paper's {theirs}, which is of the whole stack too; both eager, with dropout "
-                f"{sample['dropout']:g} (the paper's: 0.1), in {sample['dtype']}"
-            )
+            how = f"with dropout {sample['dropout']:g} (the paper's: 0.1), in {sample['dtype']}"
+            why = f"at least the paper's {theirs}, which is of the whole stack too; both eager, {how}"
             if unsteady := _unsteady(sample, name):
                 why += f"; {unsteady}"
             found.times("C11", what, expected, gain, gain.low >= round(expected, 1), why, theirs=theirs)
