@@ -173,7 +173,7 @@ def rows_of_one_sequence(mfu: float, counts: list[int]) -> Iterator[list[str]]:
 
 
 def cases(results: Path) -> list[list[str]]:
-    """A row for each layout that was measured on several GPUs and can be predicted."""
+    """A row for each layout that was measured and can be predicted."""
     one, two = (json.loads((results / MEASURED).read_text())["summaries"][each] for each in (1, 2))
     tokens = two["tokens"] // two["steps"]
     old = {"model": "small", "name": "whole", "batch_tokens": tokens, "micro_batch": tokens // 2 // SEQUENCE}
@@ -188,7 +188,9 @@ def cases(results: Path) -> list[list[str]]:
     for where, samples in files.items():
         samples = [each for each in samples if "failed" not in each]
         mfus = {each["model"]: each.get("perf/mfu") for each in samples if each["ranks"] == 1}
-        several = {(s["model"], s["name"], s["ranks"]): s for s in reversed(samples) if s["ranks"] > 1}
+        # One GPU is what predictions start from, but for a long sequence.
+        compared = [each for each in samples if each["ranks"] > 1 or each["model"] in LENGTHS]
+        several = {(s["model"], s["name"], s["ranks"]): s for s in reversed(compared)}
         for (model, layout, gpus), sample in reversed(several.items()):
             # Without its own, a model's share of the peak is that of the next smaller one.
             known = {"small": ("small",), "xl": ("xl", "small"), "7b": ("xl", "small")}.get(model, ("small",))
@@ -205,7 +207,7 @@ def cases(results: Path) -> list[list[str]]:
 def predicted(sample: dict[str, Any], mfu: float) -> float | None:
     """Seconds of a step of a sample of `scaling`; None if its layout is not predicted. mfu: of one GPU."""
     model, layout, gpus = sample["model"], sample["name"], sample["ranks"]
-    if model in LENGTHS and layout == "context":
+    if model in LENGTHS and (gpus == 1 or layout == "context"):
         return shared(LENGTHS[model], gpus, mfu)
     if model not in SHAPES or layout not in COMPARED:
         return None

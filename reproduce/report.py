@@ -5,13 +5,14 @@ figures. A GPU's figures come first, what a CPU counted in an appendix. A figure
 measured". A file that cannot be used loses only its own rows, and the page says so.
 """
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from . import headline
+from . import headline, long_run
 from .attention_figures import peaks
 from .claims import CLAIMS, Claim
 from .common import results_folder, writing
@@ -79,6 +80,7 @@ class Judged:
     figures: list[Figure] = field(default_factory=list)
     gpu_pictures: list[Path] = field(default_factory=list)
     cpu_pictures: list[Path] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)  # lines of Markdown, of what is pictured here too
 
     @property
     def pictured_at(self) -> str:
@@ -129,6 +131,7 @@ class Page:
 
     claims: dict[str, Judged] = field(default_factory=lambda: {name: Judged(c) for name, c in CLAIMS.items()})
     documents: list[Results] = field(default_factory=list)
+    long_runs: list[Results] = field(default_factory=list)
     headlines: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -187,6 +190,9 @@ def texts(page: Page) -> Iterator[tuple[str, str]]:
             for name, run in runs(document, "gpt2").items():
                 if name in ("naive", "flash") and "text" in run:
                     yield f"{name}, {run['steps']:,} steps on {document['device']}", run["text"]
+    for document in page.long_runs:
+        if document["text"]:
+            yield long_run.title(document), document["text"]
 
 
 def main(argv: list[str]) -> int:
@@ -226,6 +232,11 @@ def build(directory: Path) -> Page:
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     page.claims["C12"].figures += map(Figure, judge_between_devices(curves))
     page.notes += _notes(page.documents)
+    for file in sorted(directory.glob(f"*/{long_run.FILE}")):
+        try:
+            _add_long_run(page, json.loads(file.read_text()), file.with_suffix(".svg"))
+        except Exception as error:
+            page.notes.append(f"{file} cannot be shown: {type(error).__name__}: {error}")
     page.headlines = list(_headlines(page.documents, directory)) if can_draw() else []
     for judged in page.claims.values():
         judged.figures += map(Figure, _missing(judged, page.documents))
@@ -254,6 +265,16 @@ def _add(page: Page, document: Results, directory: Path) -> None:
             verdict = replace(verdict, basis=f"{verdict.basis}, {EARLIER}")
         figures.append(Figure(verdict, source, gpu))
     page.documents.append(document)
+
+
+def _add_long_run(page: Page, document: Results, picture: Path) -> None:
+    """Show it beside the perplexity's runs; it belongs to no figure of the paper."""
+    claim = page.claims["C12"]
+    claim.beside.append(long_run.line(document))
+    if can_draw():
+        long_run.draw(document, picture)
+        claim.gpu_pictures.append(picture)
+    page.long_runs.append(document)
 
 
 def _headlines(documents: list[Results], directory: Path) -> Iterator[Path]:

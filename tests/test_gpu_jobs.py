@@ -86,3 +86,29 @@ def test_merged_slices_are_what_every_process_measured(tmp_path):
     assert [(each["part"], each["process"]) for each in merged["samples"]] == [
         (part, number) for number in range(3) for part in groups
     ]
+
+
+@pytest.mark.slow
+def test_a_long_run_that_was_cut_is_in_the_report_with_its_curve(tmp_path):
+    run = tmp_path / "out" / "long_run_8" / "runs" / "long"
+    run.mkdir(parents=True)
+    header = "step,tokens,seconds,train/loss,val/loss,val/bits_per_byte,perf/tokens_per_second"
+    rows = [f"{n},,{n}.5,{10 - n / 10},,,4000000\n{n},,{n}.6,,{9 - n / 10},1.25," for n in (1, 10, 20)]
+    (run / "metrics.csv").write_text("\n".join([header, *rows]))
+    config = "trainer: {batch_tokens: 500000}\ndata: {tokenizer: /here, corpora: {english: 2.0, code: 1.0}}\n"
+    (run / "config.yaml").write_text(config)
+    environment = {"device_name": "NVIDIA Test 3000", "command": ["/here/python"], "commit": None}
+    (run / "environment.json").write_text(json.dumps(environment))
+    (run / "facts.json").write_text(json.dumps({"attention": "flash", "parameters": 124e6, "world_size": 8}))
+    lines = ["merge.py", "out", "--commit", "abcdef", "--into", "results"]
+    for command in ([FOLDER / lines[0], *lines[1:]], ["-m", "reproduce", "report", "--results", "results"]):
+        told = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, *command], cwd=tmp_path, env=told, check=True)
+    folder = tmp_path / "results" / "nvidia-test-3000x8"
+    assert "/here" not in (folder / "long_run.json").read_text()
+    assert (folder / "long_run.svg").exists()
+    report = (tmp_path / "results" / "REPORT.md").read_text()
+    said = "10 M tokens, on 8 NVIDIA Test 3000 (cut after step 20): perplexity 1096.63, 1.250 bits per byte"
+    assert said in report
+    assert "](nvidia-test-3000x8/long_run.svg)" in report
+    assert said in (tmp_path / "results" / "report.html").read_text()

@@ -2,7 +2,7 @@
 
 OUT is a runner's folder out/. Slices of an experiment are joined into one document, complete if nothing is missing;
 perplexity's runs join those that are there, a whole one in place of a cut one; scaling's launches become a file for
-each number of GPUs, and those of jobs quiet_* count before others.
+each number of GPUs, and those of jobs quiet_* count before others; a long run, whole or cut, and killed ranks too.
 Run it in a checkout of the commit that ran, or of a later one that changed nothing that the figures depend on: what
 is stale is refused.
 """
@@ -22,7 +22,9 @@ import torch
 
 from benchmarks import scaling
 from benchmarks.__main__ import BENCHMARKS
+from reproduce import long_run
 from reproduce.common import as_lines
+from reproduce.comparison.runs import find_runs
 from reproduce.experiment import EXPERIMENTS, Options
 from reproduce.perplexity_runs import PARTS
 from reproduce.plan import ASSUMED, processes_of
@@ -198,6 +200,33 @@ def merge_scaling(files: list[Path], commit: str, into: Path) -> None:
         print(scaling.table(document["samples"]), path, sep="\n")
 
 
+def merge_long_runs(folders: list[Path], commit: str, into: Path) -> None:
+    """A document for each number of GPUs."""
+    for run in find_runs([str(folder) for folder in folders]):
+        document = long_run.kept(run, commit)
+        if not document["validation"]:
+            print(f"left out, cut before its first evaluation: {run.path}")
+            continue
+        path = into / long_run.place(document)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_lines(document))
+        print(long_run.line(document), path, sep="\n")
+
+
+def merge_killed(files: list[Path], commit: str, into: Path) -> None:
+    """A document for each number of ranks: what happened when one was killed, and after half of them went on."""
+    of: dict[int, list[dict]] = defaultdict(list)
+    for each in map(json.loads, map(Path.read_text, files)):
+        of[each["ranks"]].append(each)
+    for ranks, samples in of.items():
+        environment = [each.pop("environment") for each in samples][-1] | {"commit": commit}
+        path = into / f"{slug(environment['device_name'])}x{ranks}" / "killed.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_lines({"environment": environment, "samples": samples}))
+        told = [f"killed, {each['name']}: resumed {each.get('resumed')}" for each in samples]
+        print(*told, path, sep="\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -216,7 +245,11 @@ def main() -> None:
         print(f"{name} on {device}: {len(documents)} documents came back")
         known = given.into / device / f"{name}.partial.json"
         if known.exists():
-            documents.insert(0, json.loads(known.read_text()))
+            before = json.loads(known.read_text())
+            if name == "ring" and changed_since(before):  # then `reproduce ring` would begin again too
+                print(f"  replaced, for its code has changed: {known}")
+            else:
+                documents.insert(0, before)
         try:
             alike(documents)
             merge = {"perplexity": perplexity, "ring": merge_ring}.get(name, slices)
@@ -226,6 +259,9 @@ def main() -> None:
     jobs = ("quiet_*", "scaling_*", "long_[0-9]")
     if files := [each for job in jobs for each in sorted(given.out.glob(f"{job}/*.json"))]:
         merge_scaling(files, given.commit, given.into)
+    if runs := [file.parent for file in sorted(given.out.glob("long_run_*/runs/long/metrics.csv"))]:
+        merge_long_runs(runs, given.commit, given.into)
+    merge_killed(sorted(given.out.glob("killed_*/killed_*.json")), given.commit, given.into)
 
 
 if __name__ == "__main__":

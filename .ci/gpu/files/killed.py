@@ -1,6 +1,6 @@
 """A run by torchrun, one rank of it killed in the middle, resumed on half the ranks: killed.py NAME RANKS SETTINGS...
 
-$JOB_OUT/killed_NAME.json says what happened when; beside it is all that was printed, and the metrics of both runs.
+$JOB_OUT/killed_NAME.json says what happened when, without paths of this machine; beside it is all that was printed.
 """
 
 import json
@@ -20,7 +20,8 @@ ROWS, MORE = 12, 6  # logged rows before the kill, and after the resume
 name, ranks, settings = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 out, began = Path(os.environ["JOB_OUT"]), time.monotonic()
 first_run, second_run = Path("runs", name), Path("runs", f"{name}-resumed")
-record = {"ranks": ranks, "settings": settings, "at": {}}
+kept = [each for each in settings if not each.startswith("data.")]
+record = {"name": name, "ranks": ranks, "settings": kept, "at": {}}
 
 
 def note(what: str, value: object) -> None:
@@ -43,12 +44,13 @@ class Started:
         command = torchrun(count, "train.py", *settings, f"hydra.run.dir={run}", *extra)
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process, self.run = subprocess.Popen(command, **how), run
-        self.log = (out / f"{name}_{label}.txt").open("w", buffering=1)
+        self.log, self.said = (out / f"{name}_{label}.txt").open("w", buffering=1), []
         threading.Thread(target=self.read, daemon=True).start()
 
     def read(self) -> None:
         for line in self.process.stdout:
             self.log.write(f"{time.monotonic() - began:7.1f} {line}")
+            self.said.append(line.strip())
 
     def logs(self, rows: int, seconds: float) -> bool:
         """Wait until so many rows are logged, but no longer than it runs."""
@@ -68,11 +70,14 @@ first = Started("before", ranks, first_run)
 if not first.logs(ROWS, 100):
     sys.exit(f"only {len(losses(first_run))} rows logged")
 victim = min(3, ranks - 1)
+environment = json.loads((first_run / "environment.json").read_text())
+record["environment"] = {k: v for k, v in environment.items() if k not in ("command", "platform")}
 note("saved before", checkpoints(first_run))
 note("last logged before", max(losses(first_run)))
 os.kill(processes(first.process)[victim], signal.SIGKILL)
 note("killed", victim)
 note("torchrun's status", first.ended(100))
+note("told", [line for line in first.said if "does not answer" in line])
 note("saved", checkpoints(first_run))
 if record["saved"]:
     second = Started("after", max(1, ranks // 2), second_run, f"trainer.resume={first_run}")

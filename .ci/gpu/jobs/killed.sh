@@ -1,6 +1,8 @@
-# One of eight ranks is killed, half of them go on: whole on each GPU, then in parts, whose ranks cannot save alone
+# One rank of the job, which has one a GPU, is killed, half of them go on: whole on each GPU, then in parts, whose ranks
+# cannot save alone
 source .ci/gpu/jobs/end.sh
-ranks=8
+IFS=, read -ra gpus <<< "$CUDA_VISIBLE_DEVICES"
+ranks=${#gpus[@]}
 settings=(model=gpt2_small attention=flash trainer.batch_tokens=131072 trainer.micro_batch=16 trainer.steps=4000)
 settings+=(trainer.log_every=5)
 if [ -n "${TRY:-}" ]; then
@@ -10,6 +12,6 @@ if [ -n "${TRY:-}" ]; then
 fi
 settings+=(logger=none trainer.eval_every=0 trainer.sample_tokens=0 data.tokenizer="$TOK" data.cache_dir="$CACHE")
 python .ci/gpu/files/killed.py whole $ranks "${settings[@]}"
-if [ $SECONDS -lt 150 ]; then
+if [ $SECONDS -lt $((JOB_LIMIT / 2)) ]; then
   python .ci/gpu/files/killed.py parts $ranks "${settings[@]}" parallel.shard=full trainer.save_every=25
 fi

@@ -1,8 +1,10 @@
-# GPT-2 small on English and code by eight GPUs
+# GPT-2 small on English and code by all GPUs of the job, for about JOB_LIMIT less two minutes
 source .ci/gpu/jobs/end.sh
-seconds=230 tokens_per_second=3900000 batch=524288 ranks=8
-steps=$((seconds * tokens_per_second / batch))
-settings=(trainer.batch_tokens=$batch trainer.micro_batch=64 trainer.steps=$steps trainer.eval_every=$((steps / 8)))
+IFS=, read -ra gpus <<< "$CUDA_VISIBLE_DEVICES"
+ranks=${#gpus[@]} batch=524288
+# The tokens/s are of a GPU: what eight H200 reached at a quarter of this batch, so that it is rather done too early.
+steps=$(((JOB_LIMIT - 120) * 490000 * ranks / batch))
+settings=(trainer.batch_tokens=$batch trainer.micro_batch=64 trainer.steps=$steps trainer.eval_every=$((steps / 24)))
 settings+=(trainer.log_every=10 trainer.sample_tokens=300)
 limit=
 if [ -n "${TRY:-}" ]; then
@@ -11,12 +13,14 @@ if [ -n "${TRY:-}" ]; then
   settings+=(trainer.batch_tokens=256 trainer.micro_batch=4 trainer.steps=20 trainer.eval_every=10 trainer.eval_tokens=512)
 fi
 data=(data.tokenizer="$TOK" data.cache_dir="$CACHE")
-prepare() { # a folder, a limit in a trial: the corpus and its tokens, as data.corpora takes them
-  python prepare.py data=text_files data.files="$1" "${data[@]}" ${limit:+$limit=$2} 2> /dev/null |
-    awk '/^training/ { gsub(",", ""); tokens = $4 } /^corpus/ { printf "%s: %s", $2, tokens }'
+prepare() { # a name, a folder, a limit in a trial: the corpus and its tokens, as data.corpora takes them
+  read -r tokens folder < <(python prepare.py data=text_files data.files="$2" "${data[@]}" ${limit:+$limit=$3} 2> /dev/null |
+    awk '/^training/ { gsub(",", ""); tokens = $4 } /^corpus/ { print tokens, $2 }')
+  ln -sfn "$folder" "$1" # the run's settings then name no path of this machine
+  echo "$1: $tokens"
 }
-corpora="{$(prepare "$TEXT" 60), $(prepare "$CODE" 40)}"
-echo "corpora $corpora, steps $steps"
+corpora="{$(prepare english "$TEXT" 60), $(prepare code "$CODE" 40)}"
+echo "corpora $corpora, ranks $ranks, steps $steps"
 source .ci/gpu/jobs/run.sh
 run runs/long python -m torch.distributed.run --standalone --nproc_per_node=$ranks train.py model=gpt2_small \
   data=mix "data.corpora=$corpora" "${data[@]}" logger=none hydra.run.dir=runs/long "${settings[@]}"

@@ -1,4 +1,4 @@
-# scaling.sh 1|2|4|8|long_2|long_8: `python -m benchmarks scaling`, a file for each launch; merge.py joins them.
+# scaling.sh 1|2|4|8|long_2|long_4|long_8: `python -m benchmarks scaling`, a file for each launch; merge.py joins them.
 # As many steps of a model everywhere: losses then compare.
 source .ci/gpu/jobs/end.sh
 scale() { # a name, then the command's own
@@ -27,5 +27,6 @@ case $1 in
   scale small --gpus 8 --models small --layouts whole "whole, CUDA graphs" full --steps 15 --minutes 1.9
   scale parts --gpus 8 --models xl 7b --layouts full "full, blocks again" "whole, CUDA graphs" --steps 5 --minutes 3.5 ;;
 long_2) scale long --gpus 2 --models 32k 64k 128k --steps 6 --minutes 4.5 ;;
+long_4) scale long --gpus 4 --models 128k 32k 256k 64k --steps 6 --minutes 3.5 ;;
 long_8) scale long --gpus 8 --models 128k 32k 256k 64k --steps 6 --minutes 3.5 ;;
 esac
