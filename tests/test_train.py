@@ -306,6 +306,29 @@ def test_without_its_requirements_a_command_names_them_in_one_line(command):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "lacks"),
+    [
+        ("-m reproduce attention --tiny", "torch"),
+        ("-m reproduce compare runs", "jinja2"),
+        ("-m benchmarks scaling", "torch"),
+        ("-m data.inspect corpus", "numpy"),
+    ],
+)
+def test_a_command_names_what_it_lacks_when_it_gets_there(command, lacks):
+    bare = [sys.executable, "-S", *command.split()]
+    done = subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: not installed: {lacks} (pip install -r requirements.txt")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_experiments_are_listed_without_any_requirement():
+    for package in ("reproduce", "benchmarks"):
+        bare = [sys.executable, "-S", "-m", package]
+        assert "--tiny" in subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True).stdout
+
+
 def test_a_refused_prepare_does_not_delete_the_current_directory(command_line, tmp_path):
     done = command_line("prepare.py", "data=text_files", "data.files=nothing.txt")
     assert done.returncode == 1
