@@ -387,6 +387,22 @@ def test_a_numbered_gpu_under_torchrun_is_refused(started, monkeypatch, tiny):
     assert error.startswith("error: trainer.device=cuda:1: under torchrun each rank takes its own GPU; use ")
 
 
+@pytest.mark.parametrize("wrong", ["trainer.step=5", "trainer.micro_batch=7"])
+def test_of_all_ranks_that_refuse_a_run_one_says_so(user_environment, tiny, tmp_path, wrong):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    two = [*torchrun, str(ROOT / "train.py"), *tiny, wrong]
+    done = subprocess.run(two, capture_output=True, text=True, cwd=tmp_path, env=user_environment)
+    assert done.returncode == 1
+    assert len([line for line in done.stderr.splitlines() if line.startswith("error: trainer.")]) == 1
+
+
+def test_what_only_another_rank_refuses_is_said(started, monkeypatch, tiny):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("training.torchrun.PATIENCE", 0.1)
+    assert started(train.main, *tiny, "trainer.device=cuda:1").startswith("error: trainer.device=cuda:1: ")
+
+
 @pytest.mark.parametrize("options", [["-n", "-5"], ["-n", "many"], ["-t", "nan"], ["--samples", "0"]])
 def test_sample_refuses_impossible_numbers(command_line, options):
     done = command_line("sample.py", "nowhere", *options)

@@ -53,6 +53,7 @@ _READ_WITH: dict[str, tuple[str, Callable[[Config], object], set[str]]] = {
 }
 
 
+@torchrun.said_once()
 def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usage: str = "") -> None:
     """Call `task(config, run_dir)` with the config that the command line says.
 
