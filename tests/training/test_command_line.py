@@ -185,6 +185,15 @@ def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys
         assert started(task, "-m", "model.dropout=0,0.1", "seed=${hydra:job.num}") == 0
 
 
+def test_a_sweep_tells_at_once_what_this_machine_cannot_run(started, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    begun = []
+    words = ["-m", "attention=naive,flash", "trainer.device=cpu"]
+    started(lambda config, _: begun.append(capsys.readouterr().out), *words)
+    assert "run 1 will be refused: attention=flash cannot be used here: " in begun[0]
+    assert "refused" not in begun[1]
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "words", ["-m seed=1 init_seed=2,3", "seed=1 -m init_seed=2,3", "seed=1 init_seed=2,3 -m"]
