@@ -50,6 +50,11 @@ _READ_WITH: dict[str, tuple[str, Callable[[Config], object], set[str]]] = {
         lambda config: config.optimizer.name is OptimizerName.muon,
         {"optimizer", "optimizer.name"},
     ),
+    "trainer.sample_every": (
+        "trainer.sample_tokens above 0",
+        lambda config: config.trainer.sample_tokens or not config.trainer.sample_every,
+        {"trainer.sample_tokens"},
+    ),
 }
 
 

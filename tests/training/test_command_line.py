@@ -108,6 +108,10 @@ def never(_config: Config, _run_dir: Path) -> None:
             "trainer.init_positions is read with trainer.init_from only: add that",
         ),
         ("optimizer.momentum=0.9 --cfg job", "optimizer.momentum is read with optimizer=muon only: add that"),
+        (
+            "trainer.sample_every=9 trainer.sample_tokens=0",
+            "trainer.sample_every is read with trainer.sample_tokens above 0 only: add that, or leave it out",
+        ),
         ("model.dropout=1.5", "model.dropout=1.5: it must be at least 0.0"),
     ],
 )
