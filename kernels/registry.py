@@ -110,7 +110,7 @@ def register_attention(
             with it several graphs (see `breaks_graph`).
 
     Raises:
-        AttentionError: the name is taken, or "auto".
+        AttentionError: the name is taken, or "auto"; or `refuses` or `breaks` is no function.
     """
     if name == "auto":
         raise AttentionError("attention=auto chooses among the others: register under another name")
@@ -118,6 +118,11 @@ def register_attention(
         raise AttentionError(
             f"attention={name} is registered already: choose another name, or first del kernels.ATTENTION[{name!r}]"
         )
+    for given, value in (("refuses", refuses), ("breaks", breaks)):
+        if not callable(value):
+            raise AttentionError(
+                f"{given} must be a function of a request: {given}=lambda request: {value!r}"
+            )
 
     def register(function: Function) -> Function:
         load = function if lazy else lambda: function

@@ -63,6 +63,11 @@ def run(program: Program, argv: list[str]) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if "." in error.name:  # a part of what is there
+            raise
+        print(f"error: not installed: {error.name} (pip install -r requirements.txt)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130

@@ -22,8 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
 from training.files import replace_file
 
 from . import depends
@@ -176,6 +174,8 @@ class Store:
 
         Another process may have written to it since.
         """
+        from filelock import FileLock  # the experiments can be listed without it
+
         with writing(self.partial, "--results FOLDER"), FileLock(self.partial.with_suffix(".lock")):
             if written := self._reusable(read(self.partial)):
                 self._go_on_from(written)

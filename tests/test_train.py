@@ -306,6 +306,29 @@ def test_without_its_requirements_a_command_names_them_in_one_line(command):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "lacks"),
+    [
+        ("-m reproduce attention --tiny", "torch"),
+        ("-m reproduce compare runs", "jinja2"),
+        ("-m benchmarks scaling", "torch"),
+        ("-m data.inspect corpus", "numpy"),
+    ],
+)
+def test_a_command_names_what_it_lacks_when_it_gets_there(command, lacks):
+    bare = [sys.executable, "-S", *command.split()]
+    done = subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: not installed: {lacks} (pip install -r requirements.txt")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_experiments_are_listed_without_any_requirement():
+    for package in ("reproduce", "benchmarks"):
+        bare = [sys.executable, "-S", "-m", package]
+        assert "--tiny" in subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True).stdout
+
+
 def test_a_refused_prepare_does_not_delete_the_current_directory(command_line, tmp_path):
     done = command_line("prepare.py", "data=text_files", "data.files=nothing.txt")
     assert done.returncode == 1
@@ -362,6 +385,22 @@ def test_a_numbered_gpu_under_torchrun_is_refused(started, monkeypatch, tiny):
         monkeypatch.setenv(name, value)
     error = started(train.main, *tiny, "trainer.device=cuda:1")
     assert error.startswith("error: trainer.device=cuda:1: under torchrun each rank takes its own GPU; use ")
+
+
+@pytest.mark.parametrize("wrong", ["trainer.step=5", "trainer.micro_batch=7"])
+def test_of_all_ranks_that_refuse_a_run_one_says_so(user_environment, tiny, tmp_path, wrong):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    two = [*torchrun, str(ROOT / "train.py"), *tiny, wrong]
+    done = subprocess.run(two, capture_output=True, text=True, cwd=tmp_path, env=user_environment)
+    assert done.returncode == 1
+    assert len([line for line in done.stderr.splitlines() if line.startswith("error: trainer.")]) == 1
+
+
+def test_what_only_another_rank_refuses_is_said(started, monkeypatch, tiny):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("training.torchrun.PATIENCE", 0.1)
+    assert started(train.main, *tiny, "trainer.device=cuda:1").startswith("error: trainer.device=cuda:1: ")
 
 
 @pytest.mark.parametrize("options", [["-n", "-5"], ["-n", "many"], ["-t", "nan"], ["--samples", "0"]])

@@ -50,9 +50,15 @@ _READ_WITH: dict[str, tuple[str, Callable[[Config], object], set[str]]] = {
         lambda config: config.optimizer.name is OptimizerName.muon,
         {"optimizer", "optimizer.name"},
     ),
+    "trainer.sample_every": (
+        "trainer.sample_tokens above 0",
+        lambda config: config.trainer.sample_tokens or not config.trainer.sample_every,
+        {"trainer.sample_tokens"},
+    ),
 }
 
 
+@torchrun.said_once()
 def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usage: str = "") -> None:
     """Call `task(config, run_dir)` with the config that the command line says.
 
@@ -81,6 +87,7 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
     job = _Job(task, makes_run, typed)
+    Sweep.trains = makes_run
 
     def main(cfg: DictConfig) -> float | None:
         return job.run(cfg)
@@ -149,19 +156,34 @@ class _Job:
 class Sweep(jobs.Sweep):
     """Says first which runs will be refused for their settings, each in its turn; a search draws them later."""
 
+    trains = True  # else what its runs compute with does not matter; `launch` says so
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         super().on_multirun_start(config)
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
             return
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         given = parser.parse_overrides(OmegaConf.to_container(config.hydra.overrides.task))
+        here = config.hydra.launcher._target_.endswith("BasicLauncher")  # others may find other devices
         for number, overrides in enumerate(BasicSweeper.split_arguments(given, None)[0]):
             try:
-                _typed(hydra.compose(config.hydra.job.config_name, overrides), overrides, sys.argv)
-            except ConfigError as error:
-                print(f"run {number} will be refused: {error}", flush=True)
+                typed = _typed(hydra.compose(config.hydra.job.config_name, overrides), overrides, sys.argv)
+                if self.trains and here:
+                    _check_device(typed)
             except (HydraException, OmegaConfBaseException):
                 return  # Hydra refuses all; or ${hydra:...} is not known yet
+            except ValueError as error:
+                if not is_users_mistake(error):
+                    raise
+                print(f"run {number} will be refused: {error}", flush=True)
+
+
+def _check_device(config: Config) -> None:
+    """Raise what a run in this process would for its device, such as an attention that does not run on it."""
+    from .distributed import World, resolve_device  # loads torch
+    from .plan import checked
+
+    checked(config, World(resolve_device(config.trainer.device)))
 
 
 @contextmanager

@@ -222,9 +222,9 @@ class TrainerConfig:
     # A step to profile: its trace goes into the run directory, and its costliest operations are printed. Avoid the
     # first steps, which compile. null: none.
     profile_step: int | None = None
-    # Tokens of generated text at the end of the run.
+    # Tokens of each generated text; 0: none is generated.
     sample_tokens: int = 200
-    # Steps between texts during the run; 0: at the end only.
+    # Steps between texts during the run; 0: at its end only.
     sample_every: int = 0
     # What they start from; empty: a new document.
     sample_prompt: str = ""

@@ -131,6 +131,8 @@ def generation_of(encoding: tiktoken.Encoding, seq_len: int) -> GenerationConfig
         do_sample=True,
         temperature=0.8,
         top_k=50,
+        # With it transformers warns of whoever asks for max_new_tokens, which it then takes. Without it a pipeline
+        # goes on for 256 tokens: at a context of 64 an IndexError (transformers 5.24).
         max_length=seq_len,
         suppress_tokens=unused_ids(encoding).tolist() or None,
     )

@@ -117,11 +117,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     What cannot work is refused here: first by the checks that take no time, then by what does, such as a corpus.
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
-    _check_whole(config)
-    named_corpus(config.data)  # before the tokenizer is downloaded, whose error would hide this one
-    check_context(config, ranks)
-    place = layout(config.parallel, ranks)
-    how = _computation(config, ranks, place)
+    place, how = checked(config, ranks)  # before the tokenizer is downloaded, whose error would hide these
     resume = ranks.share(resume_path(config, run_dir))  # rank 0 decides
     if resume and config.trainer.resume == AUTO:  # the run in run_dir began with those weights
         config = _with_trainer(config, init_from=None)
@@ -144,6 +140,15 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
         plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts()))
         _check_best(plan)
     return plan, initial
+
+
+def checked(config: Config, ranks: World) -> tuple[Layout, Computation]:
+    """What of a plan takes no time; raises as `resolve` does."""
+    _check_whole(config)
+    named_corpus(config.data)
+    check_context(config, ranks)
+    place = layout(config.parallel, ranks)
+    return place, _computation(config, ranks, place)
 
 
 def _check_best(plan: Plan) -> None:

@@ -1,6 +1,11 @@
 """What torchrun told this process, readable before torch is loaded."""
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PATIENCE = 5.0  # seconds that a rank gives the first of its host to refuse the same
 
 
 def launched() -> bool:
@@ -10,3 +15,17 @@ def launched() -> bool:
 def is_main_rank() -> bool:
     """Whether this process writes files and prints; always true without torchrun."""
     return not launched() or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Of the ranks of a host that exit with a line, which mostly is the same, the first one prints it.
+
+    When that has exited, torchrun ends the others. If it does not in a while, the line is another rank's own.
+    """
+    try:
+        yield
+    except SystemExit as stopped:
+        if isinstance(stopped.code, str) and launched() and os.environ["LOCAL_RANK"] != "0":
+            time.sleep(PATIENCE)
+        raise

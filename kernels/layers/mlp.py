@@ -125,14 +125,21 @@ class _GeluMLP(torch.autograd.Function):
         if d_hidden is not None:  # of d_second, which is a product with it
             raise no_second_derivative()
         x, first, bias, second, hidden, pre = ctx.saved_tensors
-        d_second = _weight_gradient(d_out, hidden, ctx.totals[1])
+        first_total, second_total = ctx.totals
+        needs_x, needs_first, needs_bias, needs_second, *_ = ctx.needs_input_grad
+        d_second = _weight_gradient(needs_second, d_out, hidden, second_total)
+        if not (needs_x or needs_first or needs_bias or first_total is not None):
+            return None, None, None, d_second, None, None
         d_pre, d_bias = in_backward(gelu_mlp_backward, d_out, second, pre, bias)
-        d_first = _weight_gradient(d_pre, x, ctx.totals[0])
-        return d_pre @ first, d_first, None if bias is None else d_bias.to(bias.dtype), d_second, None, None
+        d_x = d_pre @ first if needs_x else None
+        d_first = _weight_gradient(needs_first, d_pre, x, first_total)
+        return d_x, d_first, d_bias.to(bias.dtype) if needs_bias else None, d_second, None, None
 
 
-def _weight_gradient(d_out: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
-    """The gradient of a linear layer's weight; None once it is added to `total`."""
+def _weight_gradient(needed: bool, d_out: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
+    """The gradient of a linear layer's weight; None if it is not needed, or once it is added to `total`."""
+    if not needed and total is None:
+        return None
     d_out, x = d_out.flatten(0, -2).T, x.flatten(0, -2)
     return d_out @ x if total is None else sum_product(total, d_out, x)
 

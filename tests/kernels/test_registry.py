@@ -40,6 +40,12 @@ def test_a_name_is_registered_once(name: str, why: str) -> None:
     assert before == kernels.ATTENTION
 
 
+@pytest.mark.parametrize("given", ["refuses", "breaks"])
+def test_what_is_asked_of_a_backend_is_a_function(given: str) -> None:
+    with pytest.raises(AttentionError, match=rf"must be a function .*: {given}=lambda request: True"):
+        register_attention("mine", **{"refuses": lambda request: None, given: True})
+
+
 def test_auto_on_a_cpu_resolves_to_sdpa() -> None:
     name, attention = resolve_attention("auto", **CPU)
     assert name == "sdpa"

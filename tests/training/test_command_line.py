@@ -108,6 +108,10 @@ def never(_config: Config, _run_dir: Path) -> None:
             "trainer.init_positions is read with trainer.init_from only: add that",
         ),
         ("optimizer.momentum=0.9 --cfg job", "optimizer.momentum is read with optimizer=muon only: add that"),
+        (
+            "trainer.sample_every=9 trainer.sample_tokens=0",
+            "trainer.sample_every is read with trainer.sample_tokens above 0 only: add that, or leave it out",
+        ),
         ("model.dropout=1.5", "model.dropout=1.5: it must be at least 0.0"),
     ],
 )
@@ -183,6 +187,15 @@ def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys
     assert "run 1 will be refused: model.dropout=2.0" in capsys.readouterr().out
     with catch_warnings(action="error"):  # Hydra makes a warning of a callback's error
         assert started(task, "-m", "model.dropout=0,0.1", "seed=${hydra:job.num}") == 0
+
+
+def test_a_sweep_tells_at_once_what_this_machine_cannot_run(started, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    begun = []
+    words = ["-m", "attention=naive,flash", "trainer.device=cpu"]
+    started(lambda config, _: begun.append(capsys.readouterr().out), *words)
+    assert "run 1 will be refused: attention=flash cannot be used here: " in begun[0]
+    assert "refused" not in begun[1]
 
 
 @pytest.mark.one_in(3)

@@ -212,6 +212,21 @@ def test_torchs_flop_counter_counts_all_six_products(on_hopper):
     assert counter.get_total_flops() == 6 * 2 * 384 * 64 * 256
 
 
+@pytest.mark.parametrize(
+    ("trained", "products"), [({"x"}, 4), ({"first"}, 4), ({"bias"}, 3), ({"second"}, 3), ({"x", "bias"}, 4)]
+)
+def test_what_is_frozen_costs_its_gradient_no_product(on_hopper, trained, products):
+    """Beside the forward's two: one for the gradient of the hidden layer, one for each other gradient."""
+    inputs, direction = problem(dtype=torch.bfloat16)
+    every = results(mlp, inputs, direction)
+    leaves = {name: x.detach().requires_grad_(name in trained) for name, x in inputs.items()}
+    with FlopCounterMode(display=False) as counter:
+        mlp(**leaves).backward(direction)
+    assert counter.get_total_flops() == products * 2 * 384 * 64 * 256
+    for name, leaf in leaves.items():
+        assert leaf.grad is None if name not in trained else torch.equal(leaf.grad, every[f"d_{name}"])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_derivative_is_refused(on_hopper, name):
     inputs, _ = problem(dtype=torch.bfloat16)
