@@ -111,7 +111,8 @@ def update(
 ) -> torch.Tensor:
     """Clip the gradients to a norm, take the optimizer's step, and drop the gradients, or zero them if they are kept.
 
-    With them kept, the weights that `kernels.layers.linear` multiplies by are cast again.
+    With them kept, the weights that `kernels.layers.linear` multiplies by are cast again, and all of it but the norms
+    is a pass of our own where that can be (kernels/layers/adamw.py).
 
     Returns the norm of each parameter's gradient before clipping, float32 (parameters,), still on the device: after
     clipping by a norm that is not finite, the gradients no longer tell where it came from. With an enabled scaler,
@@ -121,15 +122,22 @@ def update(
 
     from kernels.versions import kernels_lack
 
+    ours = keep_gradients and kernels_lack() is None
     scaler.unscale_(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norms = torch.stack(torch._foreach_norm([parameter.grad for parameter in parameters]))
+    if ours:
+        from kernels.layers.adamw import adamw_step, takes
+        from kernels.layers.sums import next_sums
+
+        if takes(optimizer) and not scaler.is_enabled():
+            adamw_step(optimizer, norms.norm(), clip)
+            next_sums(parameters, cast=False)
+            return norms
     torch.nn.utils.clip_grads_with_norm_(parameters, clip, norms.norm())
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=not keep_gradients)
-    if keep_gradients and kernels_lack() is None:
-        from kernels.layers.sums import next_sums
-
+    if ours:
         next_sums(parameters)
     return norms

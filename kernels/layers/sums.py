@@ -44,8 +44,10 @@ def sum_in_product(weight: Tensor, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def next_sums(weights: Iterable[Tensor]) -> None:
+def next_sums(weights: Iterable[Tensor], cast: bool = True) -> None:
     """After an optimizer's step: cast the weights that `linear` uses, once for all micro-steps that follow.
+
+    cast: the step has not done so (adamw.py).
 
     In its first two steps DistributedDataParallel moves gradients into buckets, as other tensors. torch compares
     addresses before a replay, and records again; what it compiles from then on needs the mark.
@@ -53,9 +55,9 @@ def next_sums(weights: Iterable[Tensor]) -> None:
     summed = [weight for weight in weights if hasattr(weight, "summed")]
     for weight in summed:
         torch._dynamo.mark_static_address(weight.grad)
-    cast = [weight for weight in summed if hasattr(weight, "low")]
-    if cast:
-        torch._foreach_copy_([weight.low for weight in cast], cast)
+    stale = [weight for weight in summed if cast and hasattr(weight, "low")]
+    if stale:
+        torch._foreach_copy_([weight.low for weight in stale], stale)
 
 
 def total_of(weight: Tensor) -> Tensor | None:

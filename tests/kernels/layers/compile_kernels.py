@@ -1,4 +1,4 @@
-"""Compile the kernels of `add_norm`, `linear_gelu`, `embedding` and `dropout` for GPUs that are not here.
+"""Compile the kernels of `add_norm`, `linear_gelu`, `embedding`, `dropout` and `adamw` for GPUs that are not here.
 
     python -m tests.kernels.layers.compile_kernels [MODULES] [--arch 80 90 100] [--width 768 1600 16384]
 
@@ -26,10 +26,11 @@ from triton.compiler import ASTSource
 from kernels.philox import row_threshold
 
 DROP_BELOW = row_threshold(0.1)
-NUMBERS = {"rows": "i32", "count": "i32", "eps": "fp32"}
+NUMBERS = {"rows": "i32", "count": "i32", "eps": "fp32", "decay": "fp32"}
 # The rest is float32.
 BFLOAT16 = ("Update", "Normalised", "DNormalised", "DUpdate", "Pre", "Out", "DOut", "DPre")
 POINTERS = dict.fromkeys(BFLOAT16, "*bf16") | {"InOrder": "*i32", "Places": "*i64", "Seed": "*i64"}
+POINTERS |= {"Tensors": "*i64", "Chunks": "*i32"}
 
 
 def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, object], int]]:
@@ -44,6 +45,10 @@ def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, obj
         block = min(triton.next_power_of_2(width), module.COLUMNS)
         constants = {"WIDTH": width, "BLOCK": block, "DROP_BELOW": DROP_BELOW}
         yield module.drop_kernel, constants, module.WARPS
+        return
+    if module.__name__.endswith("adamw"):
+        constants = {"BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "ALIGNED": True, "BLOCK": module.BLOCK}
+        yield module.adamw_kernel, constants, module.WARPS
         return
     for tile, suffix in ((module.FORWARD, ""), (module.BACKWARD, "_backward")):
         if module.__name__.endswith(".add_norm"):
@@ -92,7 +97,9 @@ def compile_kernel(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="*", default=["add_norm", "linear_gelu", "embedding", "dropout"])
+    parser.add_argument(
+        "modules", nargs="*", default=["add_norm", "linear_gelu", "embedding", "dropout", "adamw"]
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--width", type=int, nargs="+", default=[768, 1600, 16384])
     options = parser.parse_args()

@@ -307,7 +307,7 @@ def test_compiled_fused_kernels_load_16_bytes_and_spill_nothing():
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 3 * len(widths) * (3 + 3 + 2 + 2 + 1)
+    assert len(lines) == 3 * len(widths) * (3 + 3 + 2 + 2 + 1 + 1)
     for line in lines:
         figures = r"(\d+): \d+ registers, (\d+) B spilled, (\d+) B shared, (\d+) wide, (\d+) narrow"
         width, spilled, shared, wide, narrow = map(int, re.search(figures, line).groups())
