@@ -70,6 +70,10 @@ TOOLS = {
         "--gpus 1 2 4 8: tokens/s and memory of several GPUs, whole and in parts",
     ),
     "predict": ("benchmarks.predict", "step time for 8 to 1,024 GPUs, from one GPU's and stated link speeds"),
+    "recipes": (
+        "benchmarks.recipes",
+        "NAME RUN...: curves of training runs, kept as results/<gpu>/NAME.json, .svg",
+    ),
     "preparation": ("benchmarks.preparation", "preparing text beside bare tiktoken and nanoGPT"),
 }
 PROGRAM = Program("benchmarks", BENCHMARKS, TOOLS)

@@ -14,6 +14,7 @@ from warnings import catch_warnings
 import pytest
 import yaml
 
+from benchmarks import __main__ as benchmarks
 from reproduce.__main__ import main
 from reproduce.common import ReproduceError
 from reproduce.comparison import charts, seeds
@@ -751,3 +752,22 @@ print(sorted(name for name in sys.modules if name.startswith(("torch", "matplotl
     assert {name for name in loaded if not name.startswith("reproduce.comparison")} == {
         "reproduce.common", "reproduce.plots",
     }  # fmt: skip
+
+
+def test_runs_are_kept_with_their_curves_as_a_recipe(sweep, tmp_path):
+    runs = [str(sweep / name) for name in ("0_naive", "1_sdpa")]
+    words = ["recipes", "attentions", *runs, "--commit", "abc", "--results", str(tmp_path)]
+    assert benchmarks.main([*words, "--labels", "standard", "torch's"]) == 0
+    (path,) = tmp_path.glob("*/attentions.json")
+    kept = json.loads(path.read_text())
+    assert list(kept) == ["standard", "torch's"]
+    run = kept["standard"]
+    (*_, (tokens, loss)) = run["loss_by_tokens"]
+    assert loss == pytest.approx(
+        json.loads((sweep / "0_naive" / "summary.json").read_text())["val/loss"], abs=1e-5
+    )
+    assert tokens == run["settings"]["trainer.batch_tokens"] * run["settings"]["trainer.steps"]
+    assert str(sweep) not in path.read_text()
+    assert "torch's" in path.with_suffix(".svg").read_text()
+    with pytest.raises(SystemExit):
+        benchmarks.main([*words, "--labels", "one"])
