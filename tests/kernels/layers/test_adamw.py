@@ -155,3 +155,14 @@ def test_updates_of_gpt2_small_are_torchs_and_repeat_bit_for_bit():
         assert_alike(pairs, steps=5)
         ends.append(pairs[0][0].state_dict())
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in shapes)
+
+
+def test_models_that_take_turns_keep_their_tables(monkeypatch):
+    built, build = [], room._tables
+    monkeypatch.setattr(room, "_tables", lambda *how: built.append(how) or build(*how))
+    pairs = [problem(EVEN)[0] for _ in range(5)]  # two groups each
+    for step in range(3):
+        give_gradients([model for model, _ in pairs], step)
+        for pair in pairs:
+            ours(*pair, 1.0)
+    assert len(built) == 5 * 2
