@@ -22,16 +22,17 @@ _known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple]] = WeakKeyDict
 
 
 def takes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `adamw_step` is this optimizer's step: torch.optim.AdamW itself, with float32 weights on a GPU."""
+    """Whether `adamw_step` is this optimizer's step: torch.optim.AdamW, fused, plain, of float32 weights on a GPU."""
     return type(optimizer) is torch.optim.AdamW and all(
-        weight.is_cuda and weight.dtype is torch.float32 and _low(weight).dtype is not torch.float16
+        (group["fused"], group["amsgrad"], group["maximize"]) == (True, False, False)
+        and (weight.is_cuda and weight.dtype is torch.float32 and _low(weight).dtype is not torch.float16)
         for group in optimizer.param_groups
         for weight in group["params"]
     )
 
 
 def adamw_step(optimizer: torch.optim.AdamW, norm: Tensor, clip: float) -> None:
-    """Clip by the norm of all gradients (0-d, float32), take the step, and zero the gradients; nothing waits.
+    """Clip by the norm of all gradients (0-d, float32), take the step, zero the gradients; waits at new addresses.
 
     Every weight has its gradient and its state, dense and in the order of its own elements. A norm that is not finite
     makes of the weights what it does in torch.
@@ -46,9 +47,8 @@ def adamw_step(optimizer: torch.optim.AdamW, norm: Tensor, clip: float) -> None:
 
 
 def _step(group: dict, table: Tensor, chunks: Tensor, aligned: bool, norm: Tensor, clip: float) -> None:
-    count = len(table)
+    count, lr, betas = len(table), float(group["lr"]), group["betas"]
     scales = norm.new_empty(1 + 2 * count)
-    lr, betas = float(group["lr"]), group["betas"]
 
     def prepare():
         powers = [math.log2(max(beta, 1e-300)) for beta in betas]
@@ -114,7 +114,7 @@ def prepare_kernel(
 
 @triton.jit
 def at(row, column: tl.constexpr, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to the element `begin` of a table's tensor. Of bfloat16 a thread takes four too, which it has."""
+    """A pointer to element `begin` of the tensor in a column. ALIGNED: four are loaded at once, 16 or 8 bytes."""
     pointer = tl.load(row + column).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, dtype.primitive_bitwidth // 2)

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import get_attention
-from kernels.layers import adamw as room
+from kernels.layers import adamw
 from kernels.layers.adamw import BLOCK, adamw_step, takes
 from kernels.layers.sums import next_sums, sum_in_product
 from model.config import GPTConfig
@@ -120,7 +121,7 @@ def test_a_norm_that_is_not_finite_breaks_the_weights_that_it_breaks_in_torch(ba
 
 def test_update_takes_it_where_gradients_are_kept(monkeypatch):
     pairs = problem(ODD)
-    monkeypatch.setattr(room, "takes", lambda optimizer: optimizer is pairs[0][1])
+    monkeypatch.setattr(adamw, "takes", lambda optimizer: optimizer is pairs[0][1])
     give_gradients([model for model, _ in pairs], 0)
     mine, theirs = (update(*pair, UNSCALED, keep_gradients=True) for pair in pairs)
     assert torch.equal(mine, theirs)
@@ -134,6 +135,15 @@ def test_only_adamw_on_a_gpu_is_taken_and_not_muon():
     assert takes(build_optimizer(model, OptimizerConfig())) == (DEVICE == "cuda")
     assert not takes(build_optimizer(model, OptimizerConfig(name=OptimizerName.muon)))
     assert not takes(build_optimizer(model.bfloat16(), OptimizerConfig()))
+
+
+@pytest.mark.parametrize("option", [{"amsgrad": True}, {"maximize": True}, {"fused": False}])
+def test_adamw_with_an_option_that_the_pass_lacks_is_not_taken(option):
+    with FakeTensorMode():
+        weights = [torch.nn.Parameter(torch.empty(4, device="cuda"))]
+        plain, other = (torch.optim.AdamW(weights, **{"fused": True, **more}) for more in ({}, option))
+        assert takes(plain)
+        assert not takes(other)
 
 
 @pytest.mark.gpu
@@ -158,8 +168,8 @@ def test_updates_of_gpt2_small_are_torchs_and_repeat_bit_for_bit():
 
 
 def test_models_that_take_turns_keep_their_tables(monkeypatch):
-    built, build = [], room._tables
-    monkeypatch.setattr(room, "_tables", lambda *how: built.append(how) or build(*how))
+    built, build = [], adamw._tables
+    monkeypatch.setattr(adamw, "_tables", lambda *how: built.append(how) or build(*how))
     pairs = [problem(EVEN)[0] for _ in range(5)]  # two groups each
     for step in range(3):
         give_gradients([model for model, _ in pairs], step)
