@@ -7,11 +7,11 @@ the curves as NAME.svg, which docs/recipes.md shows. What each takes to a loss: 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from reproduce import long_run, plots
+from reproduce.common import as_lines
 from reproduce.comparison.runs import Run, find_runs, same_tokens
 from reproduce.results import slug
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     }
     path = given.results / slug(kept[labels[0]]["device"]) / f"{given.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.write_text(as_lines(kept))
     draw(kept, path.with_suffix(".svg"))
     print(path, path.with_suffix(".svg"), sep="\n")
     return 0
