@@ -18,7 +18,7 @@ from ..launch import launch
 BLOCK, WARPS = 1024, 4  # of a program: elements, and warps; of seven pairs the fastest, by up to 15 %
 # Of each optimizer and group: its rows, and their tables. A cache of the last eight groups' made each step wait for
 # 80 to 250 ms where seven models took turns (on an H200).
-_known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[list, tuple]]] = WeakKeyDictionary()
 
 
 def takes(optimizer: torch.optim.Optimizer) -> bool:
@@ -40,13 +40,13 @@ def adamw_step(optimizer: torch.optim.AdamW, norm: Tensor, clip: float) -> None:
     known = _known.setdefault(optimizer, {})
     for number, group in enumerate(optimizer.param_groups):
         if group["params"]:
-            rows = _rows(group["params"], optimizer.state)
+            rows = _rows(group, optimizer.state)
             if number not in known or known[number][0] != rows:
-                known[number] = rows, *_tables(rows, norm.device)
-            _step(group, *known[number][1:], norm, clip)
+                known[number] = rows, _tables(rows, norm.device)
+            _step(group, norm, clip, *known[number][1])
 
 
-def _step(group: dict, table: Tensor, chunks: Tensor, aligned: bool, norm: Tensor, clip: float) -> None:
+def _step(group: dict, norm: Tensor, clip: float, table: Tensor, chunks: Tensor, aligned: bool) -> None:
     count, lr, betas = len(table), float(group["lr"]), group["betas"]
     scales = norm.new_empty(1 + 2 * count)
 
@@ -63,10 +63,10 @@ def _step(group: dict, table: Tensor, chunks: Tensor, aligned: bool, norm: Tenso
     launch((table, chunks, scales), None, step)
 
 
-def _rows(weights: list[Tensor], state: dict) -> list[tuple[int, ...]]:
+def _rows(group: dict, state: dict) -> list[tuple[int, ...]]:
     """Of each weight the addresses that its update needs, 0 for no copy, and its size."""
     rows = []
-    for weight in weights:
+    for weight in group["params"]:
         own, low = state[weight], _low(weight)
         tensors = weight, weight.grad, own["exp_avg"], own["exp_avg_sq"], own["step"]
         copy = low.data_ptr() if low.dtype is torch.bfloat16 else 0
