@@ -29,8 +29,10 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     runs = find_runs(given.runs)
     labels = given.labels or [run.label for run in runs]
-    if len(labels) != len(runs):
-        parser.error(f"{len(labels)} labels for {len(runs)} runs")
+    if len({*labels}) != len(runs):
+        parser.error(f"{len({*labels})} different labels for {len(runs)} runs")
+    if bare := [run.label for run in runs if not run.evaluations()]:
+        parser.error(f"without an evaluation: {', '.join(bare)}")
     if others := [run.label for run in runs if not same_tokens(runs[0], run)]:
         parser.error(f"of other tokens than {runs[0].label}, so losses do not compare: {', '.join(others)}")
     kept = {
