@@ -42,7 +42,7 @@ class World:
         """The numbers of that sum.
 
         Not by `tolist`: while a thread waits in a copy into pageable memory, which `item` does not use, no other can
-        copy, and `rescue` has to while this one waits for a lost rank (.ci/gpu/files/stall.py: 1.2 s of 1.2).
+        copy, and `rescue` has to while this one waits for a lost rank (measured: kernels/log/step.md).
         """
         return [each.item() for each in self.sum(values)]
 

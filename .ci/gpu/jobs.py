@@ -54,11 +54,6 @@ JOBS |= {
         "what a call costs the host; few jobs beside it", measure("whole benchmarks host"), limit=240
     ),
     "ptxas": Job("the same kernels by several assemblers", script("ptxas.sh"), limit=400),
-    "stall": Job(
-        "whether a thread can copy while streams wait, as when a rank is lost",
-        "python .ci/gpu/files/stall.py",
-        limit=200,
-    ),
 }
 
 for name, what in {
