@@ -2,9 +2,8 @@
 
 What goes in, and where it is from:
 
-    one GPU          GPT-2 small's step on one H200, measured (results/nvidia-h200/train_two_gpus.json); larger models
-                     at the same share of the peak, unless results/*/scaling.json has them on one GPU; time is taken
-                     to be in proportion to tokens
+    one GPU          its step as measured (results/*/scaling.json); a model too large for it at the next smaller one's
+                     share of the peak; time is taken to be in proportion to tokens
     NVLink           450 GB/s a GPU and direction (NVIDIA's data sheets of H100 and H200: 900 GB/s both ways)
     network          50 GB/s a GPU and direction: one 400 Gb/s InfiniBand NDR port each, 8 GPUs a host
     overlap          all that PyTorch can overlap: gradients with the last micro-batch's backward but for the last
@@ -45,7 +44,6 @@ BUCKET = 25 * 2**20  # bytes, of DistributedDataParallel
 KERNELS = 550e12  # FLOP/s
 LENGTHS = {"32k": 32768, "64k": 65536, "128k": 131072, "256k": 262144}  # of one sequence, as in scaling.py
 LEAST = 2048  # tokens of a chunk of it: on less, the kernels are slower than that
-MEASURED = Path("nvidia-h200/train_two_gpus.json")
 HEADER = ("model", "layout", "GPUs", "step, ms", "k tokens/s", "of so many alone")
 CASES = ("model", "layout", "GPUs", "tokens a step", "predicted, ms", "measured, ms", "error", "where")
 SEQUENCE = 1024  # tokens, of the models that are not named after theirs
@@ -120,13 +118,25 @@ def work(model: str, tokens: int, mfu: float) -> Work:
 
 def alone(results: Path) -> dict[str, tuple[float, str]]:
     """Model -> (MFU on one GPU, where it is from)."""
-    small = json.loads((results / MEASURED).read_text())["summaries"][1]["perf/mfu"]  # without CUDA graphs
-    found = dict.fromkeys(SHAPES, (small, "small's, measured on an H200"))
-    for file in sorted(results.glob("*/scaling.json")):
-        for sample in json.loads(file.read_text())["samples"]:
-            if sample.get("perf/mfu") and sample["ranks"] == 1 and sample["model"] in SHAPES:
-                found[sample["model"]] = sample["perf/mfu"], f"measured, {file.parent.name}"
+    found = {}
+    for where, samples in measured(results).items():
+        for model, mfu in shares(samples).items():
+            found[model] = mfu, f"measured, {where}"
+    for smaller, model in itertools.pairwise(SHAPES):
+        found.setdefault(model, (found[smaller][0], f"{smaller}'s"))
     return found
+
+
+def measured(results: Path) -> dict[str, list[dict[str, Any]]]:
+    """Folder -> what `scaling` measured there."""
+    read = {file.parent.name: json.loads(file.read_text()) for file in sorted(results.glob("*/scaling.json"))}
+    return {where: [s for s in each["samples"] if "failed" not in s] for where, each in read.items()}
+
+
+def shares(samples: list[dict[str, Any]]) -> dict[str, float]:
+    """Model -> MFU on one GPU."""
+    own = (each for each in samples if each["ranks"] == 1 and each["model"] in SHAPES)
+    return {each["model"]: each["perf/mfu"] for each in own if each.get("perf/mfu")}
 
 
 def rows(mfus: dict[str, tuple[float, str]], counts: list[int], batch: int | None) -> Iterator[list[str]]:
@@ -174,27 +184,15 @@ def rows_of_one_sequence(mfu: float, counts: list[int]) -> Iterator[list[str]]:
 
 def cases(results: Path) -> list[list[str]]:
     """A row for each layout that was measured and can be predicted."""
-    one, two = (json.loads((results / MEASURED).read_text())["summaries"][each] for each in (1, 2))
-    tokens = two["tokens"] // two["steps"]
-    old = {"model": "small", "name": "whole", "batch_tokens": tokens, "micro_batch": tokens // 2 // SEQUENCE}
-    files = {
-        MEASURED.parent.name: [old | one | {"ranks": 1}, old | two | {"ranks": 2}],
-        **{
-            each.parent.name: json.loads(each.read_text())["samples"]
-            for each in sorted(results.glob("*/scaling.json"))
-        },
-    }
     found = []
-    for where, samples in files.items():
-        samples = [each for each in samples if "failed" not in each]
-        mfus = {each["model"]: each.get("perf/mfu") for each in samples if each["ranks"] == 1}
+    for where, samples in measured(results).items():
+        mfus = shares(samples)
         # One GPU is what predictions start from, but for a long sequence.
         compared = [each for each in samples if each["ranks"] > 1 or each["model"] in LENGTHS]
         several = {(s["model"], s["name"], s["ranks"]): s for s in reversed(compared)}
         for (model, layout, gpus), sample in reversed(several.items()):
-            # Without its own, a model's share of the peak is that of the next smaller one.
-            known = {"small": ("small",), "xl": ("xl", "small"), "7b": ("xl", "small")}.get(model, ("small",))
-            mfu = next((mfus[each] for each in known if mfus.get(each)), None)
+            known = {"xl": ("xl", "small"), "7b": ("xl", "small")}.get(model, ("small",))
+            mfu = next((mfus[each] for each in known if each in mfus), None)
             if mfu and (seconds := predicted(sample, mfu)):
                 milliseconds = sample["perf/step_ms"]
                 error = f"{milliseconds / seconds / 1e3 - 1:+.1%}"
