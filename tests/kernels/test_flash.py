@@ -30,18 +30,6 @@ def test_exact_at_every_length(causal: bool, head_dim: int, dtype: torch.dtype) 
         assert_as_accurate(run(flash, tensors, d_out, causal=causal), tensors, d_out, causal=causal)
 
 
-def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous() -> None:
-    qkv = torch.randn(2, 70, 3, 2, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    tensors = [qkv[:, :, each].transpose(1, 2) for each in range(3)]
-    d_out = torch.randn(2, 70, 32, 2).permute(0, 3, 1, 2)  # neither dense nor with a last stride of 1
-    got = run(flash, tensors, d_out)
-    assert_as_accurate(got, tensors, d_out)
-    # Heads lie inside tokens, so that the model merges them without a copy.
-    assert got["out"].transpose(1, 2).is_contiguous()
-    flash(*tensors).sum().backward()  # a gradient of stride 0
-    assert torch.isfinite(qkv.grad).all()
-
-
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "dropout_seed": 7}, {"window": (20, 0)}], ids=str)
 def test_packed_qkv_equals_separate_q_k_v_and_has_one_dense_gradient(options: dict[str, object]) -> None:
     qkv = torch.randn(2, 70, 3, 2, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -62,12 +50,6 @@ def test_a_packed_qkv_of_the_wrong_shape_is_named() -> None:
     for shape in ((2, 70, 2, 2, 32), (2, 70, 6, 32)):
         with pytest.raises(AttentionError, match=r"qkv must be \(batch, length, 3, heads, head_dim\), got"):
             flash_packed(torch.randn(shape))
-
-
-def test_scale_and_grouped_heads() -> None:
-    *tensors, d_out = inputs(70, 90, 32, torch.float32, batch=2, heads=4, kv_heads=2)
-    options = {"causal": True, "scale": 0.05}
-    assert_as_accurate(run(flash, tensors, d_out, **options), tensors, d_out, **options)
 
 
 def test_gradients_through_lse_match_naive() -> None:
@@ -114,15 +96,6 @@ def test_two_halves_of_the_keys_merge_into_the_whole() -> None:
     for out in (merged(), flash(q, k, v, causal=False)):
         results.append((out.detach(), *torch.autograd.grad(out, tensors, d_out)))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
-
-
-def test_fully_masked_queries_have_zero_output_and_gradient() -> None:
-    *tensors, d_out = inputs(150, 40, 16, torch.float32)
-    got = run(flash, tensors, d_out)
-    assert (got["out"][:, :, :110] == 0).all()
-    assert (got["lse"][:, :, :110] == -torch.inf).all()
-    assert (got["dq"][:, :, :110] == 0).all()
-    assert_as_accurate(got, tensors, d_out)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
@@ -205,13 +178,6 @@ def test_results_have_the_memory_layout_that_sdpa_promises(name: str) -> None:
     torch.library.opcheck(operators.flash_forward, (q, k, v, *rest), test_utils="test_faketensor")
 
 
-def test_torch_compile_gives_equal_results_without_graph_breaks() -> None:
-    *tensors, d_out = inputs(40, 40, 16, torch.float32)
-    compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)
-    got, want = run(compiled, tensors, d_out), run(flash, tensors, d_out)
-    assert all(torch.equal(got[name], want[name]) for name in want)
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiled_autograd_takes_the_backward_of_an_eager_forward(packed: bool) -> None:
@@ -228,13 +194,6 @@ def test_compiled_autograd_takes_the_backward_of_an_eager_forward(packed: bool) 
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         loss().backward()
     assert all(torch.equal(x.grad, gradient) for x, gradient in zip((qkv, sinks), want, strict=True))
-
-
-def test_a_second_derivative_is_refused() -> None:
-    q, k, v, d_out = inputs(8, 8, 16, torch.float32)
-    (dq,) = torch.autograd.grad(flash(q, k, v), q, d_out, create_graph=True)
-    with pytest.raises(AttentionError, match="attention=flash has no second derivative; use attention=naive"):
-        dq.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -255,28 +214,11 @@ def test_gradients_row_by_row_under_torch_func_are_those_of_naive_and_sdpa() -> 
         by_row(flash)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtype": torch.bfloat16}, "interpreter multiplies bfloat16 wrongly"),
-        ({"dtype": torch.float64}, "it takes float16, bfloat16 and float32, not torch.float64"),
-        ({"head_dim": 8}, "it takes head_dim 16 to 256, not 8"),
-        ({"head_dim": 257}, "it takes head_dim 16 to 256, not 257"),
-        ({"alibi_slopes": torch.ones(1, requires_grad=True)}, "no gradient for alibi_slopes"),
-    ],
-)
-def test_an_unsupported_dtype_head_dim_or_gradient_is_refused_by_name(
-    change: dict[str, object], message: str
-) -> None:
-    shape = {name: change.pop(name) for name in ("dtype", "head_dim") if name in change}
-    q, k, v, _ = inputs(8, 8, **{"head_dim": 16, "dtype": torch.float32} | shape)
-    with pytest.raises(AttentionError, match=message):
-        flash(q, k, v, **change)
-
-
-def test_alibi_slopes_that_require_grad_work_under_no_grad() -> None:
+def test_alibi_slopes_that_require_grad_are_refused_but_under_no_grad() -> None:
     q, k, v, _ = inputs(8, 8, 16, torch.float32)
     slopes = torch.nn.Parameter(torch.tensor([0.5]))
+    with pytest.raises(AttentionError, match="no gradient for alibi_slopes"):
+        flash(q, k, v, alibi_slopes=slopes)
     with torch.no_grad():
         torch.testing.assert_close(
             flash(q, k, v, alibi_slopes=slopes), naive(q, k, v, alibi_slopes=slopes), atol=1e-5, rtol=1e-5
@@ -318,12 +260,6 @@ def test_v_may_have_a_head_dim_of_its_own(head_dim: int, value_dim: int) -> None
         torch.testing.assert_close((out, *found), (expected.float(), *(each.float() for each in wanted)))
     compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)(*tensors)
     torch.testing.assert_close(compiled, out)
-
-
-def test_a_batch_larger_than_a_grid_is_refused() -> None:
-    q = torch.zeros(65536, 1, 1, 16)
-    with pytest.raises(AttentionError, match=r"batch and heads up to 65535, got \(65536, 1\)"):
-        flash(q, q, q)
 
 
 def test_a_last_stride_other_than_one_is_refused() -> None:

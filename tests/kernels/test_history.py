@@ -1,4 +1,4 @@
-"""The algorithms that led to flash, against float64 in Triton's interpreter. About 8 s.
+"""The algorithms that led to flash, and what it shares with them, against float64 in Triton's interpreter. About 8 s.
 
 On a GPU the interpreter's tests are skipped, and those of softmax run there.
 """
@@ -18,6 +18,7 @@ from tests.kernels.accuracy import assert_as_accurate, golden, inputs
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's; those marked gpu are the GPU's")
 BOTH = pytest.mark.parametrize("name", ["flash1", "two_pass"])
+AND_FLASH = pytest.mark.parametrize("name", ["flash1", "two_pass", "flash"])
 OPERATORS = {
     "flash1": (flash1.flash1_forward, flash1.flash1_backward),
     "two_pass": (two_pass.two_pass_forward, two_pass.two_pass_backward),
@@ -84,7 +85,7 @@ def test_exact_over_many_tiles(name: str, head_dim: int, dtype: torch.dtype, cau
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 def test_fully_masked_queries_have_zero_output_and_gradient(name: str) -> None:
     *tensors, d_out = inputs(150, 40, 16, torch.float32)
     got = run(name, tensors, d_out)
@@ -131,7 +132,7 @@ def test_extreme_scores_stay_accurate_and_finite(name: str, dtype: torch.dtype) 
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 @HALF_AND_SINGLE
 def test_scale_and_grouped_heads(name: str, dtype: torch.dtype) -> None:
     *tensors, d_out = inputs(30, 40, 32, dtype, heads=4, kv_heads=2)
@@ -139,7 +140,7 @@ def test_scale_and_grouped_heads(name: str, dtype: torch.dtype) -> None:
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous(name: str) -> None:
     qkv = torch.randn(2, 70, 3, 2, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     tensors = [qkv[:, :, each].transpose(1, 2) for each in range(3)]
@@ -151,7 +152,7 @@ def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous(name: str) 
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 def test_an_expanded_output_gradient_gives_the_same_results(name: str) -> None:
     *tensors, d_out = inputs(70, 70, 16, torch.float32, heads=2, kv_heads=2)
     expanded = d_out[:, :1, :1].expand_as(d_out)
@@ -174,7 +175,7 @@ def test_q_k_and_v_may_have_different_memory_layouts(name: str) -> None:
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 def test_repeats_agree_bit_for_bit(name: str) -> None:
     *tensors, d_out = inputs(80, 130, 16, torch.float16)
     assert_same(run(name, tensors, d_out), run(name, tensors, d_out))
@@ -249,7 +250,7 @@ def test_flash1s_candidates_are_exact(head_dim: int) -> None:
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 def test_torch_compile_gives_equal_results_without_graph_breaks(name: str) -> None:
     *tensors, d_out = inputs(40, 40, 16, torch.float32)
     compiled = torch.compile(kernels.get_attention(name), backend="aot_eager", fullgraph=True)
@@ -272,7 +273,7 @@ def test_the_operators_pass_torchs_own_checks(name: str) -> None:
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 def test_a_second_derivative_is_refused(name: str) -> None:
     q, k, v, d_out = inputs(8, 8, 16, torch.float32)
     (dq,) = torch.autograd.grad(kernels.get_attention(name)(q, k, v), q, d_out, create_graph=True)
@@ -318,7 +319,7 @@ def test_an_unknown_argument_is_refused(name: str) -> None:
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -356,7 +357,7 @@ def test_a_cpu_without_the_interpreter_is_refused_in_a_line(
 
 
 @INTERPRETED
-@BOTH
+@AND_FLASH
 def test_overlapping_views_are_exact_and_a_batch_over_the_grid_refused(name: str) -> None:
     base = torch.randn(1, 1, 80, generator=torch.Generator().manual_seed(0))
     tensors = [base.unfold(2, 16, 1)[:, :, :40].requires_grad_() for _ in range(3)]
