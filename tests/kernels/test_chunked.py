@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kernels
-from kernels import AttentionError
 from kernels.history import chunked
 from tests.kernels.accuracy import assert_as_accurate, inputs
 
@@ -53,15 +52,3 @@ def test_scores_are_computed_for_one_pair_of_chunks_at_a_time(monkeypatch: pytes
     assert max(sizes) == (32, 48)
     pairs = 1 + 2 + 2 + 3  # of chunks, with causal masking
     assert len(sizes) == 3 * pairs  # forward, recomputed for its chunk of queries, and for its own backward
-
-
-def test_unsupported_features_are_refused_by_name() -> None:
-    q, k, v, _ = inputs(8, 8, 16, torch.float32)
-    with pytest.raises(
-        AttentionError, match="attention=chunked does not support window; attention=naive does"
-    ):
-        kernels.get_attention("chunked")(q, k, v, window=(3, 0))
-    with pytest.raises(
-        AttentionError, match="attention=chunked cannot be used here: it does not support softcap"
-    ):
-        kernels.resolve_attention("chunked", device="cpu", dtype=torch.float32, head_dim=16, softcap=5.0)

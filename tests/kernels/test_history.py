@@ -293,7 +293,7 @@ def test_forward_mode_gradients_are_refused_and_not_lost(name: str) -> None:
 
 
 @INTERPRETED
-@BOTH
+@pytest.mark.parametrize("name", ["flash1", "two_pass", "chunked"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_is_refused_by_name(name: str, feature: str) -> None:
     options = {feature: USED.get(feature, torch.ones(1))}
