@@ -34,20 +34,8 @@ Document = dict
 ALL = {**EXPERIMENTS, **BENCHMARKS}
 VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver", "python", "device_name")
 # What says which run of `perplexity` a sample is; the rest is what was measured.
-PLACE = (
-    "kind",
-    "of",
-    "part",
-    "name",
-    "attention",
-    "init_seed",
-    "context",
-    "micro_batch",
-    "steps",
-    "code",
-    "lr",
-    "when",
-)
+PLACE = ("kind", "of", "part", "name", "attention", "init_seed", "context", "micro_batch")
+PLACE += ("steps", "code", "lr", "when")
 
 
 class RefusedError(Exception):
@@ -151,12 +139,16 @@ def perplexity(documents: list[Document]) -> Document:
 def write(document: Document, commit: str, folder: Path) -> None:
     name, folder = document["experiment"], folder / slug(document["device"])
     document["commit"] = document["environment"]["commit"] = document["commit"] or commit
-    folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{name}.partial.json"
     path = partial if document["state"] == "partial" else folder / f"{name}.json"
-    path.write_text(as_lines(document))
+    save(path, document)
     if path != partial:
         partial.unlink(missing_ok=True)
+
+
+def save(path: Path, document: Document) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_lines(document))
     print(f"  {path}")
 
 
@@ -194,10 +186,8 @@ def merge_scaling(files: list[Path], commit: str, into: Path) -> None:
         document["samples"] = [
             each for place in sorted(samples, key=lambda p: p[0]) for each in samples[place]
         ]
-        path = into / f"{slug(environment['device_name'])}x{ranks}" / "scaling.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_lines(document))
-        print(scaling.table(document["samples"]), path, sep="\n")
+        print(scaling.table(document["samples"]))
+        save(into / f"{slug(environment['device_name'])}x{ranks}" / "scaling.json", document)
 
 
 def merge_long_runs(folders: list[Path], commit: str, into: Path) -> None:
@@ -207,10 +197,8 @@ def merge_long_runs(folders: list[Path], commit: str, into: Path) -> None:
         if not document["validation"]:
             print(f"left out, cut before its first evaluation: {run.path}")
             continue
-        path = into / long_run.place(document)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_lines(document))
-        print(long_run.line(document), path, sep="\n")
+        print(long_run.line(document))
+        save(into / long_run.place(document), document)
 
 
 def merge_killed(files: list[Path], commit: str, into: Path) -> None:
@@ -220,11 +208,9 @@ def merge_killed(files: list[Path], commit: str, into: Path) -> None:
         of[each["ranks"]].append(each)
     for ranks, samples in of.items():
         environment = [each.pop("environment") for each in samples][-1] | {"commit": commit}
-        path = into / f"{slug(environment['device_name'])}x{ranks}" / "killed.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_lines({"environment": environment, "samples": samples}))
-        told = [f"killed, {each['name']}: resumed {each.get('resumed')}" for each in samples]
-        print(*told, path, sep="\n")
+        print(*(f"killed, {each['name']}: resumed {each.get('resumed')}" for each in samples), sep="\n")
+        document = {"environment": environment, "samples": samples}
+        save(into / f"{slug(environment['device_name'])}x{ranks}" / "killed.json", document)
 
 
 def main() -> None:
