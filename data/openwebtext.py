@@ -137,11 +137,7 @@ def _download(name: str, revision: str, received: "_Received") -> Path:
     hub.limit_timeouts()
     try:
         path = hf_hub_download(
-            OPENWEBTEXT,
-            name,
-            repo_type="dataset",
-            revision=revision,
-            tqdm_class=received.bar_class(),
+            OPENWEBTEXT, name, repo_type="dataset", revision=revision, tqdm_class=received.bar_class()
         )
     except Exception as error:
         raise hub.failed(f"{OPENWEBTEXT}/{name}", error, hub.GOES_ON) from error

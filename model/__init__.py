@@ -23,15 +23,7 @@ _HOME = {
     "from_huggingface": "huggingface",
     "to_huggingface": "huggingface",
 }
-__all__ = [
-    "GPT",
-    "FusedGPT",
-    "FusedLayers",
-    "GPTConfig",
-    "build_gpt",
-    "from_huggingface",
-    "to_huggingface",
-]
+__all__ = ["GPT", "FusedGPT", "FusedLayers", "GPTConfig", "build_gpt", "from_huggingface", "to_huggingface"]
 
 
 def __getattr__(name: str):

@@ -234,11 +234,7 @@ def _memory(options: Options, group: Group, name: str, built: dict[str, Contende
 
     peak = held + timing.peak_bytes(two_steps, options.device)
     built[name] = contender
-    return {
-        "peak_bytes": peak,
-        "logit_error": error,
-        "agrees": error is None or error <= LOGIT_TOLERANCE,
-    }
+    return {"peak_bytes": peak, "logit_error": error, "agrees": error is None or error <= LOGIT_TOLERANCE}
 
 
 def _logit_error(contender: Contender, group: Group) -> float:

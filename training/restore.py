@@ -34,10 +34,7 @@ def read_run(found: Path) -> tuple[Config, str]:
 
 
 def load_run(
-    path: Path,
-    device_name: str = "auto",
-    attention_name: str = "auto",
-    tokenizer_name: str | None = None,
+    path: Path, device_name: str = "auto", attention_name: str = "auto", tokenizer_name: str | None = None
 ) -> tuple[GPT, tiktoken.Encoding]:
     """The model of a run directory or checkpoint, in eval mode and float32, and its tokenizer.
 

@@ -134,10 +134,7 @@ def start_at(path: str) -> Start:
 
 
 def load_state(
-    start: Start,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    start: Start, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
     """The checkpoint's weights, moments and gradient scale; learning rates and decays stay this run's."""
     state = checkpoint.load_training(start.checkpoint)

@@ -35,14 +35,8 @@ BOOKKEEPING = (
 _FACTS = ("dtype", "compiled", "cuda_graphs", "loss", "block", "world_size", "corpus")
 _RESOLVED_SETTINGS = ("trainer.(precision|compile|cuda_graphs|device)", "model.(loss|block)")
 # Settings that a comparison tells as numbers.
-COUNTS = (
-    "model.n_layer",
-    "model.n_head",
-    "model.n_embd",
-    "model.seq_len",
-    "trainer.batch_tokens",
-    "trainer.steps",
-)
+COUNTS = ("model.n_layer", "model.n_head", "model.n_embd", "model.seq_len")
+COUNTS += ("trainer.batch_tokens", "trainer.steps")
 _LEET_TIMEOUT = 120
 _SPEED = "perf/tokens_per_second"
 # A phase that attention does not affect is suspicious if its times in two runs differ by more than this ratio and by

@@ -48,10 +48,7 @@ BAD_FILES = {
     "blank.jsonl": (b'{"text": ""}\n{"text": ""}\n', r"has any text \(1 of 2 documents held out\)"),
     "table.csv": (b"a,b\n", r"not one of \.txt, \.jsonl.*such as CSV, use data=hub data\.repo=FOLDER"),
     "latin1.txt": (b"caf\xe9 au lait", r"latin1.txt: byte 3 \(0xe9\) is not UTF-8.*iconv"),
-    "digits.jsonl": (
-        b'{"text": "a", "n": %s}\n' % (b"9" * 5000),
-        r"byte 0 is not JSON .*4300 digits",
-    ),
+    "digits.jsonl": (b'{"text": "a", "n": %s}\n' % (b"9" * 5000), r"byte 0 is not JSON .*4300 digits"),
     "deep.jsonl": (b"[" * 100_000, r"byte 0 is not JSON .*recursion"),
     "notepad.txt": ("a\n\nb".encode("utf-16"), "it looks like UTF-16: iconv -f utf-16 -t utf-8"),
     "latin1.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', r"latin1.jsonl: byte 24 \(0xff\) is not UTF-8"),

@@ -122,12 +122,7 @@ def test_a_sweep_is_compared_to_its_first_run(sweep, capsys):
         in capsys.readouterr().err
     )
     page = (sweep / "compare.html").read_text()
-    for title in (
-        "Loss against tokens",
-        "Loss against time",
-        "Loss minus that of naive",
-        "Training speed",
-    ):
+    for title in ("Loss against tokens", "Loss against time", "Loss minus that of naive", "Training speed"):
         assert title in page
     assert page.count("<figure") == 4
     assert "1 layer, 2 heads, 32 wide" in page

@@ -214,10 +214,7 @@ def test_table_2_is_compared_with_the_whole_stack_not_attention_alone():
         by_what[
             f"gpt2_small, whole stack: ours with flash, {how} over Hugging Face, eager attention, tokens/s"
         ]
-        for how in (
-            "torch's other layers (eager)",
-            "our kernels for the other layers (eager)",
-        )
+        for how in ("torch's other layers (eager)", "our kernels for the other layers (eager)")
     )
     assert eager == (NOT_REPRODUCED, "3.00x")
     assert fused == (REPRODUCED, "3.60x")

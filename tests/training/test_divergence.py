@@ -12,11 +12,7 @@ from safetensors.torch import save_file
 from tests.conftest import measured
 from tests.training.conftest import CPU, having, steps_saved
 from training import checkpoint, evaluation
-from training.config import (
-    Config,
-    ConfigError,
-    Precision,
-)
+from training.config import Config, ConfigError, Precision
 from training.failures import diverged
 from training.restore import load_run
 from training.trainer import Trainer, train

@@ -285,15 +285,7 @@ def test_push_uploads_the_folder_to_a_private_repository(run_of_a_step, tmp_path
             "HF_HOME": str(tmp_path),
         }
         return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "training.export",
-                run_of_a_step,
-                tmp_path / folder,
-                "--push",
-                "me/tiny",
-            ],
+            [sys.executable, "-m", "training.export", run_of_a_step, tmp_path / folder, "--push", "me/tiny"],
             capture_output=True,
             text=True,
             cwd=ROOT,

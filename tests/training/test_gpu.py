@@ -13,14 +13,7 @@ from kernels import AttentionError, resolve_attention
 from model.config import MLPKind
 from tests.conftest import measured, text_data
 from training.checkpoint import find, load_weights
-from training.config import (
-    AttentionConfig,
-    Config,
-    LoggerConfig,
-    ModelConfig,
-    Precision,
-    TrainerConfig,
-)
+from training.config import AttentionConfig, Config, LoggerConfig, ModelConfig, Precision, TrainerConfig
 from training.optimizer import OptimizerConfig, OptimizerName
 from training.seeds import stream_seed
 from training.trainer import train

@@ -14,10 +14,7 @@ from tests.conftest import measured
 from tests.training.ranks import logged, processes, started_on, train_on, wait_until
 from training.checkpoint import find, load_weights, saved
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SHAPE = [
     *(
         "model.seq_len=1024",

@@ -14,10 +14,7 @@ import torch
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, contents, having, killed, steps_saved
 from training import checkpoint, evaluation
-from training.config import (
-    ConfigError,
-    OptimizerConfig,
-)
+from training.config import ConfigError, OptimizerConfig
 from training.optimizer import OptimizerName
 from training.parallel.config import ParallelConfig
 from training.schedule import ScheduleConfig

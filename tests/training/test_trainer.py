@@ -27,10 +27,7 @@ from reproduce.comparison import compare
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, having, killed, steps_saved
 from training import checkpoint
-from training.config import (
-    AttentionConfig,
-    ConfigError,
-)
+from training.config import AttentionConfig, ConfigError
 from training.console import Progress
 from training.loggers import CsvLogger
 from training.restore import load_run

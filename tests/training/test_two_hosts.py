@@ -32,12 +32,7 @@ def hosts(settings: list[str], folder, environment: dict[str, str], *options: st
     command = [*launcher, *meeting, "--local-addr=127.0.0.1", *options, str(ROOT / "train.py"), *settings]
     return [
         subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         for _ in range(2)
     ]

@@ -15,10 +15,7 @@ from .config import GradientDtype
 
 
 def replicated(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    dtype: GradientDtype,
-    backward_ended: Callable[[], None],
+    model: nn.Module, mesh: DeviceMesh, dtype: GradientDtype, backward_ended: Callable[[], None]
 ) -> DistributedDataParallel:
     """The model with its gradients exchanged in buckets, each as soon as the backward has filled it.
 
