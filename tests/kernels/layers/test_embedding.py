@@ -118,13 +118,6 @@ def test_torch_compile_sees_torchs_forward_and_our_gradient():
     assert ours == [str(room.embedding_gradient)]
 
 
-def test_a_second_derivative_is_refused():
-    tokens, table, _ = problem((4, 1, 7))
-    (d_table,) = torch.autograd.grad(embedding(tokens, table).square().sum(), table, create_graph=True)
-    with pytest.raises(FusedError, match="no second derivative"):
-        d_table.sum().backward()
-
-
 def test_an_unsupported_dtype_or_device_is_refused(monkeypatch):
     tokens, table, _ = problem((4, 1, 7))
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):

@@ -118,6 +118,16 @@ def test_compiled_autograd_differentiates_an_eager_forward(layer) -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["embedding", "linear_add_norm", "linear_gelu"])
+def test_a_second_derivative_is_refused(name: str) -> None:
+    make, inputs = LAYERS[name]
+    module = make()
+    squares = sum(x.square().sum() for x in module(*inputs(9)))
+    gradient, *_ = torch.autograd.grad(squares, list(module.own), create_graph=True)
+    with pytest.raises(FusedError, match="no second derivative"):
+        gradient.sum().backward()
+
+
 def fused_gpt(dropout_p: float) -> GPT:
     config = GPTConfig(vocab_size=40, seq_len=64, n_layer=1, n_head=2, n_embd=32, dropout=dropout_p)
     generator = torch.Generator().manual_seed(0)

@@ -238,15 +238,6 @@ def test_operators_pass_opcheck_and_compile_without_graph_breaks():
         torch.testing.assert_close(ours, results(linear_add_norm, inputs, (d_x_new, d_normalised), used))
 
 
-def test_a_second_derivative_is_refused():
-    inputs, _ = problem(torch.float32)
-    x, *others = (each.requires_grad_() for each in inputs.values())
-    _, normalised = linear_add_norm(x, *others)
-    (d_x,) = torch.autograd.grad(normalised.square().sum(), x, create_graph=True)
-    with pytest.raises(FusedError, match="no second derivative"):
-        d_x.sum().backward()
-
-
 def test_only_inputs_that_require_a_gradient_get_one():
     inputs, _ = problem(torch.float32)
     inputs["bias"].requires_grad_()
