@@ -11,6 +11,7 @@ import torch
 import kernels
 from kernels.flash.dispatch import machine_lacks
 from tests.kernels.accuracy import assert_as_accurate, inputs, run
+from tests.kernels.bits import assert_equal, repeated
 
 pytestmark = pytest.mark.gpu
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
@@ -144,11 +145,7 @@ def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
     options = features()[name]
     heads = {"batch": 2, "heads": 4, "kv_heads": kv_heads}
     *tensors, d_out = inputs(1000, 1000, head_dim, torch.bfloat16, **heads, device="cuda")
-    first = run(flash, tensors, d_out, **options)
-    assert_as_accurate(first, tensors, d_out, **options)
-    for _ in range(250):
-        again = run(flash, tensors, d_out, **options)
-        assert all(torch.equal(again[each], first[each]) for each in first)
+    assert_as_accurate(repeated(run, flash, tensors, d_out, **options), tensors, d_out, **options)
 
 
 @ON_HOPPER
@@ -198,17 +195,12 @@ def test_250_repeats_agree_bit_for_bit(flash, causal: bool, head_dim: int) -> No
     *tensors, d_out = inputs(
         1000, 1000, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12, device="cuda"
     )
-    first = run(flash, tensors, d_out, causal=causal)
-    for _ in range(250):
-        again = run(flash, tensors, d_out, causal=causal)
-        assert all(torch.equal(again[name], first[name]) for name in first)
+    repeated(run, flash, tensors, d_out, causal=causal)
 
 
 def test_torch_compile_gives_equal_results_without_graph_breaks(flash) -> None:
     *tensors, d_out = inputs(512, 512, 64, torch.bfloat16, batch=2, heads=4, kv_heads=4, device="cuda")
-    got = run(torch.compile(flash, fullgraph=True), tensors, d_out)
-    want = run(flash, tensors, d_out)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert_equal(run(torch.compile(flash, fullgraph=True), tensors, d_out), run(flash, tensors, d_out))
 
 
 def test_more_than_two_to_the_31_elements(flash) -> None:

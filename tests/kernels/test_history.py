@@ -14,6 +14,7 @@ from kernels.features import FEATURES
 from kernels.flash.portable.tiles import Tile
 from kernels.history import flash1, flash2, softmax, two_pass
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs
+from tests.kernels.bits import assert_equal, repeated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's; those marked gpu are the GPU's")
@@ -50,12 +51,6 @@ def assert_exact(
     for q_len, kv_len in lengths:
         *tensors, d_out = inputs(q_len, kv_len, head_dim, dtype, seed=q_len)
         assert_as_accurate(run(name, tensors, d_out, causal=causal), tensors, d_out, causal=causal)
-
-
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
-    for name, x in want.items():
-        assert torch.equal(got[name], x), name
 
 
 # ---- attention ---------------------------------------------------------------------------------------
@@ -156,7 +151,7 @@ def test_views_of_a_packed_qkv_and_a_gradient_that_is_not_contiguous(name: str) 
 def test_an_expanded_output_gradient_gives_the_same_results(name: str) -> None:
     *tensors, d_out = inputs(70, 70, 16, torch.float32, heads=2, kv_heads=2)
     expanded = d_out[:, :1, :1].expand_as(d_out)
-    assert_same(run(name, tensors, expanded), run(name, tensors, expanded.contiguous()))
+    assert_equal(run(name, tensors, expanded), run(name, tensors, expanded.contiguous()))
 
 
 @INTERPRETED
@@ -171,14 +166,14 @@ def test_q_k_and_v_may_have_different_memory_layouts(name: str) -> None:
         back = [order.index(axis) for axis in range(4)]
         laid.append(x.detach().permute(order).contiguous().permute(back).requires_grad_())
     assert len({x.stride() for x in laid}) == 3
-    assert_same(run(name, laid, d_out), want)
+    assert_equal(run(name, laid, d_out), want)
 
 
 @INTERPRETED
 @AND_FLASH
 def test_repeats_agree_bit_for_bit(name: str) -> None:
     *tensors, d_out = inputs(80, 130, 16, torch.float16)
-    assert_same(run(name, tensors, d_out), run(name, tensors, d_out))
+    repeated(run, name, tensors, d_out, times=1)
 
 
 @INTERPRETED
@@ -256,7 +251,7 @@ def test_torch_compile_gives_equal_results_without_graph_breaks(name: str) -> No
     compiled = torch.compile(kernels.get_attention(name), backend="aot_eager", fullgraph=True)
     out = compiled(*tensors)
     got = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, tensors, d_out)), strict=True))
-    assert_same(got, run(name, tensors, d_out))
+    assert_equal(got, run(name, tensors, d_out))
 
 
 @INTERPRETED
@@ -464,7 +459,5 @@ def test_exact_on_a_gpu_and_20_repeats_agree(
 ) -> None:
     heads = {"batch": 4, "heads": 16, "kv_heads": 16}
     *tensors, d_out = inputs(1000, 1000, head_dim, dtype, device="cuda", **heads)
-    first = run(name, tensors, d_out, causal=causal)
+    first = repeated(run, name, tensors, d_out, times=20, causal=causal)
     assert_as_accurate(first, tensors, d_out, causal=causal)
-    for _ in range(20):
-        assert_same(run(name, tensors, d_out, causal=causal), first)

@@ -10,6 +10,7 @@ import torch
 from kernels.flash.dispatch import machine_lacks
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import BOUNDS, LISTED, assert_as_accurate, block_mask, documents, inputs
+from tests.kernels.bits import assert_equal, programs_of_hopper, repeated
 
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
 pytestmark = [
@@ -142,20 +143,13 @@ class TestOnHopper:
         *qkv, d_out = inputs(
             1000, 1000, head_dim, dtype, batch=16, heads=12, kv_heads=kv_heads, device="cuda"
         )  # fmt: skip
-        tensors = forward(*qkv, d_out, causal)
-        first = gradients(tensors, causal)
-        for _ in range(250):
-            again = gradients(tensors, causal)
-            assert all(torch.equal(again[name], first[name]) for name in first)
+        repeated(gradients, forward(*qkv, d_out, causal), causal)
 
     @pytest.mark.parametrize("programs", [1, 7])
     def test_any_number_of_programs_gives_the_same(
-        self, programs: int, causal: bool, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+        self, programs: int, causal: bool, head_dim: int, dtype: torch.dtype
     ) -> None:
         """A single program must process all work items in an order in which none waits for a later one."""
-        from kernels import launch
-        from kernels.flash.hopper import launch as hopper_launch
-
         cases = [(q_len, kv_len, {}) for q_len, kv_len in [(1000, 1000), (129, 65), (700, 30), (64, 2000)]]
         if head_dim <= 128:
             cases.append((1000, 1000, {"dropout_p": 0.1, "dropout_seed": 5}))
@@ -165,11 +159,8 @@ class TestOnHopper:
             )  # fmt: skip
             tensors = forward(*qkv, d_out, causal, **features)
             got = gradients(tensors, causal, **features)
-            with monkeypatch.context() as patch:
-                patch.setattr(hopper_launch, "sm_count", lambda device: programs)
-                patch.setattr(launch, "_known", {})
-                other = gradients(tensors, causal, **features)
-            assert all(torch.equal(got[name], other[name]) for name in got)
+            with programs_of_hopper(programs):
+                assert_equal(gradients(tensors, causal, **features), got)
 
     def test_extreme_scores_stay_finite(self, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
         """All scores hugely negative, all equal, one key that wins everything; lengths that fill no tile."""
@@ -218,8 +209,7 @@ class TestDropoutAndDelay:
             tensors = forward(*qkv, d_out, causal, **features)
             got = gradients(tensors, causal, **features)
             force(1 - delay, monkeypatch)
-            other = gradients(tensors, causal, **features)
-            assert all(torch.equal(got[name], other[name]) for name in got)
+            assert_equal(gradients(tensors, causal, **features), got)
 
 
 @pytest.mark.parametrize(
@@ -246,29 +236,20 @@ class TestWindowsAndDocuments:
         )  # fmt: skip
         cu_seqlens = documents(1000, 16, "cuda")
         tensors = forward(*qkv, d_out, True, cu_seqlens=cu_seqlens)
-        first = gradients(tensors, True, cu_seqlens=cu_seqlens)
-        for _ in range(250):
-            again = gradients(tensors, True, cu_seqlens=cu_seqlens)
-            assert all(torch.equal(again[name], first[name]) for name in first)
+        repeated(gradients, tensors, True, cu_seqlens=cu_seqlens)
 
     @pytest.mark.parametrize("programs", [1, 7])
     def test_any_number_of_programs_gives_the_same(
-        self, programs: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+        self, programs: int, head_dim: int, dtype: torch.dtype
     ) -> None:
-        from kernels import launch
-        from kernels.flash.hopper import launch as hopper_launch
-
         for bounds in ({"cu_seqlens": documents(1000, 2, "cuda")}, {"window": (200, 0)}):
             *qkv, d_out = inputs(
                 1000, 1000, head_dim, dtype, batch=2, heads=6, kv_heads=3, device="cuda"
             )  # fmt: skip
             tensors = forward(*qkv, d_out, True, **bounds)
             got = gradients(tensors, True, **bounds)
-            with monkeypatch.context() as patch:
-                patch.setattr(hopper_launch, "sm_count", lambda device: programs)
-                patch.setattr(launch, "_known", {})
-                other = gradients(tensors, True, **bounds)
-            assert all(torch.equal(got[name], other[name]) for name in got)
+            with programs_of_hopper(programs):
+                assert_equal(gradients(tensors, True, **bounds), got)
 
 
 @pytest.mark.parametrize("delay", [0], indirect=True, ids=["no delay"])  # nor are listed ones
@@ -295,27 +276,15 @@ class TestBlockMasks:
             2000, 2000, head_dim, torch.bfloat16, batch=8, heads=12, kv_heads=12, device="cuda"
         )  # fmt: skip
         mask = block_mask(2000, 2000, 8, 12, share, device="cuda")
-        tensors = forward(*qkv, d_out, causal, block_mask=mask)
-        first = gradients(tensors, causal, block_mask=mask)
-        for _ in range(250):
-            again = gradients(tensors, causal, block_mask=mask)
-            assert all(torch.equal(again[name], first[name]) for name in first)
+        repeated(gradients, forward(*qkv, d_out, causal, block_mask=mask), causal, block_mask=mask)
 
     @pytest.mark.parametrize("programs", [1, 7])
-    def test_any_number_of_programs_gives_the_same(
-        self, programs: int, causal: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from kernels import launch
-        from kernels.flash.hopper import launch as hopper_launch
-
+    def test_any_number_of_programs_gives_the_same(self, programs: int, causal: bool, head_dim: int) -> None:
         mask = block_mask(1000, 1000, 2, 6, device="cuda")
         *qkv, d_out = inputs(
             1000, 1000, head_dim, torch.bfloat16, batch=2, heads=6, kv_heads=3, device="cuda"
         )  # fmt: skip
         tensors = forward(*qkv, d_out, causal, block_mask=mask)
         got = gradients(tensors, causal, block_mask=mask)
-        with monkeypatch.context() as patch:
-            patch.setattr(hopper_launch, "sm_count", lambda device: programs)
-            patch.setattr(launch, "_known", {})
-            other = gradients(tensors, causal, block_mask=mask)
-        assert all(torch.equal(got[name], other[name]) for name in got)
+        with programs_of_hopper(programs):
+            assert_equal(gradients(tensors, causal, block_mask=mask), got)

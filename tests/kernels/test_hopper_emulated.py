@@ -21,6 +21,7 @@ from kernels.flash.hopper.spec import specify
 from kernels.flash.masks import block_lists, document_bounds
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, block_mask, documents, inputs
+from tests.kernels.bits import assert_equal
 from tests.kernels.emulator import emulate
 
 pytestmark = pytest.mark.skipif(
@@ -130,8 +131,7 @@ def check(
     assert_as_accurate(first, tensors[:3], tensors[3], causal=causal, **given)
     for seed, programs in [(1, 1), (2, 5)]:
         machine |= {"seed": seed, "programs": programs}
-        again = run(which, tensors, causal, given)
-        assert all(torch.equal(again[name], first[name]) for name in first)
+        assert_equal(run(which, tensors, causal, given), first)
 
 
 @pytest.mark.one_in(9)
@@ -328,10 +328,8 @@ def test_precise_delta(machine, bound: str, head_dim: int) -> None:
     torch.testing.assert_close(got["out"].double() + got["low"].double(), want, rtol=2**-20, atol=1e-6)
     assert not torch.allclose(got["out"].double(), want, rtol=2**-20, atol=1e-6)
     machine |= {"seed": 1, "programs": 5}
-    again = run("forward", tensors, causal, {**given, "precise_delta": True})
-    plain = run("forward", tensors, causal, given)
-    assert all(torch.equal(again[name], got[name]) for name in got)
-    assert all(torch.equal(plain[name], got[name]) for name in plain)
+    assert_equal(run("forward", tensors, causal, {**given, "precise_delta": True}), got)
+    assert_equal(got, run("forward", tensors, causal, given))
     gradients = run("backward", (q, k, v, d_out), causal, {**given, "precise_delta": True})
     assert_as_accurate(gradients, (q, k, v), d_out, causal=causal, **given)
 

@@ -8,6 +8,7 @@ import torch
 import kernels
 from kernels.flash.dispatch import machine_lacks
 from tests.kernels.accuracy import assert_as_accurate, documents, inputs, run
+from tests.kernels.bits import assert_equal, programs_of_hopper, repeated
 
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
 pytestmark = [
@@ -109,27 +110,17 @@ def test_250_repeats_agree_bit_for_bit(length: int, name: str, head_dim: int, ca
         length, length, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12, device="cuda"
     )  # fmt: skip
     given = {"causal": causal, **features(name, 16, 12, length)}
-    first = run(flash(), tensors, d_out, **given)
-    for _ in range(250):
-        again = run(flash(), tensors, d_out, **given)
-        assert all(torch.equal(again[each], first[each]) for each in first)
+    repeated(run, flash(), tensors, d_out, **given)
 
 
 @HEAD_DIMS
 @pytest.mark.parametrize("programs", [1, 7])
 @pytest.mark.parametrize("name", ["kv_lengths", "dropout"])
-def test_any_number_of_programs_gives_the_same(
-    name: str, programs: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kernels import launch
-    from kernels.flash.hopper import launch as hopper_launch
-
+def test_any_number_of_programs_gives_the_same(name: str, programs: int, head_dim: int) -> None:
     *tensors, d_out = inputs(
         1024, 1024, head_dim, torch.bfloat16, batch=8, heads=6, kv_heads=3, device="cuda"
     )
     given = features(name, 8, 6, 1024)
     first = run(flash(), tensors, d_out, **given)
-    monkeypatch.setattr(hopper_launch, "sm_count", lambda device: programs)
-    monkeypatch.setattr(launch, "_known", {})
-    again = run(flash(), tensors, d_out, **given)
-    assert all(torch.equal(again[each], first[each]) for each in first)
+    with programs_of_hopper(programs):
+        assert_equal(run(flash(), tensors, d_out, **given), first)

@@ -6,21 +6,13 @@ import torch
 from kernels.flash.dispatch import machine_lacks
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import BOUNDS, LISTED, assert_within, block_mask, documents, inputs
+from tests.kernels.bits import assert_equal, programs_of_hopper, repeated
 
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
 
 LENGTHS = [1, 17, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2048, 4096]
-UNEQUAL = [
-    (1, 239),
-    (113, 203),
-    (108, 256),
-    (256, 512),
-    (512, 256),
-    (1023, 1024),
-    (1024, 1023),
-    (1, 4096),
-    (700, 30),
-]
+UNEQUAL = [(1, 239), (113, 203), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023), (1, 4096)]
+UNEQUAL += [(700, 30)]
 HEAD_DIMS = [64, 128, 256]
 PADDED = [16, 72, 80, 96, 136, 192]  # their tiles are filled up with zeros
 
@@ -192,21 +184,12 @@ def test_precise_delta_keeps_what_rounding_takes_from_out(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_250_repeats_agree_bit_for_bit(causal: bool, head_dim: int, length: int) -> None:
     tensors = normal(length, length, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12)
-    out, lse = run(*tensors, causal)
-    for _ in range(250):
-        again_out, again_lse = run(*tensors, causal)
-        assert torch.equal(again_out, out)
-        assert torch.equal(again_lse, lse)
+    repeated(run, *tensors, causal)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("programs", [1, 7])
-def test_any_number_of_programs_gives_the_same(
-    programs: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kernels import launch
-    from kernels.flash.hopper import launch as hopper_launch
-
+def test_any_number_of_programs_gives_the_same(programs: int, head_dim: int) -> None:
     cases = [(1000, 1000, {}), (129, 65, {}), (700, 30, {}), (64, 2000, {}), (4100, 4100, {})]
     cases += [(1000, 1000, {"cu_seqlens": documents(1000, 2, "cuda")}), (1000, 1000, {"window": (200, 0)})]
     if head_dim <= 128:
@@ -214,22 +197,14 @@ def test_any_number_of_programs_gives_the_same(
     for q_len, kv_len, bounds in cases:
         tensors = normal(q_len, kv_len, head_dim, torch.bfloat16, batch=2, heads=6, kv_heads=3)
         got = run(*tensors, True, **bounds)
-        with monkeypatch.context() as patch:
-            patch.setattr(hopper_launch, "sm_count", lambda device: programs)
-            patch.setattr(launch, "_known", {})
-            other = run(*tensors, True, **bounds)
-        assert all(torch.equal(*pair) for pair in zip(got, other, strict=True))
+        with programs_of_hopper(programs):
+            assert_equal(run(*tensors, True, **bounds), got)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_250_repeats_of_documents_agree_bit_for_bit(head_dim: int) -> None:
     tensors = normal(1000, 1000, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12)
-    cu_seqlens = documents(1000, 16, "cuda")
-    out, lse = run(*tensors, True, cu_seqlens=cu_seqlens)
-    for _ in range(250):
-        again_out, again_lse = run(*tensors, True, cu_seqlens=cu_seqlens)
-        assert torch.equal(again_out, out)
-        assert torch.equal(again_lse, lse)
+    repeated(run, *tensors, True, cu_seqlens=documents(1000, 16, "cuda"))
 
 
 def test_extreme_scores_stay_finite() -> None:

@@ -15,6 +15,7 @@ from kernels.layers.checks import check_device, make_known_to_inductor
 from kernels.layers.linear_add_norm import linear_add_norm
 from kernels.philox import row_mask
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
+from tests.kernels.bits import repeated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INNER = 24
@@ -201,14 +202,8 @@ def test_huge_values_stay_finite():
         assert x.isfinite().all(), name
 
 
-def repeats(inputs, directions, count):
-    runs = (results(linear_add_norm, inputs, directions) for _ in range(count))
-    first = next(runs)
-    return all(torch.equal(x[name], first[name]) for x in runs for name in first)
-
-
 def test_repeats_bit_for_bit():
-    assert repeats(*problem(torch.float32, (50, 48)), 3)
+    repeated(results, linear_add_norm, *problem(torch.float32, (50, 48)), times=2)
 
 
 @pytest.mark.slow
@@ -327,4 +322,4 @@ def test_under_autocast_at_the_size_of_gpt2_and_above(rows, width, dropout):
 @pytest.mark.gpu
 def test_repeats_bit_for_bit_at_size():
     with torch.autocast("cuda", torch.bfloat16):
-        assert repeats(*problem(torch.float32, (65536, 768), inner=64), 50)
+        repeated(results, linear_add_norm, *problem(torch.float32, (65536, 768), inner=64), times=49)

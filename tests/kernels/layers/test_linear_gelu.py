@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from kernels.layers import linear_gelu as room
 from kernels.layers.linear_gelu import linear_gelu
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
+from tests.kernels.bits import repeated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INNER = 24
@@ -113,14 +114,8 @@ def test_inputs_of_any_strides():
     assert pre.grad.isfinite().all()
 
 
-def repeats(inputs, direction, count):
-    runs = (results(linear_gelu, inputs, direction) for _ in range(count))
-    first = next(runs)
-    return all(torch.equal(x[name], first[name]) for x in runs for name in first)
-
-
 def test_repeats_bit_for_bit():
-    assert repeats(*problem(torch.float32, (50,)), 3)
+    repeated(results, linear_gelu, *problem(torch.float32, (50,)), times=2)
 
 
 def test_operators_pass_opcheck_and_compile_without_graph_breaks():
@@ -152,4 +147,4 @@ def test_under_autocast_at_the_size_of_gpt2(rows, width):
 @pytest.mark.gpu
 def test_repeats_bit_for_bit_at_size():
     with torch.autocast("cuda", torch.bfloat16):
-        assert repeats(*problem(torch.float32, (65536,), 3072, inner=64), 50)
+        repeated(results, linear_gelu, *problem(torch.float32, (65536,), 3072, inner=64), times=49)
