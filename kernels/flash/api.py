@@ -5,14 +5,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..arguments import (
-    check_dropout,
-    check_features,
-    check_inputs,
-    check_scale,
-    in_autocast_dtype,
-    seed_on,
-)
+from ..arguments import check_dropout, check_features, check_inputs, check_scale, in_autocast_dtype, seed_on
 from ..launch import INTERPRETED
 from ..registry import AttentionError, with_packed
 from .call import Options, Tensors

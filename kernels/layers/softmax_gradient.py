@@ -30,12 +30,7 @@ class Terms(NamedTuple):
 
 
 def softmax_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    vocab_size: int,
-    with_gradient: bool,
-    terms: Terms,
+    logits: Tensor, targets: Tensor, losses: Tensor, vocab_size: int, with_gradient: bool, terms: Terms
 ) -> None:
     """Write each row's loss to losses (float32 (rows,)), and if with_gradient overwrite logits with their gradients.
 
