@@ -18,33 +18,15 @@ from model.huggingface import _transformers_imports, to_huggingface
 from tests.conftest import text_data
 from tests.training.conftest import CPU, having
 from training import checkpoint
-from training.config import (
-    Config,
-    ConfigError,
-    LoggerConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Positions,
-    Precision,
-    TrainerConfig,
-    load_config,
-)
+from training.config import Config, ConfigError, OptimizerConfig, Positions, Precision, load_config
 from training.export import export
 from training.restore import load_run
 from training.trainer import Trainer, train
 
 
 @pytest.fixture(scope="module")
-def config(text_file: Path) -> Config:
-    return Config(
-        model=ModelConfig(seq_len=32, n_layer=1, n_head=2, n_embd=32),
-        data=text_data(text_file),
-        optimizer=OptimizerConfig(lr=1e-2),
-        trainer=TrainerConfig(
-            steps=8, batch_tokens=64, log_every=1, eval_every=0, device="cpu", sample_tokens=0
-        ),
-        logger=LoggerConfig(wandb=False),
-    )
+def config(config: Config) -> Config:
+    return replace(having(config, eval_every=0, sample_tokens=0), optimizer=OptimizerConfig(lr=1e-2))
 
 
 @pytest.fixture(scope="module")
