@@ -7,12 +7,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 BUDGET = {
-    "model": 1469,
-    "kernels": 13231,
-    "data": 3495,
-    "training": 6526,
-    "reproduce": 10241,
-    "benchmarks": 2456,
+    "model": 1461,
+    "kernels": 13219,
+    "data": 3491,
+    "training": 6517,
+    "reproduce": 10222,
+    "benchmarks": 2240,
 }
 
 
