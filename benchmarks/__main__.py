@@ -29,6 +29,14 @@ BENCHMARKS: dict[str, Experiment] = {
             compiles=({"kind": "check"},),
         ),
         _Benchmark(
+            name="neighbour",
+            title="whether a busy GPU beside it changes what a GPU or the host takes",
+            minutes=2.0,
+            measures=("kernels.flash", "kernels.naive.naive_attention", "kernels.library.sdpa"),
+            gpus=2,
+            alone=True,
+        ),
+        _Benchmark(
             name="host",
             title="what a call of attention costs the host, beside PyTorch's and a function that does nothing",
             minutes=0.5,

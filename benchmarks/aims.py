@@ -15,7 +15,7 @@ from reproduce.results import changed_since, read_all, slug
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
 # The files in results/ that have aims; `training` and `ring` are experiments of reproduce.
-SOURCES = ("loss", "documents", "host", "huggingface", "decode", "training", "ring")
+SOURCES = ("loss", "documents", "host", "neighbour", "huggingface", "decode", "training", "ring")
 HEADER = ("what", "ours", "aim", "status", "why")
 
 

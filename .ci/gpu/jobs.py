@@ -210,6 +210,7 @@ for name, (what, line) in {
     "decode": ("a generated token", "whole benchmarks decode"),
 }.items():
     JOBS[name] = Job(what, measure(line))
+JOBS["neighbour"] = Job("a busy neighbour", measure("whole benchmarks neighbour"), gpus=2, limit=340)
 JOBS["preparation"] = Job(
     "preparing text beside nanoGPT, on 16 cores", script("preparation.sh"), gpus=0, needs="text"
 )

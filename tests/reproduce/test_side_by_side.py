@@ -209,11 +209,8 @@ def test_a_job_sees_its_gpu_or_all_of_them_where_it_takes_several(tmp_path, monk
     given = []
     monkeypatch.setattr(side_by_side, "measure_all", lambda plan, devices, *_: given.append(devices) or set())
     gpus = [torch.device("cuda", n) for n in range(2)]
-    for name in ("ring", "huggingface"):
-        plan = [
-            Step({**EXPERIMENTS, **BENCHMARKS}[name], None, None, process, 3, None, 0.0)
-            for process in range(3)
-        ]
+    for name in ("neighbour", "huggingface"):
+        plan = [Step(BENCHMARKS[name], None, None, process, 3, None, 0.0) for process in range(3)]
         command_line._run(plan, gpus, Call(tmp_path, False, {}), None, SimpleNamespace())
     assert given == [[torch.device("cuda")], gpus[:1]]
 
