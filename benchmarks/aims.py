@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reproduce.common import markdown_table, results_folder, writing
+from reproduce.plots import can_draw
 from reproduce.results import changed_since, read_all, slug
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
@@ -37,6 +38,8 @@ class Aim:
 def main(argv: list[str]) -> int:
     """Write BENCHMARKS.md and print its summary."""
     directory = results_folder("benchmarks aims", __doc__, argv)
+    if can_draw():
+        draw(directory)
     text, summary = page(directory)
     with writing(directory / "BENCHMARKS.md", "--results FOLDER"):
         (directory / "BENCHMARKS.md").write_text(text, encoding="utf-8")
@@ -44,14 +47,23 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def draw(directory: Path) -> None:
+    """The benchmarks' pictures, the newest document's last; those of `reproduce` are its report's."""
+    for document in reversed(list(read_all(directory, SOURCES))):
+        module = importlib.import_module(f"benchmarks.{document['experiment']}")
+        if hasattr(module, "draw"):
+            module.draw(document, directory / slug(document["device"]) / f"{document['experiment']}.svg")
+
+
 def page(directory: Path) -> tuple[str, str]:
-    """The page as Markdown, and its summary in a line."""
+    """The page as Markdown, with the pictures that there are, and its summary in a line."""
     counts: Counter[str] = Counter()
     sections = []
     shown: set[tuple[str, str, str]] = set()  # of an earlier run, what the newer one lacks is added
     for document in read_all(directory, SOURCES):
         name, device = document["experiment"], document["device"]
-        aims = importlib.import_module(f"benchmarks.{name}").aims(document)
+        module = importlib.import_module(f"benchmarks.{name}")
+        aims = module.aims(document)
         aims = [each for each in aims if (name, device, each.what) not in shown]
         if not aims:
             continue
@@ -63,6 +75,9 @@ def page(directory: Path) -> tuple[str, str]:
         sections += [f"## {name}, {device}", "", f"`{command}`, {document['date']}: [samples]({file}).", ""]
         sections += [f"Changed since it was run: {', '.join(stale)}.", ""] if stale else []
         sections += markdown_table(HEADER, [[a.what, a.ours, a.aim, a.status, a.why] for a in aims])
+        picture = Path(slug(device), f"{name}.svg")
+        if hasattr(module, "draw") and (directory / picture).exists():
+            sections += [f"![{name}]({picture.as_posix()})", ""]
     summary = f"{counts[MET]} aims met, {counts[MISSED]} missed; {counts[NO_AIM]} figures without an aim."
     head = ["# Benchmarks that are in no paper", "", "Held to this project's own aims. " + summary, ""]
     return "\n".join([*head, *sections]).rstrip() + "\n", summary

@@ -264,7 +264,8 @@ def draw(results: Results, path: Path) -> None:
             axis.set_ylim(len(samples) - 0.5, -0.5)
             axis.grid(axis="y", visible=False)
             axis.set(xscale="log", xlabel="time over unbounded", title=f"{length}, head_dim {head_dim}")
-        plots.legend(axes[-1], loc="lower right")
+            axis.xaxis.set_major_formatter("{x:g}")
+        plots.legend_below(axes)
 
 
 def _over_whole(sample: Sample, name: str) -> float:
