@@ -189,7 +189,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--gpus {max(asked.gpus)}: this machine has {torch.cuda.device_count()}")
     out = asked.out or Path(f"results/{slug(device_name(device))}x{max(asked.gpus)}/scaling.json")
     command = f"python -m benchmarks scaling {' '.join(argv)}".strip()
-    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    settings = (each for each in os.environ if each.startswith("NCCL_") and each != "NCCL_VERSION")
+    nccl = {name: os.environ[name] for name in settings}  # its version is in environment
     report: dict[str, Any] = {
         "command": command,
         "environment": environment(device),

@@ -34,6 +34,8 @@ def environment(device: torch.device) -> dict[str, object]:
             "driver": _driver,
             "cuda": lambda: torch.version.cuda,
             "cudnn": torch.backends.cudnn.version,  # it raises where another version than torch's is loaded
+            # The loaded one. NCCL_VERSION, where an image sets it, is of the image's own.
+            "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
             "ptxas": _ptxas_version,
         }
     return {name: _or_none(fact) for name, fact in facts.items()}

@@ -22,3 +22,9 @@ def test_a_fact_that_cannot_be_found_out_is_recorded_as_none(monkeypatch) -> Non
     recorded = environment(torch.device("cuda"))
     assert recorded["cudnn"] is recorded["device_name"] is None
     assert recorded["torch"] == torch.__version__
+
+
+def test_the_recorded_nccl_is_the_loaded_one_not_what_an_image_says(monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_VERSION", "2.28.3-1")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    assert environment(torch.device("cuda"))["nccl"] == "2.29.7"
