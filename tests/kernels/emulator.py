@@ -471,6 +471,9 @@ class _Emulated:
         size = math.prod(shape)
         return memory._view(lambda x: x.reshape(-1).view(dtype)[:size].view(shape))
 
+    def on_unstack(self, x: Registers) -> tuple[Registers, ...]:
+        return x.clone().unbind(-1)  # += is in place here, and a value of its own on a GPU
+
     def on_pack(self, p: Registers, dtype: torch.dtype) -> Registers:
         return p.to(dtype).to(torch.int32, bitcast=True)
 

@@ -211,7 +211,8 @@ def test_a_huge_sink_takes_all_and_an_infinite_one_spoils_its_head_alone(name: s
     assert not any(x[:, 0].any() for x in (out, *gradients))
     assert of_sinks[0] == 20  # each row's lse is the sink
     assert all(x[:, 1].isfinite().all() for x in (out, *gradients))
-    assert all(x[:, 2].isnan().all() for x in (out, *gradients))
+    # dV too, but where the larger of NaN and a number is the number: on GPUs, in the interpreter since triton 3.9.
+    assert all(x[:, 2].isnan().all() for x in (out, *gradients[:2]))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
