@@ -15,8 +15,10 @@ def assert_equal(got: Mapping | tuple, want: Mapping | tuple) -> None:
         assert torch.equal(got[name], x), name
 
 
-def repeated(function: Callable, *arguments: object, times: int = 250, **options: object) -> Mapping | tuple:
-    """What the function returns, and returns again each time."""
+def assert_repeats(
+    function: Callable, *arguments: object, times: int = 250, **options: object
+) -> Mapping | tuple:
+    """What the function returns; that it returns it again each time."""
     first = function(*arguments, **options)
     for _ in range(times):
         assert_equal(function(*arguments, **options), first)

@@ -11,7 +11,7 @@ import torch
 import kernels
 from kernels.flash.dispatch import machine_lacks
 from tests.kernels.accuracy import assert_as_accurate, inputs, run
-from tests.kernels.bits import assert_equal, repeated
+from tests.kernels.bits import assert_equal, assert_repeats
 
 pytestmark = pytest.mark.gpu
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
@@ -145,7 +145,7 @@ def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
     options = features()[name]
     heads = {"batch": 2, "heads": 4, "kv_heads": kv_heads}
     *tensors, d_out = inputs(1000, 1000, head_dim, torch.bfloat16, **heads, device="cuda")
-    assert_as_accurate(repeated(run, flash, tensors, d_out, **options), tensors, d_out, **options)
+    assert_as_accurate(assert_repeats(run, flash, tensors, d_out, **options), tensors, d_out, **options)
 
 
 @ON_HOPPER
@@ -195,7 +195,7 @@ def test_250_repeats_agree_bit_for_bit(flash, causal: bool, head_dim: int) -> No
     *tensors, d_out = inputs(
         1000, 1000, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12, device="cuda"
     )
-    repeated(run, flash, tensors, d_out, causal=causal)
+    assert_repeats(run, flash, tensors, d_out, causal=causal)
 
 
 def test_torch_compile_gives_equal_results_without_graph_breaks(flash) -> None:

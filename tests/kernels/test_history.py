@@ -14,7 +14,7 @@ from kernels.features import FEATURES
 from kernels.flash.portable.tiles import Tile
 from kernels.history import flash1, flash2, softmax, two_pass
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs
-from tests.kernels.bits import assert_equal, repeated
+from tests.kernels.bits import assert_equal, assert_repeats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's; those marked gpu are the GPU's")
@@ -173,7 +173,7 @@ def test_q_k_and_v_may_have_different_memory_layouts(name: str) -> None:
 @AND_FLASH
 def test_repeats_agree_bit_for_bit(name: str) -> None:
     *tensors, d_out = inputs(80, 130, 16, torch.float16)
-    repeated(run, name, tensors, d_out, times=1)
+    assert_repeats(run, name, tensors, d_out, times=1)
 
 
 @INTERPRETED
@@ -459,5 +459,5 @@ def test_exact_on_a_gpu_and_20_repeats_agree(
 ) -> None:
     heads = {"batch": 4, "heads": 16, "kv_heads": 16}
     *tensors, d_out = inputs(1000, 1000, head_dim, dtype, device="cuda", **heads)
-    first = repeated(run, name, tensors, d_out, times=20, causal=causal)
+    first = assert_repeats(run, name, tensors, d_out, times=20, causal=causal)
     assert_as_accurate(first, tensors, d_out, causal=causal)

@@ -10,7 +10,7 @@ import torch
 from kernels.flash.dispatch import machine_lacks
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import BOUNDS, LISTED, assert_as_accurate, block_mask, documents, inputs
-from tests.kernels.bits import assert_equal, programs_of_hopper, repeated
+from tests.kernels.bits import assert_equal, assert_repeats, programs_of_hopper
 
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
 pytestmark = [
@@ -143,7 +143,7 @@ class TestOnHopper:
         *qkv, d_out = inputs(
             1000, 1000, head_dim, dtype, batch=16, heads=12, kv_heads=kv_heads, device="cuda"
         )  # fmt: skip
-        repeated(gradients, forward(*qkv, d_out, causal), causal)
+        assert_repeats(gradients, forward(*qkv, d_out, causal), causal)
 
     @pytest.mark.parametrize("programs", [1, 7])
     def test_any_number_of_programs_gives_the_same(
@@ -236,7 +236,7 @@ class TestWindowsAndDocuments:
         )  # fmt: skip
         cu_seqlens = documents(1000, 16, "cuda")
         tensors = forward(*qkv, d_out, True, cu_seqlens=cu_seqlens)
-        repeated(gradients, tensors, True, cu_seqlens=cu_seqlens)
+        assert_repeats(gradients, tensors, True, cu_seqlens=cu_seqlens)
 
     @pytest.mark.parametrize("programs", [1, 7])
     def test_any_number_of_programs_gives_the_same(
@@ -276,7 +276,7 @@ class TestBlockMasks:
             2000, 2000, head_dim, torch.bfloat16, batch=8, heads=12, kv_heads=12, device="cuda"
         )  # fmt: skip
         mask = block_mask(2000, 2000, 8, 12, share, device="cuda")
-        repeated(gradients, forward(*qkv, d_out, causal, block_mask=mask), causal, block_mask=mask)
+        assert_repeats(gradients, forward(*qkv, d_out, causal, block_mask=mask), causal, block_mask=mask)
 
     @pytest.mark.parametrize("programs", [1, 7])
     def test_any_number_of_programs_gives_the_same(self, programs: int, causal: bool, head_dim: int) -> None:

@@ -8,7 +8,7 @@ import torch
 import kernels
 from kernels.flash.dispatch import machine_lacks
 from tests.kernels.accuracy import assert_as_accurate, documents, inputs, run
-from tests.kernels.bits import assert_equal, programs_of_hopper, repeated
+from tests.kernels.bits import assert_equal, assert_repeats, programs_of_hopper
 
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
 pytestmark = [
@@ -110,7 +110,7 @@ def test_250_repeats_agree_bit_for_bit(length: int, name: str, head_dim: int, ca
         length, length, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12, device="cuda"
     )  # fmt: skip
     given = {"causal": causal, **features(name, 16, 12, length)}
-    repeated(run, flash(), tensors, d_out, **given)
+    assert_repeats(run, flash(), tensors, d_out, **given)
 
 
 @HEAD_DIMS

@@ -6,7 +6,7 @@ import torch
 from kernels.flash.dispatch import machine_lacks
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import BOUNDS, LISTED, assert_within, block_mask, documents, inputs
-from tests.kernels.bits import assert_equal, programs_of_hopper, repeated
+from tests.kernels.bits import assert_equal, assert_repeats, programs_of_hopper
 
 HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
 
@@ -184,7 +184,7 @@ def test_precise_delta_keeps_what_rounding_takes_from_out(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_250_repeats_agree_bit_for_bit(causal: bool, head_dim: int, length: int) -> None:
     tensors = normal(length, length, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12)
-    repeated(run, *tensors, causal)
+    assert_repeats(run, *tensors, causal)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -204,7 +204,7 @@ def test_any_number_of_programs_gives_the_same(programs: int, head_dim: int) -> 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_250_repeats_of_documents_agree_bit_for_bit(head_dim: int) -> None:
     tensors = normal(1000, 1000, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12)
-    repeated(run, *tensors, True, cu_seqlens=documents(1000, 16, "cuda"))
+    assert_repeats(run, *tensors, True, cu_seqlens=documents(1000, 16, "cuda"))
 
 
 def test_extreme_scores_stay_finite() -> None:

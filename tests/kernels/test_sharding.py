@@ -14,14 +14,14 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter's checks", allow_module_level=True)
 
 
-def rank_of(rank: int, rendezvous: str) -> None:
-    """What a rank checks: results and gradients of sharded inputs, and that they stayed sharded."""
+def rank_of(rank: int, folder: Path) -> None:
+    """What a rank checks: results and gradients of sharded inputs, and that they stayed sharded; and how often."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     kernels.register_sharding()
     *tensors, d_out = inputs(40, 40, 16, torch.float32, batch=2, heads=4, kv_heads=2)
@@ -35,6 +35,7 @@ def rank_of(rank: int, rendezvous: str) -> None:
         ({"cu_seqlens": offsets, "window": (9, 0), "precise_delta": True}, {}),
         ({"dropout_p": 0.5, "dropout_seed": torch.tensor(3)}, {}),
     ]
+    checked = 0
     for options, of_heads in features:
         if rank == 0:
             want = flash_attention(*tensors, return_lse=True, **options)
@@ -56,6 +57,7 @@ def rank_of(rank: int, rendezvous: str) -> None:
             if "dropout_p" not in options:
                 assert [x.placements for x in got] == [(place,)] * 5, (place, list(options))
                 assert communication.get_total_counts() == 0, (place, list(options))
+            checked += 1
             whole = [x.full_tensor() for x in got]
             if rank == 0:
                 for mine, theirs in zip(whole, want, strict=True):
@@ -65,9 +67,11 @@ def rank_of(rank: int, rendezvous: str) -> None:
     got = flash_attention(*(distribute_tensor(x.detach(), mesh, [Shard(1)]) for x in tensors))
     torch.testing.assert_close(got.full_tensor(), flash_attention(*tensors).detach())
     distributed.destroy_process_group()
+    (folder / f"checked_{rank}").write_text(str(checked))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without torch.distributed")
 def test_two_ranks_compute_what_one_does_where_the_shards_are(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(rank_of, args=(str(tmp_path / "rendezvous"),), nprocs=2)
+    torch.multiprocessing.spawn(rank_of, args=(tmp_path,), nprocs=2)  # raises what a rank raises
+    assert [(tmp_path / f"checked_{rank}").read_text() for rank in range(2)] == ["10", "10"]

@@ -233,7 +233,7 @@ def test_what_keeps_q_k_and_v_alike_goes_to_the_packed_form():
     assert called == []
 
 
-def compiled_as_well(on: dict, attention: str) -> None:
+def assert_compiles_alike(on: dict, attention: str) -> None:
     model, tokens = built(on | {"dropout": 0.1, "n_layer": 1}, attention), some_tokens(2, 24)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -250,14 +250,14 @@ def compiled_as_well(on: dict, attention: str) -> None:
 
 @pytest.mark.slow
 def test_torch_compile_makes_one_graph_of_all_switches():
-    compiled_as_well(ALL, "flash")
+    assert_compiles_alike(ALL, "flash")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on", [{}, *ONE_BY_ONE[-2:]], ids=["none", "all", "all with documents and relu2"])
 def test_torch_compile_makes_one_graph_with_naive(on):
     """Every switch on and off: what breaks a graph is a switch's own code."""
-    compiled_as_well(on, "naive")
+    assert_compiles_alike(on, "naive")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -42,10 +42,10 @@ def losses(folder) -> list[float]:
 
 
 @pytest.fixture
-def trained_as_one(started, user_environment, tiny, tmp_path):
+def assert_trains_as_one(started, user_environment, tiny, tmp_path):
     """Train in these modes on so many ranks, compare each with one process, and run others; what ranks printed."""
 
-    def trained_as_one(ranks: int, modes: dict[str, list[str]], others: list[list[str]]) -> str:
+    def assert_trains_as_one(ranks: int, modes: dict[str, list[str]], others: list[list[str]]) -> str:
         small = [
             *tiny,
             "trainer.micro_batch=1",
@@ -72,10 +72,10 @@ def trained_as_one(started, user_environment, tiny, tmp_path):
                 assert (many / "sample.txt").read_text() == (one / "sample.txt").read_text()
         return said
 
-    return trained_as_one
+    return assert_trains_as_one
 
 
-def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(trained_as_one, tiny):
+def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(assert_trains_as_one, tiny):
     """Train, evaluate and sample; what ranks cannot do is refused with what works. In one launch."""
     refused = {
         "uneven": (["trainer.batch_tokens=96"], "nearest: 64 or 128."),
@@ -86,20 +86,22 @@ def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(trained
         ),
         "graphs": (["trainer.cuda_graphs=true"], "needs a CUDA device, not cpu; leave it out"),
     }
-    said = trained_as_one(2, QUICK, [run(name, *tiny, *settings) for name, (settings, _) in refused.items()])
+    said = assert_trains_as_one(
+        2, QUICK, [run(name, *tiny, *settings) for name, (settings, _) in refused.items()]
+    )
     for name, (_, remedy) in refused.items():
         (line,) = (each for each in said.splitlines() if each.startswith(f"refused {name}: "))
         assert line.endswith(remedy) or remedy in line
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_in_the_other_modes(trained_as_one):
-    trained_as_one(2, OTHERS, [])
+def test_two_ranks_train_as_one_in_the_other_modes(assert_trains_as_one):
+    assert_trains_as_one(2, OTHERS, [])
 
 
 @pytest.mark.slow
-def test_four_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(trained_as_one):
-    trained_as_one(4, QUICK | OTHERS, [])
+def test_four_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(assert_trains_as_one):
+    assert_trains_as_one(4, QUICK | OTHERS, [])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from kernels.layers.checks import check_device, make_known_to_inductor
 from kernels.layers.linear_add_norm import linear_add_norm
 from kernels.philox import row_mask
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
-from tests.kernels.bits import repeated
+from tests.kernels.bits import assert_repeats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INNER = 24
@@ -203,7 +203,7 @@ def test_huge_values_stay_finite():
 
 
 def test_repeats_bit_for_bit():
-    repeated(results, linear_add_norm, *problem(torch.float32, (50, 48)), times=2)
+    assert_repeats(results, linear_add_norm, *problem(torch.float32, (50, 48)), times=2)
 
 
 @pytest.mark.slow
@@ -322,4 +322,4 @@ def test_under_autocast_at_the_size_of_gpt2_and_above(rows, width, dropout):
 @pytest.mark.gpu
 def test_repeats_bit_for_bit_at_size():
     with torch.autocast("cuda", torch.bfloat16):
-        repeated(results, linear_add_norm, *problem(torch.float32, (65536, 768), inner=64), times=49)
+        assert_repeats(results, linear_add_norm, *problem(torch.float32, (65536, 768), inner=64), times=49)

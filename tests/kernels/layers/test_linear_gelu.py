@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kernels.layers import linear_gelu as room
 from kernels.layers.linear_gelu import linear_gelu
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
-from tests.kernels.bits import repeated
+from tests.kernels.bits import assert_repeats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INNER = 24
@@ -115,7 +115,7 @@ def test_inputs_of_any_strides():
 
 
 def test_repeats_bit_for_bit():
-    repeated(results, linear_gelu, *problem(torch.float32, (50,)), times=2)
+    assert_repeats(results, linear_gelu, *problem(torch.float32, (50,)), times=2)
 
 
 def test_operators_pass_opcheck_and_compile_without_graph_breaks():
@@ -147,4 +147,4 @@ def test_under_autocast_at_the_size_of_gpt2(rows, width):
 @pytest.mark.gpu
 def test_repeats_bit_for_bit_at_size():
     with torch.autocast("cuda", torch.bfloat16):
-        repeated(results, linear_gelu, *problem(torch.float32, (65536,), 3072, inner=64), times=49)
+        assert_repeats(results, linear_gelu, *problem(torch.float32, (65536,), 3072, inner=64), times=49)

@@ -16,7 +16,7 @@ from kernels.layers import mlp as room
 from kernels.layers.mlp import mlp
 from kernels.layers.sums import sum_in_product, summing
 from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
-from tests.kernels.bits import repeated
+from tests.kernels.bits import assert_repeats
 from tests.kernels.emulator import emulate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -314,7 +314,7 @@ def test_compiled_in_micro_steps_at_size(dtype):
 @pytest.mark.gpu
 def test_repeats_bit_for_bit_at_size():
     inputs, direction = at_size(65536, 768, torch.bfloat16)
-    repeated(results, mlp, inputs, direction, times=20)
+    assert_repeats(results, mlp, inputs, direction, times=20)
 
 
 @pytest.mark.gpu
