@@ -85,7 +85,7 @@ class Progress:
             dynamic_ncols=self._live,
             file=sys.stderr if self._live else _Lines(),
             mininterval=often,
-            maxinterval=often,
+            miniters=1,  # else tqdm's thread prints too when a line is late, and the next step once more
             bar_format=form,
             **how,
         )

@@ -125,6 +125,13 @@ for name, (part, only, seconds) in {
         needs="text code",
     )
 
+for number, names in enumerate(("gpt2_small gpt2_medium", "gpt2_small_2k gpt2_small_4k"), 1):
+    JOBS[f"recipes_{number}"] = Job(
+        "peak memory of the papers' recipes with their micro-batches",
+        script(f"recipes.sh {names}"),
+        limit=300,
+    )
+
 # 50 M tokens, a quarter of docs/recipes.md's: about 3 minutes of an H100 a run.
 SWEEP = "model=gpt2_small trainer.batch_tokens=65536 trainer.micro_batch=16 trainer.steps=763 "
 SWEEP += "trainer.eval_every=50 trainer.eval_tokens=2000000 schedule.warmup_fraction=0.01"

@@ -14,7 +14,7 @@ if [ -n "${TRY:-}" ]; then
 fi
 data=(data.tokenizer="$TOK" data.cache_dir="$CACHE")
 prepare() { # a name, a folder, a limit in a trial: the corpus and its tokens, as data.corpora takes them
-  read -r tokens folder < <(python prepare.py data=text_files data.files="$2" "${data[@]}" ${limit:+$limit=$3} 2> /dev/null |
+  read -r tokens folder < <(python prepare.py data=text_files data.files="$2" "${data[@]}" ${limit:+$limit=$3} 2> "$JOB_OUT/$1.txt" |
     awk '/^training/ { gsub(",", ""); tokens = $4 } /^corpus/ { print tokens, $2 }')
   ln -sfn "$folder" "$1" # the run's settings then name no path of this machine
   echo "$1: $tokens"
