@@ -57,7 +57,7 @@ def main() -> None:
 
     from training.config import one_line_errors
     from training.console import printable
-    from training.restore import load_run
+    from training.load_run import load_run
     from training.sampling import sample_texts, stream_text
 
     sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8

@@ -1,8 +1,7 @@
 """What a figure depends on, by name, each with a hash that survives moves, renames and comments.
 
 An experiment depends on its own `run`, and names what it measures: a package or a module, whose Triton kernels count,
-or a function or class. Python that only launches kernels does not count: the device's times and results are those of
-the kernels.
+or a function, class or constant, such as picks tiles. Python that only launches kernels does not change their times.
 
 The hash of a definition is of its syntax tree, without docstrings, annotations and the names that are its own. In the
 place of another definition's name stands that one's hash (of a kernel: every helper's and constant's; of `run`: what

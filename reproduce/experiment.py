@@ -134,6 +134,7 @@ class Experiment:
 # What the figures depend on besides `run`; see `depends.py`.
 ATTENTIONS = (
     *("kernels.flash", "kernels/flash/portable/measured/sm_90.json"),  # the measured times decide its tiles
+    *("kernels.flash.hopper.spec.specify", "kernels.flash.hopper.backward_schedule.BLOCK_M"),  # Hopper's
     *("kernels.history", "kernels.history.chunked.chunked_attention", "kernels.naive.naive_attention"),
     *("kernels.library.sdpa", "kernels.library.flex"),
 )

@@ -22,7 +22,7 @@ from model.gpt import GPT
 from training import checkpoint
 from training.config import Config
 from training.corpus import prepare_corpus
-from training.restore import read_run
+from training.load_run import read_run
 from training.seeds import stream_seed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

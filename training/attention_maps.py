@@ -41,7 +41,7 @@ def maps_of(run: Path, text: str, tokenizer_name: str | None = None) -> tuple[to
     """The maps (n_layer, n_head, T, T) of a run's model, by naive attention in float32, and the text's T tokens."""
     import torch
 
-    from .restore import load_run
+    from .load_run import load_run
 
     model, tokenizer = load_run(run, "cpu", "naive", tokenizer_name)
     ids = tokenizer.encode_ordinary(text)

@@ -54,7 +54,7 @@ def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: boo
         raise ConfigError(f"{folder} is not an empty folder: name a new one.")
     from model.huggingface import to_huggingface
 
-    from .restore import load_run
+    from .load_run import load_run
 
     model, encoding = load_run(run, "cpu", "naive", tokenizer_name)
     if model.config.document_end is not None:

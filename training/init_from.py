@@ -20,7 +20,7 @@ from . import checkpoint
 from .config import Config, ConfigError, ModelConfig, Positions
 from .console import for_shell
 from .gguf_file import merges_of
-from .restore import read_run
+from .load_run import read_run
 from .resume import AUTO
 from .seeds import stream_seed
 

@@ -16,6 +16,7 @@ from model.config import GPTConfig
 
 from . import checkpoint
 from .config import Config, ConfigError, flatten, to_yaml
+from .optimizer import OptimizerConfig
 from .parallel import parts
 
 # trainer.resume=auto: the run in the run directory, if there is one.
@@ -23,14 +24,8 @@ AUTO = "auto"
 # Prefixes of settings whose change is not reported on resume: they change no weight, or identity() refuses them.
 _NOT_REPORTED = (
     *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
-    *(
-        "trainer.log_every",
-        "trainer.eval_",
-        "trainer.hellaswag",
-        "trainer.save_every",
-        "trainer.profile_step",
-    ),
-    "parallel.timeout",
+    *("trainer.log_every", "trainer.save_every", "trainer.eval_", "trainer.hellaswag"),
+    *("trainer.profile_step", "parallel.timeout"),
     "attention.precise_delta",  # what it was resolved to is
 )
 # Settings of data that the tokens do not depend on; identity() has the last one.
@@ -68,7 +63,7 @@ class Start:
         """With what has changed. Raises ConfigError where this run would not continue that one."""
         run_dir = self.checkpoint.parent.parent
         # Where a checkpoint is older than a setting, it was trained with the default.
-        older = {"optimizer.name": "adamw", "model": _model(GPTConfig())}
+        older = _tensors(GPTConfig(), OptimizerConfig())
         was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
         before = _settings(run_dir / "config.yaml")
         if differing := [name for name in now if was.get(name) != now[name]]:
@@ -152,20 +147,22 @@ def load_state(
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
     """What must not differ on resume, so that the run continues with the batches it would have seen."""
     return {
-        "model": _model(config.model),
+        **_tensors(config.model, config.optimizer),
         "corpus": corpus.fingerprint,
         "seed": config.seed,
         "data.block_len": config.data.block_len,
         "trainer.batch_tokens": config.trainer.batch_tokens,
-        "optimizer.name": config.optimizer.name.value,
-        "optimizer.decay_embeddings": config.optimizer.decay_embeddings,
     }
 
 
-def _model(config: GPTConfig) -> dict[str, Any]:
-    """Its settings, as a checkpoint can hold them."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)}
-    return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+def _tensors(model: GPTConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Its part that decides which tensors a checkpoint has, and their groups: the settings, as one can hold them."""
+    values = {f.name: getattr(model, f.name) for f in dataclasses.fields(GPTConfig)}
+    return {
+        "model": {name: value.value if isinstance(value, Enum) else value for name, value in values.items()},
+        "optimizer.name": optimizer.name.value,
+        "optimizer.decay_embeddings": optimizer.decay_embeddings,
+    }
 
 
 def _record(file: Path) -> dict[str, Any]:

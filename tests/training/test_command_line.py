@@ -291,7 +291,7 @@ def bug(*_args):
 
 
 def test_sample_and_reproduce_do_not_catch_exceptions_from_bugs(monkeypatch):
-    monkeypatch.setattr("training.restore.load_run", bug)
+    monkeypatch.setattr("training.load_run.load_run", bug)
     monkeypatch.setattr(sys, "argv", ["sample.py", "run"])
     with pytest.raises(ValueError, match="a bug"):
         sample.main()

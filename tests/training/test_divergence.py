@@ -14,7 +14,7 @@ from tests.training.conftest import CPU, having, steps_saved
 from training import checkpoint, evaluation
 from training.config import Config, ConfigError, Precision
 from training.failures import diverged
-from training.restore import load_run
+from training.load_run import load_run
 from training.trainer import Trainer, train
 
 

@@ -23,7 +23,7 @@ from model.huggingface import _transformers_imports
 from tests.conftest import ROOT
 from tests.training.conftest import having
 from training import checkpoint, export
-from training.restore import load_run
+from training.load_run import load_run
 from training.sampling import sample_text
 from training.trainer import train
 

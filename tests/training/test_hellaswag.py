@@ -23,7 +23,7 @@ from training.checkpoint import saved
 from training.config import ConfigError
 from training.distributed import World
 from training.export import export
-from training.restore import load_run
+from training.load_run import load_run
 from training.trainer import train
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box quite happily".split()  # noqa: SIM905

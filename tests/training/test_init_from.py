@@ -20,7 +20,7 @@ from tests.training.conftest import CPU, having
 from training import checkpoint
 from training.config import Config, ConfigError, OptimizerConfig, Positions, Precision, load_config
 from training.export import export
-from training.restore import load_run
+from training.load_run import load_run
 from training.trainer import Trainer, train
 
 

@@ -29,8 +29,8 @@ from tests.training.conftest import CPU, Killed, having, killed, steps_saved
 from training import checkpoint
 from training.config import AttentionConfig, ConfigError
 from training.console import Progress
+from training.load_run import load_run
 from training.loggers import CsvLogger
-from training.restore import load_run
 from training.trainer import Trainer, train
 
 
