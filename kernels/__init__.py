@@ -14,7 +14,12 @@ share.
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+# `python -m kernels.tune` loads this package before the module: an import raises, but a command ends with one line.
+if find_spec("torch") is None and any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
+    sys.exit("error: not installed: torch (pip install -r requirements.txt)")
 
 from . import fa4, flash, history, library, naive  # each registers its backends
 from .registry import (

@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from .versions import kernels_lack
+
+if lacking := kernels_lack():
+    sys.exit(f"kernels.tune needs {lacking}")
+
 import triton
 from triton.testing import do_bench
 

@@ -295,7 +295,11 @@ def test_resuming_takes_optimizer_settings_from_the_command_line(started, tiny, 
 
 
 @pytest.mark.parametrize(
-    "command", ["train.py", "sample.py", "prepare.py", "-m training.export", "-m training.attention_maps"]
+    "command",
+    [
+        *("train.py", "sample.py", "prepare.py"),
+        *("-m training.export", "-m training.attention_maps", "-m training.reference"),
+    ],
 )
 def test_without_its_requirements_a_command_names_them_in_one_line(command):
     bare = [sys.executable, "-S", *command.split()]  # Python without its site-packages
@@ -313,6 +317,9 @@ def test_without_its_requirements_a_command_names_them_in_one_line(command):
         ("-m reproduce compare runs", "jinja2"),
         ("-m benchmarks scaling", "torch"),
         ("-m data.inspect corpus", "numpy"),
+        ("-m kernels.compile_report", "torch"),
+        ("-m kernels.tune", "torch"),
+        ("-m kernels.hub folder", "torch"),
     ],
 )
 def test_a_command_names_what_it_lacks_when_it_gets_there(command, lacks):

@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
 from typing import Any, get_type_hints
 
-from omegaconf import OmegaConf
+import training.installed  # noqa: F401  (says in one line what is not)
 
 from .command_line import CONFIGS, composed
 from .config import Config, flatten
@@ -81,6 +81,8 @@ def _comment(text: str, indent: str) -> list[str]:
 
 
 def _plain(config: Config) -> dict[str, Any]:
+    from omegaconf import OmegaConf  # not above, where it would come before training.installed
+
     return OmegaConf.to_container(OmegaConf.structured(config))
 
 

@@ -116,12 +116,15 @@ def stand_in(folder: Path, package: str, source: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_compile_report_needs_gluon(tmp_path) -> None:
-    stand_in(tmp_path, "triton", "__version__ = '3.7.1'")
-    done = python("-m", "kernels.compile_report", folder=tmp_path)
+@pytest.mark.parametrize(
+    ("command", "needed"), [("compile_report", "a triton with Gluon"), ("tune", "triton 3.")]
+)
+def test_a_command_says_which_triton_it_needs(tmp_path, command, needed) -> None:
+    stand_in(tmp_path, "triton", "__version__ = '3.5.0'")
+    done = python("-m", f"kernels.{command}", folder=tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "needs a triton with Gluon" in line
+    assert f"needs {needed}" in line
     assert "pip install triton==" in line
 
 
