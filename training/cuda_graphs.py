@@ -58,7 +58,7 @@ class Local(nn.Module):
 
 
 def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, whole: bool = True) -> nn.Module:
-    """The model without an exchange, compiled and replayed. Each parameter gets a gradient of zeros, to be added to.
+    """The model without an exchange, compiled and replayed. What is trained gets a gradient of zeros, to be added to.
 
     Our linear layers' products, loss and embedding add to them themselves, with fewer roundings: not the bits of a
     run without replays.
@@ -67,14 +67,15 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, whole: bool = Tr
         the embedding's finds that changed by the loss's, which autograd refuses.
     """
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
     if kernels_lack() is None:
         from kernels.layers.linear import linear
 
         for layer in model.modules():
-            if isinstance(layer, Linear) and layer.product is linear:
+            if isinstance(layer, Linear) and layer.product is linear and layer.weight.requires_grad:
                 sum_in_product(layer.weight, dtype)
-            elif whole and isinstance(layer, Embedding):
+            elif whole and isinstance(layer, Embedding) and layer.weight.requires_grad:
                 sum_in_place(layer.weight)
     return replayed(Local(model), dtype)
 

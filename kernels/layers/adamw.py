@@ -34,13 +34,12 @@ def takes(optimizer: torch.optim.Optimizer) -> bool:
 def adamw_step(optimizer: torch.optim.AdamW, norm: Tensor, clip: float) -> None:
     """Clip by the norm of all gradients (0-d, float32), take the step, zero the gradients; waits at new addresses.
 
-    Every weight has its gradient and its state, dense and in the order of its own elements. A norm that is not finite
-    makes of the weights what it does in torch.
+    A weight without a gradient is left as it is, as in torch. Every other has its state, both dense and in the order
+    of its own elements. A norm that is not finite makes of the weights what it does in torch.
     """
     known = _known.setdefault(optimizer, {})
     for number, group in enumerate(optimizer.param_groups):
-        if group["params"]:
-            rows = _rows(group, optimizer.state)
+        if rows := _rows(group, optimizer.state):
             if number not in known or known[number][0] != rows:
                 known[number] = rows, _tables(rows, norm.device)
             _step(group, norm, clip, *known[number][1])
@@ -64,9 +63,11 @@ def _step(group: dict, norm: Tensor, clip: float, table: Tensor, chunks: Tensor,
 
 
 def _rows(group: dict, state: dict) -> list[tuple[int, ...]]:
-    """Of each weight the addresses that its update needs, 0 for no copy, and its size."""
+    """Of each weight with a gradient the addresses that its update needs, 0 for no copy, and its size."""
     rows = []
     for weight in group["params"]:
+        if weight.grad is None:
+            continue
         own, low = state[weight], _low(weight)
         tensors = weight, weight.grad, own["exp_avg"], own["exp_avg_sq"], own["step"]
         copy = low.data_ptr() if low.dtype is torch.bfloat16 else 0

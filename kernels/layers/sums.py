@@ -62,7 +62,8 @@ def next_sums(weights: Iterable[Tensor], cast: bool = True) -> None:
 
 def total_of(weight: Tensor) -> Tensor | None:
     """What a backward is to add the weight's gradient to, without autograd; None: nothing."""
-    return weight.grad if _summing and hasattr(weight, "summed") and torch.is_grad_enabled() else None
+    summed = _summing and hasattr(weight, "summed") and weight.requires_grad
+    return weight.grad if summed and torch.is_grad_enabled() else None
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

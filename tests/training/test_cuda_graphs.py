@@ -72,6 +72,26 @@ def test_what_adds_to_gradients_itself_adds_what_autograd_would(block, later):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
+def test_a_frozen_weight_gets_no_gradient():
+    """It would grow unseen, as no optimizer zeroes it, and with it the norm by which all gradients are clipped."""
+    gradients = []
+    for summed in (False, True):
+        config = GPTConfig(50, 16, n_layer=2, n_head=2, n_embd=16)
+        layers = {"loss": Layers.fused, "block": Layers.fused}
+        generator = torch.Generator().manual_seed(0)
+        model = make_gpt(config, get_attention("naive"), **layers, generator=generator).to(DEVICE)
+        for parameter in (model.wte.weight, *model.h[0].parameters()):
+            parameter.requires_grad_(False)
+        compiled_to_graphs(model, torch.float32)
+        called = Local(model) if summed else model
+        tokens = torch.arange(16, device=DEVICE)[None] % 7
+        add_gradients(called(tokens, tokens), model)
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.requires_grad})
+        assert all(each.grad is None for each in model.parameters() if not each.requires_grad)
+    assert gradients[1]["h.1.mlp.c_fc.weight"].any()
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
 def test_where_attention_breaks_the_graph_the_embeddings_gradients_are_added_by_autograd():
     gradients = []
     attention = get_attention("naive")

@@ -128,6 +128,22 @@ def test_update_takes_it_where_gradients_are_kept(monkeypatch):
     assert_alike(pairs)
 
 
+@pytest.mark.parametrize("frozen", [{"table"}, {"bias", "scalar"}], ids=["of a group", "a group"])
+def test_a_weight_without_a_gradient_stays_as_it_is(monkeypatch, frozen):
+    pairs = problem(ODD)
+    monkeypatch.setattr(adamw, "takes", lambda optimizer: optimizer is pairs[0][1])
+    give_gradients([model for model, _ in pairs], 0)
+    for model, _ in pairs:
+        for name in frozen:
+            model[name].requires_grad_(False).grad = None
+    before = {name: weight.clone() for name, weight in pairs[0][0].items()}
+    for pair in pairs:
+        update(*pair, UNSCALED, keep_gradients=True)
+    mine, theirs = (model for model, _ in pairs)
+    torch.testing.assert_close({**mine}, {**theirs}, rtol=2.4e-7, atol=1.2e-7)
+    assert {name for name in before if torch.equal(before[name], mine[name])} == frozen
+
+
 def test_only_adamw_on_a_gpu_is_taken_and_not_muon():
     model = GPT(
         GPTConfig(vocab_size=20, seq_len=8, n_layer=1, n_head=2, n_embd=16), get_attention("naive")

@@ -41,3 +41,14 @@ def test_it_reads_the_cast_weight_only_where_it_sums() -> None:
     with summing():
         found = linear(x.bfloat16(), weight)
     torch.testing.assert_close(found, F.linear(x.bfloat16(), weight.bfloat16()))
+
+
+def test_a_weight_frozen_later_is_no_longer_summed() -> None:
+    weight, x = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    sum_in_product(weight, torch.float32)
+    weight.requires_grad_(False)
+    with summing():
+        linear(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))
+    assert not weight.grad.any()
