@@ -47,6 +47,25 @@ def test_every_job_finds_its_script(tmp_path):
         assert all((ROOT / path).is_file() for path in re.findall(r"\.ci/gpu/\S+", script)), name
 
 
+def test_a_job_brings_back_what_a_run_has_written_and_says_what_it_could_not(tmp_path):
+    for folder in (
+        "runs/a",
+        "results",
+        "out",
+        "taken/runs/a/metrics.csv",
+    ):  # no file can take a folder's place
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "metrics.csv").write_text("step\n")
+    said = {}
+    for out in ("out", "taken"):
+        lines = f'source "{FOLDER}/jobs/run.sh"; run "runs/*" sleep 0.2'
+        how = {"env": {**os.environ, "JOB_OUT": out}, "capture_output": True, "text": True}
+        said[out] = subprocess.run(["bash", "-c", lines], cwd=tmp_path, **how).stderr
+    assert (tmp_path / "out" / "runs" / "a" / "metrics.csv").read_text() == "step\n"
+    assert said["out"] == ""  # of what it has not written yet
+    assert "metrics.csv" in said["taken"]
+
+
 @pytest.mark.slow  # it imports every experiment
 def test_merged_slices_are_what_every_process_measured(tmp_path):
     where = {"model": "gpt2_small", "context": 1024, "dropout": 0.0, "dtype": "bfloat16", "mode": "compiled"}

@@ -14,12 +14,16 @@ if [ -n "${TRY:-}" ]; then
 fi
 data=(data.tokenizer="$TOK" data.cache_dir="$CACHE")
 prepare() { # a name, a folder, a limit in a trial: the corpus and its tokens, as data.corpora takes them
-  read -r tokens folder < <(python prepare.py data=text_files data.files="$2" "${data[@]}" ${limit:+$limit=$3} 2> "$JOB_OUT/$1.txt" |
-    awk '/^training/ { gsub(",", ""); tokens = $4 } /^corpus/ { print tokens, $2 }')
+  if ! read -r tokens folder < <(python prepare.py data=text_files data.files="$2" "${data[@]}" ${limit:+$limit=$3} 2> "$JOB_OUT/$1.txt" |
+    awk '/^training/ { gsub(",", ""); tokens = $4 } /^corpus/ { print tokens, $2 }'); then
+    cat "$JOB_OUT/$1.txt" >&2
+    exit 1
+  fi
   ln -sfn "$folder" "$1" # the run's settings then name no path of this machine
   echo "$1: $tokens"
 }
-corpora="{$(prepare english "$TEXT" 60), $(prepare code "$CODE" 40)}"
+english=$(prepare english "$TEXT" 60) && code=$(prepare code "$CODE" 40) || exit
+corpora="{$english, $code}"
 echo "corpora $corpora, ranks $ranks, steps $steps"
 source .ci/gpu/jobs/run.sh
 run runs/long python -m torch.distributed.run --standalone --nproc_per_node=$ranks train.py model=gpt2_small \

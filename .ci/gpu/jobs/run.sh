@@ -3,8 +3,9 @@
 began=$(mktemp)
 keep() {
   for each in $folders; do
-    mkdir -p "$JOB_OUT/$each"
-    cp "$each"/{metrics.csv,facts.json,summary.json,sample.txt,config.yaml,environment.json} "$JOB_OUT/$each/" 2> /dev/null
+    for file in "$each"/{metrics.csv,facts.json,summary.json,sample.txt,config.yaml,environment.json}; do
+      if [ -e "$file" ]; then cp --parents "$file" "$JOB_OUT/"; fi
+    done
   done
   find results -newer "$began" -name "*.json" -exec cp --parents {} "$JOB_OUT/" \;
 }

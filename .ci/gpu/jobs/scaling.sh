@@ -4,7 +4,7 @@ source .ci/gpu/jobs/end.sh
 scale() { # a name, then the command's own
   name=$1; shift
   python -m benchmarks scaling --out "$JOB_OUT/$name.json" "$@"
-  date -u +%H:%M:%S
+  echo "$name: status $? at $(date -u +%H:%M:%S)"
 }
 if [ -n "${TRY:-}" ]; then
   scale small --gpus 2 --models tiny --layouts full --steps 2 -- trainer.device=cpu attention=naive data.workers=1
