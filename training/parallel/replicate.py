@@ -3,6 +3,7 @@
 DDP reads the annotations of its hook, so they are not postponed here.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import GradientDtype
+
+# DDP labels its forward for the profiler; torch.compile ignores that, and each rank would warn of it.
+logging.getLogger("torch._dynamo.variables.ctx_manager").addFilter(
+    lambda record: not str(record.msg).startswith("Profiler record function")
+)
 
 
 def replicated(
