@@ -184,7 +184,7 @@ def rows_of_one_sequence(mfu: float, counts: list[int]) -> Iterator[list[str]]:
 
 def cases(results: Path) -> list[list[str]]:
     """A row for each layout that was measured and can be predicted."""
-    found = []
+    found: dict[tuple[str, ...], str] = {}  # one GPU's samples stand in the file of each number of GPUs
     for where, samples in measured(results).items():
         mfus = shares(samples)
         # One GPU is what predictions start from, but for a long sequence.
@@ -198,8 +198,8 @@ def cases(results: Path) -> list[list[str]]:
                 error = f"{milliseconds / seconds / 1e3 - 1:+.1%}"
                 took = f"{1e3 * seconds:,.1f}", f"{milliseconds:,.1f}"
                 tokens = f"{sample['batch_tokens']:,}"
-                found.append([model, layout, str(gpus), tokens, *took, error, where])
-    return found
+                found.setdefault((model, layout, str(gpus), tokens, *took, error), where)
+    return [[*row, where] for row, where in found.items()]
 
 
 def predicted(sample: dict[str, Any], mfu: float) -> float | None:

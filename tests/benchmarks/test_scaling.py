@@ -106,9 +106,12 @@ def test_predictions_are_held_against_what_was_measured_step_by_step_as_it_was(t
         one | {"failed": "no memory", "ranks": 8},
     ]
     samples += [full | {"name": "optimizer"}, full | {"model": "7b", "name": "full, blocks again"}]
-    (tmp_path / "h100x8").mkdir()
-    (tmp_path / "h100x8/scaling.json").write_text(json.dumps({"samples": samples}))
-    first, last = cases(tmp_path)
+    long = one | {"model": "32k", "batch_tokens": 32768, "perf/step_ms": 1e3}
+    for folder, several in (("h100x2", []), ("h100x8", samples[1:])):  # one GPU's are in both
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "scaling.json").write_text(json.dumps({"samples": [samples[0], long, *several]}))
+    alone, first, last = cases(tmp_path)
+    assert (alone[:3], alone[-1]) == (["32k", "whole", "1"], "h100x2")
     assert (first[1:4], first[-2:]) == (["full", "8", "131,072"], ["+100.0%", "h100x8"])
     assert last[:2] == ["7b", "full, blocks again"]
 
