@@ -131,3 +131,19 @@ def test_a_long_run_that_was_cut_is_in_the_report_with_its_curve(tmp_path):
     assert said in report
     assert "](nvidia-test-3000x8/long_run.svg)" in report
     assert said in (tmp_path / "results" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_an_older_form_is_left_out_with_a_line(tmp_path):
+    folder = tmp_path / "out" / "killed_4"
+    folder.mkdir(parents=True)
+    old = {"ranks": 4, "settings": [], "at": {}}
+    new = old | {"name": "parts", "environment": {"device_name": "NVIDIA Test 3000"}, "resumed": True}
+    for name, each in (("whole", old), ("parts", new)):
+        (folder / f"killed_{name}.json").write_text(json.dumps(each))
+    merge = [sys.executable, FOLDER / "merge.py", "out", "--commit", "abc", "--into", "results"]
+    told = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(merge, cwd=tmp_path, env=told, check=True, capture_output=True, text=True)
+    assert "left out, does not say on what it ran: out/killed_4/killed_whole.json\n" in done.stdout
+    kept = json.loads((tmp_path / "results" / "nvidia-test-3000x4" / "killed.json").read_text())
+    assert [each["name"] for each in kept["samples"]] == ["parts"]

@@ -204,7 +204,11 @@ def merge_long_runs(folders: list[Path], commit: str, into: Path) -> None:
 def merge_killed(files: list[Path], commit: str, into: Path) -> None:
     """A document for each number of ranks: what happened when one was killed, and after half of them went on."""
     of: dict[int, list[dict]] = defaultdict(list)
-    for each in map(json.loads, map(Path.read_text, files)):
+    for file in files:
+        each = json.loads(file.read_text())
+        if "environment" not in each:  # written before the folder's name was to be told from it
+            print(f"left out, does not say on what it ran: {file}")
+            continue
         of[each["ranks"]].append(each)
     for ranks, samples in of.items():
         environment = [each.pop("environment") for each in samples][-1] | {"commit": commit}
