@@ -322,10 +322,12 @@ class Config:
         seq_len = self.model.seq_len
         sequences = self.trainer.batch_tokens // seq_len
         if sequences % world_size:
+            share = self.parallel.context
+            ranks = "ranks" if share == 1 else f"groups of {share} ranks"
+            able = seq_len * world_size * (self.trainer.micro_batch or 1)
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is {sequences} sequences, which {world_size} "
-                f"ranks cannot share equally; nearest: "
-                f"{nearest_multiples(self.trainer.batch_tokens, seq_len * world_size)}."
+                f"{ranks} cannot share equally; nearest: {nearest_multiples(self.trainer.batch_tokens, able)}."
             )
         per_rank = sequences // world_size
         micro_batch = self.trainer.micro_batch or per_rank

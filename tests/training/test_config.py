@@ -77,6 +77,8 @@ def test_the_error_for_an_indivisible_batch_names_the_nearest_valid_sizes():
         with_batch(batch_tokens=100)
     with pytest.raises(ConfigError, match="3072 or 4608"):
         with_batch(batch_tokens=256 * 16).accumulation_steps(6)
+    with pytest.raises(ConfigError, match="nearest: 6144"):  # of which each rank takes a micro-batch
+        with_batch(batch_tokens=256 * 16, micro_batch=4).accumulation_steps(6)
     with pytest.raises(ConfigError, match="nearest: 4 or 8"):
         with_batch(batch_tokens=256 * 16, micro_batch=5).accumulation_steps(1)
 

@@ -57,6 +57,9 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
     }
     refused = {
         "does not divide the 2 ranks; nearest: parallel.context=2": ["parallel.context=3"],
+        "does not divide the 2 ranks; nearest: parallel.context=1": [  # two do not divide the sequence
+            *("parallel.context=3", "model.seq_len=30", "trainer.batch_tokens=240"),
+        ],
         "cuts each sequence into 4 chunks, of which model.seq_len=30 is not a multiple; nearest: 28 or 32": [
             *(SHARED, "model.seq_len=30", "trainer.batch_tokens=240"),
         ],
@@ -106,7 +109,10 @@ def test_four_ranks_share_sequences_and_batches(started, user_environment, small
     }
     assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
     assert started(train.main, *small, "attention=naive", DOCUMENTS, "hydra.run.dir=documents one") == 0
-    train_on(4, [run(name, *small, *mode) for name, mode in modes.items()], tmp_path, user_environment)
+    runs = [run(name, *small, *mode) for name, mode in modes.items()]
+    uneven = run("uneven", *small, SHARED, "trainer.batch_tokens=96", "trainer.micro_batch=1")
+    said = train_on(4, [*runs, uneven], tmp_path, user_environment).stdout
+    assert "is 3 sequences, which 2 groups of 2 ranks cannot share equally; nearest: 64 or 128.\n" in said
     check_same(tmp_path, "documents one", "by four")
     check_same(tmp_path, "one", "two by two")
     check_same(tmp_path, "documents one", "two by two, full")

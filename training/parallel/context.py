@@ -34,7 +34,8 @@ def check_context(config: Config, ranks: World) -> None:
             f"torchrun --standalone --nproc_per_node={share} train.py, or use parallel.context=1."
         )
     if ranks.size % share:
-        able = [n for n in range(1, ranks.size + 1) if ranks.size % n == 0]
+        divisors = (n for n in range(1, ranks.size + 1) if ranks.size % n == 0)
+        able = [n for n in divisors if n == 1 or model.seq_len % (2 * n) == 0]
         near = min(able, key=lambda n: abs(n - share))
         raise ConfigError(
             f"{asked} does not divide the {ranks.size} ranks; nearest: parallel.context={near}."

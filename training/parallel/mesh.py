@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import Config, ConfigError
 from ..distributed import World
 from ..optimizer import OptimizerName
-from .config import ParallelConfig, Shard
+from .config import GradientDtype, ParallelConfig, Shard
 
 DATA = "data"  # the mesh's dimension along which ranks take different sequences
 CONTEXT = "context"  # that along which they share each
@@ -47,7 +47,9 @@ def layout(config: ParallelConfig, ranks: World) -> Layout:
 
 
 def check_shard(config: Config, ranks: World, dtype: torch.dtype) -> None:
-    """Raise ConfigError where a model cannot be split as parallel.shard says."""
+    """Raise ConfigError where a model cannot be split as parallel.shard says, or no rank exchanges gradients."""
+    if config.parallel.gradient_dtype is not GradientDtype.fp32 and not ranks.launched:
+        raise ConfigError("parallel.gradient_dtype is read with torchrun only: add that, or leave it out.")
     if config.parallel.shard is Shard.none:
         return
     asked = f"parallel.shard={config.parallel.shard.value}"
