@@ -51,19 +51,24 @@ def test_two_hosts_train_as_one_rank_does(started, user_environment, tiny, tmp_p
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["world_size"] == 2
 
 
-def test_a_host_that_is_lost_is_named_and_the_run_is_saved_by_the_other(user_environment, tiny, tmp_path):
+@pytest.mark.parametrize("host", [1, 0])
+def test_a_host_that_is_lost_is_named_and_the_run_is_saved_by_the_other(
+    user_environment, tiny, tmp_path, host
+):
     agents = hosts([*tiny, "trainer.steps=100000", "hydra.run.dir=run"], tmp_path, user_environment)
     wait_until(lambda: logged(tmp_path / "run") > 3, agents[0])
     ranks = {rank: (agent, process) for agent in agents for rank, process in processes(agent).items()}
-    lost, process = ranks[1]  # not the host of rank 0, which has the store
+    lost, process = ranks[host]
     lost.kill()
     os.kill(process, signal.SIGKILL)
     began = time.monotonic()
-    said = ranks[0][0].communicate(timeout=120)[0]
+    said = ranks[1 - host][0].communicate(timeout=120)[0]
     assert time.monotonic() - began < 100
-    assert re.search(
-        rf"^error: rank 1 \(.*process {process}\) does not answer, for \d+ s: ", said, re.MULTILINE
+    named = (  # rank 0's has the store
+        r"the store of the ranks cannot be reached, on the host of rank 0 \(.+\): rank 1 was .* step \d",
+        rf"rank 1 \(.*process {process}\) does not answer, for \d+ s: ",
     )
+    assert re.search(f"^error: {named[host]}", said, re.MULTILINE), said
     (step,) = (int(each.replace(",", "")) for each in re.findall(r"stopped at step ([\d,]+) and saved", said))
     assert [path.name for path in saved(tmp_path / "run")] == [f"step-{step:08d}"]
 

@@ -140,7 +140,8 @@ class Watch:
             except dist.DistError as error:
                 if not self._done.is_set():
                     first = str(error).splitlines()[0]
-                    self._end(f"0:the store of the ranks cannot be reached, on the host of rank 0 ({first})")
+                    why = f"the store of the ranks cannot be reached, on the host of rank 0 ({first})"
+                    self._end(f"0:{why}: rank {rank} was {self._doing}")
 
     def _judge(self, seen: dict[int, _Seen]) -> str | None:
         """Read the lines; "RANK:what to say" of a rank that is lost."""
