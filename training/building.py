@@ -14,7 +14,7 @@ from model.gpt import GPT
 from .cuda_graphs import Local, compiled_to_graphs, replayed
 from .init_from import InitialWeights
 from .optimizer import build_optimizer
-from .parallel.blocks import compile_blocks, recompute
+from .parallel.blocks import compile_blocks, recompute, time_blocks
 from .parallel.config import Recompute, Shard
 from .parallel.replicate import replicated
 from .parallel.shard import shard
@@ -36,8 +36,8 @@ class Built:
     scaler: torch.amp.GradScaler
 
 
-def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[], None]) -> Built:
-    """The model where the plan begins. backward_ended: see parallel.replicate."""
+def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], None]) -> Built:
+    """The model where the plan begins. begins: called with the phase of a step that does (metrics.Throughput)."""
     config, how, parallel = plan.config, plan.how, plan.config.parallel
     init_seed = config.seed if config.init_seed is None else config.init_seed
     model = plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
@@ -52,6 +52,7 @@ def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[
         model.to(plan.world.device)
     else:
         shard(model, plan.layout.mesh, parallel, how.dtype)
+        time_blocks(model, begins)
     optimizer = build_optimizer(model, config.optimizer)
     scaler = torch.amp.GradScaler(plan.world.device.type, enabled=how.dtype is torch.float16)
     if plan.start.checkpoint:
@@ -59,7 +60,8 @@ def build(plan: Plan, initial: InitialWeights | None, backward_ended: Callable[[
 
     train_model: nn.Module = model
     if parallel.shard is Shard.none and plan.world.size > 1:
-        train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, backward_ended)
+        ended = partial(begins, "exchange")
+        train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, ended)
     if not how.compiled or in_blocks:
         return Built(model, train_model, model, model, optimizer, scaler)
     graphs = partial(compiled_to_graphs, whole=how.whole)

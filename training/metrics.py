@@ -55,8 +55,6 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 Batch = TypeVar("Batch")
-# The phases in which a rank does not wait for another; but a sharded model's blocks wait for each other's parts.
-_COMPUTING = ("data", "forward_backward")
 
 
 class Throughput:
@@ -66,8 +64,9 @@ class Throughput:
     is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
-    `forward_backward`, `exchange` (of gradients, where nothing hides it) and `optimizer` (with unscaling and
-    clipping). The remainder is logging and the loop itself.
+    `forward_backward`, `blocks` (what of it is a sharded model's, without waiting for parts), `exchange` (of
+    gradients, where nothing hides it) and `optimizer` (with unscaling and clipping). The remainder is logging and the
+    loop itself.
     """
 
     def __init__(self, world: World, warmup_steps: int = 3) -> None:
@@ -178,6 +177,9 @@ def performance(
     if seconds is None:
         return {}
     tokens_per_second = tokens_per_step / seconds["step"]
+    seconds = dict(seconds)
+    if inner := seconds.pop("blocks", None):
+        seconds["forward_backward"] += inner
     metrics = {f"perf/{name}_ms": each * 1e3 for name, each in seconds.items()}
     metrics["perf/tokens_per_second"] = tokens_per_second
     if world.size > 1:
@@ -191,7 +193,8 @@ def slowest_rank(seconds: dict[str, float] | None, world: World) -> dict[str, fl
     """Which of several ranks computes longest, and how many times as long as the median one. All ranks call it."""
     if world.size == 1 or seconds is None:
         return {}
-    computing = world.gather(sum(seconds[phase] for phase in _COMPUTING))
+    # Where a rank does not wait for another's gradients, nor for another's parts of the model.
+    computing = world.gather(seconds["data"] + seconds.get("blocks", seconds["forward_backward"]))
     longest = max(computing)
     ratio = longest / statistics.median_low(computing)
     return {"perf/slowest_rank": computing.index(longest), "perf/slowest_rank_ratio": ratio}

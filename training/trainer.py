@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -95,7 +94,7 @@ class Trainer:
         self.questions = hellaswag.load(config, tokenizer, ranks) if config.trainer.hellaswag else []
 
         self.throughput = Throughput(ranks)
-        built = build(self.plan, initial, partial(self.throughput.begins, "exchange"))
+        built = build(self.plan, initial, self.throughput.begins)
         self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
         self.train_model, self.local_model = built.train_model, built.local_model
         self.eval_model = built.eval_model

@@ -100,9 +100,11 @@ def test_a_rank_killed_while_parts_are_saved_loses_nothing(started, user_environ
 
 
 @pytest.mark.slow
-def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path):
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path, shard):
     """It is stopped three quarters of the time, for less than makes it lost."""
-    launcher = started_on(2, [*tiny, "trainer.steps=600", "hydra.run.dir=run"], tmp_path, user_environment)
+    long = [*tiny, "trainer.steps=250", f"parallel.shard={shard}", "hydra.run.dir=run"]
+    launcher = started_on(2, long, tmp_path, user_environment)
     wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
     slow = processes(launcher)[1]
     while launcher.poll() is None and logged(tmp_path / "run") < 200:
