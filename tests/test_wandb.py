@@ -249,7 +249,9 @@ def test_a_run_that_gives_up_sends_an_alert(start, server, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_rank_sends_an_alert(server, user_environment, tiny, tmp_path):
+def test_several_ranks_are_one_run_that_sends_an_alert_when_it_loses_one(
+    server, user_environment, tiny, tmp_path
+):
     endless = [*tiny, "trainer.steps=100000", "hydra.run.dir=run", "logger=wandb"]
     launcher = started_on(2, endless, tmp_path, user_environment | server.variables)
     wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
@@ -258,6 +260,9 @@ def test_a_run_that_loses_a_rank_sends_an_alert(server, user_environment, tiny, 
     (alert,) = server.alerts
     assert "does not answer" in alert["text"]
     assert f"error: {alert['text']}\n" in said
+    (run,) = server.runs.values()  # rank 0's
+    ours = {"tokens_per_second_per_device", "exchange_ms", "slowest_rank", "slowest_rank_ratio"}
+    assert {f"perf/{name}" for name in ours} <= run.history[-1].keys()
 
 
 @pytest.mark.slow
