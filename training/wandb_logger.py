@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from .config import Config, ConfigError, LoggerConfig, WandbMode
 from .files import write_whole
-from .loggers import Kept, Logger
+from .loggers import COLUMNS, Kept, Logger
 from .report import in_sweep
 
 # How long a run waits for a server of wandb's: when it begins, and for the last of its rows when it ends. torchrun
@@ -80,8 +80,8 @@ class WandbLogger(Logger):
             self._run = self._begin(config.logger.mode, options)
         write_whole(run_dir / "wandb_id", run_id)
         self._run.define_metric("tokens")
-        for namespace in ("train/*", "val/*", "perf/*"):
-            self._run.define_metric(namespace, step_metric="tokens")
+        for namespace in sorted({name.partition("/")[0] for name in COLUMNS if "/" in name}):
+            self._run.define_metric(f"{namespace}/*", step_metric="tokens")
         self._run.define_metric("val/loss", step_metric="tokens", summary="min")
         for row in kept.rows if not continues else []:
             self.log({name: float(cell) for name, cell in row.items() if cell} | {"step": int(row["step"])})
