@@ -64,9 +64,9 @@ class Throughput:
     is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
-    `forward_backward`, `blocks` (what of it is a sharded model's, without waiting for parts), `exchange` (of
-    gradients, where nothing hides it) and `optimizer` (with unscaling and clipping). The remainder is logging and the
-    loop itself.
+    `forward_backward`, `blocks` (a sharded model's, in the forward: no wait for parts; perf/ has it in the former),
+    `exchange` (of gradients, where nothing hides it) and `optimizer` (with unscaling and clipping). The remainder is
+    logging and the loop itself.
     """
 
     def __init__(self, world: World, warmup_steps: int = 3) -> None:
@@ -89,7 +89,7 @@ class Throughput:
             self._phases.begin("data")
 
     def begins(self, phase: str) -> None:
-        """What follows is of `phase`: the exchange, or the optimizer to the end of the step."""
+        """What follows is of `phase`, until another begins or the step ends."""
         self._phases.begin(phase)
 
     def step(self) -> None:

@@ -18,7 +18,7 @@ from tests.training.ranks import train_on
 from training.checkpoint import find, load_weights
 from training.cuda_graphs import Local
 from training.export import export
-from training.parallel.blocks import recompute
+from training.parallel.blocks import recompute, time_blocks
 from training.parallel.config import Recompute
 
 QUICK = {
@@ -213,6 +213,19 @@ def test_what_is_kept_is_not_computed_again(how, forwards, attention):
     assert calls == forwards
     for gradient, whole in zip(found, gradients("none", attention, "cpu")[0], strict=True):
         assert torch.equal(gradient, whole)
+
+
+def test_what_is_computed_again_or_to_evaluate_is_not_timed():
+    """A backward that computes blocks again waits for parts; it stays `forward_backward`, as what follows it does."""
+    tokens, begun = torch.arange(32).view(2, 16), []
+    model = GPT(GPTConfig(vocab_size=100, seq_len=16, n_layer=2, n_head=2, n_embd=32), get_attention("naive"))
+    recompute(model, Recompute.block)
+    time_blocks(model, begun.append)
+    with torch.no_grad():
+        model(tokens, tokens)
+    assert begun == []
+    model(tokens, tokens).backward()
+    assert begun == ["blocks", "forward_backward"] * 2
 
 
 @pytest.mark.gpu
