@@ -12,8 +12,8 @@ for name in "$@"; do
       settings+=(trainer.device=cpu trainer.batch_tokens=1024 data.limit_documents=40 data.workers=1)
     fi
     settings+=(trainer.eval_every=0 trainer.save_every=0 trainer.sample_tokens=0 trainer.log_every=2 logger=none)
-    echo "$name, $attention"
     run "runs/$name-$attention" python train.py "${settings[@]}" data.cache_dir="$CACHE" \
       hydra.run.dir=runs/$name-$attention 2>&1 | tail -n 8
+    echo "$name, $attention: status ${PIPESTATUS[0]}"
   done
 done
