@@ -22,8 +22,8 @@ def resolve_graphs(asked: bool | None, is_compiled: bool, ranks: World, parallel
     """Whether to replay; null: where it can be done. Raises ConfigError when it is asked for and cannot.
 
     On several GPUs torch.compile cuts a step's last micro-step where a bucket of gradients is full, so each piece is
-    recorded, and the exchange runs between them. On two H200 a step took 122.6 ms for 171 to 245 without, on eight
-    33.5 for 54 (GPT-2 small, 131,072 tokens a step; results/nvidia-h200x2, x8), because the host was too slow.
+    recorded, and the exchange runs between them. On two H200 a step took 122.6 ms for 171 to 245 without (GPT-2
+    small, 131,072 tokens a step; results/nvidia-h200x2), because the host was too slow.
     """
     lacking = None
     if ranks.device.type != "cuda":
