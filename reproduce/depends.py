@@ -39,7 +39,6 @@ UNTOUCHED: dict[str, str] = {
     "2a23f141e1": "host.run: the tier that `auto` took for its call is named",
     "e39f2b766a": "attention.run: it checks with more heads, since `auto` now takes the portable kernels for few",
     "ec71bebf82": "compiled_to_graphs: torch's layers get no unread 16-bit copies; 0.1 % of a step by count",
-    "f9ee78d3d9": "compiled_to_graphs: `whole` is new; by default what it was",
     "3c63ad645b": "compiled_to_graphs: frozen weights are left out; no experiment has any",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }
