@@ -149,9 +149,13 @@ def rows(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def measured(run: Path, column: str) -> dict[int, str]:
-    """Step -> the cell of `column`, for the rows that have one."""
-    return {int(row["step"]): row[column] for row in rows(run) if row[column]}
+def measured(run: Path, column: str) -> dict[int, float]:
+    """Step -> the number in `column`, for the rows that have one."""
+    return {int(row["step"]): float(row[column]) for row in rows(run) if row[column]}
+
+
+def losses(run: Path) -> list[float]:
+    return list(measured(run, "train/loss").values())
 
 
 CommandLine = Callable[..., subprocess.CompletedProcess]

@@ -15,7 +15,7 @@ import torch
 
 import sample
 import train
-from tests.conftest import measured, rows
+from tests.conftest import losses, measured, rows
 from training.checkpoint import find, load_training
 from training.config import ConfigError
 from training.trainer import Trainer
@@ -28,10 +28,6 @@ def only_run(folder: Path) -> Path:
     return run
 
 
-def losses_by_step(run: Path) -> dict[int, float]:
-    return {step: float(loss) for step, loss in measured(run, "train/loss").items()}
-
-
 def wait_until(process: subprocess.Popen, ready: Callable[[], bool]) -> None:
     while not ready():
         assert process.poll() is None
@@ -41,10 +37,6 @@ def wait_until(process: subprocess.Popen, ready: Callable[[], bool]) -> None:
 def has_logged(run: Path) -> bool:
     metrics = run / "metrics.csv"
     return metrics.exists() and metrics.read_text().count("\n") >= 5
-
-
-def losses(run: Path) -> list[float]:
-    return list(losses_by_step(run).values())
 
 
 def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_path):
@@ -261,7 +253,7 @@ def test_a_run_directory_refuses_another_run_but_allows_resuming(started, tiny, 
     assert started(train.main, *here, *again) == 0
     gone = "removed step-00000012: newer than the step this run resumes from"
     assert gone in capsys.readouterr().out.splitlines()
-    assert sorted(losses_by_step(tmp_path / "here")) == list(range(1, 16))
+    assert sorted(measured(tmp_path / "here", "train/loss")) == list(range(1, 16))
 
 
 def test_the_task_returns_the_validation_loss(started, tiny, tmp_path):
@@ -282,7 +274,7 @@ def test_muon_and_wsd_train_from_the_command_line_and_differ_from_adamw(started,
     assert adamw[1] != muon[1]
     assert muon[-1] < muon[0] - 1.0
     rates = measured(tmp_path / "muon", "train/learning_rate")
-    assert float(rates[32]) == 1e-2 > float(rates[33]) > float(rates[40]) == 0.0
+    assert rates[32] == 1e-2 > rates[33] > rates[40] == 0.0
 
 
 @pytest.mark.slow
@@ -500,7 +492,9 @@ def test_a_run_ended_by_sigterm_saves_and_resumes_with_the_same_losses(
     resumed = command_line("train.py", *short, "hydra.run.dir=resumed", "trainer.resume=cut short")
     assert resumed.returncode == 0, resumed.stderr
     assert started(train.main, *short, "hydra.run.dir=whole") == 0
-    before, after, whole = (losses_by_step(tmp_path / name) for name in ("cut short", "resumed", "whole"))
+    before, after, whole = (
+        measured(tmp_path / name, "train/loss") for name in ("cut short", "resumed", "whole")
+    )
     assert max(before) <= stopped < min(after)
     assert {step: loss for step, loss in (before | after).items() if step in whole} == whole
 

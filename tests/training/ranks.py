@@ -28,6 +28,11 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
     return [*launcher, *arguments]
 
 
+def run(name: str, *settings: str) -> list[str]:
+    """A run, as `train_on` takes it."""
+    return [f"hydra.run.dir={name}", *settings]
+
+
 def train_on(
     ranks: int, runs: list[list[str]], folder: Path, environment: dict[str, str], device: str = "cpu"
 ) -> subprocess.CompletedProcess:

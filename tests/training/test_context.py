@@ -6,21 +6,13 @@ import pytest
 import torch
 
 import train
-from tests.conftest import measured
-from tests.training.ranks import train_on
+from tests.conftest import losses, measured
+from tests.training.ranks import run, train_on
 from training.checkpoint import find, load_weights
 
 SHARED = "parallel.context=2"
 DOCUMENTS = "data.document_mask=true"
 MODERN = ["model.rope=true", "model.n_kv_head=1", "model.qk_norm=true"]
-
-
-def run(name: str, *settings: str) -> list[str]:
-    return [f"hydra.run.dir={name}", *settings]
-
-
-def losses(folder) -> list[float]:
-    return [float(each) for each in measured(folder, "train/loss").values()]
 
 
 @pytest.fixture
@@ -40,9 +32,7 @@ def check_same(folder, one: str, many: str) -> None:
     assert summaries[1]["val/loss"] == pytest.approx(summaries[0]["val/loss"], rel=1e-5)
     assert summaries[1]["val/tokens"] == summaries[0]["val/tokens"]
     evaluated = [measured(each, "val/loss") for each in (one, many)]
-    assert [float(each) for each in evaluated[1].values()] == pytest.approx(
-        [float(each) for each in evaluated[0].values()], rel=1e-5
-    )
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
     ours, theirs = (load_weights(find(each), "cpu") for each in (one, many))
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-4)

@@ -9,7 +9,7 @@ import torch
 
 from kernels import AttentionError
 from model.gpt import GPT, cross_entropy
-from tests.conftest import measured, text_data
+from tests.conftest import losses, text_data
 from training.config import (
     AttentionConfig,
     Config,
@@ -46,9 +46,8 @@ def trained(config: Config, folder: Path) -> tuple[list[float], torch.Tensor]:
     """The training losses followed by the validation loss, and the state of torch's generator afterwards."""
     torch.manual_seed(0)
     summary = train(config, folder)
-    losses = list(map(float, measured(folder, "train/loss").values()))
-    assert len(losses) == config.trainer.steps
-    return [*losses, summary["val/loss"]], torch.get_rng_state()
+    assert len(losses(folder)) == config.trainer.steps
+    return [*losses(folder), summary["val/loss"]], torch.get_rng_state()
 
 
 @pytest.mark.parametrize("other", ["sdpa", "flash"])

@@ -49,14 +49,11 @@ def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
     assert launcher.wait(timeout=60) != 0
     (checkpoint,) = saved(tmp_path / "run")
     assert checkpoint.name == f"step-{step:08d}"
-    before = {step: float(loss) for step, loss in measured(tmp_path / "run", "train/loss").items()}
+    before = measured(tmp_path / "run", "train/loss")
     more = ["hydra.run.dir=run", "trainer.resume=auto", f"trainer.steps={step + 5}"]
     assert started(train.main, *long, *more) == 0
     assert started(train.main, *long, "hydra.run.dir=one", f"trainer.steps={step + 5}") == 0
-    whole, resumed = (
-        {step: float(loss) for step, loss in measured(tmp_path / name, "train/loss").items()}
-        for name in ("one", "run")
-    )
+    whole, resumed = (measured(tmp_path / name, "train/loss") for name in ("one", "run"))
     for number in range(step + 1, step + 6):
         assert resumed[number] == pytest.approx(whole[number], rel=1e-4)
     assert max(before) <= step + 1
@@ -95,7 +92,7 @@ def test_a_rank_killed_while_parts_are_saved_loses_nothing(started, user_environ
     )
     assert started(train.main, *long, "hydra.run.dir=one", f"trainer.steps={done}") == 0
     resumed, alone = (measured(tmp_path / name, "train/loss") for name in ("run", "one"))
-    assert float(resumed[done]) == pytest.approx(float(alone[done]), rel=1e-4)
+    assert resumed[done] == pytest.approx(alone[done], rel=1e-4)
     assert not list(checkpoints.glob("*.partial"))
 
 
@@ -115,10 +112,10 @@ def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path, sha
     assert launcher.returncode == 0, said
     assert re.search(r"^rank 1 computes \d+\.\d times as long as the median rank", said, re.MULTILINE)
     columns = [measured(tmp_path / "run", f"perf/{name}") for name in ("slowest_rank", "slowest_rank_ratio")]
-    lost = {"0": 0.0, "1": 0.0}  # by being slower than the other, summed over steps
+    lost = {0: 0.0, 1: 0.0}  # by being slower than the other, summed over steps
     for rank, ratio in list(zip(*(each.values() for each in columns), strict=True))[5:150]:
-        lost[rank] += float(ratio) - 1
-    assert lost["1"] > 2 * lost["0"]
+        lost[rank] += ratio - 1
+    assert lost[1] > 2 * lost[0]
 
 
 # Rank 1 stays alive, and does nothing from its sixth step on, until torchrun ends it.

@@ -8,7 +8,7 @@ import torch
 import sample
 import train
 from kernels.flash import dispatch
-from tests.test_train import losses
+from tests.conftest import losses
 from training import checkpoint
 
 ALL = [

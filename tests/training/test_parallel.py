@@ -13,8 +13,8 @@ from kernels import get_attention
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import from_huggingface
-from tests.conftest import measured, rows
-from tests.training.ranks import train_on
+from tests.conftest import losses, rows
+from tests.training.ranks import run, train_on
 from training.checkpoint import find, load_weights
 from training.cuda_graphs import Local
 from training.export import export
@@ -31,14 +31,6 @@ OTHERS = {
     "optimizer": ["parallel.shard=optimizer"],
     "full": ["parallel.shard=full"],
 }
-
-
-def run(name: str, *settings: str) -> list[str]:
-    return [f"hydra.run.dir={name}", *settings]
-
-
-def losses(folder) -> list[float]:
-    return [float(each) for each in measured(folder, "train/loss").values()]
 
 
 @pytest.fixture

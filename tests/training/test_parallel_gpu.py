@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import measured
-from tests.training.ranks import logged, processes, started_on, train_on, wait_until
+from tests.conftest import losses, measured
+from tests.training.ranks import logged, processes, run, started_on, train_on, wait_until
 from training.checkpoint import find, load_weights, saved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -37,14 +37,6 @@ LAYOUTS = (
         "block": ["parallel.shard=full", "parallel.recompute=block"],
     },
 )
-
-
-def run(name: str, *settings: str) -> list[str]:
-    return [f"hydra.run.dir={name}", *settings]
-
-
-def losses(folder: Path) -> list[float]:
-    return [float(each) for each in measured(folder, "train/loss").values()]
 
 
 def summary(folder: Path) -> dict:
@@ -102,8 +94,7 @@ def test_two_equal_runs_with_cuda_graphs_end_bitwise_equal_and_near_one_without(
     assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "first"), rel=5e-3)
     # Adam's steps are as long if a micro-step's gradients were lost; the norms would not be.
     norms, expected = (
-        [float(each) for each in measured(tmp_path / name, "train/grad_norm").values()]
-        for name in ("first", "without")
+        list(measured(tmp_path / name, "train/grad_norm").values()) for name in ("first", "without")
     )
     assert norms == pytest.approx(expected, rel=0.05)
     weights, theirs = (load_weights(find(tmp_path / name), "cpu") for name in ("first", "second"))

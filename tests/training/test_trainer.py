@@ -132,8 +132,8 @@ def test_bounded_evaluations_are_of_the_same_tokens_and_the_last_is_of_all(confi
     assert re.search(r"best +loss \d\.\d{4} \(first 300 tokens\), ", said)
     train(having(config, eval_tokens=300, micro_batch=1), tmp_path / "split")
     assert (part["val/loss"], part["val/tokens"]) == (whole["val/loss"], whole["val/tokens"])
-    losses = {step: float(loss) for step, loss in measured(tmp_path / "part", "val/loss").items()}
-    split = {step: float(loss) for step, loss in measured(tmp_path / "split", "val/loss").items()}
+    losses = measured(tmp_path / "part", "val/loss")
+    split = measured(tmp_path / "split", "val/loss")
     assert sorted(losses) == [2, 4, 6, 8]
     assert split == pytest.approx(losses, rel=1e-5)
     # What the model of the best checkpoint gives on those tokens: bests are compared by them at the end too.
@@ -148,7 +148,7 @@ def test_bounded_evaluations_are_of_the_same_tokens_and_the_last_is_of_all(confi
         with torch.no_grad():
             nats += float(run.model(window[None, :-1], window[None, 1:])) * (len(window) - 1)
     assert best == pytest.approx(nats / 300, rel=1e-5)
-    bits = float(measured(tmp_path / "part", "val/bits_per_byte")[6])
+    bits = measured(tmp_path / "part", "val/bits_per_byte")[6]
     in_text = int((tokens != 256).sum())
     assert bits == pytest.approx(losses[6] * 300 / (math.log(2) * in_text), rel=1e-5)
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import train
-from tests.conftest import measured
+from tests.conftest import losses, measured
 from tests.training.ranks import ROOT, logged, processes, started_on, wait_until
 from training.checkpoint import saved
 
@@ -44,10 +44,7 @@ def test_two_hosts_train_as_one_rank_does(started, user_environment, tiny, tmp_p
     agents = hosts([*tiny, "hydra.run.dir=two", f"parallel.shard={shard}"], tmp_path, user_environment)
     said = [agent.communicate(timeout=240)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
-    one, two = (
-        [float(loss) for loss in measured(tmp_path / name, "train/loss").values()] for name in ("one", "two")
-    )
-    assert two == pytest.approx(one, rel=1e-5)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["world_size"] == 2
 
 
