@@ -306,14 +306,6 @@ def test_every_feature_is_refused_by_name(name: str, feature: str) -> None:
 
 
 @INTERPRETED
-@BOTH
-def test_an_unknown_argument_is_refused(name: str) -> None:
-    q, k, v, _ = inputs(8, 8, 16, torch.float32)
-    with pytest.raises(AttentionError, match="unknown attention argument droput_p"):
-        kernels.get_attention(name)(q, k, v, droput_p=0.1)
-
-
-@INTERPRETED
 @AND_FLASH
 @pytest.mark.parametrize(
     ("change", "message"),

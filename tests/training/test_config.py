@@ -32,15 +32,6 @@ def test_every_gpt2_size_has_a_head_dim_of_64():
             assert composed(f"model={name}").model.head_dim == 64
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [("+unknown=1", "unknown is not a setting"), ("+trainer.lrr=1", "trainer.lrr is not a setting")],
-)
-def test_unknown_settings_added_with_a_plus_are_refused(override, said):
-    with pytest.raises(ConfigError, match=said):
-        composed(override)
-
-
 @pytest.mark.parametrize("group", ["schedule", "schedule.decay"])
 def test_schedule_group_and_schedule_decay_give_the_same_final_fraction(group):
     ends = [
