@@ -1,7 +1,7 @@
 """The accuracy gate: how wrong a kernel may be, measured against what PyTorch does in the same precision."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from unittest import mock
 
@@ -202,6 +202,22 @@ def run(
 
 def _double(value: object) -> object:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def double(inputs: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    return {name: _double(x) for name, x in inputs.items()}
+
+
+def results(
+    function: Callable, inputs: Mapping[str, torch.Tensor | None], direction: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Output and gradients by name."""
+    inputs = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
+    given = {name: x for name, x in inputs.items() if x is not None}
+    out = function(*inputs.values())
+    gradients = torch.autograd.grad(out, given.values(), direction.to(out.dtype))
+    named = zip(given, gradients, strict=True)
+    return {"out": out.detach()} | {f"d_{name}": gradient for name, gradient in named}
 
 
 def assert_all_as_exact(

@@ -14,7 +14,7 @@ from kernels.layers import linear_add_norm as room
 from kernels.layers.checks import check_device, make_known_to_inductor
 from kernels.layers.linear_add_norm import linear_add_norm
 from kernels.philox import row_mask
-from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
+from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact, double
 from tests.kernels.bits import assert_repeats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,10 +53,6 @@ def results(function, inputs, directions, used=(True, True), **options):
     found = {"x_new": outputs[0].detach(), "normalised": outputs[1].detach()}
     named = zip(inputs, gradients, strict=True)
     return found | {f"d_{name}": gradient for name, gradient in named if gradient is not None}
-
-
-def double(inputs):
-    return {name: x.double() for name, x in inputs.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

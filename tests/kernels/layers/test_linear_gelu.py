@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from kernels.layers import linear_gelu as room
 from kernels.layers.linear_gelu import linear_gelu
-from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
+from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact, double, results
 from tests.kernels.bits import assert_repeats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,19 +27,6 @@ def problem(dtype, leading=(7,), width=100, inner=INNER, seed=0):
     )
     weight *= inner**-0.5
     return dict(zip(NAMES, (x, weight, bias), strict=True)), direction
-
-
-def results(function, inputs, direction):
-    """Output and gradients by name."""
-    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    out = function(*inputs.values())
-    gradients = torch.autograd.grad(out, inputs.values(), direction.to(out.dtype))
-    named = zip(inputs, gradients, strict=True)
-    return {"out": out.detach()} | {f"d_{name}": gradient for name, gradient in named}
-
-
-def double(inputs):
-    return {name: x.double() for name, x in inputs.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

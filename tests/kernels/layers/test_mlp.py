@@ -15,7 +15,7 @@ from kernels.layers import FusedError, gelu_product
 from kernels.layers import mlp as room
 from kernels.layers.mlp import mlp
 from kernels.layers.sums import sum_in_product, summing
-from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact
+from tests.kernels.accuracy import assert_all_as_close, assert_all_as_exact, double, results
 from tests.kernels.bits import assert_repeats
 from tests.kernels.emulator import emulate
 
@@ -43,20 +43,6 @@ def problem(rows=(3, 128), width=256, inner=64, dtype=torch.float32, with_bias=T
     bias = bias * 0.5 if with_bias else None
     inputs = (x, first * inner**-0.5, bias, second * width**-0.5)
     return dict(zip(NAMES, inputs, strict=True)), direction
-
-
-def results(function, inputs, direction):
-    """Output and gradients by name."""
-    inputs = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
-    given = {name: x for name, x in inputs.items() if x is not None}
-    out = function(*inputs.values())
-    gradients = torch.autograd.grad(out, given.values(), direction.to(out.dtype))
-    named = zip(given, gradients, strict=True)
-    return {"out": out.detach()} | {f"d_{name}": gradient for name, gradient in named}
-
-
-def double(inputs):
-    return {name: None if x is None else x.double() for name, x in inputs.items()}
 
 
 EXPORTS = pytest.mark.skipif(
