@@ -12,8 +12,9 @@ import json
 import re
 import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.local_server import Handler, Server
 
 _USER = {"id": "u", "entity": "someone", "username": "someone", "name": "Someone", "email": "", "flags": "{}"}
 _TEAMS = {"admin": False, "teams": {"edges": [{"node": {"name": "someone"}}]}, "apiKeys": {"edges": []}}
@@ -40,8 +41,9 @@ class Run:
         return json.loads(self.lines["wandb-summary.json"][-1])
 
 
-class WandbStub:
+class WandbStub(Server):
     def __init__(self) -> None:
+        super().__init__(_Handler)
         self.runs: dict[str, Run] = {}
         self.views: list[dict[str, Any]] = []
         self.alerts: list[dict[str, Any]] = []
@@ -50,23 +52,7 @@ class WandbStub:
         self.trials: list[dict[str, Any]] = []  # what `wandb agent` is told to run, one after the other
         self.stranger = self.leaves = self.silent = False
         self.waiting = 0
-        handler = type("Handler", (_Handler,), {"stub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self._server.handle_error = lambda *_: None  # a client that was killed is no error
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.variables = {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
-
-    def __enter__(self) -> "WandbStub":
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def answer(self, operation: str, query: str, given: dict[str, Any]) -> dict[str, Any]:
         """The `data` of a GraphQL answer."""
@@ -186,50 +172,35 @@ class WandbStub:
         run.exit_code = sent.get("exitcode", run.exit_code)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    stub: WandbStub
+class _Handler(Handler):
+    server: WandbStub
 
     def do_POST(self) -> None:
-        body = self._body()
+        body = self.body()
         if self.path == "/graphql":
-            if self.stub.silent:
-                self.stub.waiting += 1
+            if self.server.silent:
+                self.server.waiting += 1
                 threading.Event().wait(60)
                 self.close_connection = True
                 return None
-            if self.stub.stranger:
-                return self._send({"errors": [{"message": "user is not logged in"}]}, 401)
+            if self.server.stranger:
+                return self.send_json({"errors": [{"message": "user is not logged in"}]}, 401)
             asked = json.loads(body)
             named = re.search(
                 r"(?:query|mutation) (\w+)", asked["query"]
             )  # not every client sends operationName
             operation, given = asked.get("operationName") or (named or " ")[1], asked.get("variables") or {}
-            self._send({"data": self.stub.answer(operation, asked["query"], given)})
-            if operation == "UpsertBucket" and self.stub.leaves:
-                self.stub.leaves = False
-                threading.Thread(target=self.stub.leave).start()
+            self.send_json({"data": self.server.answer(operation, asked["query"], given)})
+            if operation == "UpsertBucket" and self.server.leaves:
+                self.server.leaves = False
+                threading.Thread(target=self.server.leave).start()
                 self.close_connection = True
         elif self.path.endswith("/file_stream"):
-            self.stub.stream(self.path.split("/")[-2], json.loads(body))
-            self._send({"exitcode": None, "limits": {}})
+            self.server.stream(self.path.split("/")[-2], json.loads(body))
+            self.send_json({"exitcode": None, "limits": {}})
         else:
-            self._send({})
+            self.send_json({})
 
     def do_PUT(self) -> None:
-        self.stub.files[self.path.removeprefix("/upload/")] = self._body()
-        self._send({})
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("content-length", 0)))
-
-    def _send(self, answer: dict[str, Any], status: int = 200) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.server.files[self.path.removeprefix("/upload/")] = self.body()
+        self.send_json({})

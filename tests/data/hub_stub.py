@@ -11,16 +11,17 @@ when a path is asked for.
 """
 
 import hashlib
-import json
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.local_server import Handler, Server
 
 Files = dict[str, bytes]
 
 
-class HubStub:
+class HubStub(Server):
     def __init__(self):
+        super().__init__(_Handler)
         self.repos: dict[str, dict[str, Files]] = {}  # repository -> commit -> path -> content
         self.cut: dict[str, int] = {}
         self.stalled: set[str] = set()
@@ -30,10 +31,6 @@ class HubStub:
         self.dies_at: dict[str, str] = {}  # path -> "down" or "mute"
         self.closed = threading.Event()
         self.log: list[tuple[str, str, str]] = []  # method, path, range
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._server.daemon_threads = True
-        self._server.handle_error = lambda *_: None  # a client that gave up is no error
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def add(self, repo: str, files: Files, commit: str | None = None) -> str:
         """Add a commit, which becomes `main`; return its hash."""
@@ -51,20 +48,13 @@ class HubStub:
         ]
         return list(dict.fromkeys(paths))
 
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
+    def leave(self):
         self.closed.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().leave()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    hub: HubStub
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # it would hold a body back for 40 ms, until its headers are acknowledged
+class _Handler(Handler):
+    server: HubStub
 
     def do_GET(self):
         self._answer()
@@ -73,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self):
-        hub, path = self.hub, self.path.split("?")[0]
+        hub, path = self.server, self.path.split("?")[0]
         hub.log.append((self.command, path, self.headers.get("Range", "")))
         for name, how in hub.dies_at.items():
             if path.endswith(name):
@@ -93,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._missing("EntryNotFound")
 
     def _commit(self, repo: str, revision: str) -> str | None:
-        commits = self.hub.repos.get(repo)
+        commits = self.server.repos.get(repo)
         if commits is None:
             self._missing("RepoNotFound")
             return None
@@ -106,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _describe(self, repo: str, kind: str, revision: str, folder: str):
         if not (commit := self._commit(repo, revision)):
             return
-        files = self.hub.repos[repo][commit]
+        files = self.server.repos[repo][commit]
         if kind == "tree":
             inside = [path for path in files if path.startswith(folder + "/" if folder else "")]
             rest = {path: path[len(folder) + 1 if folder else 0 :] for path in inside}
@@ -128,16 +118,16 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             if not rows:
                 return self._missing("EntryNotFound")
-            return self._json(rows)
+            return self.send_json(rows)
         siblings = [{"rfilename": path} for path in files]
-        self._json(
+        self.send_json(
             {"id": repo, "sha": commit, "private": False, "tags": [], "downloads": 0, "siblings": siblings}
         )
 
     def _file(self, repo: str, revision: str, name: str):
         if not (commit := self._commit(repo, revision)):
             return
-        content = self.hub.repos[repo][commit].get(name)
+        content = self.server.repos[repo][commit].get(name)
         if content is None:
             return self._missing("EntryNotFound")
         headers = {
@@ -145,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Repo-Commit": commit,
             "Accept-Ranges": "bytes",
         }
-        if name in self.hub.spoilt:
+        if name in self.server.spoilt:
             middle = len(content) // 2
             content = content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
         status, total = 200, len(content)
@@ -153,30 +143,16 @@ class _Handler(BaseHTTPRequestHandler):
             start, stop = int(match[1]), int(match[2] or total - 1) + 1
             content, status = content[start:stop], 206
             headers["Content-Range"] = f"bytes {start}-{start + len(content) - 1}/{total}"
-        if self.command == "GET" and self.hub.cut.get(name, 0) > 0:
-            self.hub.cut[name] -= 1
-            self._send(status, headers, content, sent=len(content) // 2)
+        if self.command == "GET" and self.server.cut.get(name, 0) > 0:
+            self.server.cut[name] -= 1
+            self.send(content, status, headers, sent=len(content) // 2)
             self.close_connection = True
             return
-        if self.command == "GET" and name in self.hub.stalled:
-            self._send(status, headers, content, sent=len(content) // 2)
-            self.hub.closed.wait()
+        if self.command == "GET" and name in self.server.stalled:
+            self.send(content, status, headers, sent=len(content) // 2)
+            self.server.closed.wait()
             return
-        self._send(status, headers, content)
-
-    def _json(self, value):
-        self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
+        self.send(content, status, headers)
 
     def _missing(self, code: str):
-        self._send(404, {"X-Error-Code": code, "X-Error-Message": code}, b"{}")
-
-    def _send(self, status: int, headers: dict[str, str], content: bytes, sent: int | None = None):
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content[:sent])
-
-    def log_message(self, *_):
-        pass
+        self.send(b"{}", 404, {"X-Error-Code": code, "X-Error-Message": code})

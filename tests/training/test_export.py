@@ -6,9 +6,7 @@ import random
 import re
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from data.tokenizer import END_OF_TEXT, load_tokenizer
 from model.config import MLPKind
 from model.huggingface import _transformers_imports
 from tests.conftest import ROOT
+from tests.local_server import Handler, Server
 from tests.training.conftest import having
 from training import checkpoint, export
 from training.load_run import load_run
@@ -31,7 +30,7 @@ pytest.importorskip("transformers")
 
 
 @pytest.fixture
-def exported(monkeypatch, capsys):
+def exported(monkeypatch):
     """`python -m training.export ARGUMENTS`, in this process; returns what it ends with, None or an error."""
 
     def exported(*arguments: object) -> str | None:
@@ -234,50 +233,42 @@ def test_gguf_of_a_model_that_is_exported_as_a_llama_is_refused(config, exported
     assert not (tmp_path / "to").exists()
 
 
-class _Hub(BaseHTTPRequestHandler):
+class _Hub(Handler):
     """Answers an upload as the Hub does; `server.received`: repository -> path -> content."""
 
     def do_POST(self):
-        content = self.rfile.read(int(self.headers["Content-Length"]))
+        content = self.body()
         if self.headers.get("Authorization") != "Bearer right":
-            return self._answer(401, {"error": "Invalid username or password."})
+            return self.send_json({"error": "Invalid username or password."}, 401)
         if self.path == "/api/repos/create":
             asked = json.loads(content)
             name = f"{asked['organization']}/{asked['name']}"
             self.server.received[name] = {"visibility": asked["visibility"]}
-            return self._answer(200, {"url": f"{self.server.url}/{name}"})
+            return self.send_json({"url": f"{self.server.url}/{name}"})
         repo, action = re.fullmatch(r"/api/models/(.+)/(preupload|commit)/main", self.path).groups()
         if action == "preupload":
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
                 for file in json.loads(content)["files"]
             ]
-            return self._answer(200, {"files": files})
+            return self.send_json({"files": files})
         for line in map(json.loads, content.splitlines()):
             if line["key"] == "file":
                 value = line["value"]
                 self.server.received[repo][value["path"]] = base64.b64decode(value["content"])
-        self._answer(200, {"commitUrl": f"{self.server.url}/{repo}/commit/abc", "commitOid": "abc"})
+        self.send_json({"commitUrl": f"{self.server.url}/{repo}/commit/abc", "commitOid": "abc"})
 
-    def _answer(self, status: int, value: dict):
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
 
-    def log_message(self, *_):
-        pass
+@pytest.fixture
+def hub():
+    with Server(_Hub) as server:
+        server.received = {}
+        yield server
 
 
 @pytest.mark.slow
-def test_push_uploads_the_folder_to_a_private_repository(run_of_a_step, tmp_path, user_environment):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.received, server.url = {}, f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def push(folder: str, token: str, endpoint: str = server.url) -> subprocess.CompletedProcess:
+def test_push_uploads_the_folder_to_a_private_repository(run_of_a_step, hub, tmp_path, user_environment):
+    def push(folder: str, token: str, endpoint: str = hub.url) -> subprocess.CompletedProcess:
         environment = {
             "HF_ENDPOINT": endpoint,
             "HF_HUB_OFFLINE": "0",
@@ -294,9 +285,9 @@ def test_push_uploads_the_folder_to_a_private_repository(run_of_a_step, tmp_path
 
     done = push("a", "right")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(f"pushed: {server.url}/me/tiny/commit/abc\n")
+    assert done.stdout.endswith(f"pushed: {hub.url}/me/tiny/commit/abc\n")
     written = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    assert server.received == {"me/tiny": {"visibility": "private"} | written}
+    assert hub.received == {"me/tiny": {"visibility": "private"} | written}
     for refused in (
         push("b", "wrong"),
         push("c", "right", "http://127.0.0.1:9"),
@@ -306,5 +297,3 @@ def test_push_uploads_the_folder_to_a_private_repository(run_of_a_step, tmp_path
         assert re.fullmatch(
             r"error: (\S+) is written, but not pushed \(.*\): `hf upload me/tiny \1` tries again\.", error
         )
-    server.shutdown()
-    server.server_close()

@@ -7,9 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from tests.conftest import measured
+from tests.local_server import Handler, Server
 from tests.training.conftest import CPU, having
 from training import hellaswag
 from training.checkpoint import saved
@@ -159,26 +158,19 @@ def released(file, monkeypatch):
     """A server of the file, as if it were the released one; returns what it was asked for."""
     asked = []
 
-    class Handler(BaseHTTPRequestHandler):
+    content = file.read_bytes()
+
+    class Released(Handler):
         def do_GET(self) -> None:
             asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(file.read_bytes())
+            self.send(content)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    content = file.read_bytes()
-    monkeypatch.setattr(hellaswag, "URL", f"http://127.0.0.1:{server.server_port}/{file.name}")
     monkeypatch.setattr(
         hellaswag, "GIT_BLOB", hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     )
-    yield asked
-    server.shutdown()
-    server.server_close()
+    with Server(Released) as server:
+        monkeypatch.setattr(hellaswag, "URL", f"{server.url}/{file.name}")
+        yield asked
 
 
 def test_it_is_downloaded_once(longer, released, tmp_path):
