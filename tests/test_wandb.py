@@ -152,7 +152,7 @@ def test_going_back_to_an_older_checkpoint_with_other_settings_begins_another_wa
 
 
 @pytest.mark.slow
-def test_variables_of_wandb_are_followed_or_named_as_not_used(start, server, tmp_path, monkeypatch):
+def test_variables_of_wandb_are_followed_or_named_as_not_used(start, server, monkeypatch):
     monkeypatch.setitem(server.variables, "WANDB_PROJECT", "mine")
     monkeypatch.setitem(server.variables, "WANDB_TAGS", "night,shift")
     monkeypatch.setitem(server.variables, "WANDB_NAME", "by hand")
@@ -232,7 +232,7 @@ def kill_service(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_that_gives_up_sends_an_alert(start, server, tmp_path):
+def test_a_run_that_gives_up_sends_an_alert(start, server):
     process = start("optimizer.lr=1e30", "trainer.sample_every=1")  # a broken model is not to be sampled
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1

@@ -126,7 +126,7 @@ def test_a_contender_out_of_memory_is_left_out_and_the_rest_timed(tmp_path, caps
 
 
 @interpreted
-def test_a_loss_that_predicts_the_padding_fails_the_check(tmp_path):
+def test_a_loss_that_predicts_the_padding_fails_the_check():
     """A loss that also predicts the padding fails the check that every contender but Liger-Kernel gets."""
 
     def padding_too(hidden, weight, targets, vocab_size):

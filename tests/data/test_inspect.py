@@ -43,9 +43,7 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
     return inspect
 
 
-def test_a_run_directory_shows_the_same_as_its_corpus(
-    inspect: Inspect, corpus: Corpus, documents: list[str], tmp_path: Path
-):
+def test_a_run_directory_shows_the_same_as_its_corpus(inspect: Inspect, corpus: Corpus, tmp_path: Path):
     command = [sys.executable, "-m", "data.inspect", str(corpus.directory), "--documents", "2"]
     shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert shown.returncode == 0, shown.stderr

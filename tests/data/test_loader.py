@@ -249,7 +249,7 @@ def test_prefetch_passes_errors_on(corpus: Corpus):
         next(prefetch(batches, world_size=3))
 
 
-def test_a_token_outside_the_vocabulary_is_refused_with_its_shard(corpus: Corpus, tmp_path: Path):
+def test_a_token_outside_the_vocabulary_is_refused_with_its_shard(corpus: Corpus):
     damaged = Corpus(corpus.directory)
     damaged.n_vocab = 100
     with pytest.raises(

@@ -159,22 +159,21 @@ def test_a_long_document_is_cut_without_changing_its_tokens(
     )
 
 
+def with_ranks(name: str, ranks: dict[bytes, int], monkeypatch: pytest.MonkeyPatch) -> tiktoken.Encoding:
+    """tiktoken's encoding of that name, with these ranks in place of its own, which are not here."""
+    for load in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(openai_public, load, lambda *_, **__: {})
+    pattern = getattr(openai_public, name)()["pat_str"]
+    special = {END_OF_TEXT: len(ranks)}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "cl100k_base", "o200k_base"])
 def test_a_long_line_is_cut_without_changing_its_tokens(name: str, tmp_path: Path, monkeypatch):
     """Every pair of bytes is a token, so that a cut within a pre-token would change the tokens."""
     pairs = [bytes(pair) for pair in itertools.product(range(256), repeat=2)]
     ranks = {token: rank for rank, token in enumerate([*(bytes([value]) for value in range(256)), *pairs])}
-    if name == "bytes":
-        encoding = load_tokenizer(name)
-    else:
-        for load in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-            monkeypatch.setattr(openai_public, load, lambda *_, **__: {})
-        encoding = tiktoken.Encoding(
-            name,
-            pat_str=getattr(openai_public, name)()["pat_str"],
-            mergeable_ranks=ranks,
-            special_tokens={END_OF_TEXT: len(ranks)},
-        )
+    encoding = load_tokenizer(name) if name == "bytes" else with_ranks(name, ranks, monkeypatch)
     monkeypatch.setattr("data.tokenizer.load_tokenizer", lambda _: encoding)
     monkeypatch.setattr("data.tokenise.BLOCK_CHARACTERS", 20)
     letters = [
@@ -205,14 +204,9 @@ def test_blanks_that_overflow_tiktokens_stack_are_tokenised(
     name: str, blank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """tiktoken refuses the document. Its tokens are those of a thousand times fewer blanks, and more blanks."""
-    for load in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-        monkeypatch.setattr(openai_public, load, lambda *_, **__: {})
     merged = [blank.encode() * 2, blank.encode() * 4, b"the", b" the", b"\tthe"]
     ranks = {token: rank for rank, token in enumerate([*(bytes([value]) for value in range(256)), *merged])}
-    pattern = getattr(openai_public, name)()["pat_str"]
-    encoding = tiktoken.Encoding(
-        name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
-    )
+    encoding = with_ranks(name, ranks, monkeypatch)
     monkeypatch.setattr("data.tokenizer.load_tokenizer", lambda _: encoding)
     few, many = ("The end." + count * blank + "the next" for count in (1200, 1_200_000))
     (tmp_path / "a.txt").write_text(many)
@@ -464,7 +458,7 @@ def test_a_recursive_glob_finds_what_globs_of_python_find(tmp_path: Path):
 
 
 def test_a_tilde_in_a_path_means_the_home_folder(
-    parquet: Path, rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A shell does not expand it in data.cache_dir=~/tokens."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -536,9 +530,7 @@ def test_a_manifest_edited_after_preparation_is_refused(parquet: Path, tmp_path:
 
 @pytest.mark.parametrize("file", ["train-00001.bin", "val-00000.bin"])
 @pytest.mark.parametrize("harm", ["truncated", "flipped", "removed"])
-def test_a_damaged_shard_is_named_with_the_command_that_rebuilds_it(
-    file, harm, parquet, rank_file, tmp_path, monkeypatch
-):
+def test_a_damaged_shard_is_named_with_the_command_that_rebuilds_it(file, harm, parquet, rank_file, tmp_path):
     from data.inspect import main
 
     cache = tmp_path / "a folder; of mine"

@@ -197,7 +197,7 @@ def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
         assert f'width:{share:.2%};--shade:#9db4c7" title="optimizer' in content
 
 
-def test_an_old_run_without_phase_times_is_still_compared(copies, capsys):
+def test_an_old_run_without_phase_times_is_still_compared(copies):
     old = copies / "0_naive"
     before = rows(old)
     gone = [f"perf/{phase}_ms" for phase in ("data", "forward_backward", "optimizer")]
@@ -267,7 +267,7 @@ def test_the_difference_of_losses_is_that_of_the_summaries(sweep):
 
 
 @pytest.mark.slow
-def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path, capsys):
+def test_wandb_folders_alone_give_the_same_table(sweep, tmp_path):
     for offline in sweep.glob("*/wandb/offline-run-*"):
         shutil.copytree(offline, tmp_path / "wandb" / offline.name)
     from_files = table(find_runs([str(sweep)]))
@@ -327,7 +327,7 @@ def test_whether_null_became_cuda_graphs_is_told_though_no_setting_differs(copie
     assert differing_settings(find_runs([str(copies)])) == {"cuda_graphs": [False, True]}
 
 
-def test_runs_of_one_name_in_two_sweeps_have_labels_and_figures_of_their_own(copies, sweep):
+def test_runs_of_one_name_in_two_sweeps_have_labels_and_figures_of_their_own(copies):
     shutil.copytree(copies, copies / "again", ignore=shutil.ignore_patterns("again"))
     measured(copies / "0_naive", [14_000] * 3, **STEP)
     measured(copies / "again" / "0_naive", [14_000] * 3, **STEP | {"step": 50.0, "data": 7.0})

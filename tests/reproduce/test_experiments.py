@@ -165,7 +165,7 @@ def test_changed_code_makes_results_stale_by_name(files, stale, tmp_path):
     assert changed_by(tmp_path, files) == stale
 
 
-def test_documents_are_written_a_line_a_sample_in_eight_digits(tmp_path):
+def test_documents_are_written_a_line_a_sample_in_eight_digits():
     document = {
         "version": 3,
         "settings": {"lengths": (1, 2)},

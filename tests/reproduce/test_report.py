@@ -401,7 +401,7 @@ def test_sequence_parallelism_must_gain_with_few_heads_not_lose_with_many(heads,
     assert (verdict.claim, verdict.status) == ("C19", status)
 
 
-def test_unreadable_hardware_counters_are_reported_with_the_reason(tmp_path):
+def test_unreadable_hardware_counters_are_reported_with_the_reason():
     samples = [
         {"kind": "ncu", "backend": "standard", **shape("figure2", 1024), "refused": "ncu is not installed"}
     ]

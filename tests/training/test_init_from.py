@@ -168,7 +168,7 @@ def test_a_longer_run_extends_the_positions_in_the_way_that_is_named(config, tra
     assert load_run(tmp_path / "cut")[0].config.seq_len == 80
 
 
-def test_a_mismatched_model_size_is_reported_by_its_preset(config, tmp_path):
+def test_a_mismatched_model_size_is_reported_by_its_preset(config):
     """As when a user loads GPT-2's weights into the default run. A size without a preset is given by its settings."""
     from training.init_from import _differing
 

@@ -195,7 +195,7 @@ print(before, full, peak())
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak cannot be reset")
-def test_peak_resident_memory_counts_only_the_run_itself(tmp_path):
+def test_peak_resident_memory_counts_only_the_run_itself():
     """It rises with allocations and falls when a new run begins; a large parent process is not counted."""
     ballast = torch.ones(2**28)  # 1 GiB in this process, the parent
     done = subprocess.run(

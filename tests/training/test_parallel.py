@@ -275,7 +275,7 @@ def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_i
         ),
     ],
 )
-def test_what_one_process_cannot_do_is_refused_in_one_line(started, tiny, tmp_path, settings, said):
+def test_what_one_process_cannot_do_is_refused_in_one_line(started, tiny, settings, said):
     error = started(train.main, *tiny, *settings)
     assert error.startswith("error: ")
     assert "\n" not in error
