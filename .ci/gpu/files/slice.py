@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.__main__ import BENCHMARKS
 from reproduce import fleet, side_by_side
-from reproduce.experiment import EXPERIMENTS, Options, OutOfTime, parse_settings
-from reproduce.plan import Step, missing
+from reproduce.experiment import EXPERIMENTS, parse_settings
+from reproduce.plan import Step
 
 Only = dict[str, tuple[str, ...]]
 
@@ -32,36 +32,24 @@ def listed(words: list[str]) -> Only:
     return {key: tuple(values.split(",")) for key, values in (word.split("=", 1) for word in words)}
 
 
-def elsewhere(where: dict, only: Only) -> bool:
-    return any(key in where and str(where[key]) not in values for key, values in only.items())
+@dataclass(frozen=True)
+class Slice(side_by_side.Call):
+    """A call to which what another part has is as if it had been refused."""
 
+    only: Only = field(default_factory=dict)
 
-def filtered(sample, only: Only):
-    def own(measure, **where):
-        return {**where, "refused": "in another part"} if elsewhere(where, only) else sample(measure, **where)
+    def store(self, *arguments, **how):
+        store = super().store(*arguments, **how)
+        found = store.find
 
-    return own
+        def find(**where):
+            elsewhere = any(
+                key in where and str(where[key]) not in values for key, values in self.only.items()
+            )
+            return {**where, "refused": "in another part"} if elsewhere else found(**where)
 
-
-def measure(device: torch.device, step: Step, call: side_by_side.Call, only: Only) -> None:
-    store = call.store(step.experiment, step.settings, device, retry=[step.process])
-    sample = filtered(store.sample, only)
-    options = Options(device, call.tiny, step.selected, sample, step.process, store.find)
-    options.devices, options.deadline = [device], call.deadline
-    try:
-        step.experiment.module.run(options)
-    except OutOfTime:
-        sys.exit(f"{step.name}: out of time")
-
-
-def compile_share(device, step: Step, call: side_by_side.Call, only: Only, share: int, of: int) -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
-    store = call.store(step.experiment, step.settings, device)
-    every = missing(step.experiment, store, step.selected, device, call.tiny)
-    left = [each for each in every if not elsewhere(each, only)]
-    sample = filtered(side_by_side._Compiling(store, step.experiment.compiles, left, share, of), only)
-    how = (device, call.tiny, step.selected, sample, 0, store.find)
-    step.experiment.module.run(Options(*how, say=lambda line: None))
+        store.find = find
+        return store
 
 
 def main() -> int:
@@ -94,15 +82,20 @@ def main() -> int:
     only = {} if given.tiny else listed(given.only)
     count = getattr(settings, "processes", 1)
     processes = [each for each in given.processes or range(count) if each < count]
-    call = side_by_side.Call(given.results, given.tiny, {given.name: given.settings}, deadline=end)
+    call = Slice(given.results, given.tiny, {given.name: given.settings}, deadline=end, only=only)
     plan = [Step(experiment, settings, selected, each, count, None, 0.0) for each in processes]
     lost = []
     with tempfile.TemporaryDirectory() as folder:
         if experiment.compiles and device.type == "cuda" and given.compilers:
-            each = [(plan[0], call, only, number, given.compilers) for number in range(given.compilers)]
+            steps = [replace(plan[0], settings=selected)]  # what is not run needs no compiling
             jobs = [
-                fleet.Job(f"compiling {i}", compile_share, e, Path(folder, f"c{i}"))
-                for i, e in enumerate(each)
+                fleet.Job(
+                    f"compiling {n}",
+                    side_by_side._compile,
+                    (steps, call, n, given.compilers),
+                    Path(folder, f"c{n}"),
+                )
+                for n in range(given.compilers)
             ]
             print(
                 "compiled:", *(state for _, state in fleet.run(jobs, [device] * len(jobs), end)), flush=True
@@ -110,7 +103,7 @@ def main() -> int:
         for step in plan:  # one after the other, each in a process of its own
             log = Path(folder, str(step.process))
             follow = fleet.Follow(given.name, log)
-            job = fleet.Job(step.name, measure, (step, call, only), log, None, follow)
+            job = fleet.Job(step.name, side_by_side._measure, (step, call), log, None, follow)
             lost += [each.name for each, state in fleet.run([job], [device], end + 10) if state != fleet.DONE]
     print("not whole:", *lost or ["nothing"], flush=True)
     return len(lost)
