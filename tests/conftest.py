@@ -31,6 +31,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
 
 ROOT = Path(__file__).parents[1]
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 SERVERS = pytest.StashKey[warm.Servers]()
 
 

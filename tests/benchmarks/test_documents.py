@@ -24,12 +24,12 @@ from benchmarks.documents import (
 )
 from kernels.naive import naive_attention
 from reproduce.experiment import pick
+from tests.conftest import INTERPRETED
 
 BOUNDS = [(DOCUMENTS, 20), (DOCUMENTS, 500), (WINDOW, 0), (WINDOW, 20), (WINDOW, 500)]
 CPU = torch.device("cpu")
 
 # On a machine with a GPU, the tests have Triton compile, not interpret.
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
 
 def test_documents_have_the_mean_length_and_never_cross_a_row():
@@ -70,7 +70,7 @@ def run(folder: Path) -> dict:
     return json.loads((folder / "cpu" / "documents.json").read_text())
 
 
-@interpreted
+@INTERPRETED
 def test_backends_without_documents_are_listed_in_one_line(tmp_path, capsys):
     results = run(tmp_path)
     able = {OURS, PORTABLE, WHOLE, "sdpa", "sdpa_flash", "sdpa_math"}
@@ -80,7 +80,7 @@ def test_backends_without_documents_are_listed_in_one_line(tmp_path, capsys):
         assert len([each for each in lines if each.startswith(f"left out: check, {name}, documents")]) == 1
 
 
-@interpreted
+@INTERPRETED
 def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch):
     """With an attention that ignores documents and windows."""
     asked = {OURS: documents._registered(OURS), "blind": documents._unbounded("naive")}
@@ -91,7 +91,7 @@ def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypat
     )
 
 
-@interpreted
+@INTERPRETED
 def test_each_window_is_checked_for_correctness_at_its_own_size(tmp_path, monkeypatch):
     """With an attention that cuts windows to 20."""
     naive = documents.get_attention("naive")

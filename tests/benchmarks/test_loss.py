@@ -14,6 +14,7 @@ from benchmarks import loss
 from benchmarks.__main__ import main
 from benchmarks.aims import MET, MISSED, NO_AIM
 from reproduce.experiment import pick
+from tests.conftest import INTERPRETED
 
 # Bytes for 65,536 x 768 times 768 x 50,304: hidden and float32 weight with gradients, and targets; 16-bit logits.
 INPUTS_AND_GRADIENTS, LOGITS = 2 * (65536 * 768 * 2 + 50304 * 768 * 4) + 65536 * 8, 65536 * 50304 * 2
@@ -35,7 +36,6 @@ class LigerFusedLinearCrossEntropyFunction:
 """
 
 # On a machine with a GPU, the tests have Triton compile, not interpret.
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
 
 def run(folder: Path, *arguments: str) -> dict:
@@ -74,7 +74,7 @@ def forget_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@interpreted
+@INTERPRETED
 def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     results = run(tmp_path)
@@ -91,7 +91,7 @@ def test_without_liger_kernel_the_others_are_timed_and_one_line_says_so(tmp_path
 
 
 @pytest.mark.slow
-@interpreted
+@INTERPRETED
 def test_liger_kernel_is_timed_if_it_is_installed(tmp_path, capsys, monkeypatch):
     install_peer(tmp_path / "peer", monkeypatch, 1.0)
     results = run(tmp_path)
@@ -101,7 +101,7 @@ def test_liger_kernel_is_timed_if_it_is_installed(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.slow
-@interpreted
+@INTERPRETED
 def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypatch):
     install_peer(tmp_path / "peer", monkeypatch, 1.002)
     assert set(pick(run(tmp_path), kind="time")[0]["ms"]) == {"fused", "eager", "compiled"}
@@ -111,7 +111,7 @@ def test_a_contender_with_wrong_results_is_not_timed(tmp_path, capsys, monkeypat
 
 
 @pytest.mark.slow
-@interpreted
+@INTERPRETED
 def test_a_contender_out_of_memory_is_left_out_and_the_rest_timed(tmp_path, capsys, monkeypatch):
     def hungry(hidden, weight, targets, vocab_size):
         if len(hidden) > 16:
@@ -125,7 +125,7 @@ def test_a_contender_out_of_memory_is_left_out_and_the_rest_timed(tmp_path, caps
     assert "left out: memory, eager, 24: out of memory" in capsys.readouterr().out
 
 
-@interpreted
+@INTERPRETED
 def test_a_loss_that_predicts_the_padding_fails_the_check():
     """A loss that also predicts the padding fails the check that every contender but Liger-Kernel gets."""
 
@@ -136,7 +136,7 @@ def test_a_loss_that_predicts_the_padding_fails_the_check():
     assert loss.check(loss.LIGER + " in name only", padding_too, options)["passed"] is False
 
 
-@interpreted
+@INTERPRETED
 def test_wrong_gradients_alone_fail_the_check():
     def steeper(*arguments):
         value = loss.cross_entropy(*arguments)

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import kernels
-from kernels.flash.dispatch import machine_lacks
 from tests.kernels.accuracy import assert_as_accurate, inputs, run
 from tests.kernels.bits import assert_equal, assert_repeats
+from tests.kernels.hopper import HOPPER, ON_HOPPER
 
 pytestmark = pytest.mark.gpu
-HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
-ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and the Triton that its kernels take")
 
 LENGTHS = [1, 2, 17, 63, 64, 65, 97, 127, 128, 129, 200, 512, 1023, 1024, 1025, 2048, 4096]
 UNEQUAL = [(1, 239), (113, 203), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023), (1, 4096)]

@@ -13,11 +13,11 @@ from kernels import AttentionError
 from kernels.features import FEATURES
 from kernels.flash.portable.tiles import Tile
 from kernels.history import flash1, flash2, softmax, two_pass
+from tests.conftest import INTERPRETED
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs
 from tests.kernels.bits import assert_equal, assert_repeats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's; those marked gpu are the GPU's")
 BOTH = pytest.mark.parametrize("name", ["flash1", "two_pass"])
 AND_FLASH = pytest.mark.parametrize("name", ["flash1", "two_pass", "flash"])
 OPERATORS = {

@@ -7,16 +7,12 @@ step later, whichever of the two a length would use.
 import pytest
 import torch
 
-from kernels.flash.dispatch import machine_lacks
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import BOUNDS, LISTED, assert_as_accurate, block_mask, documents, inputs
 from tests.kernels.bits import assert_equal, assert_repeats, programs_of_hopper
+from tests.kernels.hopper import ON_HOPPER
 
-HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and the Triton that its kernels take"),
-]
+pytestmark = [pytest.mark.gpu, ON_HOPPER]
 
 LENGTHS = [1, 17, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2048, 4096]
 UNEQUAL = [(1, 239), (113, 203), (256, 512), (512, 256), (1023, 1024), (1024, 1023), (1, 4096), (700, 30)]

@@ -6,15 +6,11 @@ import pytest
 import torch
 
 import kernels
-from kernels.flash.dispatch import machine_lacks
 from tests.kernels.accuracy import assert_as_accurate, documents, inputs, run
 from tests.kernels.bits import assert_equal, assert_repeats, programs_of_hopper
+from tests.kernels.hopper import ON_HOPPER
 
-HOPPER = torch.cuda.is_available() and machine_lacks(torch.device("cuda")) is None
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and the Triton that its kernels take"),
-]
+pytestmark = [pytest.mark.gpu, ON_HOPPER]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

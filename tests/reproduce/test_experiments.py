@@ -31,6 +31,7 @@ from reproduce.experiment import EXPERIMENTS, Options, ReproduceError, parse_set
 from reproduce.hardware_counters import parse, read_counters
 from reproduce.results import Store
 from reproduce.tables import table
+from tests.conftest import INTERPRETED
 from tests.reproduce import tiny
 from tests.reproduce.tiny import FOLDER, document, run
 
@@ -502,7 +503,7 @@ def test_peak_memory_is_what_was_held_at_one_time():
     assert timing.peak_bytes(work, torch.device("cpu")) == 4 * 500 * 4
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+@INTERPRETED
 def test_counted_memory_traffic_equals_the_formula():
     workload = Workload("test", 1, 1, 192, 32, False)
     inputs = Inputs(workload, torch.float16, torch.device("cpu"))
@@ -520,7 +521,7 @@ def test_counted_memory_traffic_equals_the_formula():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+@INTERPRETED
 def test_flash1_runs_with_its_fastest_tiles(monkeypatch):
     slow, fast = (Tile(16, rows, 4, 1) for rows in (16, 64))
     monkeypatch.setattr(flash1, "CANDIDATES", {(each, 16): (slow, fast) for each in ("forward", "backward")})
@@ -542,7 +543,7 @@ def test_flash1_runs_with_its_fastest_tiles(monkeypatch):
     assert set(compiled) == {fast}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+@INTERPRETED
 def test_predecessors_of_flash_have_the_counts_that_the_papers_state():
     workload = Workload("figure2", 1, 1, 128, 32, False)
     counted = {name: history.count_backward(name, workload) for name in history.ATTENTIONS}
@@ -561,7 +562,7 @@ def test_predecessors_of_flash_have_the_counts_that_the_papers_state():
     assert large["bytes"] - large["statistics"] == (3 * 1 + 1) * elements
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
+@INTERPRETED
 def test_only_unmasked_lanes_of_a_kernel_are_counted():
     x, y = torch.ones(100), torch.zeros(100)
     with counting() as traffic:

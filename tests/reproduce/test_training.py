@@ -16,9 +16,9 @@ from reproduce import training
 from reproduce.__main__ import main
 from reproduce.contenders import FUSED, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES, PADDED, Contender
 from reproduce.experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
+from tests.conftest import INTERPRETED
 
 # On a machine with a GPU, the tests have Triton compile, not interpret, as the fused loss needs on a CPU.
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
 NANOGPT_LIKE = """
 import torch
@@ -131,7 +131,7 @@ def test_logits_agree_before_anything_is_timed(tiny):
 
 
 @pytest.mark.slow
-@interpreted
+@INTERPRETED
 def test_a_nanogpt_checkout_takes_part(tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT_LIKE)
     results = run(tmp_path, "parts=compiled", "core=standard,naive", f"nanogpt={tmp_path / 'model.py'}")
