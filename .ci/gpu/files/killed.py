@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 from tests.conftest import measured
-from tests.training.ranks import processes, torchrun
+from tests.training.ranks import logged, processes, torchrun
 
 ROWS, MORE = 12, 6  # logged rows before the kill, and after the resume
 name, ranks, settings = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
@@ -29,10 +29,6 @@ def note(what: str, value: object) -> None:
     record[what] = value
     (out / f"killed_{name}.json").write_text(json.dumps(record, indent=1))
     print(f"[{time.monotonic() - began:6.1f} s] {what}: {value}", flush=True)
-
-
-def losses(run: Path) -> dict[int, str]:
-    return measured(run, "train/loss") if (run / "metrics.csv").exists() else {}
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -55,9 +51,9 @@ class Started:
     def logs(self, rows: int, seconds: float) -> bool:
         """Wait until so many rows are logged, but no longer than it runs."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None and len(losses(self.run)) < rows:
+        while time.monotonic() < end and self.process.poll() is None and logged(self.run) < rows:
             time.sleep(0.2)
-        return len(losses(self.run)) >= rows
+        return logged(self.run) >= rows
 
     def ended(self, seconds: float) -> int | None:
         try:
@@ -68,12 +64,12 @@ class Started:
 
 first = Started("before", ranks, first_run)
 if not first.logs(ROWS, 100):
-    sys.exit(f"only {len(losses(first_run))} rows logged")
+    sys.exit(f"only {logged(first_run)} rows logged")
 victim = min(3, ranks - 1)
 environment = json.loads((first_run / "environment.json").read_text())
 record["environment"] = {k: v for k, v in environment.items() if k not in ("command", "platform")}
 note("saved before", checkpoints(first_run))
-note("last logged before", max(losses(first_run)))
+note("last logged before", max(measured(first_run, "train/loss")))
 os.kill(processes(first.process)[victim], signal.SIGKILL)
 note("killed", victim)
 note("torchrun's status", first.ended(100))
@@ -84,5 +80,6 @@ if record["saved"]:
     note("resumed", second.logs(MORE, 100))
     second.process.send_signal(signal.SIGTERM)
     note("status after SIGTERM", second.ended(60))
-    note("losses before", list(losses(first_run).items())[-8:])
-    note("losses after", list(losses(second_run).items())[:8])
+    note("losses before", list(measured(first_run, "train/loss").items())[-8:])
+    if logged(second_run):
+        note("losses after", list(measured(second_run, "train/loss").items())[:8])
