@@ -6,8 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 import sample
 import train
 from tests.conftest import losses, measured, rows
+from tests.training.ranks import logged, torchrun, wait_until
 from training.checkpoint import find, load_training
 from training.config import ConfigError
 from training.trainer import Trainer
@@ -26,17 +25,6 @@ ROOT = Path(__file__).parents[1]
 def only_run(folder: Path) -> Path:
     (run,) = (folder / "runs").iterdir()
     return run
-
-
-def wait_until(process: subprocess.Popen, ready: Callable[[], bool]) -> None:
-    while not ready():
-        assert process.poll() is None
-        time.sleep(0.02)
-
-
-def has_logged(run: Path) -> bool:
-    metrics = run / "metrics.csv"
-    return metrics.exists() and metrics.read_text().count("\n") >= 5
 
 
 def test_a_run_learns_and_leaves_a_complete_directory(command_line, tiny, tmp_path):
@@ -388,8 +376,7 @@ def test_a_numbered_gpu_under_torchrun_is_refused(started, monkeypatch, tiny):
 
 @pytest.mark.parametrize("wrong", ["trainer.step=5", "trainer.micro_batch=7"])
 def test_of_all_ranks_that_refuse_a_run_one_says_so(user_environment, tiny, tmp_path, wrong):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    two = [*torchrun, str(ROOT / "train.py"), *tiny, wrong]
+    two = torchrun(2, str(ROOT / "train.py"), *tiny, wrong)
     done = subprocess.run(two, capture_output=True, text=True, cwd=tmp_path, env=user_environment)
     assert done.returncode == 1
     assert len([line for line in done.stderr.splitlines() if line.startswith("error: trainer.")]) == 1
@@ -480,7 +467,7 @@ def test_a_run_ended_by_sigterm_saves_and_resumes_with_the_same_losses(
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until(process, lambda: has_logged(tmp_path / "cut short"))
+    wait_until(lambda: logged(tmp_path / "cut short") > 3, process)
     (tmp_path / "multirun.yaml").touch()  # as a sweep leaves it
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
@@ -532,7 +519,7 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_closes(user_environment, tin
         start_new_session=True,
     )
     os.close(theirs)
-    wait_until(process, lambda: has_logged(tmp_path / "run"))
+    wait_until(lambda: logged(tmp_path / "run") > 3, process)
     os.close(ours)
     assert process.wait(timeout=60) == 128 + signal.SIGHUP
     assert [path.name[:5] for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-"]
@@ -575,7 +562,7 @@ def test_a_killed_run_leaves_a_checkpoint_that_can_be_sampled_from(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    wait_until(process, lambda: len(list((tmp_path / "cut").glob("checkpoints/step-*"))) >= 3)
+    wait_until(lambda: len(list((tmp_path / "cut").glob("checkpoints/step-*"))) >= 3, process)
     process.kill()
     process.wait()
     done = command_line("sample.py", "cut", "the", "--tokens", "5")
@@ -597,9 +584,8 @@ def test_two_ranks_give_the_same_losses_as_one_rank(
     questions.write_text("".join(json.dumps(question | {"label": label}) + "\n" for label in (0, 1, 2, 2, 3)))
     tiny = [*tiny, "trainer.hellaswag=true", f"trainer.hellaswag_file={questions}", "trainer.sample_every=5"]
     assert started(train.main, *tiny, "hydra.run.dir=one") == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     two = subprocess.run(
-        [*torchrun, str(ROOT / "train.py"), *tiny, "hydra.run.dir=two"],
+        torchrun(2, str(ROOT / "train.py"), *tiny, "hydra.run.dir=two"),
         capture_output=True,
         text=True,
         timeout=240,

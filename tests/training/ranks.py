@@ -76,7 +76,7 @@ def processes(launcher: subprocess.Popen) -> dict[int, int]:
 
 def wait_until(ready: Callable[[], bool], launcher: subprocess.Popen) -> None:
     while not ready():
-        assert launcher.poll() is None, launcher.stdout.read()
+        assert launcher.poll() is None, launcher.stdout and launcher.stdout.read()
         time.sleep(0.05)
 
 

@@ -26,6 +26,7 @@ from kernels import AttentionError
 from reproduce.comparison import compare
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, having, killed, steps_saved
+from tests.training.ranks import ROOT, torchrun
 from training import checkpoint
 from training.config import AttentionConfig, ConfigError
 from training.console import Progress
@@ -262,15 +263,12 @@ def test_all_ranks_stop_at_the_same_step_for_the_same_reason(config, tmp_path, u
     config = having(config, steps=50)
     (tmp_path / "ranks.py").write_text(RANKS)
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-            *("ranks.py", pickle.dumps(config).hex()),
-        ],
+        torchrun(2, "ranks.py", pickle.dumps(config).hex()),
         capture_output=True,
         text=True,
         timeout=120,
         cwd=tmp_path,
-        env=user_environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=user_environment | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
     ends = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
