@@ -21,12 +21,11 @@ SERIES = {"losses": "train/loss", "validation": "val/loss", "bits_per_byte": "va
 
 
 def kept(run: Run, commit: str) -> Results:
-    """Curves by step, and what they are of; no paths of the machine that it ran on."""
+    """Curves by step, and what they are of; no paths of the machine that it ran on, no text: it may name people."""
     mixed = "data.corpora."
     corpora = {name.removeprefix(mixed): each for name, each in run.config.items() if name.startswith(mixed)}
     settings = {name: each for name, each in run.config.items() if each not in (None, [], {})}
     environment = {n: each for n, each in run.environment.items() if n not in ("command", "platform")}
-    text = run.path / "sample.txt"
     return {
         "device": environment["device_name"],
         "gpus": run.facts["world_size"],
@@ -40,7 +39,6 @@ def kept(run: Run, commit: str) -> Results:
         "seconds": run.rows[-1]["seconds"],
         "tokens_per_second": run.speed("perf/tokens_per_second"),
         "peak_gib": (run.peak_memory or (None, None))[1],
-        "text": text.read_text() if text.exists() else "",
         **{
             name: [[int(row["step"]), round(row[column], 5)] for row in run.rows if column in row]
             for name, column in SERIES.items()

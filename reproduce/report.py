@@ -190,9 +190,6 @@ def texts(page: Page) -> Iterator[tuple[str, str]]:
             for name, run in runs(document, "gpt2").items():
                 if name in ("naive", "flash") and "text" in run:
                     yield f"{name}, {run['steps']:,} steps on {document['device']}", run["text"]
-    for document in page.long_runs:
-        if document["text"]:
-            yield long_run.title(document), document["text"]
 
 
 def main(argv: list[str]) -> int:

@@ -5,7 +5,7 @@ ranks=${#gpus[@]} batch=524288
 # The tokens/s are of a GPU: what eight H200 reached at a quarter of this batch, so that it is rather done too early.
 steps=$(((JOB_LIMIT - 120) * 490000 * ranks / batch))
 settings=(trainer.batch_tokens=$batch trainer.micro_batch=64 trainer.steps=$steps trainer.eval_every=$((steps / 24)))
-settings+=(trainer.log_every=10 trainer.sample_tokens=300)
+settings+=(trainer.log_every=10 trainer.sample_tokens=0)
 limit=
 if [ -n "${TRY:-}" ]; then
   ranks=2 limit=data.limit_documents
