@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +130,21 @@ def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tm
         full = asdict(Workload(figure, batch, 1, length, 32, False))
         store.sample(lambda: {"ms": {}}, kind=kind, process=0, **full)
     assert compile_with(1) == {(name, True) for name in history.ATTENTIONS}
+
+
+def test_a_part_that_is_there_compiles_nothing(tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr(history, "_checked", lambda name, *_, **__: taken.append(name))
+    settings = parse_settings(history.TINY, ["lengths=64,32", "heads=", "row_lengths=", "tile_keys="])
+    part = replace(settings, lengths=(32,))
+    experiment, call = EXPERIMENTS["history"], Call(tmp_path, tiny=True, settings={})
+    store = history_store(tmp_path, settings)
+    while left := missing(experiment, store, part, CPU, True):
+        for where in left:
+            store.sample(lambda: {"passed": True, "ms": {}}, **where)
+    for selected, compiles in ((part, False), (settings, True)):
+        compile_share(CPU, [Step(experiment, settings, selected, 0, 1, None, 0.0)], call, 0, 1)
+        assert bool(taken) == compiles
 
 
 def test_what_readme_shows_is_planned_before_the_rest(tmp_path, capsys):

@@ -87,12 +87,11 @@ def main() -> int:
     lost = []
     with tempfile.TemporaryDirectory() as folder:
         if experiment.compiles and device.type == "cuda" and given.compilers:
-            steps = [replace(plan[0], settings=selected)]  # what is not run needs no compiling
             jobs = [
                 fleet.Job(
                     f"compiling {n}",
                     side_by_side._compile,
-                    (steps, call, n, given.compilers),
+                    (plan[:1], call, n, given.compilers),
                     Path(folder, f"c{n}"),
                 )
                 for n in range(given.compilers)
