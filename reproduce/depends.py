@@ -37,9 +37,8 @@ UNTOUCHED: dict[str, str] = {
     "2e72208152": "build_optimizer: Muon where it is asked for; for our models the groups of AdamW are as before",
     "0acb911291": "learning_rate: wsd is new; the rates of the others are bit for bit as before",
     "2a23f141e1": "host.run: the tier that `auto` took for its call is named",
-    "e39f2b766a": "attention.run: it checks with more heads, since `auto` now takes the portable kernels for few",
-    "ec71bebf82": "compiled_to_graphs: torch's layers get no unread 16-bit copies; 0.1 % of a step by count",
     "3c63ad645b": "compiled_to_graphs: frozen weights are left out; no experiment has any",
+    "15be1ba293": "precision.compiled: it names how Triton fuses multiplications, as it did",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }
 UNTOUCHED |= dict.fromkeys(

@@ -1,5 +1,6 @@
 """The precision a run computes in, and how it becomes part of the key of torch.compile's cache."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ def compiled(
     autocast's dtype: a bf16 run found the graph of an fp16 run of the same model, computed in fp16 without a gradient
     scaler, and ended at a loss of 2.97 instead of 2.85. The tag keeps them apart.
     """
-    # Read when the model is first called.
+    # Both are read when the model is first called.
     compiler.config.cache_key_tag = f"{_USERS_TAG}{dtype}"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as kernels/launch.py asks for our own kernels
     return torch.compile(model, backend=backend)

@@ -1,5 +1,7 @@
 """torch.compile's cache on disk is kept apart by precision, which PyTorch itself does only from 2.13 on."""
 
+import os
+
 import torch
 
 from training import precision
@@ -18,3 +20,13 @@ def test_the_compile_cache_tag_is_the_users_tag_followed_by_the_dtype(monkeypatc
         torch.compiler.reset()
         precision.compiled(torch.nn.Linear(1, 1), dtype, backend)(torch.ones(1))
     assert tags == ["mine torch.bfloat16", "mine torch.float16"]
+
+
+def test_triton_fuses_what_torch_generates_as_our_kernels_unless_the_user_says_otherwise(monkeypatch):
+    name = "TRITON_DEFAULT_FP_FUSION"
+    monkeypatch.setenv(name, "0")
+    precision.compiled(torch.nn.Linear(1, 1), torch.bfloat16)
+    assert os.environ[name] == "0"
+    monkeypatch.delenv(name)
+    precision.compiled(torch.nn.Linear(1, 1), torch.bfloat16)
+    assert os.environ[name] == "1"
