@@ -205,7 +205,7 @@ def cases(results: Path) -> list[list[str]]:
 def predicted(sample: dict[str, Any], mfu: float) -> float | None:
     """Seconds of a step of a sample of `scaling`; None if its layout is not predicted. mfu: of one GPU."""
     model, layout, gpus = sample["model"], sample["name"], sample["ranks"]
-    if model in LENGTHS and (gpus == 1 or layout == "context"):
+    if model in LENGTHS and (gpus == 1 or layout.startswith("context")):
         return shared(LENGTHS[model], gpus, mfu)
     if model not in SHAPES or layout not in COMPARED:
         return None

@@ -64,6 +64,7 @@ LAYOUTS = {
     "full, blocks again": ["parallel.shard=full", "parallel.recompute=block"],
     "full, all but attention again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
     CONTEXT: ["parallel.context={gpus}"],
+    f"{CONTEXT}, CUDA graphs": ["parallel.context={gpus}", "trainer.cuda_graphs=true"],
 }
 # Sequences a GPU's micro-step has in parts, at most: FSDP costs the host 6 to 10 ms a block and micro-step, so fewer
 # would measure the host. The memory is for 80 GB on two GPUs.
@@ -74,7 +75,8 @@ IN_PARTS = {
 SEQUENCES = 128  # a step, of these two
 # A model of which one GPU cannot hold 16 bytes a parameter is measured in parts alone.
 ONLY = {"7b": ("full, blocks again", "full, all but attention again"), "tiny": tuple(LAYOUTS)}
-SHORT = tuple(each for each in LAYOUTS if each != CONTEXT)
+RING = tuple(each for each in LAYOUTS if each.startswith(CONTEXT))
+SHORT = tuple(each for each in LAYOUTS if each not in RING)
 TWICE = ("small", "tiny")
 
 
@@ -82,7 +84,7 @@ def layouts_of(model: str, gpus: int, asked: list[str]) -> Iterator[tuple[str, l
     """What is measured of a model on so many GPUs; on one, `whole` is as train.py does it, with CUDA graphs."""
     known = ONLY.get(model, SHORT)
     if model in LONG:
-        known = (WHOLE,) if gpus == 1 else (CONTEXT,)
+        known = (WHOLE,) if gpus == 1 else RING
     for name in asked:
         if name not in known or (gpus == 1 and name != WHOLE):
             continue

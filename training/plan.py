@@ -214,7 +214,8 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     block = resolve_layers(config.model.block, "model.block", ranks.device, lacking, unmeasured)
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
-    graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks, config.parallel)
+    documents = config.data.document_mask
+    graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks, config.parallel, documents=documents)
     whole = not breaks_graph(name, **request)
     return Computation(
         name, attention, tier, why, request["precise_delta"], dtype, loss, block, compiled, graphs, whole,

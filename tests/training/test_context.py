@@ -135,3 +135,7 @@ def test_two_gpus_share_each_sequence_and_repeat(user_environment, tiny, tmp_pat
         train_on(ranks, runs, tmp_path, user_environment, "cuda")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
     assert losses(tmp_path / "again") == losses(tmp_path / "two")
+    replays = run("replays", *settings, SHARED, "trainer.micro_batch=1", "trainer.cuda_graphs=true")
+    train_on(2, [replays], tmp_path, user_environment, "cuda")
+    assert json.loads((tmp_path / "replays" / "summary.json").read_text())["cuda_graphs"]
+    assert losses(tmp_path / "replays") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)

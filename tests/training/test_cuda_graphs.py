@@ -42,13 +42,22 @@ def test_cuda_graphs_default_to_on_for_compiled_runs_of_a_whole_model(gpus):
         (True, World(CPU), REPLICATED, "a CUDA device, not cpu"),
         (False, World(GPU), REPLICATED, "trainer.compile=true"),
         (True, World(GPU, size=2), ParallelConfig(shard=Shard.full), "parallel.shard=none, not full"),
-        (True, World(GPU, size=2), ParallelConfig(context=2), "parallel.context=1, not 2"),
         (True, World(GPU), ParallelConfig(recompute=Recompute.block), "parallel.recompute=none, not block"),
     ],
 )
 def test_requesting_unusable_cuda_graphs_is_refused_with_what_they_need(is_compiled, ranks, parallel, needed):
     with pytest.raises(ConfigError, match=f"cuda_graphs=true needs {needed}"):
         resolve_graphs(True, is_compiled, ranks, parallel)
+
+
+def test_a_ring_is_replayed_where_that_is_asked_for_and_no_documents_are_packed():
+    ranks, ring = World(GPU, size=4), ParallelConfig(context=4)
+    assert resolve_graphs(True, True, ranks, ring)
+    assert not resolve_graphs(None, True, ranks, ring)
+    assert not resolve_graphs(None, True, ranks, ring, documents=True)
+    with pytest.raises(ConfigError, match=r"needs data\.document_mask=false with parallel\.context=4"):
+        resolve_graphs(True, True, ranks, ring, documents=True)
+    assert resolve_graphs(None, True, ranks, REPLICATED, documents=True)
 
 
 @pytest.mark.parametrize("later", [{}, {"rmsnorm": True, "qk_norm": True}], ids=["gpt2", "modern"])
