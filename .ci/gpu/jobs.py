@@ -39,7 +39,7 @@ for version in ("211", "213", "214", "215"):
     pair = f"torch{version}"
     for half in "ab":
         JOBS[f"tests_{version}_{half}"] = Job(
-            f"half of the GPU tests with {pair}", script(f"tests.sh {half}"), limit=420, env=pair
+            f"half of the GPU tests with {pair}", script(f"tests.sh {half}"), limit=540, env=pair
         )
     JOBS[f"times_{version}"] = Job(
         f"attention and 30 training steps with {pair}", script("times.sh"), limit=300, env=pair
@@ -74,11 +74,11 @@ JOBS |= {
     "tests_two": Job("tests that need two GPUs, side by side", script("tests.sh two"), gpus=2, limit=300),
     "scaling_1": Job("one GPU: what all others are compared with", script("scaling.sh 1"), limit=500),
     "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
-    "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
-    "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=360),
-    "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=300),
-    "long_4": Job("long sequences over four GPUs", script("scaling.sh long_4"), gpus=4, limit=240),
-    "long_8": Job("long sequences over eight GPUs", script("scaling.sh long_8"), gpus=8, limit=240),
+    "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=540),
+    "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=600),
+    "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=420),
+    "long_4": Job("long sequences over four GPUs", script("scaling.sh long_4"), gpus=4, limit=400),
+    "long_8": Job("long sequences over eight GPUs", script("scaling.sh long_8"), gpus=8, limit=400),
     "ring_2": Job("ring attention on two GPUs", measure("whole reproduce ring"), gpus=2, limit=240),
 }
 for gpus in (4, 8):

@@ -22,12 +22,14 @@ case $1 in
   scale 7b --gpus 2 --models 7b --layouts "full, blocks again" --steps 4 --minutes 3.7 ;; # its weights take a minute
 4)
   scale small --gpus 4 --models small --layouts "whole, CUDA graphs" full --steps 15 --minutes 1.3
-  scale parts --gpus 4 --models xl 7b --layouts full "full, blocks again" "whole, CUDA graphs" --steps 5 --minutes 2.8 ;;
+  scale parts --gpus 4 --models xl 7b --layouts full "full, blocks again" --steps 5 --minutes 2.8
+  scale whole --gpus 4 --models xl --layouts "whole, CUDA graphs" --steps 5 --minutes 4 ;; # two were not enough
 8)
   scale small --gpus 8 --models small --layouts "whole, CUDA graphs" full --steps 15 --minutes 1.9
   scale xl --gpus 8 --models xl --layouts full "full, blocks again" --steps 5 --minutes 2
-  scale 7b --gpus 8 --models 7b --layouts "full, blocks again" --steps 5 --minutes 2 ;;
-long_2) scale long --gpus 2 --models 32k 64k 128k --steps 6 --minutes 4.5 ;;
-long_4) scale long --gpus 4 --models 128k 32k 256k 64k --steps 6 --minutes 3.5 ;;
-long_8) scale long --gpus 8 --models 128k 32k 256k 64k --steps 6 --minutes 3.5 ;;
+  scale 7b --gpus 8 --models 7b --layouts "full, blocks again" --steps 5 --minutes 2
+  scale whole --gpus 8 --models xl --layouts "whole, CUDA graphs" --steps 5 --minutes 4 ;;
+long_2) scale long --gpus 2 --models 32k 64k 128k --steps 6 --minutes 6.5 ;;
+long_4) scale long --gpus 4 --models 128k 32k 256k 64k --steps 6 --minutes 6 ;;
+long_8) scale long --gpus 8 --models 128k 32k 256k 64k --steps 6 --minutes 6 ;;
 esac

@@ -22,7 +22,7 @@ case $1 in
 a | b) # four eighths beside each other: compilers and imports take the time, not the GPU
   first=1; if [ "$1" = b ]; then first=5; fi
   for part in 0 1 2 3; do
-    SHARD=$((first + part))/8 tests "$((first + part))" $((gigabytes > 100 ? 6 : 3)) -p shard tests &
+    SHARD=$((first + part))/8 tests "$((first + part))" $((gigabytes > 100 ? 6 : 2)) -p shard tests &
   done
   wait ;;
 random) export TILEGPT_RANDOM_CASES=300; tests random 14 tests -k random ;;
