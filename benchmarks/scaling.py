@@ -65,6 +65,7 @@ LAYOUTS = {
     "full, all but attention again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
     CONTEXT: ["parallel.context={gpus}"],
     f"{CONTEXT}, CUDA graphs": ["parallel.context={gpus}", "trainer.cuda_graphs=true"],
+    f"{CONTEXT}, keys gathered": ["parallel.context={gpus}", "parallel.gather_keys=true"],
 }
 # Sequences a GPU's micro-step has in parts, at most: FSDP costs the host 6 to 10 ms a block and micro-step, so fewer
 # would measure the host. The memory is for 80 GB on two GPUs.

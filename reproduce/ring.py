@@ -1,10 +1,11 @@
 """Attention across GPUs: time and bytes of our ring against length, beside PyTorch's context parallelism and one GPU.
 
 Every rank is a process that this starts. Causal, forward and backward. Contenders: `kernels.ring` with the flash
-kernels; PyTorch's `context_parallel` around its own FlashAttention-2, which cuts and balances the sequence in the
-same way and by default gathers all keys at once; and flash on one GPU that has the whole sequence. To
-tell what is not hidden, the ring is also timed without its exchange (each rank computes with its own keys again), and
-its messages alone. Time is the slowest rank's, on the host's clock from barrier to synchronised device.
+kernels, and with all keys gathered at once; PyTorch's `context_parallel` around its own FlashAttention-2, which cuts
+and balances the sequence in the same way and by default gathers too; and flash on one GPU that has the whole
+sequence. To tell what is not hidden, the ring is also timed without its exchange (each rank computes with its own
+keys again), and its messages alone. Time is the slowest rank's, on the host's clock from barrier to synchronised
+device.
 
 `predict` is the same from two numbers, the kernels' rate and the link's.
 """
@@ -20,7 +21,7 @@ import torch.multiprocessing as mp
 
 from . import plots
 from .experiment import NOT_STATED, Options, ReproduceError, Results, Sample, Verdict, Verdicts, text_table
-from .ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, ONE, RING, TORCH, Shape, on_rank
+from .ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, GATHERED, ONE, RING, TORCH, Shape, on_rank
 from .timing import timed, took
 
 SELECTION = ("ranks", "lengths")  # settings by which more samples join those of an earlier run
@@ -135,14 +136,14 @@ def gigabytes(sample: Sample, name: str) -> float:
 
 def table(results: Results) -> str:
     """A row for each number of ranks and each length."""
-    header = ["both passes", "ring ms", "predicted", f"{TORCH} ms", "one GPU ms", "ring GB", f"{TORCH} GB"]
-    header += ["exchange alone ms", "not hidden"]
+    header = ["both passes", "ring ms", "predicted", f"{GATHERED} ms", f"{TORCH} ms", "one GPU ms"]
+    header += ["ring GB", f"{TORCH} GB", "exchange alone ms", "not hidden"]
     rows = []
     for sample in samples(results):
-        ours, torchs, one = (f"{median(sample, name):.4g}" for name in (RING, TORCH, ONE))
+        ours, *others = (f"{median(sample, name):.4g}" for name in (RING, GATHERED, TORCH, ONE))
         sent = [f"{gigabytes(sample, name):.3g}" for name in (RING, TORCH)]
         rest = [f"{median(sample, EXCHANGE):.3g}", f"{not_hidden(sample):.0%}"]
-        times = [ours, f"{predicted(sample, results['settings']):.4g}", torchs, one]
+        times = [ours, f"{predicted(sample, results['settings']):.4g}", *others]
         rows.append([f"{sample['length']} over {sample['ranks']}", *times, *sent, *rest])
     left_out = [each for sample in results["samples"] for each in sample.get("left_out", {}).items()]
     return "\n".join([text_table(header, rows), *(f"left out: {name}: {why}" for name, why in left_out)])
@@ -153,7 +154,8 @@ def draw(results: Results, path: Path) -> None:
     panels, measured = [], samples(results)
     for ranks in dict.fromkeys(sample["ranks"] for sample in measured):
         own = [sample for sample in measured if sample["ranks"] == ranks]
-        times = {name: {s["length"]: median(s, name) for s in own} for name in (RING, TORCH, ONE, EXCHANGE)}
+        raced = (RING, TORCH, ONE, EXCHANGE, *[GATHERED] * any(GATHERED in s["ms"] for s in own))
+        times = {name: {s["length"]: median(s, name) for s in own} for name in raced}
         sent = {name: {s["length"]: gigabytes(s, name) for s in own} for name in (RING, TORCH)}
         title = f"{ranks} ranks"
         panels += [plots.lines(title, times, up="ms, forward and backward", log="y")]

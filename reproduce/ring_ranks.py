@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from .experiment import Sample
 if TYPE_CHECKING:
     from .ring import Settings
 
-RING, TORCH, ONE = "ring", "context_parallel", "one GPU"
+RING, GATHERED, TORCH, ONE = "ring", "keys gathered", "context_parallel", "one GPU"
 COMPUTE, EXCHANGE = "ring's computing alone", "ring's exchange alone"
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -69,6 +70,7 @@ def contenders(on_gpu: bool) -> dict[str, Contender]:
     """Name -> contender. PyTorch's has no ring on a CPU."""
     found = {
         RING: Contender(ring_attention),
+        GATHERED: Contender(partial(ring_attention, gather_keys=True)),
         COMPUTE: Contender(ring_attention, within=silent),
         ONE: Contender(get_attention("flash"), whole=True),
     }

@@ -100,7 +100,7 @@ class Plan:
         layers = {"loss": how.loss, "block": how.block}
         attention, part = how.attention_fn, part_of(self.layout)
         if part:
-            attention = in_ring(how.attention, self.config.attention.tier, self.layout)
+            attention = in_ring(how.attention, self.config, self.layout)
         model = make_gpt(self.config.model, attention, **layers, generator=generator)
         if part:
             compute_part(model, part)

@@ -150,7 +150,8 @@ def _parallel(parallel: ParallelConfig, ranks: int) -> str:
         else []
     )
     if parallel.context > 1:
-        said.insert(0, f"{parallel.context} ranks share each sequence, in a ring")
+        how = "all keys gathered" if parallel.gather_keys else "in a ring"
+        said.insert(0, f"{parallel.context} ranks share each sequence, {how}")
     again = {
         Recompute.block: "blocks are computed again",
         Recompute.attention_kept: "blocks but for attention are computed again",

@@ -1,5 +1,6 @@
 """Ring attention as a function: its checks, its operators, and autograd through them."""
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..arguments import check_features, check_inputs, check_scale, in_autocast_dtype
 from ..operators import below_autograd, in_backward, operator
 from ..registry import AttentionError, used_features
-from . import passes
+from . import gathered, passes
 from .blocks import Layout
 from .compute import Whole, compute_of
 from .documents import own_offsets, spans_of
@@ -27,6 +28,7 @@ def ring_attention(
     scale: float | None = None,
     attention: str = "flash",
     tier: str = "auto",
+    gather_keys: bool = False,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
     **features: object,
@@ -39,6 +41,7 @@ def ring_attention(
 
     Memory beyond inputs and outputs: a float32 tensor like q, what one call of attention returns, and the keys and
     values of two ranks; in the backward three float32 tensors like k and v more. No rank holds the keys of all.
+    With gather_keys each does, for a moment twice, and in the backward twice their gradients in float32.
 
     Args:
         q: (batch, heads, length / ranks, head_dim), float16, bfloat16 or float32, and with attention="naive" float64.
@@ -47,6 +50,8 @@ def ring_attention(
         causal: the parts are then those of `shard_positions`. Without the mask any equal parts will do.
         scale: of the scores; None: 1/sqrt(head_dim).
         attention: what computes the blocks, flash or naive. tier: which of flash's kernels, see `flash.dispatch`.
+        gather_keys: the ranks exchange all keys and values at once (`gathered`), instead of a rank's at a time: for
+            sequences so short that a ring waits for the host. Without cu_seqlens.
         cu_seqlens: offsets of packed documents in the batch * length tokens of the whole sequences, as
             `kernels.features` describes them, the same on every rank. Needs causal. The host waits for the device.
         features: refused, unless they have the value that means "not used".
@@ -76,6 +81,8 @@ def ring_attention(
         )
     if cu_seqlens is not None and not causal:
         raise AttentionError("ring_attention takes cu_seqlens with causal=True only")
+    if cu_seqlens is not None and gather_keys:
+        raise AttentionError("ring_attention takes cu_seqlens with gather_keys=False only")
     if attention == "flash":
         from ..flash.api import check_supported  # imports triton
 
@@ -88,7 +95,8 @@ def ring_attention(
         cu_seqlens = F.pad(F.pad(cu_seqlens, (1, 0)), (0, 1), value=batch * length)
         spans = spans_of(cu_seqlens, batch, length, ring.size)
         own = own_offsets(cu_seqlens, batch, length, ring.rank, ring.size)
-    asked = Asked(own, spans, ring.group.group_name, causal, check_scale(scale, q.shape[3]), attention, tier)
+    scale = check_scale(scale, q.shape[3])
+    asked = Asked(own, spans, ring.group.group_name, causal, scale, attention, tier, gather_keys)
     out, lse = ring_forward(q, k, v, *asked)
     return (out, lse) if return_lse else out
 
@@ -103,6 +111,12 @@ class Asked(NamedTuple):
     scale: float
     attention: str
     tier: str
+    gather_keys: bool
+
+    @property
+    def order(self) -> ModuleType:
+        """The module with the two passes."""
+        return gathered if self.gather_keys else passes
 
     def over(self, length: int) -> passes.Pass:
         """What this asks of a pass over `length` tokens of each rank."""
@@ -113,7 +127,8 @@ class Asked(NamedTuple):
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple[Tensor, Tensor]:
     """The forward operator: out like q, and lse. asked: the fields of Asked."""
-    return passes.forward(Asked(*asked).over(q.shape[2]), q, k, v)
+    how = Asked(*asked)
+    return how.order.forward(how.over(q.shape[2]), q, k, v)
 
 
 def ring_backward(
@@ -127,7 +142,8 @@ def ring_backward(
     *asked: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward operator: dq like q, dk and dv contiguous."""
-    return passes.backward(Asked(*asked).over(q.shape[2]), Whole(d_out, d_lse, out, lse), q, k, v)
+    how = Asked(*asked)
+    return how.order.backward(how.over(q.shape[2]), Whole(d_out, d_lse, out, lse), q, k, v)
 
 
 class RingAttention(torch.autograd.Function):

@@ -93,6 +93,17 @@ class Layout:
         half = self.length // 2
         return [Block(keys=slice(0, half)) if source < self.rank else Block(queries=slice(half, None))]
 
+    def with_all(self) -> list[Block]:
+        """This rank's queries with the keys of all ranks in the order of the sequence; without packed documents."""
+        if not self.causal:
+            return [Block()]
+        half = self.length // 2
+        chunks = enumerate(chunks_of(self.rank, self.ranks))
+        return [
+            Block(slice(place * half, (place + 1) * half), slice(0, (chunk + 1) * half), causal=True)
+            for place, chunk in chunks
+        ]
+
     def _documents_across(self, source: int) -> Iterator[Block]:
         chunk = self.length // 2
         for row, (starts, ends) in enumerate(self.spans):

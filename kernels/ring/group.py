@@ -1,4 +1,4 @@
-"""The ranks of a ring, and what one passes on to the next."""
+"""The ranks of a ring, and what they exchange: what one passes on to the next, or all at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+if hasattr(dist, "all_gather_single"):  # new in torch 2.13, where the older names warn
+    all_gather, reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    all_gather, reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 class Arriving(NamedTuple):
@@ -49,3 +54,15 @@ class RingGroup:
             dist.P2POp(dist.irecv, received, previous, self.group),
         ]
         return Arriving(received, tensor, dist.batch_isend_irecv(transfers))
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's contiguous tensor, one after the other along the first axis."""
+        received = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        all_gather(received, tensor, self.group)
+        return received
+
+    def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of this rank's part of a contiguous tensor, which the first axis is cut into."""
+        mine = parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:]))
+        reduce_scatter(mine, parts, group=self.group)
+        return mine

@@ -26,6 +26,7 @@ class Case:
     kv_heads: int = 2
     length: int = 64
     head_dim: int = 16
+    gather_keys: bool = False
     # Lengths of packed documents in the two rows together; none: not packed.
     documents: tuple[int, ...] = ()
     # Whether a gradient of the log-sum-exp joins in; whether torch.compile takes part.
@@ -51,7 +52,7 @@ class Case:
         return options
 
 
-def gathered(cases: Iterable[Case], ranks: int, device: str, folder: Path) -> list[Results]:
+def of_all_ranks(cases: Iterable[Case], ranks: int, device: str, folder: Path) -> list[Results]:
     """out, lse, dq, dk, dv of whole sequences for each case; also whether rank 0 got the same bits when it ran again,
     and those under torch.compile."""
     path = folder / "results.pt"
@@ -82,7 +83,7 @@ def _rank(rank: int, cases: list[Case], ranks: int, device: str, path: Path) -> 
 def _of_case(case: Case, group: dist.ProcessGroup, device: str) -> Results:
     from kernels.ring import ring_attention, shard_positions
 
-    options = {**case.options(device), "attention": case.attention}
+    options = {**case.options(device), "attention": case.attention, "gather_keys": case.gather_keys}
 
     def attend(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ring_attention(*qkv, group, return_lse=True, **options)

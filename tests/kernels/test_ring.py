@@ -13,7 +13,7 @@ from kernels.naive import naive_attention
 from kernels.ring import ring_attention, shard_positions
 from kernels.ring.blocks import Block, Layout
 from tests.kernels.accuracy import assert_as_accurate
-from tests.kernels.ring_ranks import Case, Results, gathered
+from tests.kernels.ring_ranks import Case, Results, of_all_ranks
 
 # In two rows of 64 tokens, cut into 4 or 8 chunks: documents that end on a chunk's end, that reach over several
 # chunks, that cross a row's end, of one token, and empty ones.
@@ -27,6 +27,9 @@ EXACT = [
         Case(ranks, heads=3, kv_heads=1),
         Case(ranks, documents=DOCUMENTS),
         Case(ranks, documents=(128,)),
+        Case(ranks, gather_keys=True),
+        Case(ranks, causal=False, gather_keys=True),
+        Case(ranks, heads=3, kv_heads=1, gather_keys=True),
     )
 ]
 FLASH = [
@@ -34,9 +37,13 @@ FLASH = [
     Case(2, "flash", torch.float32, causal=False),
     Case(4, "flash", torch.float16),
     Case(2, "flash", torch.float32, documents=DOCUMENTS),
+    Case(2, "flash", torch.float32, compiled=True, gather_keys=True),
+    Case(4, "flash", torch.float16, gather_keys=True),
 ]
 ON_GPU = [
-    Case(2, "flash", dtype, causal, head_dim=head_dim, length=length, documents=documents)
+    Case(
+        2, "flash", dtype, causal, head_dim=head_dim, length=length, documents=documents, gather_keys=gathered
+    )
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64))
     for causal, length, documents in (
         (True, 4096, ()),
@@ -44,23 +51,25 @@ ON_GPU = [
         (True, 1000, ()),
         (True, 4096, (1000, 3096, 500, 3500, 96)),
     )
+    for gathered in (False, *(True,) * (not documents))
 ]
 
 
 def name(case: Case) -> str:
     mask = "documents" if case.documents else "causal" if case.causal else "full"
-    return f"{case.ranks} {case.attention} {case.heads}/{case.kv_heads} {mask} {case.dtype}"
+    exchange = "gathered" if case.gather_keys else "ring"
+    return f"{case.ranks} {case.attention} {case.heads}/{case.kv_heads} {mask} {case.dtype} {exchange}"
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Results]:
-    """Of the cases that were selected, in one launch; the first of flash is compiled, too."""
+    """Of the cases that were selected, in one launch."""
     tests = [
         each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")
     ]
     asked = {each.callspec.params.get("case") for each in tests}
-    cases = [case for case in EXACT + FLASH if case in asked or case is FLASH[0]]
-    return dict(zip(cases, gathered(cases, 4, "cpu", tmp_path_factory.mktemp("ring")), strict=True))
+    cases = [case for case in EXACT + FLASH if case in asked]
+    return dict(zip(cases, of_all_ranks(cases, 4, "cpu", tmp_path_factory.mktemp("ring")), strict=True))
 
 
 @pytest.mark.parametrize("case", EXACT, ids=name)
@@ -89,14 +98,15 @@ def test_a_ring_of_flash_is_as_accurate_as_flash_and_repeats(case: Case, results
     check_flash(case, results[case])
 
 
-def test_a_ring_compiles_in_one_graph(results: dict[Case, Results]):
-    assert results[FLASH[0]]["compiles"]
+@pytest.mark.parametrize("case", [case for case in FLASH if case.compiled], ids=name)
+def test_a_ring_compiles_in_one_graph(case: Case, results: dict[Case, Results]):
+    assert results[case]["compiles"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_ring_over_nccl_is_as_accurate_as_flash_and_repeats(tmp_path: Path):
-    for case, got in zip(ON_GPU, gathered(ON_GPU, 2, "cuda", tmp_path), strict=True):
+    for case, got in zip(ON_GPU, of_all_ranks(ON_GPU, 2, "cuda", tmp_path), strict=True):
         check_flash(case, got, "cuda")
 
 
@@ -139,6 +149,9 @@ def test_under_the_causal_mask_all_ranks_have_the_same_work_in_every_step():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+OFFSETS = torch.tensor([0, 8], dtype=torch.int32)
+
+
 @pytest.fixture
 def group_of_one(tmp_path: Path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -154,7 +167,8 @@ def group_of_one(tmp_path: Path):
         (8, {"dropout_p": 0.1}, "does not support dropout_p"),
         (8, {"attention": "sdpa"}, "use attention=flash, or naive"),
         (7, {}, "an even number, got 7 and 7"),
-        (8, {"causal": False, "cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, "causal=True only"),
+        (8, {"causal": False, "cu_seqlens": OFFSETS}, "causal=True only"),
+        (8, {"gather_keys": True, "cu_seqlens": OFFSETS}, "with gather_keys=False only"),
         (8, {"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must be torch.int32, got torch.int64"),
         (8, {"dtype": torch.float64}, "attention=flash: it takes float16"),
     ],

@@ -12,6 +12,7 @@ from training.checkpoint import find, load_weights
 
 SHARED = "parallel.context=2"
 DOCUMENTS = "data.document_mask=true"
+GATHERED = "parallel.gather_keys=true"
 MODERN = ["model.rope=true", "model.n_kv_head=1", "model.qk_norm=true"]
 
 
@@ -56,6 +57,7 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
         "has no dropout; use model.dropout=0": [SHARED, "model.dropout=0.1"],
         "attention=flash or naive, not sdpa": [SHARED, "attention=sdpa"],
         "has no window; leave model.window out": [SHARED, "model.window=8"],
+        "gather_keys has no data.document_mask; leave one of them out": [SHARED, GATHERED, DOCUMENTS],
         "has no precise_delta": [SHARED, "attention=naive", "attention.precise_delta=true"],
     }
     assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
@@ -79,6 +81,8 @@ def test_two_ranks_share_sequences_in_every_other_form(started, user_environment
         "optimizer": [SHARED, "parallel.shard=optimizer", DOCUMENTS],
         "compiled": [SHARED, "trainer.compile=true", DOCUMENTS],
         "modern": [SHARED, *MODERN],
+        "gathered": [SHARED, GATHERED],
+        "gathered, compiled": [SHARED, GATHERED, "trainer.compile=true", *MODERN],
     }
     assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
     assert started(train.main, *small, "attention=naive", DOCUMENTS, "hydra.run.dir=documents one") == 0
@@ -88,6 +92,8 @@ def test_two_ranks_share_sequences_in_every_other_form(started, user_environment
     check_same(tmp_path, "documents one", "optimizer")
     check_same(tmp_path, "documents one", "compiled")
     check_same(tmp_path, "modern one", "modern")
+    check_same(tmp_path, "one", "gathered")
+    check_same(tmp_path, "modern one", "gathered, compiled")
 
 
 @pytest.mark.slow
@@ -112,6 +118,7 @@ def test_four_ranks_share_sequences_and_batches(started, user_environment, small
     ("setting", "said"),
     [
         (SHARED, "this is one process: start it with torchrun --standalone --nproc_per_node=2 train.py"),
+        (GATHERED, "parallel.gather_keys is read with parallel.context=2 or more; leave it out"),
         ("parallel.context=0", "parallel.context is 0; it must be at least 1"),
     ],
 )
@@ -135,7 +142,10 @@ def test_two_gpus_share_each_sequence_and_repeat(user_environment, tiny, tmp_pat
         train_on(ranks, runs, tmp_path, user_environment, "cuda")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
     assert losses(tmp_path / "again") == losses(tmp_path / "two")
-    replays = run("replays", *settings, SHARED, "trainer.micro_batch=1", "trainer.cuda_graphs=true")
-    train_on(2, [replays], tmp_path, user_environment, "cuda")
-    assert json.loads((tmp_path / "replays" / "summary.json").read_text())["cuda_graphs"]
-    assert losses(tmp_path / "replays") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
+    replayed = [SHARED, "trainer.micro_batch=1", "trainer.cuda_graphs=true"]
+    others = {"replayed": replayed, "gathered": [SHARED, GATHERED], "both": [*replayed, GATHERED]}
+    train_on(
+        2, [run(name, *settings, *mode) for name, mode in others.items()], tmp_path, user_environment, "cuda"
+    )
+    for name in others:
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=2e-3), name

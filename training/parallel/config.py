@@ -34,6 +34,8 @@ class ParallelConfig:
     # Adjacent ranks that share each sequence, so that it may be longer than one GPU holds: keys and values travel
     # between them (kernels/ring).
     context: int = 1
+    # They gather a layer's keys and values at once instead: for sequences so short that a ring waits for the host.
+    gather_keys: bool = False
     # Activations that the backward computes again instead of keeping them; useful on one GPU, too.
     recompute: Recompute = Recompute.none
     # The dtype in which ranks exchange gradients.

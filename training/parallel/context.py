@@ -26,6 +26,8 @@ def check_context(config: Config, ranks: World) -> None:
     """Raise ConfigError for what cannot be computed by ranks that share each sequence."""
     share, model = config.parallel.context, config.model
     if share == 1:
+        if config.parallel.gather_keys:
+            raise ConfigError("parallel.gather_keys is read with parallel.context=2 or more; leave it out.")
         return
     asked = f"parallel.context={share}"
     if not ranks.launched:
@@ -49,6 +51,8 @@ def check_context(config: Config, ranks: World) -> None:
         raise ConfigError(f"{asked} has no dropout; use model.dropout=0.")
     if used := [name for name, value in model.attention_features.items() if value]:
         raise ConfigError(f"{asked} has no {used[0]}; leave model.{used[0]} out.")
+    if config.parallel.gather_keys and config.data.document_mask:
+        raise ConfigError("parallel.gather_keys has no data.document_mask; leave one of them out.")
     if config.attention.precise_delta:
         raise ConfigError(f"{asked} has no precise_delta; use attention.precise_delta=false.")
     if config.attention.name not in ("auto", *ATTENTIONS):
@@ -62,9 +66,10 @@ def attention_name(config: Config, device: torch.device) -> str:
     return "flash" if device.type == "cuda" else "naive"
 
 
-def in_ring(name: str, tier: str, place: Layout) -> AttentionFn:
+def in_ring(name: str, config: Config, place: Layout) -> AttentionFn:
     """The attention of that name between the ranks that share a sequence."""
-    return partial(ring_attention, group=place.context_group, attention=name, tier=tier)
+    options = {"tier": config.attention.tier, "gather_keys": config.parallel.gather_keys}
+    return partial(ring_attention, group=place.context_group, attention=name, **options)
 
 
 def part_of(place: Layout) -> Part | None:

@@ -29,7 +29,7 @@ case $1 in
   scale xl --gpus 8 --models xl --layouts full "full, blocks again" --steps 5 --minutes 2
   scale 7b --gpus 8 --models 7b --layouts "full, blocks again" --steps 5 --minutes 2
   scale whole --gpus 8 --models xl --layouts "whole, CUDA graphs" --steps 5 --minutes 4 ;;
-long_2) scale long --gpus 2 --models 32k 64k 128k --steps 6 --minutes 6.5 ;;
-long_4) scale long --gpus 4 --models 128k 32k 256k 64k --steps 6 --minutes 6 ;;
-long_8) scale long --gpus 8 --models 128k 32k 256k 64k --steps 6 --minutes 6 ;;
+long_2) scale long --gpus 2 --models 32k 64k 128k --steps 6 --minutes 8 ;;
+long_4) scale long --gpus 4 --models 128k 32k 256k 64k --steps 6 --minutes 8 ;;
+long_8) scale long --gpus 8 --models 128k 32k 256k 64k --steps 6 --minutes 8 ;;
 esac
