@@ -42,6 +42,7 @@ PEAK = 989e12  # FLOP/s in bf16, H100 and H200 SXM
 BACKWARD = 2 / 3  # of a step's computation
 BUCKET = 25 * 2**20  # bytes, of DistributedDataParallel
 KERNELS = 550e12  # FLOP/s
+RINGS = ("context", "context, CUDA graphs")  # layouts, of scaling.py
 LENGTHS = {"32k": 32768, "64k": 65536, "128k": 131072, "256k": 262144}  # of one sequence, as in scaling.py
 LEAST = 2048  # tokens of a chunk of it: on less, the kernels are slower than that
 HEADER = ("model", "layout", "GPUs", "step, ms", "k tokens/s", "of so many alone")
@@ -205,7 +206,7 @@ def cases(results: Path) -> list[list[str]]:
 def predicted(sample: dict[str, Any], mfu: float) -> float | None:
     """Seconds of a step of a sample of `scaling`; None if its layout is not predicted. mfu: of one GPU."""
     model, layout, gpus = sample["model"], sample["name"], sample["ranks"]
-    if model in LENGTHS and (gpus == 1 or layout.startswith("context")):
+    if model in LENGTHS and (gpus == 1 or layout in RINGS):
         return shared(LENGTHS[model], gpus, mfu)
     if model not in SHAPES or layout not in COMPARED:
         return None

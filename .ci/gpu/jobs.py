@@ -74,8 +74,8 @@ JOBS |= {
     "tests_two": Job("tests that need two GPUs, side by side", script("tests.sh two"), gpus=2, limit=300),
     "scaling_1": Job("one GPU: what all others are compared with", script("scaling.sh 1"), limit=500),
     "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
-    "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=540),
-    "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=600),
+    "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
+    "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=360),
     "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=520),
     "long_4": Job("long sequences over four GPUs", script("scaling.sh long_4"), gpus=4, limit=520),
     "long_8": Job("long sequences over eight GPUs", script("scaling.sh long_8"), gpus=8, limit=520),
@@ -83,6 +83,9 @@ JOBS |= {
 }
 for gpus in (4, 8):
     JOBS |= {
+        f"scaling_whole_{gpus}": Job(
+            f"XL whole on each of {gpus} GPUs", script(f"scaling.sh whole_{gpus}"), gpus=gpus, limit=300
+        ),
         f"ring_{gpus}": Job(
             f"ring attention on {gpus} GPUs, the longest last",
             # In a trial, as its tiny settings are.

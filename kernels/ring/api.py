@@ -37,7 +37,7 @@ def ring_attention(
 
     Every rank of the group calls it with its own part, all of one shape. Each rank then has its part of the output,
     and after the backward the gradient of its parts, to which the other ranks' losses have contributed. Equal runs
-    give equal bits.
+    give equal bits; with gather_keys as far as the group's reduce-scatter does.
 
     Memory beyond inputs and outputs: a float32 tensor like q, what one call of attention returns, and the keys and
     values of two ranks; in the backward three float32 tensors like k and v more. No rank holds the keys of all.

@@ -81,7 +81,7 @@ def test_two_ranks_share_sequences_in_every_other_form(started, user_environment
         "optimizer": [SHARED, "parallel.shard=optimizer", DOCUMENTS],
         "compiled": [SHARED, "trainer.compile=true", DOCUMENTS],
         "modern": [SHARED, *MODERN],
-        "gathered": [SHARED, GATHERED],
+        "gathered": [SHARED, GATHERED, "parallel.shard=full", "parallel.recompute=block"],
         "gathered, compiled": [SHARED, GATHERED, "trainer.compile=true", *MODERN],
     }
     assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
