@@ -46,6 +46,14 @@ for version in ("211", "213", "214", "215"):
     )
 
 JOBS |= {
+    f"commands_{name}": Job(f"docs/gpu.md's commands: {what}", script(f"commands.sh {name}"))
+    for name, what in {
+        "fused": "compare/gpt2_small, tuning, a profile",
+        "torch": "torch's other layers",
+        "documents": "packed documents",
+    }.items()
+}
+JOBS |= {
     "class": Job("every class of shapes with every backend", script("tests.sh class"), limit=400),
     "random": Job("300 random calls of each kind", script("tests.sh random"), limit=500),
     "sanitizer": Job("compute-sanitizer over every kernel", script("sanitizer.sh"), limit=400),
