@@ -125,10 +125,18 @@ def lines(
 
     def panel(axis: Axes) -> None:
         for name, points in series.items():
-            if points:  # a variant, such as standard+compiled, is dashed in the colour of what it varies
-                line = "o--" if "+" in name else "o-"
+            if (
+                points
+            ):  # a variant, such as standard+compiled, is dashed and hollow, in the colour of what it varies
+                line, filled = ("o--", "none") if "+" in name else ("o-", "full")
                 shade = colour(named[name], tuple(named.values())) if of_backends else None
-                axis.plot(*zip(*sorted(points.items()), strict=True), line, color=shade, label=name)
+                axis.plot(
+                    *zip(*sorted(points.items()), strict=True),
+                    line,
+                    color=shade,
+                    fillstyle=filled,
+                    label=name,
+                )
         for name, points in (paper or {}).items():
             if points:
                 shade = colour(named[name].split()[0].rstrip(":"))

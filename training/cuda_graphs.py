@@ -28,8 +28,8 @@ def resolve_graphs(
     small, 131,072 tokens a step; results/nvidia-h200x2), because the host was too slow.
 
     A ring's exchange is recorded with its kernels, but only when asked for: over four H100 a step of one sequence of
-    32 k tokens took 82 ms for 111, of 64 k and 128 k 5 and 3 % longer, of 256 k the same (results/*x4). The host
-    reads where packed documents begin, which no replay can.
+    32 k tokens took 82 ms for 111, of 64 k and 128 k 5 and 3 % longer, of 256 k as long
+    (results/nvidia-h100-80gb-hbm3x4). The host reads where packed documents begin, which no replay can.
     """
     lacking = None
     if ranks.device.type != "cuda":

@@ -115,9 +115,8 @@ def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path, sha
     lost = {0: 0.0, 1: 0.0}  # by being slower than the other, summed over steps
     for rank, ratio in list(zip(*(each.values() for each in columns), strict=True))[5:150]:
         lost[rank] += ratio - 1
-    assert (
-        lost[1] > lost[0]
-    )  # 3 to 33 times in ten runs beside three busy processes, once 1.4 in the whole suite
+    # 3 to 33 times in ten runs beside three busy processes, once 1.4 in the whole suite.
+    assert lost[1] > lost[0]
 
 
 # Rank 1 stays alive, and does nothing from its sixth step on, until torchrun ends it.
