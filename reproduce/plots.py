@@ -125,18 +125,12 @@ def lines(
 
     def panel(axis: Axes) -> None:
         for name, points in series.items():
-            if (
-                points
-            ):  # a variant, such as standard+compiled, is dashed and hollow, in the colour of what it varies
-                line, filled = ("o--", "none") if "+" in name else ("o-", "full")
+            # A variant, such as standard+compiled, is dashed and hollow, in the colour of what it varies.
+            if points:
+                line, fill = ("o--", "none") if "+" in name else ("o-", "full")
+                xs, ys = zip(*sorted(points.items()), strict=True)
                 shade = colour(named[name], tuple(named.values())) if of_backends else None
-                axis.plot(
-                    *zip(*sorted(points.items()), strict=True),
-                    line,
-                    color=shade,
-                    fillstyle=filled,
-                    label=name,
-                )
+                axis.plot(xs, ys, line, color=shade, fillstyle=fill, label=name)
         for name, points in (paper or {}).items():
             if points:
                 shade = colour(named[name].split()[0].rstrip(":"))
