@@ -11,7 +11,7 @@ What goes in, and where it is from:
     one sequence     that all GPUs share (parallel.context): a block's attention is a ring (reproduce.ring.predict),
                      whose slowest link counts, and the flash kernels reach 550 TFLOP/s on an H200, both passes at
                      16,384 tokens (results/nvidia-h200/attention.json); all other layers treat tokens one by one,
-                     and take one GPU's share of the time
+                     and take one GPU's share of the time. With gathered keys no exchange of attention is hidden
 
 What is left out, so that it predicts the best case: latency, links below their stated speed, SMs that NCCL takes from
 the computation, hosts that wait for each other. The last table has what was measured on several GPUs, step by step as
@@ -42,7 +42,9 @@ PEAK = 989e12  # FLOP/s in bf16, H100 and H200 SXM
 BACKWARD = 2 / 3  # of a step's computation
 BUCKET = 25 * 2**20  # bytes, of DistributedDataParallel
 KERNELS = 550e12  # FLOP/s
-RINGS = ("context", "context, CUDA graphs")  # layouts, of scaling.py
+# Layouts, of scaling.py.
+RINGS = ("context", "context, CUDA graphs")
+GATHERED = ("context, keys gathered", "context, keys gathered, CUDA graphs")
 LENGTHS = {"32k": 32768, "64k": 65536, "128k": 131072, "256k": 262144}  # of one sequence, as in scaling.py
 LEAST = 2048  # tokens of a chunk of it: on less, the kernels are slower than that
 HEADER = ("model", "layout", "GPUs", "step, ms", "k tokens/s", "of so many alone")
@@ -158,14 +160,17 @@ def _row(key: tuple[str, str, int], tokens: float, seconds: float, share: float)
     return [model, layout, f"{gpus:,}", *speed, f"{share:.1%}"]
 
 
-def shared(length: int, gpus: int, mfu: float) -> float:
+def shared(length: int, gpus: int, mfu: float, *, gathered: bool = False) -> float:
     """Seconds of a step of GPT-2 small with one sequence that the GPUs share.
 
     mfu: of one GPU, in all but long attention; gradients travel as in data parallel.
     """
     shape, short = Shape(1, 12, length, 64), work("small", length, mfu)
     attention = 3.5 * shape.flops / KERNELS  # of a block, both passes
-    if gpus > 1:
+    if gathered:
+        keys = 2 * length * 12 * 64  # and values, of all ranks; the backward sums their gradients in float32
+        attention = attention / gpus + 2 * collective(2 * keys, gpus) + collective(4 * keys, gpus)
+    elif gpus > 1:
         link = NVLINK if gpus <= GPUS_A_HOST else NETWORK
         attention = sum(ring(shape, gpus, element=2, flops=KERNELS, link=link).values())
     seconds = short.seconds / gpus + short.blocks * attention
@@ -206,8 +211,8 @@ def cases(results: Path) -> list[list[str]]:
 def predicted(sample: dict[str, Any], mfu: float) -> float | None:
     """Seconds of a step of a sample of `scaling`; None if its layout is not predicted. mfu: of one GPU."""
     model, layout, gpus = sample["model"], sample["name"], sample["ranks"]
-    if model in LENGTHS and (gpus == 1 or layout in RINGS):
-        return shared(LENGTHS[model], gpus, mfu)
+    if model in LENGTHS and (gpus == 1 or layout in RINGS + GATHERED):
+        return shared(LENGTHS[model], gpus, mfu, gathered=layout in GATHERED)
     if model not in SHAPES or layout not in COMPARED:
         return None
     tokens = sample["batch_tokens"] // gpus

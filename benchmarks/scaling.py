@@ -55,6 +55,7 @@ LONG = {
 }  # fmt: skip
 MODELS |= LONG
 WHOLE, FULL, CONTEXT = "whole", "full", "context"
+SHARED = ["parallel.context={gpus}"]
 LAYOUTS = {
     WHOLE: ["trainer.cuda_graphs=false"],
     "whole, CUDA graphs": ["trainer.cuda_graphs=true"],
@@ -63,9 +64,14 @@ LAYOUTS = {
     FULL: ["parallel.shard=full"],
     "full, blocks again": ["parallel.shard=full", "parallel.recompute=block"],
     "full, all but attention again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
-    CONTEXT: ["parallel.context={gpus}"],
-    f"{CONTEXT}, CUDA graphs": ["parallel.context={gpus}", "trainer.cuda_graphs=true"],
-    f"{CONTEXT}, keys gathered": ["parallel.context={gpus}", "parallel.gather_keys=true"],
+    CONTEXT: [*SHARED, "parallel.gather_keys=false"],
+    f"{CONTEXT}, CUDA graphs": [*SHARED, "parallel.gather_keys=false", "trainer.cuda_graphs=true"],
+    f"{CONTEXT}, keys gathered": [*SHARED, "parallel.gather_keys=true", "trainer.cuda_graphs=false"],
+    f"{CONTEXT}, keys gathered, CUDA graphs": [
+        *SHARED,
+        "parallel.gather_keys=true",
+        "trainer.cuda_graphs=true",
+    ],
 }
 # Sequences a GPU's micro-step has in parts, at most: FSDP costs the host 6 to 10 ms a block and micro-step, so fewer
 # would measure the host. The memory is for 80 GB on two GPUs.

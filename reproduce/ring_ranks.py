@@ -69,9 +69,9 @@ class Contender(NamedTuple):
 def contenders(on_gpu: bool) -> dict[str, Contender]:
     """Name -> contender. PyTorch's has no ring on a CPU."""
     found = {
-        RING: Contender(ring_attention),
+        RING: Contender(partial(ring_attention, gather_keys=False)),
         GATHERED: Contender(partial(ring_attention, gather_keys=True)),
-        COMPUTE: Contender(ring_attention, within=silent),
+        COMPUTE: Contender(partial(ring_attention, gather_keys=False), within=silent),
         ONE: Contender(get_attention("flash"), whole=True),
     }
     if on_gpu:

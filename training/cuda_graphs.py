@@ -19,7 +19,13 @@ from .precision import compiled
 
 
 def resolve_graphs(
-    asked: bool | None, is_compiled: bool, ranks: World, parallel: ParallelConfig, *, documents: bool = False
+    asked: bool | None,
+    is_compiled: bool,
+    ranks: World,
+    parallel: ParallelConfig,
+    *,
+    documents: bool = False,
+    gather_keys: bool = False,
 ) -> bool:
     """Whether to replay; null: where it can be done and pays. Raises ConfigError when it is asked for and cannot.
 
@@ -27,8 +33,9 @@ def resolve_graphs(
     recorded, and the exchange runs between them. On two H200 a step took 122.6 ms for 171 to 245 without (GPT-2
     small, 131,072 tokens a step; results/nvidia-h200x2), because the host was too slow.
 
-    A ring's exchange is recorded with its kernels, but only when asked for: over four H100 a step of one sequence of
-    32 k tokens took 82 ms for 111, of 64 k and 128 k 5 and 3 % longer, of 256 k as long
+    The exchange of ranks that share a sequence is recorded with their kernels. With gathered keys, which short
+    sequences have, a step over four H200s took 74 ms for 82 at 32 k tokens, and as long at 64 k and 128 k
+    (results/nvidia-h200x4). A ring's only when asked for: over four H100s 64 k and 128 k took 5 and 3 % longer
     (results/nvidia-h100-80gb-hbm3x4). The host reads where packed documents begin, which no replay can.
     """
     lacking = None
@@ -44,7 +51,7 @@ def resolve_graphs(
         lacking = f"parallel.recompute=none, not {parallel.recompute.value}"
     if asked and lacking:
         raise ConfigError(f"trainer.cuda_graphs=true needs {lacking}; leave it out, or set it to false.")
-    wanted = parallel.context == 1 if asked is None else asked
+    wanted = parallel.context == 1 or gather_keys if asked is None else asked
     return lacking is None and wanted
 
 

@@ -27,7 +27,7 @@ from .init_from import InitialWeights, initial_weights
 from .layers import make_gpt, resolve_layers
 from .parallel.blocks import check_recompute
 from .parallel.config import Shard
-from .parallel.context import attention_name, check_context, in_ring, part_of
+from .parallel.context import attention_name, check_context, in_ring, part_of, resolve_gather_keys
 from .parallel.mesh import Layout, check_shard, layout
 from .precision import resolve_precision
 from .resume import AUTO, FROM_THE_START, Start, resume_path, start_at
@@ -46,6 +46,7 @@ class Computation:
     loss: Layers
     block: Layers
     compiled: bool
+    gather_keys: bool  # those of ranks that share a sequence
     graphs: bool
     whole: bool  # torch.compile makes the model one graph
     accumulation: int  # micro-steps an optimizer step
@@ -60,6 +61,7 @@ class Computation:
             "block": self.block.value,
             "dtype": str(self.dtype).removeprefix("torch."),
             "compiled": self.compiled,
+            "gather_keys": self.gather_keys,
             "cuda_graphs": self.graphs,
         }
 
@@ -100,7 +102,7 @@ class Plan:
         layers = {"loss": how.loss, "block": how.block}
         attention, part = how.attention_fn, part_of(self.layout)
         if part:
-            attention = in_ring(how.attention, self.config, self.layout)
+            attention = in_ring(how.attention, self.config, self.layout, how.gather_keys)
         model = make_gpt(self.config.model, attention, **layers, generator=generator)
         if part:
             compute_part(model, part)
@@ -214,11 +216,15 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     block = resolve_layers(config.model.block, "model.block", ranks.device, lacking, unmeasured)
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
-    documents = config.data.document_mask
-    graphs = resolve_graphs(config.trainer.cuda_graphs, compiled, ranks, config.parallel, documents=documents)
+    gather_keys = resolve_gather_keys(config, place, micro_batch)
+    graphs = resolve_graphs(
+        config.trainer.cuda_graphs, compiled, ranks, config.parallel, gather_keys=gather_keys,
+        documents=config.data.document_mask,
+    )  # fmt: skip
     whole = not breaks_graph(name, **request)
     return Computation(
-        name, attention, tier, why, request["precise_delta"], dtype, loss, block, compiled, graphs, whole,
+        name, attention, tier, why, request["precise_delta"], dtype, loss, block, compiled,
+        gather_keys, graphs, whole,
         accumulation, micro_batch,
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ def banner(plan: Plan) -> Rows:
         rows += [("optimizer", _optimizer(config)), ("schedule", _schedule(config))]
         initial = "" if config.init_seed is None else f", of the initial weights {config.init_seed}"
         rows.append(("seed", f"{config.seed}{initial}"))
-    if said := _parallel(config.parallel, ranks.size):
+    if said := _parallel(config.parallel, ranks.size, how.gather_keys):
         rows.append(("parallel", said))
     if config.trainer.eval_tokens:
         rows.append(
@@ -137,7 +137,7 @@ def _schedule(config: Config) -> str:
     return said + (f", after {plural(warm_up, 'step')} of warm-up" if warm_up else "")
 
 
-def _parallel(parallel: ParallelConfig, ranks: int) -> str:
+def _parallel(parallel: ParallelConfig, ranks: int, gather_keys: bool) -> str:
     """What each rank holds, exchanges and computes again."""
     holds = {
         Shard.none: "each rank holds all",
@@ -150,7 +150,7 @@ def _parallel(parallel: ParallelConfig, ranks: int) -> str:
         else []
     )
     if parallel.context > 1:
-        how = "all keys gathered" if parallel.gather_keys else "in a ring"
+        how = "all keys gathered" if gather_keys else "in a ring"
         said.insert(0, f"{parallel.context} ranks share each sequence, {how}")
     again = {
         Recompute.block: "blocks are computed again",

@@ -39,6 +39,7 @@ _RESOLVED = {
     "block": "model.block",
     "dtype": "trainer.precision",
     "compiled": "trainer.compile",
+    "gather_keys": "parallel.gather_keys",
     "cuda_graphs": "trainer.cuda_graphs",
     "world_size": "",
 }

@@ -9,12 +9,13 @@ is cut into twice as many chunks as there are ranks, and rank r holds chunks r a
 Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2). Striped Attention (Brandon et al. 2023, arXiv
 2311.09431) balances by single tokens instead, which leaves no block whole.
 
-`passes` has the order of work (`gathered`: with all keys at once), `group` the exchange, `blocks` the layout,
-`compute` what one block costs.
+`passes` has the order of work, `gathered` that of short sequences, whose keys travel at once, `group` the exchange,
+`blocks` the layout, `compute` what one block costs.
 """
 
 from .api import ring_attention
 from .blocks import shard_positions
+from .gathered import gathers_keys
 from .group import RingGroup
 
-__all__ = ["RingGroup", "ring_attention", "shard_positions"]
+__all__ = ["RingGroup", "gathers_keys", "ring_attention", "shard_positions"]

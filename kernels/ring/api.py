@@ -15,6 +15,7 @@ from . import gathered, passes
 from .blocks import Layout
 from .compute import Whole, compute_of
 from .documents import own_offsets, spans_of
+from .gathered import gathers_keys
 from .group import RingGroup
 
 
@@ -28,7 +29,7 @@ def ring_attention(
     scale: float | None = None,
     attention: str = "flash",
     tier: str = "auto",
-    gather_keys: bool = False,
+    gather_keys: bool | None = None,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
     **features: object,
@@ -50,8 +51,8 @@ def ring_attention(
         causal: the parts are then those of `shard_positions`. Without the mask any equal parts will do.
         scale: of the scores; None: 1/sqrt(head_dim).
         attention: what computes the blocks, flash or naive. tier: which of flash's kernels, see `flash.dispatch`.
-        gather_keys: the ranks exchange all keys and values at once (`gathered`), instead of a rank's at a time: for
-            sequences so short that a ring waits for the host. Without cu_seqlens.
+        gather_keys: the ranks exchange all keys and values at once (`gathered`), instead of a rank's at a time. None:
+            where a sequence is so short that a ring would wait for the host. Without cu_seqlens.
         cu_seqlens: offsets of packed documents in the batch * length tokens of the whole sequences, as
             `kernels.features` describes them, the same on every rank. Needs causal. The host waits for the device.
         features: refused, unless they have the value that means "not used".
@@ -95,6 +96,8 @@ def ring_attention(
         cu_seqlens = F.pad(F.pad(cu_seqlens, (1, 0)), (0, 1), value=batch * length)
         spans = spans_of(cu_seqlens, batch, length, ring.size)
         own = own_offsets(cu_seqlens, batch, length, ring.rank, ring.size)
+    if gather_keys is None:
+        gather_keys = cu_seqlens is None and gathers_keys(*q.shape)
     scale = check_scale(scale, q.shape[3])
     asked = Asked(own, spans, ring.group.group_name, causal, scale, attention, tier, gather_keys)
     out, lse = ring_forward(q, k, v, *asked)

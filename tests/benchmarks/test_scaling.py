@@ -123,3 +123,12 @@ def test_a_ring_is_predicted_to_scale_within_a_host_and_to_wait_for_the_network_
     assert float(found["32k", "8"][5].rstrip("%")) > 99
     assert float(found["64k", "16"][5].rstrip("%")) < 50
     assert float(found["128k", "1"][3]) == pytest.approx(2 * float(found["128k", "2"][3]), rel=1e-2)
+
+
+def test_gathered_keys_are_predicted_to_hide_nothing():
+    sample = {"model": "128k", "name": "context", "ranks": 8}
+    ring, gathered = (
+        predicted(sample | {"name": name}, 0.5) for name in ("context", "context, keys gathered")
+    )
+    sent = 12 * 2 * 131072 * 12 * 64 * (2 + 2 + 4) * 7 / 8 / 450e9  # of 12 layers
+    assert gathered == pytest.approx(ring + sent, rel=1e-2)

@@ -12,7 +12,7 @@ from training.checkpoint import find, load_weights
 
 SHARED = "parallel.context=2"
 DOCUMENTS = "data.document_mask=true"
-GATHERED = "parallel.gather_keys=true"
+GATHERED, RING = "parallel.gather_keys=true", "parallel.gather_keys=false"
 MODERN = ["model.rope=true", "model.n_kv_head=1", "model.qk_norm=true"]
 
 
@@ -77,7 +77,7 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
 @pytest.mark.slow
 def test_two_ranks_share_sequences_in_every_other_form(started, user_environment, small, tmp_path):
     modes = {
-        "shared": [SHARED],
+        "shared": [SHARED, RING],
         "optimizer": [SHARED, "parallel.shard=optimizer", DOCUMENTS],
         "compiled": [SHARED, "trainer.compile=true", DOCUMENTS],
         "modern": [SHARED, *MODERN],
@@ -142,10 +142,25 @@ def test_two_gpus_share_each_sequence_and_repeat(user_environment, tiny, tmp_pat
         train_on(ranks, runs, tmp_path, user_environment, "cuda")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
     assert losses(tmp_path / "again") == losses(tmp_path / "two")
-    replayed = [SHARED, "trainer.micro_batch=1", "trainer.cuda_graphs=true"]
-    others = {"replayed": replayed, "gathered": [SHARED, GATHERED], "both": [*replayed, GATHERED]}
-    train_on(
-        2, [run(name, *settings, *mode) for name, mode in others.items()], tmp_path, user_environment, "cuda"
-    )
+    replayed = ["trainer.micro_batch=1", "trainer.cuda_graphs=true"]
+    others = {
+        "ring": [RING],
+        "ring again": [RING],
+        "ring, replayed": [RING, *replayed],
+        "gathered, replayed": replayed,
+        "gathered, launched": [GATHERED, "trainer.cuda_graphs=false"],
+    }
+    runs = [run(name, *settings, SHARED, *mode) for name, mode in others.items()]
+    train_on(2, runs, tmp_path, user_environment, "cuda")
     for name in others:
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=2e-3), name
+    assert losses(tmp_path / "ring again") == losses(tmp_path / "ring")
+    facts = [
+        json.loads((tmp_path / name / "facts.json").read_text())
+        for name in ("two", "ring", "gathered, launched")
+    ]
+    assert [(each["gather_keys"], each["cuda_graphs"]) for each in facts] == [
+        (True, True),
+        (False, False),
+        (True, False),
+    ]

@@ -50,10 +50,12 @@ def test_requesting_unusable_cuda_graphs_is_refused_with_what_they_need(is_compi
         resolve_graphs(True, is_compiled, ranks, parallel)
 
 
-def test_a_ring_is_replayed_where_that_is_asked_for_and_no_documents_are_packed():
+def test_shared_sequences_are_replayed_with_gathered_keys_or_where_that_is_asked_for_and_no_documents_are_packed():
     ranks, ring = World(GPU, size=4), ParallelConfig(context=4)
     assert resolve_graphs(True, True, ranks, ring)
     assert not resolve_graphs(None, True, ranks, ring)
+    assert resolve_graphs(None, True, ranks, ring, gather_keys=True)
+    assert not resolve_graphs(False, True, ranks, ring, gather_keys=True)
     assert not resolve_graphs(None, True, ranks, ring, documents=True)
     with pytest.raises(ConfigError, match=r"needs data\.document_mask=false with parallel\.context=4"):
         resolve_graphs(True, True, ranks, ring, documents=True)

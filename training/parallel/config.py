@@ -34,8 +34,9 @@ class ParallelConfig:
     # Adjacent ranks that share each sequence, so that it may be longer than one GPU holds: keys and values travel
     # between them (kernels/ring).
     context: int = 1
-    # They gather a layer's keys and values at once instead: for sequences so short that a ring waits for the host.
-    gather_keys: bool = False
+    # They gather a layer's keys and values at once instead. null: where a sequence is so short that a ring would wait
+    # for the host, and no documents are packed.
+    gather_keys: bool | None = None
     # Activations that the backward computes again instead of keeping them; useful on one GPU, too.
     recompute: Recompute = Recompute.none
     # The dtype in which ranks exchange gradients.

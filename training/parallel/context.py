@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import AttentionFn
-from kernels.ring import ring_attention
+from kernels.ring import gathers_keys, ring_attention
 from kernels.ring.blocks import chunks_of
 from model.gpt import GPT
 from model.part import Part, attentions, compute_whole
@@ -66,9 +66,18 @@ def attention_name(config: Config, device: torch.device) -> str:
     return "flash" if device.type == "cuda" else "naive"
 
 
-def in_ring(name: str, config: Config, place: Layout) -> AttentionFn:
+def resolve_gather_keys(config: Config, place: Layout, micro_batch: int) -> bool:
+    """Whether ranks that share a sequence gather its keys, instead of sending them around."""
+    asked, model = config.parallel.gather_keys, config.model
+    if place.context_size == 1 or asked is not None:
+        return bool(asked)
+    length = model.seq_len // place.context_size
+    return not config.data.document_mask and gathers_keys(micro_batch, model.n_head, length, model.head_dim)
+
+
+def in_ring(name: str, config: Config, place: Layout, gather_keys: bool) -> AttentionFn:
     """The attention of that name between the ranks that share a sequence."""
-    options = {"tier": config.attention.tier, "gather_keys": config.parallel.gather_keys}
+    options = {"tier": config.attention.tier, "gather_keys": gather_keys}
     return partial(ring_attention, group=place.context_group, attention=name, **options)
 
 
