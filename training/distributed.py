@@ -19,6 +19,7 @@ from kernels.versions import mismatched_libraries, no_cuda
 
 from . import torchrun
 from .config import ConfigError
+from .precision import forget_compiled
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def world(device_name: str) -> Iterator[World]:
     try:
         yield World(device, dist.get_rank(), dist.get_world_size(), launched=True)
     finally:
+        forget_compiled()  # NCCL waits for ever while CUDA graphs have its messages (torch 2.13, two H200s)
         dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """The precision a run computes in, and how it becomes part of the key of torch.compile's cache."""
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,3 +38,9 @@ def compiled(
     compiler.config.cache_key_tag = f"{_USERS_TAG}{dtype}"
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as kernels/launch.py asks for our own kernels
     return torch.compile(model, backend=backend)
+
+
+def forget_compiled() -> None:
+    """Drop what was compiled, and the CUDA graphs of it."""
+    if "torch._dynamo" in sys.modules:  # whose import takes 2 s
+        compiler.reset()

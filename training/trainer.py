@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from .parallel.context import part_of
 from .parallel.shard import begin_micro_step, update_shards
 from .parallel.watch import Watch
 from .plan import resolve
+from .precision import forget_compiled
 from .profiling import profiled
 from .resume import finished
 from .run_directory import Recorder, claimed, stopped
@@ -73,8 +73,7 @@ class Trainer:
 
     def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
         # What an earlier run of a sweep compiled holds memory, and would count against what this one compiles.
-        if "torch._dynamo" in sys.modules:  # whose import takes 2 s
-            torch.compiler.reset()
+        forget_compiled()
         reset_peak_memory(ranks.device)
         self.plan, initial = resolve(config, run_dir, ranks)
         self.config, self.run_dir, self.world = self.plan.config, run_dir, ranks
