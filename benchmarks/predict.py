@@ -10,8 +10,9 @@ What goes in, and where it is from:
                      bucket of 25 MB; a block's parts with the computation of the block before it
     one sequence     that all GPUs share (parallel.context): a block's attention is a ring (reproduce.ring.predict),
                      whose slowest link counts, and the flash kernels reach 550 TFLOP/s on an H200, both passes at
-                     16,384 tokens (results/nvidia-h200/attention.json); all other layers treat tokens one by one,
-                     and take one GPU's share of the time. With gathered keys no exchange of attention is hidden
+                     16,384 tokens (results/nvidia-h200/attention.partial.json); all other layers treat tokens one by
+                     one, and take one GPU's share of the time. With gathered keys nothing of attention's exchange is
+                     hidden
 
 What is left out, so that it predicts the best case: latency, links below their stated speed, SMs that NCCL takes from
 the computation, hosts that wait for each other. The last table has what was measured on several GPUs, step by step as

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reproduce.experiment import Results
-from reproduce.ring import RING, TORCH, median, not_hidden, samples
+from reproduce.ring import RING, TORCH, default, median, not_hidden, samples
 
 from .aims import Aim
 
@@ -13,8 +13,12 @@ def aims(results: Results) -> list[Aim]:
     found = []
     for sample in samples(results):
         if {RING, TORCH} <= sample["ms"].keys():
-            ratio, where = median(sample, RING) / median(sample, TORCH), f"{sample['ranks']} GPUs"
-            what = f"ring, {sample['length']} tokens on {where}: time over PyTorch's context_parallel"
-            why = f"{not_hidden(sample):.0%} of the exchange is not hidden"
+            ours, where = (
+                default(sample, results["settings"]),
+                f"{sample['length']} tokens on {sample['ranks']} GPUs",
+            )
+            ratio = median(sample, ours) / median(sample, TORCH)
+            what = f"{ours}, {where}: time over PyTorch's context_parallel"
+            why = f"{not_hidden(sample):.0%} of the ring's exchange is not hidden"
             found.append(Aim(what, f"{ratio:.2f}x", "1x at most", ratio <= 1, why))
     return found

@@ -13,7 +13,7 @@ from .compute import Gradients, Whole
 from .group import RingGroup
 from .passes import Pass, _inputs, _wide
 
-# FLOPs of a ring's step in the causal forward. Over four H200s, with 12 heads of 64, keys gathered took 0.83 of the
+# FLOPs of a ring's step in the causal forward. Over four H200s, with 12 heads of 64, keys gathered took 0.85 of the
 # ring's time, both passes, at 1.0e11 (8,192 tokens a rank), 1.00 at 4.1e11 and 1.17 at 1.6e12 (kernels/log/ring.md).
 RING_FROM = 2e11
 
