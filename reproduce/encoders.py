@@ -254,7 +254,7 @@ def draw(results: Results, path: Path) -> None:
         for sample in timed(results, kind=kind):
             rows = {name: {"": took(sample, name).median} for name in sample["ms"]}
             panels.append(plots.bars(f"{words}, {sample['length']} tokens", rows, across="ms a step"))
-    plots.draw(path, f"Attention that looks both ways, {results['device']}", panels)
+    plots.draw(path, f"Attention that looks both ways, {results['device']}", panels, columns=2)
 
 
 def judge(results: Results) -> list[Verdict]:

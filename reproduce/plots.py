@@ -124,6 +124,8 @@ def lines(
     of_backends = any(each in FIXED for each in named.values())  # other series take the colours in order
 
     def panel(axis: Axes) -> None:
+        from matplotlib.ticker import LogFormatter
+
         for name, points in series.items():
             # A variant, such as standard+compiled, is dashed and hollow, in the colour of what it varies.
             if points:
@@ -147,6 +149,8 @@ def lines(
                 axis.minorticks_off()
         if "y" in log:
             axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:,g}")
+            axis.yaxis.set_minor_formatter(LogFormatter())  # 6, not 6 times a power of ten
         else:
             axis.set_ylim(bottom=0)
         axis.set_ylabel(up)

@@ -65,8 +65,8 @@ class Throughput:
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
     `forward_backward`, `blocks` (a sharded model's, in the forward: no wait for parts; perf/ has it in the former),
-    `exchange` (of gradients, where nothing hides it) and `optimizer` (with unscaling and clipping). The remainder is
-    logging and the loop itself.
+    `exchange` (of gradients and parts, where nothing hides it: `replicated`, `time_blocks`) and `optimizer` (with
+    unscaling and clipping). The remainder is logging and the loop itself.
     """
 
     def __init__(self, world: World, warmup_steps: int = 3) -> None:

@@ -208,7 +208,7 @@ def test_what_is_kept_is_not_computed_again(how, forwards, attention):
 
 
 def test_what_is_computed_again_or_to_evaluate_is_not_timed():
-    """A backward that computes blocks again waits for parts; it stays `forward_backward`, as what follows it does."""
+    """What passes between blocks is `exchange`, in both passes; a block computed again is a part of the backward."""
     tokens, begun = torch.arange(32).view(2, 16), []
     model = GPT(GPTConfig(vocab_size=100, seq_len=16, n_layer=2, n_head=2, n_embd=32), get_attention("naive"))
     recompute(model, Recompute.block)
@@ -216,8 +216,10 @@ def test_what_is_computed_again_or_to_evaluate_is_not_timed():
     with torch.no_grad():
         model(tokens, tokens)
     assert begun == []
-    model(tokens, tokens).backward()
-    assert begun == ["blocks", "forward_backward"] * 2
+    loss = model(tokens, tokens)
+    assert begun == ["blocks", "exchange", "blocks", "forward_backward"]
+    loss.backward()
+    assert begun[4:] == ["forward_backward", "exchange"] * 2
 
 
 @pytest.mark.gpu
@@ -245,13 +247,20 @@ def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_i
     user_environment, tiny, tmp_path
 ):
     runs = [run("fp32", *tiny), run("bf16", *tiny, "parallel.gradient_dtype=bf16")]
+    parts = ["parallel.shard=full", "trainer.micro_batch=1"]
+    runs += [run("full", *tiny, *parts), run("again", *tiny, *parts, "parallel.recompute=block")]
     train_on(2, runs, tmp_path, user_environment)
     # Rounded to 8 bits, so the second loss differs, and by little.
     fp32, bf16 = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
     assert fp32[0] == bf16[0]
     assert 0 < abs(fp32[-1] - bf16[-1]) < 1e-3 * fp32[-1]
-    row = rows(tmp_path / "fp32")[-2]
-    assert 0 < float(row["perf/exchange_ms"]) < float(row["perf/step_ms"])
+    for name in ("fp32", "full", "again"):
+        row = rows(tmp_path / name)[-2]
+        took = [
+            float(row[f"perf/{phase}_ms"]) for phase in ("data", "forward_backward", "exchange", "optimizer")
+        ]
+        assert all(each > 0 for each in took)
+        assert sum(took) <= float(row["perf/step_ms"])
     assert row["perf/slowest_rank"] in ("0", "1")
     per_device = float(row["perf/tokens_per_second_per_device"])
     assert per_device == pytest.approx(float(row["perf/tokens_per_second"]) / 2, rel=1e-5)

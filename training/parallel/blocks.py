@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from model.gpt import GPT
@@ -50,18 +51,55 @@ def _keep_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) 
 
 
 def time_blocks(model: GPT, begins: Callable[[str], None]) -> None:
-    """Have each block's forward be a phase of its own: in parts, it is where a rank waits for no other."""
-    for block in model.h:
-        block.forward = partial(_timed, begins, block.forward)
+    """Have each block's forward be a phase of its own, and what passes between blocks too, in both passes.
+
+    A model in parts is gathered and reduced outside of the blocks' computing: FSDP's hooks run around `forward`. So
+    `blocks` is where a rank waits for no other, and `exchange` is what no computation hides, with the copies into
+    whole parameters, the host's time for it, and behind the first block the embeddings' gradients.
+    """
+    last = len(model.h) - 1
+    for number, block in enumerate(model.h):
+        after = "exchange" if number < last else "forward_backward"
+        block.forward = partial(_timed, begins, after, block.forward)
 
 
-def _timed(begins: Callable[[str], None], forward: Callable[..., Any], *tensors: Any, **named: Any) -> Any:
+def _timed(
+    begins: Callable[[str], None],
+    after: str,
+    forward: Callable[..., Any],
+    stream: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
     if not torch.is_grad_enabled():  # an evaluation, whose time nobody asks for
-        return forward(*tensors, **named)
+        return forward(stream, *rest, **named)
+    stream = _begun_by_gradient(stream, partial(begins, "exchange"))  # the block's backward is done
     begins("blocks")
-    result = forward(*tensors, **named)
-    begins("forward_backward")
-    return result
+    result = forward(stream, *rest, **named)
+    begins(after)
+    return _begun_by_gradient(result, partial(begins, "forward_backward"))
+
+
+def _begun_by_gradient(stream: Any, begin: Callable[[], None]) -> Any:
+    """What is between two blocks, a tensor or a tuple of some; begin: called once all their gradients are there."""
+    if isinstance(stream, Tensor):
+        return _Begins.apply(begin, stream)[0]
+    of = [place for place, each in enumerate(stream) if isinstance(each, Tensor) and each.requires_grad]
+    found = dict(zip(of, _Begins.apply(begin, *(stream[place] for place in of)), strict=True))
+    return type(stream)(*(found.get(place, each) for place, each in enumerate(stream)))
+
+
+class _Begins(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begin: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.begin = begin
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.begin()
+        return None, *gradients
 
 
 def compile_blocks(model: GPT, dtype: torch.dtype) -> None:
