@@ -84,9 +84,9 @@ JOBS |= {
     "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
     "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
     "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=360),
-    "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=520),
-    "long_4": Job("long sequences over four GPUs", script("scaling.sh long_4"), gpus=4, limit=520),
-    "long_8": Job("long sequences over eight GPUs", script("scaling.sh long_8"), gpus=8, limit=520),
+    "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=560),
+    "long_4": Job("long sequences over four GPUs", script("scaling.sh long_4"), gpus=4, limit=560),
+    "long_8": Job("long sequences over eight GPUs", script("scaling.sh long_8"), gpus=8, limit=560),
     "ring_2": Job("ring attention on two GPUs", measure("whole reproduce ring"), gpus=2, limit=240),
 }
 for gpus in (4, 8):

@@ -30,6 +30,7 @@ case $1 in
 whole_*) # two minutes were not enough to compile it on four
   scale whole --gpus ${1#whole_} --models xl --layouts "whole, CUDA graphs" --steps 5 --minutes 4.5 ;;
 long_2) scale long --gpus 2 --models 32k 64k 128k --steps 6 --minutes 8 ;;
-long_4) scale long --gpus 4 --models 128k 32k 256k 64k --steps 6 --minutes 8 ;;
-long_8) scale long --gpus 8 --models 128k 32k 256k 64k --steps 6 --minutes 8 ;;
+long_4 | long_8)
+  layouts=("context, keys gathered, CUDA graphs" context "context, keys gathered" "context, CUDA graphs")
+  scale long --gpus ${1#long_} --models 32k 64k 128k 256k --layouts "${layouts[@]}" --steps 6 --minutes 8.5 ;;
 esac
