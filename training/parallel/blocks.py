@@ -94,7 +94,7 @@ class _Begins(torch.autograd.Function):
     def forward(ctx: Any, begin: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.begin = begin
         ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in tensors)
+        return tuple(each.detach() for each in tensors)  # of views FSDP warns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
