@@ -224,8 +224,7 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     whole = not breaks_graph(name, **request)
     return Computation(
         name, attention, tier, why, request["precise_delta"], dtype, loss, block, compiled,
-        gather_keys, graphs, whole,
-        accumulation, micro_batch,
+        gather_keys, graphs, whole, accumulation, micro_batch,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ _NOT_REPORTED = (
     *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
     *("trainer.log_every", "trainer.save_every", "trainer.eval_", "trainer.hellaswag"),
     *("trainer.profile_step", "parallel.timeout"),
-    "attention.precise_delta",  # what it was resolved to is
+    *("attention.precise_delta", "parallel.gather_keys"),  # what they were resolved to is
 )
 # Settings of data that the tokens do not depend on; identity() has the last one.
 _SAME_CORPUS = ("data.cache_dir", "data.workers", "data.document_mask", "data.block_len")
@@ -39,7 +39,7 @@ _RESOLVED = {
     "block": "model.block",
     "dtype": "trainer.precision",
     "compiled": "trainer.compile",
-    "gather_keys": "parallel.gather_keys",
+    "gather_keys": "",
     "cuda_graphs": "trainer.cuda_graphs",
     "world_size": "",
 }
@@ -86,8 +86,9 @@ class Start:
                 f"to evaluate it, use trainer.init_from={self.path} trainer.steps=0."
             )
         facts_before = _record(run_dir / "facts.json")
-        if before and facts_before:  # a run from before it was a fact, when null was no value of the setting
+        if before and facts_before:  # a run from before these were facts, and null a value of the settings
             facts_before.setdefault("precise_delta", bool(before.get("attention.precise_delta")))
+            facts_before.setdefault("gather_keys", bool(before.get("parallel.gather_keys")))
         changed = _changed(before, config, _NOT_REPORTED)
         for name, setting in _RESOLVED.items():
             if setting not in changed and name in facts_before and facts_before[name] != facts[name]:

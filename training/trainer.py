@@ -267,7 +267,7 @@ class Trainer:
     def _micro_step(self, last: bool) -> torch.nn.Module:
         """What computes it. Ranks exchange gradients once a step, with the last one; shard=full, with each."""
         if self.sharded:
-            self.throughput.begins("forward_backward")  # the micro-step before ended with an exchange
+            self.throughput.begins("exchange")  # up to the first block
             begin_micro_step(self.model, self.config.parallel.shard, last)
         return self.train_model if last else self.local_model
 

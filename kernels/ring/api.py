@@ -38,11 +38,11 @@ def ring_attention(
 
     Every rank of the group calls it with its own part, all of one shape. Each rank then has its part of the output,
     and after the backward the gradient of its parts, to which the other ranks' losses have contributed. Equal runs
-    give equal bits; with gather_keys as far as the group's reduce-scatter does.
+    give equal bits; where keys are gathered, as far as the group's reduce-scatter does.
 
     Memory beyond inputs and outputs: a float32 tensor like q, what one call of attention returns, and the keys and
     values of two ranks; in the backward three float32 tensors like k and v more. No rank holds the keys of all.
-    With gather_keys each does, for a moment twice, and in the backward twice their gradients in float32.
+    Where they are gathered each does, for a moment twice, and in the backward twice their gradients in float32.
 
     Args:
         q: (batch, heads, length / ranks, head_dim), float16, bfloat16 or float32, and with attention="naive" float64.

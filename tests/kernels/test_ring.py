@@ -1,6 +1,7 @@
 """Ring attention over real ranks, held to attention of the whole sequence in float64."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from kernels import AttentionError
 from kernels.naive import naive_attention
-from kernels.ring import ring_attention, shard_positions
+from kernels.ring import gathered, gathers_keys, passes, ring_attention, shard_positions
 from kernels.ring.blocks import Block, Layout
 from tests.kernels.accuracy import assert_as_accurate
 from tests.kernels.ring_ranks import Case, Results, of_all_ranks
@@ -144,6 +145,33 @@ def test_under_the_causal_mask_all_ranks_have_the_same_work_in_every_step():
     layouts = [Layout(rank, ranks, length, causal=True, spans=None) for rank in range(ranks)]
     for step in range(1, ranks):
         assert len({sum(map(work, each.between((each.rank - step) % ranks))) for each in layouts}) == 1
+
+
+# ---- the default -----------------------------------------------------------------------------------
+
+
+def test_keys_are_gathered_up_to_where_that_was_measured_to_be_faster():
+    assert gathers_keys(1, 12, 8192, 64)
+    assert not gathers_keys(1, 12, 16384, 64)
+    assert not gathers_keys(4, 12, 8192, 64)
+
+
+@pytest.mark.parametrize(
+    ("ring_from", "offsets", "expected"), [(2e11, None, True), (2e11, (0, 8), False), (1e3, None, False)]
+)
+def test_nobody_asked_short_sequences_gather_their_keys_but_not_those_of_documents(
+    group_of_one, monkeypatch, ring_from, offsets, expected
+):
+    orders, q = [], torch.zeros(1, 1, 8, 16)
+    for order in (gathered, passes):
+        its = partial(
+            lambda order, forward, *inputs: orders.append(order) or forward(*inputs), order, order.forward
+        )
+        monkeypatch.setattr(order, "forward", its)
+    monkeypatch.setattr(gathered, "RING_FROM", ring_from)
+    cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    ring_attention(q, q, q, attention="naive", cu_seqlens=cu_seqlens)
+    assert orders == [gathered if expected else passes]
 
 
 # ---- what is refused -----------------------------------------------------------------------------

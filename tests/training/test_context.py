@@ -94,6 +94,11 @@ def test_two_ranks_share_sequences_in_every_other_form(started, user_environment
     check_same(tmp_path, "modern one", "modern")
     check_same(tmp_path, "one", "gathered")
     check_same(tmp_path, "modern one", "gathered, compiled")
+    # Documents go around a ring; so does what is told to.
+    facts = [
+        json.loads((tmp_path / name / "facts.json").read_text()) for name in ("shared", "compiled", "modern")
+    ]
+    assert [each["gather_keys"] for each in facts] == [False, False, True]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Which runs use CUDA graphs, and the sums of their gradients. test_gpu.py tests that runs repeat."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from model.config import GPTConfig
 from model.gpt import Linear
 from training.config import ConfigError, Layers
 from training.cuda_graphs import Local, add_gradients, compiled_to_graphs, resolve_graphs
-from training.distributed import World
+from training.distributed import World, world
 from training.layers import make_gpt
 from training.optimizer import update
 from training.parallel.config import GradientDtype, ParallelConfig, Recompute, Shard
@@ -60,6 +61,20 @@ def test_shared_sequences_are_replayed_with_gathered_keys_or_where_that_is_asked
     with pytest.raises(ConfigError, match=r"needs data\.document_mask=false with parallel\.context=4"):
         resolve_graphs(True, True, ranks, ring, documents=True)
     assert resolve_graphs(None, True, ranks, REPLICATED, documents=True)
+
+
+def test_graphs_are_dropped_before_the_group_whose_messages_they_hold(monkeypatch, tmp_path):
+    """NCCL would wait for ever. Also where the run fails."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    place = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
+    monkeypatch.setattr(dist, "init_process_group", partial(dist.init_process_group, **place))
+    dropped = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(dist.is_initialized()))
+    with pytest.raises(ZeroDivisionError), world("cpu"):
+        raise ZeroDivisionError
+    assert dropped == [True]
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("later", [{}, {"rmsnorm": True, "qk_norm": True}], ids=["gpt2", "modern"])

@@ -1,6 +1,8 @@
 """Several real gloo ranks on a CPU: whatever they hold and exchange, they train as one rank does."""
 
 import json
+from functools import partial
+from itertools import groupby
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from kernels import get_attention
 from model.config import GPTConfig
+from model.fused import FusedGPT
 from model.gpt import GPT
 from model.huggingface import from_huggingface
 from tests.conftest import losses, rows
+from tests.model.test_fused import LAYERS
 from tests.training.ranks import run, train_on
 from training.checkpoint import find, load_weights
 from training.cuda_graphs import Local
@@ -47,7 +51,9 @@ def assert_trains_as_one(started, user_environment, tiny, tmp_path):
         ]
         assert started(train.main, *small, "hydra.run.dir=one") == 0
         runs = [run(name, *small, *mode) for name, mode in modes.items()]
-        said = train_on(ranks, runs + others, tmp_path, user_environment).stdout
+        done = train_on(ranks, runs + others, tmp_path, user_environment)
+        said = done.stdout
+        assert "returned a view tensor" not in done.stderr  # FSDP of a block
         assert "models left: 0\n" in said  # or the next run would have less memory
         one = tmp_path / "one"
         weights = load_weights(find(one), "cpu")
@@ -207,10 +213,12 @@ def test_what_is_kept_is_not_computed_again(how, forwards, attention):
         assert torch.equal(gradient, whole)
 
 
-def test_what_is_computed_again_or_to_evaluate_is_not_timed():
+@pytest.mark.parametrize("of", [GPT, partial(FusedGPT, layers=LAYERS)], ids=["tensors", "tuples"])
+def test_what_is_computed_again_or_to_evaluate_is_not_timed(of):
     """What passes between blocks is `exchange`, in both passes; a block computed again is a part of the backward."""
     tokens, begun = torch.arange(32).view(2, 16), []
-    model = GPT(GPTConfig(vocab_size=100, seq_len=16, n_layer=2, n_head=2, n_embd=32), get_attention("naive"))
+    config = GPTConfig(vocab_size=100, seq_len=16, n_layer=2, n_head=2, n_embd=32)
+    model, untimed = (of(config, get_attention("naive")) for _ in range(2))
     recompute(model, Recompute.block)
     time_blocks(model, begun.append)
     with torch.no_grad():
@@ -219,7 +227,11 @@ def test_what_is_computed_again_or_to_evaluate_is_not_timed():
     loss = model(tokens, tokens)
     assert begun == ["blocks", "exchange", "blocks", "forward_backward"]
     loss.backward()
-    assert begun[4:] == ["forward_backward", "exchange"] * 2
+    backward = [phase for phase, _ in groupby(begun[4:])]  # of a tuple's tensors each says it
+    assert backward == ["exchange", *["forward_backward", "exchange"] * 2]
+    untimed(tokens, tokens).backward()
+    for parameter, other in zip(model.parameters(), untimed.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
 
 
 @pytest.mark.gpu

@@ -267,22 +267,23 @@ def test_a_resume_reports_what_was_resolved_otherwise_though_no_setting_changed(
     assert line.split("  ")[-1].strip() == f"trainer.steps 8 -> 9, {resolved}"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("was", [False, True])
-def test_a_run_from_before_precise_delta_had_a_default_is_told_whether_that_changes_it(
-    config, tmp_path, capsys, was
+@pytest.mark.parametrize("name", ["precise_delta", "gather_keys"])
+def test_a_run_from_before_a_setting_could_be_null_is_told_whether_that_changes_it(
+    config, tmp_path, capsys, name, was
 ):
     train(config, tmp_path)
     facts, settings = tmp_path / "facts.json", tmp_path / "config.yaml"
     recorded = json.loads(facts.read_text())
-    assert recorded.pop("precise_delta") is False
+    assert recorded.pop(name) is False
     facts.write_text(json.dumps(recorded))
     before = settings.read_text()
-    settings.write_text(before.replace("precise_delta: null", f"precise_delta: {was}".lower()))
+    settings.write_text(before.replace(f"{name}: null", f"{name}: {was}".lower()))
     assert settings.read_text() != before
     train(having(config, steps=9, resume=str(tmp_path)), tmp_path)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed "))
-    told = ", precise_delta True -> False" if was else ""
+    told = f", {name} True -> False" if was else ""
     assert line.split("  ")[-1].strip() == "trainer.steps 8 -> 9" + told
 
 

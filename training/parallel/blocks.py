@@ -55,7 +55,8 @@ def time_blocks(model: GPT, begins: Callable[[str], None]) -> None:
 
     A model in parts is gathered and reduced outside of the blocks' computing: FSDP's hooks run around `forward`. So
     `blocks` is where a rank waits for no other, and `exchange` is what no computation hides, with the copies into
-    whole parameters, the host's time for it, and behind the first block the embeddings' gradients.
+    whole parameters, the host's time for it, and before the first block the embeddings, behind it their gradients.
+    A micro-step begins with it.
     """
     last = len(model.h) - 1
     for number, block in enumerate(model.h):
@@ -75,9 +76,12 @@ def _timed(
         return forward(stream, *rest, **named)
     stream = _begun_by_gradient(stream, partial(begins, "exchange"))  # the block's backward is done
     begins("blocks")
-    result = forward(stream, *rest, **named)
+    result = _begun_by_gradient(forward(stream, *rest, **named), partial(begins, "forward_backward"))
     begins(after)
-    return _begun_by_gradient(result, partial(begins, "forward_backward"))
+    for each in (result,) if isinstance(result, Tensor) else result:
+        if isinstance(each, Tensor) and each.requires_grad:
+            each.register_hook(lambda _: begins("exchange"))  # before FSDP's, which waits for parts
+    return result
 
 
 def _begun_by_gradient(stream: Any, begin: Callable[[], None]) -> Any:
@@ -94,7 +98,7 @@ class _Begins(torch.autograd.Function):
     def forward(ctx: Any, begin: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.begin = begin
         ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in tensors)
+        return tuple(each.detach() for each in tensors)  # of views FSDP warns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
