@@ -16,7 +16,7 @@ What goes in, and where it is from:
 
 What is left out, so that it predicts the best case: latency, links below their stated speed, SMs that NCCL takes from
 the computation, hosts that wait for each other. The last table has what was measured on several GPUs, step by step as
-it was, beside its prediction from one GPU of the same file.
+it was, beside its prediction from one GPU of the same file, or else of the same card.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -192,8 +194,14 @@ def rows_of_one_sequence(mfu: float, counts: list[int]) -> Iterator[list[str]]:
 def cases(results: Path) -> list[list[str]]:
     """A row for each layout that was measured and can be predicted."""
     found: dict[tuple[str, ...], str] = {}  # one GPU's samples stand in the file of each number of GPUs
-    for where, samples in measured(results).items():
-        mfus = shares(samples)
+    files = measured(results)
+    of_card: dict[str, dict[str, float]] = defaultdict(
+        dict
+    )  # what a file lacks, another of the same card may have
+    for where, samples in files.items():
+        of_card[card(where)] |= shares(samples)
+    for where, samples in files.items():
+        mfus = of_card[card(where)] | shares(samples)
         # One GPU is what predictions start from, but for a long sequence.
         compared = [each for each in samples if each["ranks"] > 1 or each["model"] in LENGTHS]
         several = {(s["model"], s["name"], s["ranks"]): s for s in reversed(compared)}
@@ -207,6 +215,11 @@ def cases(results: Path) -> list[list[str]]:
                 tokens = f"{sample['batch_tokens']:,}"
                 found.setdefault((model, layout, str(gpus), tokens, *took, error), where)
     return [[*row, where] for row, where in found.items()]
+
+
+def card(folder: str) -> str:
+    """That of results/CARDxGPUS."""
+    return re.sub(r"x\d+$", "", folder)
 
 
 def predicted(sample: dict[str, Any], mfu: float) -> float | None:
