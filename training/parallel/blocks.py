@@ -58,15 +58,13 @@ def time_blocks(model: GPT, begins: Callable[[str], None]) -> None:
     whole parameters, the host's time for it, and before the first block the embeddings, behind it their gradients.
     A micro-step begins with it.
     """
-    last = len(model.h) - 1
-    for number, block in enumerate(model.h):
-        after = "exchange" if number < last else "forward_backward"
-        block.forward = partial(_timed, begins, after, block.forward)
+    for block in model.h:
+        block.forward = partial(_timed, begins, block is model.h[-1], block.forward)
 
 
 def _timed(
     begins: Callable[[str], None],
-    after: str,
+    last: bool,
     forward: Callable[..., Any],
     stream: Any,
     *rest: Any,
@@ -77,10 +75,11 @@ def _timed(
     stream = _begun_by_gradient(stream, partial(begins, "exchange"))  # the block's backward is done
     begins("blocks")
     result = _begun_by_gradient(forward(stream, *rest, **named), partial(begins, "forward_backward"))
-    begins(after)
-    for each in (result,) if isinstance(result, Tensor) else result:
-        if isinstance(each, Tensor) and each.requires_grad:
-            each.register_hook(lambda _: begins("exchange"))  # before FSDP's, which waits for parts
+    begins("forward_backward" if last else "exchange")
+    if last:  # the loss's backward is done
+        for each in (result,) if isinstance(result, Tensor) else result:
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(lambda _: begins("exchange"))  # before FSDP's hook, which waits for parts
     return result
 
 
