@@ -118,8 +118,9 @@ def samples(results: Results) -> list[Sample]:
 
 def default(sample: Sample, settings: dict[str, Any]) -> str:
     """The contender that `ring_attention` is unless told otherwise; the ring where no other was timed."""
-    shape = settings["batch"], settings["heads"], sample["length"] // sample["ranks"], settings["head_dim"]
-    return GATHERED if gathers_keys(*shape) and GATHERED in sample["ms"] else RING
+    ranks = sample["ranks"]
+    shape = settings["batch"], settings["heads"], sample["length"] // ranks, settings["head_dim"]
+    return GATHERED if gathers_keys(*shape, ranks) and GATHERED in sample["ms"] else RING
 
 
 def not_hidden(sample: Sample) -> float:

@@ -52,7 +52,7 @@ def ring_attention(
         scale: of the scores; None: 1/sqrt(head_dim).
         attention: what computes the blocks, flash or naive. tier: which of flash's kernels, see `flash.dispatch`.
         gather_keys: the ranks exchange all keys and values at once (`gathered`), instead of a rank's at a time. None:
-            where a sequence is so short that a ring would wait for the host. Without cu_seqlens.
+            where a sequence is so short that a ring would wait for the host (`gathers_keys`). Without cu_seqlens.
         cu_seqlens: offsets of packed documents in the batch * length tokens of the whole sequences, as
             `kernels.features` describes them, the same on every rank. Needs causal. The host waits for the device.
         features: refused, unless they have the value that means "not used".
@@ -97,7 +97,8 @@ def ring_attention(
         spans = spans_of(cu_seqlens, batch, length, ring.size)
         own = own_offsets(cu_seqlens, batch, length, ring.rank, ring.size)
     if gather_keys is None:
-        gather_keys = cu_seqlens is None and gathers_keys(*q.shape)
+        batch, heads, length, head_dim = q.shape
+        gather_keys = cu_seqlens is None and gathers_keys(batch, heads, length, head_dim, ring.size)
     scale = check_scale(scale, q.shape[3])
     asked = Asked(own, spans, ring.group.group_name, causal, scale, attention, tier, gather_keys)
     out, lse = ring_forward(q, k, v, *asked)

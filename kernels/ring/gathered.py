@@ -16,11 +16,17 @@ from .passes import Pass, _inputs, _wide
 # FLOPs of a ring's step in the causal forward. Over four H200s, with 12 heads of 64, keys gathered took 0.85 of the
 # ring's time, both passes, at 1.0e11 (8,192 tokens a rank), 1.00 at 4.1e11 and 1.17 at 1.6e12 (kernels/log/ring.md).
 RING_FROM = 2e11
+# Numbers in the keys and values of all ranks. The backward holds 12 bytes of each for a moment: 1.8 GB.
+AT_MOST = 1.5e8
 
 
-def gathers_keys(batch: int, heads: int, length: int, head_dim: int) -> bool:
-    """Whether a ring with so little to compute in a step would wait for the host. length: the tokens of a rank."""
-    return 2 * batch * heads * length**2 * head_dim < RING_FROM
+def gathers_keys(batch: int, heads: int, length: int, head_dim: int, ranks: int) -> bool:
+    """Whether to gather: a ring with so little to compute in a step waits for the host, and the keys of all fit.
+
+    length: the tokens of a rank. heads: of the queries; keys may have fewer.
+    """
+    tokens = batch * heads * length * head_dim
+    return 2 * tokens * length < RING_FROM and 2 * tokens * ranks <= AT_MOST
 
 
 def forward(how: Pass, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

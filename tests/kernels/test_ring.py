@@ -150,10 +150,13 @@ def test_under_the_causal_mask_all_ranks_have_the_same_work_in_every_step():
 # ---- the default -----------------------------------------------------------------------------------
 
 
-def test_keys_are_gathered_up_to_where_that_was_measured_to_be_faster():
-    assert gathers_keys(1, 12, 8192, 64)
-    assert not gathers_keys(1, 12, 16384, 64)
-    assert not gathers_keys(4, 12, 8192, 64)
+def test_keys_are_gathered_up_to_where_that_was_measured_to_be_faster_and_while_they_fit():
+    assert gathers_keys(1, 12, 8192, 64, ranks=4)
+    assert gathers_keys(1, 12, 8192, 64, ranks=8)
+    assert not gathers_keys(1, 12, 16384, 64, ranks=4)
+    assert not gathers_keys(4, 12, 8192, 64, ranks=4)
+    assert not gathers_keys(1, 12, 8192, 64, ranks=16)  # 200 million numbers on each
+    assert not gathers_keys(64, 12, 512, 64, ranks=8)
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,9 @@ def resolve_gather_keys(config: Config, place: Layout, micro_batch: int) -> bool
     asked, model = config.parallel.gather_keys, config.model
     if place.context_size == 1 or asked is not None:
         return bool(asked)
-    length = model.seq_len // place.context_size
-    return not config.data.document_mask and gathers_keys(micro_batch, model.n_head, length, model.head_dim)
+    ranks = place.context_size
+    shape = micro_batch, model.n_head, model.seq_len // ranks, model.head_dim
+    return not config.data.document_mask and gathers_keys(*shape, ranks)
 
 
 def in_ring(name: str, config: Config, place: Layout, gather_keys: bool) -> AttentionFn:
