@@ -51,7 +51,7 @@ def test_requesting_unusable_cuda_graphs_is_refused_with_what_they_need(is_compi
         resolve_graphs(True, is_compiled, ranks, parallel)
 
 
-def test_shared_sequences_are_replayed_with_gathered_keys_or_where_that_is_asked_for_and_no_documents_are_packed():
+def test_shared_sequences_are_replayed_where_that_pays_or_is_asked_for_but_not_with_documents():
     ranks, ring = World(GPU, size=4), ParallelConfig(context=4)
     assert resolve_graphs(True, True, ranks, ring)
     assert not resolve_graphs(None, True, ranks, ring)

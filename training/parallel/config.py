@@ -35,7 +35,7 @@ class ParallelConfig:
     # between them (kernels/ring).
     context: int = 1
     # They gather a layer's keys and values at once instead. null: where a sequence is so short that a ring would wait
-    # for the host, and no documents are packed.
+    # for the host, they fit (kernels/ring/gathered.py), and no documents are packed.
     gather_keys: bool | None = None
     # Activations that the backward computes again instead of keeping them; useful on one GPU, too.
     recompute: Recompute = Recompute.none
