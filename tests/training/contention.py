@@ -5,7 +5,8 @@
 As many processes as run the GPU tests repeat a step of one batch with weights that stay as they are, and say which
 gradients differ from the first time, last layer first, as the backward comes to them. Some replay CUDA graphs, some
 do not, some have the portable attention, some find NaN in the memory that they are given, and some run the Hopper
-kernels alone, with NaN in all that they do not write. --device cpu runs one process, to see that it works.
+kernels' attention alone, with NaN in all that they do not write. The exit status is 1 if a step differs or a process
+fails. --device cpu runs two processes, to see that it works.
 
 Processes that share a GPU take turns on it, in the middle of a kernel. A bug that shows only so was found with this:
 kernels/LOG.md, "A barrier that nobody used".
@@ -17,13 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels import get_attention
 from tests.training import test_gpu
 from training.config import AttentionConfig, Config, Precision
 from training.distributed import world
@@ -45,7 +49,7 @@ def config(mode: str, folder: Path, on_cpu: bool) -> Config:
     return replace(tested, model=model, attention=attention, trainer=trainer)
 
 
-def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> None:
+def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> int:
     with world(device) as ranks:
         run = Trainer(config(mode, folder, device == "cpu"), folder / "run", ranks)
         inputs, targets = (torch.from_numpy(each).to(ranks.device) for each in run.batches.batch(0))
@@ -67,30 +71,31 @@ def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> Non
 
         for _ in range(3):  # compile, and record the graphs
             step()
-        compare(mode, step, seconds)
+        return compare(mode, step, seconds)
 
 
-def repeat_attention(seconds: float) -> None:
-    from kernels.flash.call import Options, Tensors
-    from kernels.flash.hopper.launch import backward, forward
-
-    qkv = torch.randn(4, 1024, 3, 12, 64, device="cuda", dtype=torch.bfloat16)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-    d_out = torch.randn(4, 1024, 12, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+def repeat_attention(seconds: float, device: str) -> int:
+    on_cpu = device == "cpu"
+    attention = partial(get_attention("flash"), tier="triton" if on_cpu else "hopper", return_lse=True)
+    shape, dtype = ((1, 64, 3, 2, 32), torch.float16) if on_cpu else ((4, 1024, 3, 12, 64), torch.bfloat16)
+    qkv = torch.randn(shape, device=device, dtype=dtype)
+    inputs = [each.requires_grad_() for each in qkv.permute(2, 0, 3, 1, 4).unbind()]
+    d_out = torch.randn(shape[:2] + shape[3:], device=device, dtype=dtype).transpose(1, 2)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors, the sum of dQ too, with NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
 
-    def step() -> dict[str, Tensor]:
-        got = {name: torch.empty_like(q) for name in ("out", "dq", "dk", "dv")}
-        got |= {name: q.new_empty(q.shape[:3], dtype=torch.float32) for name in ("lse", "delta")}
-        poison[(264,)](num_warps=4)
-        forward(q, k, v, got["out"], got["lse"], Tensors(), Options(True, 0.125))
-        poison[(264,)](num_warps=4)
-        results = (got[name] for name in ("dq", "dk", "dv", "delta"))
-        backward(d_out, None, got["out"], got["lse"], q, k, v, *results, Tensors(), Options(True, 0.125))
-        return got
+    def poison_processors() -> None:
+        if not on_cpu:
+            poison[(264,)](num_warps=4)
 
-    compare("attention", step, seconds)
+    def step() -> dict[str, Tensor]:
+        poison_processors()
+        out, lse = attention(*inputs)
+        poison_processors()
+        gradients = torch.autograd.grad(out, inputs, d_out)
+        return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+    return compare("attention", step, seconds)
 
 
 def poison_free_memory() -> None:
@@ -112,8 +117,8 @@ def poison():
         memory.index(part).store(gl.full([2048], float("nan"), gl.float32, layout))
 
 
-def compare(mode: str, step, seconds: float) -> None:
-    """Repeat a step, and print what differs from the first time."""
+def compare(mode: str, step: Callable[[], dict[str, Tensor]], seconds: float) -> int:
+    """Repeat a step, print what differs from the first time, and return how much was wrong."""
     first = {name: tensor.clone() for name, tensor in step().items()}
     not_finite = [name for name, tensor in first.items() if not tensor.isfinite().all()]
     print(f"{mode}: not finite at first: {not_finite or 'nothing'}", flush=True)
@@ -127,33 +132,33 @@ def compare(mode: str, step, seconds: float) -> None:
                 if count:
                     print(f"{mode}, step {steps}: {name} {count} differ, {int(got[name].isnan().sum())} NaN")
     print(f"{mode}: {steps} steps, {wrong} of them wrong", flush=True)
+    return wrong + len(not_finite)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=80)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--mode", help="what one process of them does")
     options = parser.parse_args()
-    if options.mode is None:
-        command = [sys.executable, "-m", __spec__.name, "--device", options.device]
-
-        def together(modes: list[str], seconds: float) -> None:
-            started = [
-                subprocess.Popen([*command, "--mode", mode, "--seconds", str(seconds)]) for mode in modes
-            ]
-            for each in started:
-                each.wait()
-
-        if options.device != "cpu":
-            together(list(dict.fromkeys(SHARE)), 1)  # fills the caches
-        together(SHARE if options.device != "cpu" else ["graphs"], options.seconds)
-    elif options.mode == "attention":
-        repeat_attention(options.seconds)
-    else:
+    if options.mode == "attention":
+        return repeat_attention(options.seconds, options.device)
+    if options.mode is not None:
         with tempfile.TemporaryDirectory() as folder:
-            repeat_training(options.mode, options.seconds, Path(folder), options.device)
+            return repeat_training(options.mode, options.seconds, Path(folder), options.device)
+    command = [sys.executable, "-m", __spec__.name, "--device", options.device]
+
+    def together(modes: list[str], seconds: float) -> int:
+        started = [subprocess.Popen([*command, "--mode", mode, "--seconds", str(seconds)]) for mode in modes]
+        return sum(each.wait() != 0 for each in started)
+
+    if options.device == "cpu":
+        return together(["graphs", "attention"], options.seconds)
+    together(list(dict.fromkeys(SHARE)), 1)  # fills the caches
+    failed = together(SHARE, options.seconds)
+    print(f"{len(SHARE)} processes, {failed} of them failed")
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main() > 0)

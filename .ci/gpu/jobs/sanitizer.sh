@@ -12,7 +12,10 @@ together() { # a name, then what the program runs under
   ran=$(cat "$JOB_OUT/$label".*.txt | grep -cxFf <(printf '%s\n' "${names[@]}"))
   echo "$label: $ran of ${#names[@]} cases were run"
   grep -hE "ERROR SUMMARY|Error:|Invalid" "$JOB_OUT/$label".*.txt | sort | uniq -c
+  if [ "$ran" != ${#names[@]} ] || grep -qE "ERROR SUMMARY: [1-9]" "$JOB_OUT/$label".*.txt; then failed=1; fi
 }
+failed=0
 together plain
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 together memcheck compute-sanitizer --tool memcheck
+exit $failed
