@@ -8,10 +8,13 @@ checker (--tool racecheck) does not know mbarriers: it reports cuBLAS's Hopper k
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 import kernels
+from kernels.flash.portable.tiles import Tile
+from kernels.history import flash1
 from kernels.layers.dropout import dropout
 from kernels.layers.embedding import embedding
 from kernels.layers.linear_add_norm import linear_add_norm
@@ -30,6 +33,12 @@ def attend(
     out = kernels.get_attention("flash")(*tensors, tier=tier, **options)
     if backward:
         out.backward(d_out)
+
+
+def first_algorithm(kernel: str, head_dim: int, tile: Tile) -> None:
+    *tensors, d_out = inputs(512, 512, head_dim, torch.float16, device="cuda", batch=2, heads=4, kv_heads=4)
+    with flash1.forced(**{kernel: tile}):
+        kernels.get_attention("flash1")(*tensors, causal=False).backward(d_out)
 
 
 def padding(*lengths: int) -> dict[str, torch.Tensor]:
@@ -135,6 +144,9 @@ def cases() -> dict[str, Callable[[], None]]:
                 found[name] = lambda args=(tier, head_dim, 130, 190), causal=causal: attend(
                     *args, causal=causal
                 )
+    for (kernel, head_dim), tiles in flash1.CANDIDATES.items():
+        for tile in tiles:
+            found[f"flash1, {kernel} {head_dim}, {tile}"] = partial(first_algorithm, kernel, head_dim, tile)
     for name, options in features().items():
         found[name] = lambda options=options: attend("triton", 64, 1000, 1000, **options)
     return found
