@@ -110,7 +110,7 @@ def test_training_table_shows_the_measured_tokens_per_second_and_mfu(card: str, 
         samples = {
             group: each for group, each in samples.items() if group not in speeds(document(card, "training"))
         }
-    head, *rows = table(f"| {card}{', older code' if earlier else ''} | small, ") or [[]]
+    head, *rows = table(f"| {card}{', older code | ' if earlier else ' | small, '}") or [[]]
     shown = [GROUPS[each] for each in head[1:]]
     assert set(shown) == samples.keys()
     timed_in = {each for group in shown for each in samples[group]["ms"]}

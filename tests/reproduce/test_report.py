@@ -166,9 +166,11 @@ def changed_flash2(both: float, each: float, keys: float, moved: int = 4) -> lis
 )
 def test_each_change_of_flash2_is_judged_by_what_undoing_it_costs(samples, status):
     verdicts = history_figures.judge({"device": GPU, "samples": samples})
+    *changes, warps = verdicts
     assert [verdict.claim for verdict in verdicts] == ["C21", "C21", "C21", "C18"]
-    assert {verdict.status for verdict in verdicts} == {status}
-    assert "(32 queries)" in verdicts[-1].what
+    assert {verdict.status for verdict in changes} == {status}
+    assert "(32 queries)" in warps.what
+    assert warps.status == "not comparable"  # of how much FlashAttention-2 gains in all it says nothing
 
 
 def test_slower_and_larger_is_not_reproduced():
