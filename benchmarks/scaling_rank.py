@@ -39,6 +39,7 @@ def measure(settings: list[str], steps: int, folder: Path, ranks: World) -> dict
     measured = performance(meter.mark(), config.trainer.batch_tokens, flops, ranks)
     return {
         **run.plan.how.facts(),
+        "blocks_at_once": run.plan.blocks_at_once,
         "ranks": ranks.size,
         "parameters": run.model.num_parameters(),
         "batch_tokens": config.trainer.batch_tokens,

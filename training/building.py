@@ -51,7 +51,7 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
     if parallel.shard is Shard.none:
         model.to(plan.world.device)
     else:
-        shard(model, plan.layout.mesh, parallel, how.dtype)
+        shard(model, plan.layout.mesh, parallel, how.dtype, plan.blocks_at_once)
         time_blocks(model, begins)
     optimizer = build_optimizer(model, config.optimizer)
     scaler = torch.amp.GradScaler(plan.world.device.type, enabled=how.dtype is torch.float16)

@@ -29,6 +29,7 @@ from .parallel.blocks import check_recompute
 from .parallel.config import Shard
 from .parallel.context import attention_name, check_context, in_ring, part_of, resolve_gather_keys
 from .parallel.mesh import Layout, check_shard, layout
+from .parallel.shard import blocks_at_once
 from .precision import resolve_precision
 from .resume import AUTO, FROM_THE_START, Start, resume_path, start_at
 
@@ -85,10 +86,19 @@ class Plan:
         with torch.device("meta"):
             return build_gpt(self.config.model, self.how.attention_fn)
 
+    @cached_property
+    def blocks_at_once(self) -> int | None:
+        """Blocks whose parts are gathered at once; None: the model is in no parts."""
+        parallel, tokens = self.config.parallel, self.how.micro_batch * self.config.model.seq_len
+        if parallel.shard is Shard.none:
+            return None
+        return parallel.blocks_at_once or blocks_at_once(self.shape, tokens // self.layout.context_size)
+
     def facts(self) -> dict[str, Any]:
         """What was resolved, as facts.json has it."""
         return {
             **self.how.facts(),
+            "blocks_at_once": self.blocks_at_once,
             "parameters": self.shape.num_parameters(),
             "flops_per_token": self.shape.flops_per_token(self.config.model.seq_len),
             "world_size": self.world.size,

@@ -58,7 +58,7 @@ def banner(plan: Plan) -> Rows:
         rows += [("optimizer", _optimizer(config)), ("schedule", _schedule(config))]
         initial = "" if config.init_seed is None else f", of the initial weights {config.init_seed}"
         rows.append(("seed", f"{config.seed}{initial}"))
-    if said := _parallel(config.parallel, ranks.size, how.gather_keys):
+    if said := _parallel(config.parallel, ranks.size, how.gather_keys, plan.blocks_at_once):
         rows.append(("parallel", said))
     if config.trainer.eval_tokens:
         rows.append(
@@ -137,15 +137,16 @@ def _schedule(config: Config) -> str:
     return said + (f", after {plural(warm_up, 'step')} of warm-up" if warm_up else "")
 
 
-def _parallel(parallel: ParallelConfig, ranks: int, gather_keys: bool) -> str:
+def _parallel(parallel: ParallelConfig, ranks: int, gather_keys: bool, at_once: int | None) -> str:
     """What each rank holds, exchanges and computes again."""
     holds = {
         Shard.none: "each rank holds all",
         Shard.optimizer: "gradients and optimizer state in parts",
         Shard.full: "parameters, gradients and optimizer state in parts",
     }
+    blocks = f", {plural(at_once, 'block')} at once" if at_once else ""
     said = (
-        [holds[parallel.shard], f"gradients exchanged in {parallel.gradient_dtype.value}"]
+        [holds[parallel.shard] + blocks, f"gradients exchanged in {parallel.gradient_dtype.value}"]
         if ranks > 1
         else []
     )

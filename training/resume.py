@@ -25,7 +25,7 @@ AUTO = "auto"
 _NOT_REPORTED = (
     *("data.", "logger.", "trainer.resume", "trainer.sample_", "trainer.keep_"),
     *("trainer.log_every", "trainer.save_every", "trainer.eval_", "trainer.hellaswag"),
-    *("trainer.profile_step", "parallel.timeout"),
+    *("trainer.profile_step", "parallel.timeout", "parallel.blocks_at_once"),
     *("attention.precise_delta", "parallel.gather_keys"),  # what they were resolved to is
 )
 # Settings of data that the tokens do not depend on; identity() has the last one.

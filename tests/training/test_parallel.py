@@ -24,15 +24,16 @@ from training.cuda_graphs import Local
 from training.export import export
 from training.parallel.blocks import recompute, time_blocks
 from training.parallel.config import Recompute
+from training.parallel.shard import blocks_at_once
 
 QUICK = {
     "none": [],
     "bf16 exchange": ["parallel.gradient_dtype=bf16"],
-    "full recompute": ["parallel.shard=full", "parallel.recompute=block"],
+    "full recompute": ["parallel.shard=full", "parallel.recompute=block", "parallel.blocks_at_once=2"],
 }
 OTHERS = {
     "again": ["parallel.recompute=attention_kept"],
-    "optimizer": ["parallel.shard=optimizer"],
+    "optimizer": ["parallel.shard=optimizer", "parallel.blocks_at_once=2"],
     "full": ["parallel.shard=full"],
 }
 
@@ -46,7 +47,7 @@ def assert_trains_as_one(started, user_environment, tiny, tmp_path):
             *tiny,
             "trainer.micro_batch=1",
             "trainer.grad_clip=0.5",
-            "model.n_layer=2",
+            "model.n_layer=3",  # two at once leave one
             "trainer.eval_every=6",
         ]
         assert started(train.main, *small, "hydra.run.dir=one") == 0
@@ -129,6 +130,53 @@ def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environ
         json.loads((tmp_path / name / "summary.json").read_text()) for name in ("copy", "evaluated")
     )
     assert after["val/loss"] == pytest.approx(before["val/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_gathered_at_once_change_no_bit_and_a_resume_may_choose_otherwise(
+    user_environment, tiny, tmp_path
+):
+    """The sum of two ranks' gradients has no order. Of 5 blocks, by default all."""
+    five = [*tiny, "model.n_layer=5", "trainer.steps=6", "trainer.micro_batch=2", "parallel.shard=full"]
+    modes = {
+        "one": (1, ["trainer.save_every=3"]),
+        "two": (2, []),
+        "three": (3, ["parallel.recompute=block"]),
+        "all": (None, []),
+        "resumed": (2, ["trainer.resume=one/checkpoints/step-00000003"]),
+    }
+    runs = [
+        run(name, *five, *mode, f"parallel.blocks_at_once={'null' if number is None else number}")
+        for name, (number, mode) in modes.items()
+    ]
+    said = train_on(2, runs, tmp_path, user_environment).stdout
+    facts = {name: json.loads((tmp_path / name / "facts.json").read_text()) for name in modes}
+    assert [each["blocks_at_once"] for each in facts.values()] == [1, 2, 3, 5, 2]
+    assert "optimizer state in parts, 3 blocks at once, " in said
+    assert facts["resumed"]["resumed"] == {"3": {}}  # nothing that changes the run
+    weights = load_weights(find(tmp_path / "one"), "cpu")
+    for name in modes:
+        assert losses(tmp_path / name) == losses(tmp_path / "one")[3 * (name == "resumed") :], name
+        theirs = load_weights(find(tmp_path / name), "cpu")
+        assert all(torch.equal(weight, theirs[key]) for key, weight in weights.items()), name
+
+
+@pytest.mark.parametrize(
+    ("width", "blocks", "sequences", "at_once"),
+    [
+        (768, 12, 32, 4),  # GPT-2 small as measured on four GPUs
+        (768, 12, 16, 6),  # and eight; 8 by their FLOPs
+        (1600, 48, 16, 2),  # XL
+        (4096, 2, 1, 1),  # of 7 B: large ones
+        (64, 5, 1, 5),
+    ],
+)
+def test_so_many_blocks_are_gathered_at_once_that_no_gpu_waits_for_its_host(
+    width, blocks, sequences, at_once
+):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(n_embd=width, n_layer=blocks, n_head=1), get_attention("naive"))
+    assert blocks_at_once(model, 1024 * sequences) == at_once
 
 
 class Layers(torch.nn.Module):
@@ -286,6 +334,11 @@ def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_i
         (["parallel.recompute=attention_kept", "attention=naive"], "not naive: flash, sdpa, sdpa_flash, "),
         (["parallel.gradient_dtype=bf16"], "parallel.gradient_dtype is read with torchrun only"),
         (["parallel.timeout=0"], "parallel.timeout is 0.0; it must be above 0 seconds"),
+        (
+            ["parallel.blocks_at_once=2"],
+            "parallel.blocks_at_once is read with parallel.shard=full or optimizer",
+        ),
+        (["parallel.blocks_at_once=0"], "parallel.blocks_at_once is 0; it must be at least 1"),
         (["parallel.shard=some"], "some"),
         (
             ["parallel.context=2", "trainer.sample_every=1"],

@@ -33,8 +33,8 @@ LAYOUTS = (
     {"whole": [], "bf16": ["parallel.gradient_dtype=bf16"], "optimizer": ["parallel.shard=optimizer"]},
     {
         "full": ["parallel.shard=full"],
-        "again": ["parallel.shard=full", "parallel.recompute=attention_kept"],
-        "block": ["parallel.shard=full", "parallel.recompute=block"],
+        "again": ["parallel.shard=full", "parallel.recompute=attention_kept", "parallel.blocks_at_once=3"],
+        "block": ["parallel.shard=full", "parallel.recompute=block", "parallel.blocks_at_once=1"],
     },
 )
 

@@ -56,7 +56,7 @@ def time_blocks(model: GPT, begins: Callable[[str], None]) -> None:
     A model in parts is gathered and reduced outside of the blocks' computing: FSDP's hooks run around `forward`. So
     `blocks` is where a rank waits for no other, and `exchange` is what no computation hides, with the copies into
     whole parameters, the host's time for it, and before the first block the embeddings, behind it their gradients.
-    A micro-step begins with it.
+    A micro-step begins with it. Between blocks that are gathered at once it lasts no time.
     """
     for block in model.h:
         block.forward = partial(_timed, begins, block is model.h[-1], block.forward)

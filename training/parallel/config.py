@@ -11,7 +11,7 @@ class Shard(Enum):
     optimizer = (
         "optimizer"  # each keeps its part of gradients and optimizer state; parameters are whole for a step
     )
-    full = "full"  # and of the parameters, gathered one block at a time
+    full = "full"  # and of the parameters, gathered a few blocks at a time
 
 
 class Recompute(Enum):
@@ -31,6 +31,9 @@ class ParallelConfig:
 
     # What is split over the ranks, so that a model which one GPU cannot hold fits on several.
     shard: Shard = Shard.none
+    # Blocks of a model in parts that are gathered at once, and whose gradients are reduced at once. null: enough that
+    # no GPU waits for its host (training/parallel/shard.py).
+    blocks_at_once: int | None = None
     # Adjacent ranks that share each sequence, so that it may be longer than one GPU holds: keys and values travel
     # between them (kernels/ring).
     context: int = 1
@@ -46,6 +49,8 @@ class ParallelConfig:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.blocks_at_once is not None and self.blocks_at_once < 1:
+            raise ValueError(f"parallel.blocks_at_once is {self.blocks_at_once}; it must be at least 1.")
         if self.context < 1:
             raise ValueError(f"parallel.context is {self.context}; it must be at least 1.")
         if not self.timeout > 0:

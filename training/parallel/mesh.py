@@ -51,6 +51,10 @@ def check_shard(config: Config, ranks: World, dtype: torch.dtype) -> None:
     if config.parallel.gradient_dtype is not GradientDtype.fp32 and not ranks.launched:
         raise ConfigError("parallel.gradient_dtype is read with torchrun only: add that, or leave it out.")
     if config.parallel.shard is Shard.none:
+        if config.parallel.blocks_at_once:
+            raise ConfigError(
+                "parallel.blocks_at_once is read with parallel.shard=full or optimizer; leave it out."
+            )
         return
     asked = f"parallel.shard={config.parallel.shard.value}"
     if not ranks.launched:

@@ -1,15 +1,17 @@
 """The model in parts, by FSDP2: what of it a rank keeps, when it is gathered, and the update of the parts.
 
 Zhao et al. 2023, arXiv 2304.11277. shard=full is ZeRO's third stage (Rajbhandari et al. 2020, arXiv 1910.02054):
-parameters are gathered block by block, for the forward and again for the backward. shard=optimizer is the second: the
-same parts and the same update, but a step gathers the parameters once and reduces the gradients once, as many bytes
-as data parallel sends.
+parameters are gathered a few blocks at a time, for the forward and again for the backward. shard=optimizer is the
+second: the same parts and the same update, but a step gathers the parameters once and reduces the gradients once, as
+many bytes as data parallel sends.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,11 +20,31 @@ from model.gpt import GPT
 
 from .config import GradientDtype, ParallelConfig, Shard
 
+# Of blocks that are gathered at once. FLOPs in a micro-step, at least: FSDP costs a host 5 ms for a group, besides
+# what each block does (four H200s, torch 2.13; kernels/log/step.md), and an H200 computes these in 12. Parameters, at
+# most: they are whole beside the next ones, and at both ends nothing hides their exchange.
+ENOUGH_FLOPS, MOST_PARAMETERS = 6e12, 64_000_000
 
-def shard(model: GPT, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
-    """Split every parameter of `model` over the mesh, in place; blocks are gathered one at a time, in `dtype`.
 
-    A model on the CPU goes to the mesh's devices block by block, so that no device ever holds all of it.
+def blocks_at_once(model: GPT, tokens: int) -> int:
+    """How many blocks of `model` to gather at once, in groups of about one size. tokens: of a micro-step on a rank.
+
+    Measured, ms a step on four H200s, with 1, 2 and 4: GPT-2 small with 32 sequences of 1024 (1.7e12 FLOPs a block)
+    108, 81 and 62; XL with 16 (3.3e12) 676 and 691 with 1 and 4. XL gets 2, not measured: where hosts were slower, on
+    eight, it took 477 with 1 for 330 of computing.
+    """
+    config, blocks = model.config, len(model.h)
+    parameters = sum(each.numel() for each in model.h.parameters()) // blocks
+    flops = (6 * parameters + 12 * config.n_embd * config.seq_len) * tokens  # as GPT.flops_per_token
+    wanted = max(1, min(math.ceil(ENOUGH_FLOPS / flops), MOST_PARAMETERS // parameters))
+    return math.ceil(blocks / math.ceil(blocks / wanted))
+
+
+def shard(model: GPT, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype, at_once: int) -> None:
+    """Split every parameter of `model` over the mesh, in place; so many blocks are gathered at once, in `dtype`.
+
+    A model on the CPU goes to the mesh's devices as it is gathered, so that no device ever holds all of a large one.
+    A forward has to run every block of a group: the last one to run frees them all (torch 2.11).
 
     Embeddings and the last norm are gathered in float32, and inputs are not cast: the residual stream is what it is
     on one GPU. Within blocks, autocast would round the matrices all the same; biases and gains it would not.
@@ -30,8 +52,10 @@ def shard(model: GPT, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dty
     reduced = torch.bfloat16 if config.gradient_dtype is GradientDtype.bf16 else torch.float32
     in_blocks = MixedPrecisionPolicy(dtype, reduced, cast_forward_inputs=False)
     at_ends = MixedPrecisionPolicy(torch.float32, reduced, cast_forward_inputs=False)
-    for block in model.h:
-        fully_shard(block, mesh=mesh, mp_policy=in_blocks, reshard_after_forward=config.shard is Shard.full)
+    blocks: list[nn.Module] = list(model.h)
+    for first in range(0, len(blocks), at_once):
+        group = blocks[first : first + at_once]
+        fully_shard(group, mesh=mesh, mp_policy=in_blocks, reshard_after_forward=config.shard is Shard.full)
     fully_shard(model, mesh=mesh, mp_policy=at_ends, reshard_after_forward=False)
     for method in ("hidden", "logits"):  # as `generate` calls them
         register_fsdp_forward_method(model, method)
