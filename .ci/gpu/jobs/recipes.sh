@@ -2,6 +2,7 @@
 # kernels and with naive; peak memory is in each run's summary.json
 source .ci/gpu/jobs/run.sh
 naive_micro_batch() { sed -n 's/.*attention=naive: \([0-9]*\).*/\1/p' "configs/experiment/paper/$1.yaml"; }
+failed=0
 for name in "$@"; do
   for attention in flash naive; do
     settings=(experiment=paper/$name attention=$attention data=python_source data.tokenizer="$TOK" trainer.steps=8)
@@ -14,6 +15,9 @@ for name in "$@"; do
     settings+=(trainer.eval_every=0 trainer.save_every=0 trainer.sample_tokens=0 trainer.log_every=2 logger=none)
     run "runs/$name-$attention" python train.py "${settings[@]}" data.cache_dir="$CACHE" \
       hydra.run.dir=runs/$name-$attention 2>&1 | tail -n 8
-    echo "$name, $attention: status ${PIPESTATUS[0]}"
+    status=${PIPESTATUS[0]}
+    if [ $status != 0 ]; then failed=1; fi
+    echo "$name, $attention: status $status"
   done
 done
+exit $failed

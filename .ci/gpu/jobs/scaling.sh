@@ -4,11 +4,14 @@ source .ci/gpu/jobs/end.sh
 scale() { # a name, then the command's own
   name=$1; shift
   python -m benchmarks scaling --out "$JOB_OUT/$name.json" "$@"
-  echo "$name: status $? at $(date -u +%H:%M:%S)"
+  status=$?
+  if [ $status != 0 ]; then failed=1; fi
+  echo "$name: status $status at $(date -u +%H:%M:%S)"
 }
+failed=0
 if [ -n "${TRY:-}" ]; then
   scale small --gpus 2 --models tiny --layouts full --steps 2 -- trainer.device=cpu attention=naive data.workers=1
-  exit
+  exit $failed
 fi
 case $1 in
 1)
@@ -34,3 +37,4 @@ long_4 | long_8)
   layouts=("context, keys gathered, CUDA graphs" context "context, keys gathered" "context, CUDA graphs")
   scale long --gpus ${1#long_} --models 32k 64k 128k 256k --layouts "${layouts[@]}" --steps 6 --minutes 8.5 ;;
 esac
+exit $failed

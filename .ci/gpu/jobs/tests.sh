@@ -13,9 +13,11 @@ tests() { # a name, the number of workers, then pytest's own
     -o addopts="--import-mode=importlib --strict-markers" -m "$mark" -n $workers --dist load --maxschedchunk 1 \
     -v -rs --tb=short -W ignore --continue-on-collection-errors --durations=40 \
     --junitxml="$JOB_OUT/$name.xml" > "$JOB_OUT/$name.txt" 2>&1
-  echo "$name: pytest's status: $?"
+  status=$?
+  echo "$name: pytest's status: $status"
   grep -E "FAILED|ERROR" "$JOB_OUT/$name.txt" | cut -c1-200 | head -30
   tail -n 1 "$JOB_OUT/$name.txt"
+  return $status
 }
 several=tests/training/test_parallel_gpu.py
 case $1 in
@@ -23,15 +25,16 @@ a | b) # four eighths beside each other: compilers and imports take the time, no
   first=1; if [ "$1" = b ]; then first=5; fi
   for part in 0 1 2 3; do
     SHARD=$((first + part))/8 tests "$((first + part))" $((gigabytes > 100 ? 6 : 2)) -p shard tests &
-  done
-  wait ;;
-random) export TILEGPT_RANDOM_CASES=300; tests random 14 tests -k random ;;
-class) tests class 8 tests/kernels/test_library_gpu.py -k class ;;
+  done ;;
+random) export TILEGPT_RANDOM_CASES=300; tests random 14 tests -k random & ;;
+class) tests class 8 tests/kernels/test_library_gpu.py -k class & ;;
 two) # beside each other: compilers take the time, and what is killed or stopped waits
   tests layouts 0 $several -k "layout or share" &
   tests bits 0 $several -k "bits or bitwise" &
   tests killed 0 $several -k "lost_rank and killed" &
   tests stopped 0 $several -k "lost_rank and stopped" &
-  tests ring 0 tests/training/test_context.py tests/kernels/test_ring.py &
-  wait ;;
+  tests ring 0 tests/training/test_context.py tests/kernels/test_ring.py & ;;
 esac
+failed=0
+for each in $(jobs -p); do wait "$each" || failed=1; done
+exit $failed
