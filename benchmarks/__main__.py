@@ -29,6 +29,14 @@ BENCHMARKS: dict[str, Experiment] = {
             compiles=({"kind": "check"},),
         ),
         _Benchmark(
+            name="features",
+            title="softcap, ALiBi, sinks and dropout: flash beside other libraries with the same feature",
+            minutes=8.0,
+            measures=ATTENTIONS,
+            seconds={"check": 0.5, "time": 4.0},
+            compiles=({"kind": "check"},),
+        ),
+        _Benchmark(
             name="neighbour",
             title="whether a busy GPU beside it changes what a GPU or the host takes",
             minutes=2.0,

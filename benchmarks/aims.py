@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from reproduce.common import markdown_table, results_folder, writing
+from reproduce.experiment import Sample
 from reproduce.plots import can_draw
 from reproduce.results import changed_since, read_all, slug
+from reproduce.timing import fastest, took, waited
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
 # The files in results/ that have aims; `training` and `ring` are experiments of reproduce.
-SOURCES = ("loss", "documents", "host", "neighbour", "huggingface", "decode", "training", "ring")
+SOURCES = ("loss", "documents", "features", "host", "neighbour", "huggingface", "decode", "training", "ring")
 HEADER = ("what", "ours", "aim", "status", "why")
 
 
@@ -33,6 +36,21 @@ class Aim:
     @property
     def status(self) -> str:
         return {True: MET, False: MISSED, None: NO_AIM}[self.met]
+
+
+def over_fastest(
+    where: str, sample: Sample, ours: str, others: Iterable[str], which: str = "other"
+) -> list[Aim]:
+    """Our time over that of the fastest of the others for which the device did not wait, if there is one."""
+    others = [name for name in others if name in sample["ms"]]
+    late = [name for name in others if waited(sample, name)]
+    best = fastest(sample, tuple(name for name in others if name not in late))
+    if best is None:
+        return []
+    gain, why = took(sample, ours) / best[1], f"the fastest {which} is {best[0]}"
+    why += f", without {', '.join(late)}, which waited for the host" if late else ""
+    what = f"{where}: time over the fastest {which}'s"
+    return [Aim(what, gain.shown(), "1x at most", gain.high <= 1, why)]
 
 
 def main(argv: list[str]) -> int:

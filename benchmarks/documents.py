@@ -27,7 +27,7 @@ from reproduce.attention_figures import OURS, PORTABLE
 from reproduce.experiment import Options, Results, Sample, Timing
 from reproduce.timing import timed, took, waited
 
-from .aims import Aim
+from .aims import Aim, over_fastest
 
 WHOLE = "flash, unbounded"
 FLEX, VARLEN = "flex", "varlen"
@@ -285,14 +285,6 @@ def aims(results: Results) -> list[Aim]:
         if sample["share"] <= 0.5 and WHOLE in sample["ms"] and not waited(sample, WHOLE):
             ratio, why = _over_whole(sample, OURS), f"{sample['share']:.0%} of the pairs are seen"
             found.append(Aim(f"{where}: time over no bound", f"{ratio:.2f}x", "less than 1x", ratio < 1, why))
-        hidden = [name for name in sample["ms"] if waited(sample, name)]
-        peers = {
-            name: took(sample, name) for name in sample["ms"] if name not in (OURS, PORTABLE, WHOLE, *hidden)
-        }
-        if peers:
-            best = min(peers, key=lambda name: peers[name].median)
-            gain, why = took(sample, OURS) / peers[best], f"the fastest other is {best}"
-            why += f", without {', '.join(hidden)}, which waited for the host" if hidden else ""
-            what = f"{where}: time over the fastest other's"
-            found.append(Aim(what, gain.shown(), "1x at most", gain.high <= 1, why))
+        others = [name for name in sample["ms"] if name not in (OURS, PORTABLE, WHOLE)]
+        found += over_fastest(where, sample, OURS, others)
     return found

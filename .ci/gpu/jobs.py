@@ -69,7 +69,6 @@ for name, what in {
     "wide 1": "the same in another process",
     "dims 0": "other head_dims up to 128 on the Hopper kernels",
     "features 0": "padding, dropout and sinks on the Hopper kernels",
-    "mods 0": "softcap and ALiBi beside FlexAttention",
 }.items():
     JOBS[f"race_{name.replace(' ', '_')}"] = Job(what, script(f"race.sh {name}"))
 JOBS["race_beside_0"] = Job(
@@ -175,6 +174,11 @@ ATTENTION = (
 )
 for number, (what, select) in enumerate(ATTENTION, 1):
     JOBS[f"attention_{number}"] = Job(what, measure(f"slice reproduce attention --select {select}"))
+
+for number, names in enumerate(("softcap,dropout_p", "sinks", "alibi_slopes"), 1):
+    JOBS[f"features_{number}"] = Job(
+        f"{names} beside other libraries", measure(f"slice benchmarks features --select features={names}")
+    )
 
 TRAINING = (
     ("README: compiled, beside nanoGPT", "parts=compiled"),

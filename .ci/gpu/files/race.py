@@ -1,8 +1,8 @@
 """Flash's Hopper kernels beside the portable ones and PyTorch's: python race.py PART SEED END
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
-features, beside (features beside each other and of other sizes; ../rows.py reads it), mods (softcap and ALiBi beside
-FlexAttention's). END: seconds since 1970 at which to stop.
+features, beside (features beside each other and of other sizes; ../rows.py reads it).
+END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
 without that kind. Writes $JOB_OUT/PART.SEED.{json,txt}. With TRY=1 tiny, on a CPU.
@@ -85,10 +85,7 @@ def points() -> list[Point]:
     both, causal = (True, False), (True,)
     if TRY:
         tried = {"features": ("padding", "dropout"), "beside": ("precise+documents", "window+longer")}
-        tried["mods"] = ("softcap", "alibi")
         return every("tokens", (64,), (32,), causal if PART == "beside" else both, tried.get(PART, ("",)))
-    if PART == "mods":
-        return every("tokens", (4096, 1024), (64, 128), both, ("softcap", "alibi"))
     if PART == "plain":
         tokens = every("tokens", (1024, 4096, 16384), (64, 128), both)
         return tokens + every("small", (128, 256, 512, 1024), (64, 128), both)
@@ -198,8 +195,6 @@ def contenders(p: Point) -> dict[str, Attend]:
     found["portable"] = functools.partial(flash, "triton")
     if PART == "beside":
         return found
-    if PART == "mods":
-        return found | {"flex": functools.partial(library, "flex")}
     if p.feature:  # what the feature costs
         found["plain"] = functools.partial(flash, HOPPER, plain=True)
     elif PART != "ours":
@@ -250,7 +245,6 @@ def able(p: Point, inputs: Inputs) -> tuple[dict[str, Attend], dict[str, str]]:
 
 def race(p: Point) -> dict:
     batch, heads, _ = p.shape
-    torch.compiler.reset()  # or FlexAttention would run uncompiled after eight shapes
     sets = [Inputs(p) for _ in range(timing.input_sets(8 * batch * heads * p.length * p.head_dim, DEVICE))]
     found, refused = able(p, sets[0])
 
