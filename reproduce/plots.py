@@ -183,7 +183,8 @@ def bars(
             axis.barh(those, widths, left=[left[row] for row in those], **how)
             left |= {row: left[row] + rows[row][part] for row in those}
         for place, (row, end) in enumerate(left.items()):
-            beside(axis, end, place, (ends or {}).get(row, f"{end:.3g}"), fontsize=7)
+            number = f"{end:,.0f}" if end >= 1000 else f"{end:.3g}"
+            beside(axis, end, place, (ends or {}).get(row, number), fontsize=7)
         axis.set_xlim(0, max(left.values()) * (1.55 if ends else 1.15))
         axis.set_ylim(max(len(rows), 4) - 0.5, -0.5)
         axis.tick_params(axis="y", labelsize=min(8, 180 / max(1, len(rows))))
