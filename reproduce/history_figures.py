@@ -7,7 +7,7 @@ from pathlib import Path
 from . import paper, plots
 from .attention_figures import OURS, PORTABLE, flops, is_hopper
 from .experiment import Results, Sample, Verdict, Verdicts, pick
-from .timing import FASTER, Times, beside, gain, gains, medians, timed, took
+from .timing import Times, gain, gains, medians, timed, took
 
 COUNTED = "counted on one head"
 
@@ -101,7 +101,7 @@ def _judge_order(results: Results, found: Verdicts) -> None:
         if ratio > 2:  # more than the loop order can explain
             passed = None
             why = (
-                f"flash1 is the algorithm as printed, {_tuned(results, head_dim)}one program a head, its output in "
+                f"flash1 is the algorithm as printed, {_tiles(results, head_dim)}one program a head, its output in "
                 "memory; the paper measured tuned CUDA, which kept a head's output on the chip"
             )
         found.add("C18", what, _span(expected), _span(found_here), passed, why, ratio=ratio)
@@ -118,21 +118,23 @@ def _judge_forms(results: Results, found: Verdicts) -> None:
         rates = [flops(sample, "forward") / 1e9 / each.median for each in (whole, plain)]
         what = "forward of 4 x 16 x 8448 x 128, specialised and pipelined by hand over neither"
         shown = f"{ratio.shown()} ({rates[0]:.0f} over {rates[1]:.0f} TFLOP/s)"
-        why = "faster; Gluon kernels over Triton's own pipelining; the paper leaves out one at a time"
-        theirs, passed = "1.16x (661 over 570), 1.14x (582)", beside(whole, plain) == FASTER
-        found.add("C25", what, theirs, shown, passed, why, ratio=ratio.median / (661 / 570))
+        why = "both together, in Gluon, over Triton's own pipelining; the claim is of each alone"
+        theirs = "1.16x (661 over 570), 1.14x (582)"
+        found.add("C25", what, theirs, shown, None, why, ratio=ratio.median / (661 / 570))
 
 
-def _tuned(results: Results, head_dim: int) -> str:
-    """Among how many tiles flash1 has its fastest; of runs before that, what the fastest would gain forward."""
-    if len(tiles := [len(s["ms"]) for s in pick(results, kind="flash1 tiles", head_dim=head_dim)]) == 2:
-        return f"at the fastest of {tiles[0]} tiles forward and {tiles[1]} backward, "
-    for sample in timed(results, kind="tiles", length=1024):
-        ms = {keys: took(sample, keys) for keys in sample["ms"]}
-        best = min(ms, key=lambda keys: ms[keys].median)
-        if "64" in ms:
-            return f"at 64 keys a tile (at {best} its forward is {(ms['64'] / ms[best]).shown()} as fast), "
-    return ""
+def _tiles(results: Results, head_dim: int) -> str:
+    """Which of its tiles flash1 was timed with; after a failure it has the first of the table."""
+    said = ""
+    for sample in results["samples"]:
+        if (sample["kind"], sample.get("head_dim")) == ("flash1 tiles", head_dim):
+            fastest = (
+                f"the fastest of {len(sample['ms'])} tiles"
+                if "ms" in sample
+                else "its first tile: another failed"
+            )
+            said += f"{sample['kernel']} at {fastest}, "
+    return said
 
 
 def _judge_programs(results: Results, found: Verdicts) -> None:
@@ -180,8 +182,14 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
             f"at least 1.1x, geometric mean over {len(ratios)} lengths: fewer products must take less time, not in "
             "proportion; the paper states no time; both with one program per head"
         )
+        passed: bool | None = mean.low >= 1.1
+        for tiles in pick(results, kind="flash1 tiles", head_dim=head_dim, kernel="backward"):
+            passed = None
+            why = (
+                f"one pass at the fastest of {len(tiles['ms'])} tiles, two passes at the first of these alone"
+            )
         what = f"time of the backward in two passes over one, head_dim {head_dim}"
-        found.times("C22", what, 1.4, mean, mean.low >= 1.1, why, theirs="1.4x by the products")
+        found.times("C22", what, 1.4, mean, passed, why, theirs="1.4x by the products")
 
 
 def _judge_changes(results: Results, found: Verdicts) -> None:

@@ -106,8 +106,9 @@ def _judge_stack(results: Results, model: str, found: Verdicts) -> None:
     for name, layers in stacks.items():
         if gain := _ratio(rate(sample, name), rate(sample, HF_EAGER)):
             stack = f"{model}, whole stack: ours with flash, {layers} (eager)"
-            what, theirs = f"{stack} over Hugging Face, eager attention, tokens/s", f"{expected:.1f}x"
-            how = f"with dropout {sample['dropout']:g} (the paper's: 0.1), in {sample['dtype']}"
+            over = f"Hugging Face, eager attention, dropout {sample['dropout']:g}, tokens/s"
+            what, theirs = f"{stack} over {over}", f"{expected:.1f}x"
+            how = f"the paper's dropout is 0.1; in {sample['dtype']}"
             why = f"at least the paper's {theirs}, which is of the whole stack too; both eager, {how}"
             if unsteady := _unsteady(sample, name):
                 why += f"; {unsteady}"

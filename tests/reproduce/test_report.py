@@ -173,6 +173,27 @@ def test_each_change_of_flash2_is_judged_by_what_undoing_it_costs(samples, statu
     assert warps.status == "not comparable"  # of how much FlashAttention-2 gains in all it says nothing
 
 
+def test_what_tells_nothing_of_the_claim_alone_is_not_comparable():
+    tuned = {"kind": "flash1 tiles", "head_dim": 64}
+    samples = [
+        {**tuned, "kernel": "forward", "failed": "illegal access"},
+        {**tuned, "kernel": "backward", "ms": {"64x32": {}, "32x128": {}}},
+    ]
+    for head_dim in (64, 128):
+        ms = {"flash1": 10.0, "two_pass": 20.0, attention_figures.PORTABLE: 1.0}
+        ms = {name: {"forward": [each], "backward": [each]} for name, each in ms.items()}
+        samples.append({"kind": "order", "head_dim": head_dim, "causal": False, "length": 1024, "ms": ms})
+    ms = {attention_figures.OURS: {"all": [1.0]}, attention_figures.PORTABLE: {"all": [1.3]}}
+    samples.append({"kind": "ablation", **shape("ablation", 8448, head_dim=128, batch=4, heads=16), "ms": ms})
+    verdicts = history_figures.judge({"device": "NVIDIA H200", "samples": samples})
+    found = {(each.claim, each.what.rpartition(", ")[2]): each for each in verdicts}
+    assert found["C22", "head_dim 64"].status == "not comparable"  # flash1's tiles were tried, two_pass's not
+    assert found["C22", "head_dim 128"].status == "reproduced"
+    loop_order = next(each.why for each in verdicts if each.claim == "C18" and "head_dim 64" in each.what)
+    assert "forward at its first tile: another failed, backward at the fastest of 2 tiles, " in loop_order
+    assert [each.status for each in verdicts if each.claim == "C25"] == ["not comparable"]
+
+
 def test_slower_and_larger_is_not_reproduced():
     samples = papers_own_attention()
     for sample in samples:

@@ -212,7 +212,7 @@ def test_table_2_is_compared_with_the_whole_stack_not_attention_alone():
     by_what = {what: verdict for (_, what), verdict in found.items()}
     eager, fused = (
         by_what[
-            f"gpt2_small, whole stack: ours with flash, {how} over Hugging Face, eager attention, tokens/s"
+            f"gpt2_small, whole stack: ours with flash, {how} over Hugging Face, eager attention, dropout 0, tokens/s"
         ]
         for how in ("torch's other layers (eager)", "our kernels for the other layers (eager)")
     )

@@ -143,7 +143,7 @@ def test_blocks_that_are_gathered_at_once_change_no_bit_and_a_resume_may_choose_
         "two": (2, []),
         "three": (3, ["parallel.recompute=block"]),
         "all": (None, []),
-        "resumed": (2, ["trainer.resume=one/checkpoints/step-00000003"]),
+        "resumed": (9, ["trainer.resume=one/checkpoints/step-00000003"]),
     }
     runs = [
         run(name, *five, *mode, f"parallel.blocks_at_once={'null' if number is None else number}")
@@ -151,7 +151,7 @@ def test_blocks_that_are_gathered_at_once_change_no_bit_and_a_resume_may_choose_
     ]
     said = train_on(2, runs, tmp_path, user_environment).stdout
     facts = {name: json.loads((tmp_path / name / "facts.json").read_text()) for name in modes}
-    assert [each["blocks_at_once"] for each in facts.values()] == [1, 2, 3, 5, 2]
+    assert [each["blocks_at_once"] for each in facts.values()] == [1, 2, 3, 5, 5]
     assert "optimizer state in parts, 3 blocks at once, " in said
     assert facts["resumed"]["resumed"] == {"3": {}}  # nothing that changes the run
     weights = load_weights(find(tmp_path / "one"), "cpu")

@@ -14,7 +14,7 @@ together() { # a name, then what the program runs under
   grep -hE "ERROR SUMMARY|Error:|Invalid" "$JOB_OUT/$label".*.txt | sort | uniq -c
   if [ "$ran" != ${#names[@]} ] || grep -qE "ERROR SUMMARY: [1-9]" "$JOB_OUT/$label".*.txt; then failed=1; fi
 }
-failed=0
+failed=$((${#names[@]} == 0)) # nothing to run: they could not be imported
 together plain
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 together memcheck compute-sanitizer --tool memcheck
