@@ -7,10 +7,10 @@ What goes in, and where it is from:
     NVLink           450 GB/s a GPU and direction (NVIDIA's data sheets of H100 and H200: 900 GB/s both ways)
     network          50 GB/s a GPU and direction: one 400 Gb/s InfiniBand NDR port each, 8 GPUs a host
     overlap          all that PyTorch can overlap: gradients with the last micro-batch's backward but for the last
-                     bucket of 25 MB; a block's parts with the computation of the block before it
+                     bucket of 25 MB; the parts of blocks that are gathered at once with the computation before them
     one sequence     that all GPUs share (parallel.context): a block's attention is a ring (reproduce.ring.predict),
                      whose slowest link counts, and the flash kernels reach 550 TFLOP/s on an H200, both passes at
-                     16,384 tokens (results/nvidia-h200/attention.partial.json); all other layers treat tokens one by
+                     16,384 tokens (results/nvidia-h200/attention.json); all other layers treat tokens one by
                      one, and take one GPU's share of the time. With gathered keys nothing of attention's exchange is
                      hidden
 
@@ -34,6 +34,7 @@ from typing import Any
 from reproduce.common import markdown_table
 from reproduce.ring import predict as ring
 from reproduce.ring_ranks import Shape
+from training.parallel.shard import group_size
 
 # width, blocks, tokens at once
 SHAPES = {"small": (768, 12, 65536), "xl": (1600, 48, 8192), "7b": (4096, 32, 4096)}
@@ -65,6 +66,7 @@ class Work:
     tokens: int  # a GPU and step
     micro_steps: int
     seconds: float  # of the computation
+    at_once: int  # blocks, of a model in parts
 
     @property
     def backward(self) -> float:
@@ -91,14 +93,14 @@ def data_parallel(work: Work, gpus: int) -> float:
 
 def fsdp(work: Work, gpus: int) -> float:
     """Seconds of a step with shard=full: parameters in bf16 gathered for each pass, gradients reduced in float32."""
-    block = work.in_blocks / work.blocks
+    groups = work.blocks / work.at_once
     ends = work.parameters - work.in_blocks  # embeddings, in float32
-    gather, reduce = collective(2 * block, gpus), collective(4 * block, gpus)
-    backward = work.backward / work.blocks
+    gather, reduce = (collective(size * work.in_blocks / groups, gpus) for size in (2, 4))
+    backward = work.backward / groups
     forward = backward * (1 - BACKWARD) / BACKWARD
     waits = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-    open_ends = collective(4 * ends, gpus) * 2 + gather + reduce  # before the first block, after the last
-    return work.seconds + work.micro_steps * (work.blocks * waits + open_ends)
+    open_ends = collective(4 * ends, gpus) * 2 + gather + reduce  # before the first group, after the last
+    return work.seconds + work.micro_steps * (groups * waits + open_ends)
 
 
 def fsdp_again(work: Work, gpus: int) -> float:
@@ -113,13 +115,15 @@ COMPARED = LAYOUTS | {"whole, CUDA graphs": data_parallel, "full, blocks again":
 
 def work(model: str, tokens: int, mfu: float) -> Work:
     """GPT-2's shapes and FLOPs (model.gpt), at a share of the peak; as many micro-steps as fill a GPU."""
-    width, blocks, at_once = SHAPES[model]
-    in_blocks = blocks * (12 * width**2 + 13 * width)
+    width, blocks, fill = SHAPES[model]
+    block = 12 * width**2 + 13 * width
+    in_blocks = blocks * block
     ends = (50304 + 1024 + 2) * width
     flops = 6 * (in_blocks + 50257 * width) + 12 * blocks * width * 1024
-    micro_steps = max(1, tokens // at_once)
+    micro_steps = max(1, tokens // fill)
     seconds = tokens * flops / mfu / PEAK
-    return Work(in_blocks + ends, in_blocks, blocks, tokens, micro_steps, seconds)
+    at_once = group_size(blocks, block, (6 * block + 12 * width * 1024) * tokens / micro_steps)
+    return Work(in_blocks + ends, in_blocks, blocks, tokens, micro_steps, seconds, at_once)
 
 
 def alone(results: Path) -> dict[str, tuple[float, str]]:
@@ -204,8 +208,8 @@ def cases(results: Path) -> list[list[str]]:
         mfus = of_card[card(where)] | shares(samples)
         # One GPU is what predictions start from, but for a long sequence.
         compared = [each for each in samples if each["ranks"] > 1 or each["model"] in LENGTHS]
-        several = {(s["model"], s["name"], s["ranks"]): s for s in reversed(compared)}
-        for (model, layout, gpus), sample in reversed(several.items()):
+        several = {(s["model"], s["name"], s["ranks"], at_once(s)): s for s in reversed(compared)}
+        for (model, layout, gpus, blocks), sample in reversed(several.items()):
             known = {"xl": ("xl", "small"), "7b": ("xl", "small")}.get(model, ("small",))
             mfu = next((mfus[each] for each in known if each in mfus), None)
             if mfu and (seconds := predicted(sample, mfu)):
@@ -213,6 +217,8 @@ def cases(results: Path) -> list[list[str]]:
                 error = f"{milliseconds / seconds / 1e3 - 1:+.1%}"
                 took = f"{1e3 * seconds:,.1f}", f"{milliseconds:,.1f}"
                 tokens = f"{sample['batch_tokens']:,}"
+                if blocks > 1:
+                    layout += f", {blocks} blocks at once"
                 found.setdefault((model, layout, str(gpus), tokens, *took, error), where)
     return [[*row, where] for row, where in found.items()]
 
@@ -231,7 +237,13 @@ def predicted(sample: dict[str, Any], mfu: float) -> float | None:
         return None
     tokens = sample["batch_tokens"] // gpus
     micro_steps = max(1, tokens // (sample["micro_batch"] * SEQUENCE))
-    return COMPARED[layout](replace(work(model, tokens, mfu), micro_steps=micro_steps), gpus)
+    as_it_was = replace(work(model, tokens, mfu), micro_steps=micro_steps, at_once=at_once(sample))
+    return COMPARED[layout](as_it_was, gpus)
+
+
+def at_once(sample: dict[str, Any]) -> int:
+    """Blocks that were gathered at once: 1 before they could be more."""
+    return sample.get("blocks_at_once") or 1
 
 
 def main(argv: list[str]) -> int:

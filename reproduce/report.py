@@ -307,6 +307,7 @@ def _notes(documents: list[Results]) -> Iterator[str]:
                 f"it: {late}"
             )
     yield from _listed("timed in one process, so their figures have no range yet", documents, _timed_once)
+    yield from _listed("some samples failed, whose files say why", documents, _failed)
     words = "of older code, whose standard attention is slower than today's: its mask by masked_fill, its scale apart"
     yield from _listed(words, documents, _older_standard)
 
@@ -324,6 +325,10 @@ def _listed(words: str, documents: list[Results], holds: Callable[[Results], obj
 def _timed_once(document: Results) -> bool:
     timings = [sample for sample in document["samples"] if "ms" in sample]
     return bool(timings) and not any(sample.get("process") for sample in timings)
+
+
+def _failed(document: Results) -> bool:
+    return any("failed" in sample for sample in document["samples"])
 
 
 def _older_standard(document: Results) -> bool:

@@ -37,7 +37,6 @@ CANDIDATES = {
     ),
     ("forward", 128): (FORWARD[128], Tile(64, 64, 4, 1), Tile(128, 64, 8, 2)),
     ("backward", 64): (BACKWARD[64], Tile(32, 64, 8, 2), Tile(32, 128, 8, 1)),
-    ("backward", 128): (BACKWARD[128], Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
 }
 _forced: dict[str, Tile] = {}
 

@@ -1,6 +1,7 @@
 """Whether a training step repeats bit for bit while processes share one GPU; by hand, about three minutes.
 
-    python -m tests.training.contention [--seconds 80] [--device cpu]
+    python -m tests.training.contention [--seconds 80]
+    TRITON_INTERPRET=1 python -m tests.training.contention --device cpu --seconds 5
 
 As many processes as run the GPU tests repeat a step of one batch with weights that stay as they are, and say which
 gradients differ from the first time, last layer first, as the backward comes to them. Some replay CUDA graphs, some

@@ -171,7 +171,7 @@ def test_blocks_that_are_gathered_at_once_change_no_bit_and_a_resume_may_choose_
         (64, 5, 1, 5),
     ],
 )
-def test_so_many_blocks_are_gathered_at_once_that_no_gpu_waits_for_its_host(
+def test_so_many_blocks_are_gathered_at_once_as_a_gpu_computes_in_the_time_of_its_host(
     width, blocks, sequences, at_once
 ):
     with torch.device("meta"):

@@ -31,8 +31,8 @@ class ParallelConfig:
 
     # What is split over the ranks, so that a model which one GPU cannot hold fits on several.
     shard: Shard = Shard.none
-    # Blocks of a model in parts that are gathered at once, and whose gradients are reduced at once. null: enough that
-    # no GPU waits for its host (training/parallel/shard.py).
+    # Blocks of a model in parts that are gathered at once, and whose gradients are reduced at once. null: as many as
+    # an H200 computes in 12 ms, so that it seldom waits for its host (training/parallel/shard.py).
     blocks_at_once: int | None = None
     # Adjacent ranks that share each sequence, so that it may be longer than one GPU holds: keys and values travel
     # between them (kernels/ring).

@@ -36,6 +36,11 @@ def blocks_at_once(model: GPT, tokens: int) -> int:
     config, blocks = model.config, len(model.h)
     parameters = sum(each.numel() for each in model.h.parameters()) // blocks
     flops = (6 * parameters + 12 * config.n_embd * config.seq_len) * tokens  # as GPT.flops_per_token
+    return group_size(blocks, parameters, flops)
+
+
+def group_size(blocks: int, parameters: int, flops: float) -> int:
+    """How many of `blocks` to gather at once. parameters, flops: of a block; in a micro-step on a rank."""
     wanted = max(1, min(math.ceil(ENOUGH_FLOPS / flops), MOST_PARAMETERS // parameters))
     return math.ceil(blocks / math.ceil(blocks / wanted))
 
