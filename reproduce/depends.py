@@ -39,6 +39,7 @@ UNTOUCHED: dict[str, str] = {
     "2a23f141e1": "host.run: the tier that `auto` took for its call is named",
     "3c63ad645b": "compiled_to_graphs: frozen weights are left out; no experiment has any",
     "15be1ba293": "precision.compiled: it names how Triton fuses multiplications, as it did",
+    "128c173582": "history.run: flash1 and two_pass are timed with one tile too; all else is as before",
     "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }

@@ -199,6 +199,9 @@ def _time(options: Options) -> None:
     settings = options.settings
     batch, heads, tokens, hidden = (1, 1, 64, 32) if options.tiny else (64, 16, 16384, 2048)
     tiles = {head_dim: fastest_tiles(head_dim, tokens, hidden, options) for head_dim in settings.head_dims}
+    for head_dim in (each for each in settings.head_dims if "backward" in tiles[each]):
+        workload = _middle(head_dim, tokens, hidden)
+        options.timed(partial(time_passes, workload, options), kind="passes", **asdict(workload))
     for length in settings.lengths:
         for head_dim in settings.head_dims:
             for causal in (False, True):
@@ -231,8 +234,7 @@ def fastest_tiles(head_dim: int, tokens: int, hidden: int, options: Options) -> 
     """flash1's fastest tiles for that head_dim, of its table, at the middle of the lengths."""
     from kernels.history import flash1
 
-    length, found = min(4096, tokens), {}
-    workload = Workload("fa2", tokens // length, hidden // head_dim, length, head_dim, False)
+    workload, found = _middle(head_dim, tokens, hidden), {}
     for kernel in ("forward", "backward"):
         tiles = {str(tile): tile for tile in flash1.CANDIDATES.get((kernel, head_dim), ())}
         where = {"kind": "flash1 tiles", "kernel": kernel, **asdict(workload)}
@@ -241,6 +243,11 @@ def fastest_tiles(head_dim: int, tokens: int, hidden: int, options: Options) -> 
         if times:
             found[kernel] = tiles[min(times, key=lambda name: statistics.median(times[name][kernel]))]
     return found
+
+
+def _middle(head_dim: int, tokens: int, hidden: int) -> Workload:
+    length = min(4096, tokens)
+    return Workload("fa2", tokens // length, hidden // head_dim, length, head_dim, False)
 
 
 def time_flash1(kernel: str, tiles: dict[str, Tile], workload: Workload, options: Options) -> Sample:
@@ -262,6 +269,15 @@ def time_flash1(kernel: str, tiles: dict[str, Tile], workload: Workload, options
 
     calls = {name: call_of(tile) for name, tile in tiles.items()}
     return timing.race(calls, options, ("forward", "backward"))
+
+
+def time_passes(workload: Workload, options: Options) -> Sample:
+    """`attention.race` of the backward in one pass and in two, both with two_pass's tile; flash1's may be faster."""
+    from kernels.history import flash1, two_pass
+
+    with flash1.forced(backward=two_pass.BACKWARD[workload.head_dim]):
+        attends = {name: attend_with(name) for name in ("two_pass", "flash1")}
+        return race(attends, input_sets(workload, torch.float16, options.device), options)
 
 
 def time_changes(workload: Workload, options: Options) -> Sample:

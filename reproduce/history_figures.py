@@ -174,6 +174,12 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
         what = "matrix products of the backward: delta from dO * O, delta in a pass of its own"
         passed = [round(each, 2) for each in products] == [5, 7] and right
         found.add("C22", what, "5 and 7", "{:.3g} and {:.3g}".format(*products), passed, why, basis=COUNTED)
+    for sample, ratio in gains(results, "two_pass", "flash1", "backward", kind="passes"):
+        what = (
+            f"time of the backward in two passes over one, head_dim {sample['head_dim']}, one tile for both"
+        )
+        why = "at least 1.1x: fewer products must take less time, not in proportion; the paper states no time"
+        found.times("C22", what, 1.4, ratio, ratio.low >= 1.1, why, theirs="1.4x by the products")
     order = gains(results, "two_pass", "flash1", "backward", kind="order", causal=False)
     for head_dim in sorted({sample["head_dim"] for sample, _ in order}):
         ratios = [ratio for sample, ratio in order if sample["head_dim"] == head_dim]

@@ -211,7 +211,7 @@ for mode in ("eager", "compiled"):
             limit=540,
         )
 
-ORDER = "--only 'kind=order,check,flash1 tiles'"
+ORDER = "--only 'kind=order,check,flash1 tiles,passes'"
 for name, (what, line) in {
     "numerics": ("C1, C2, C26", "whole reproduce numerics"),
     "traffic": ("C3, C6, C29, C31: ncu's counters", "whole reproduce traffic"),

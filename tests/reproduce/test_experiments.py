@@ -20,7 +20,7 @@ from triton import language as tl
 from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, AttentionError, get_attention, register_attention
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
-from kernels.history import flash1
+from kernels.history import flash1, two_pass
 from reproduce import attention, depends, encoders, history, peers, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
@@ -539,8 +539,14 @@ def test_flash1_runs_with_its_fastest_tiles(monkeypatch):
     monkeypatch.setattr(
         flash1, "compiled_for", lambda tile, *rest: (compiled.append(tile), given(tile, *rest))[1]
     )
-    history.time_order([*history.ATTENTIONS], Workload("fa2", 1, 1, 32, 16, False), options, tiles)
+    workload = Workload("fa2", 1, 1, 32, 16, False)
+    history.time_order([*history.ATTENTIONS], workload, options, tiles)
     assert set(compiled) == {fast}
+    compiled.clear()
+    monkeypatch.setattr(two_pass, "BACKWARD", {16: slow})
+    history.time_passes(workload, options)
+    assert slow in compiled
+    assert fast not in compiled
 
 
 @INTERPRETED

@@ -183,11 +183,16 @@ def test_what_tells_nothing_of_the_claim_alone_is_not_comparable():
         ms = {"flash1": 10.0, "two_pass": 20.0, attention_figures.PORTABLE: 1.0}
         ms = {name: {"forward": [each], "backward": [each]} for name, each in ms.items()}
         samples.append({"kind": "order", "head_dim": head_dim, "causal": False, "length": 1024, "ms": ms})
+    ms = {
+        name: {"forward": [1.0], "backward": [each]} for name, each in (("flash1", 10.0), ("two_pass", 10.9))
+    }
+    samples.append({"kind": "passes", "head_dim": 64, "ms": ms})
     ms = {attention_figures.OURS: {"all": [1.0]}, attention_figures.PORTABLE: {"all": [1.3]}}
     samples.append({"kind": "ablation", **shape("ablation", 8448, head_dim=128, batch=4, heads=16), "ms": ms})
     verdicts = history_figures.judge({"device": "NVIDIA H200", "samples": samples})
     found = {(each.claim, each.what.rpartition(", ")[2]): each for each in verdicts}
     assert found["C22", "head_dim 64"].status == "not comparable"  # flash1's tiles were tried, two_pass's not
+    assert found["C22", "one tile for both"].status == "not reproduced"  # 1.09x
     assert found["C22", "head_dim 128"].status == "reproduced"
     loop_order = next(each.why for each in verdicts if each.claim == "C18" and "head_dim 64" in each.what)
     assert "forward at its first tile: another failed, backward at the fastest of 2 tiles, " in loop_order
