@@ -199,9 +199,8 @@ def cases(results: Path) -> list[list[str]]:
     """A row for each layout that was measured and can be predicted."""
     found: dict[tuple[str, ...], str] = {}  # one GPU's samples stand in the file of each number of GPUs
     files = measured(results)
-    of_card: dict[str, dict[str, float]] = defaultdict(
-        dict
-    )  # what a file lacks, another of the same card may have
+    # What a file lacks, another of the same card may have.
+    of_card: dict[str, dict[str, float]] = defaultdict(dict)
     for where, samples in files.items():
         of_card[card(where)] |= shares(samples)
     for where, samples in files.items():

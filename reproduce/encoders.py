@@ -336,10 +336,8 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
             passed, nothing = None, "nothing to compare: no more than the most frequent answer was learned"
             why = f"{nothing}; {why}"
         elif noise > TELLS:
-            passed, why = (
-                None,
-                f"seeds are too far apart to tell the paper's differences of 1 to 1.6 points; {why}",
-            )
+            passed, apart = None, "seeds are too far apart to tell the paper's differences of 1 to 1.6 points"
+            why = f"{apart}; {why}"
         found.add("C16", what, theirs, _percent(standard, ours), passed, why)
 
 
