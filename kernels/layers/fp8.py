@@ -49,7 +49,7 @@ class HeadIn8Bits:
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """x in e4m3, and the float32 scale by which to multiply it. A power of 2, so that x is rounded once."""
-    largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    largest = torch.linalg.vector_norm(x, float("inf")).float()
     # At most what x's dtype holds, so of zeros, too. A NaN makes the scale NaN, inf makes it inf, and the loss NaN.
     power = torch.log2(LARGEST / largest.clamp(min=LARGEST / torch.finfo(x.dtype).max)).floor()
     return (x * torch.exp2(power)).to(torch.float8_e4m3fn), torch.exp2(-power)

@@ -89,8 +89,8 @@ def test_its_options_are_those_in_16_bits(options):
     exact = gradients(partial(options_of_torch, **every), *values, targets)
     found = gradients(partial(in_8_bits, **options), hidden, weight, targets)
     # Of the same operands: what is left are the gradient's 8 bits, and d_weight's unrounded hidden.
-    for error, limit in zip(map(off, found, exact), (3e-3, 4e-2, 6e-2), strict=True):
-        assert error <= limit
+    errors = list(map(off, found, exact))
+    assert all(error <= limit for error, limit in zip(errors, (3e-3, 6e-2, 4e-2), strict=True)), errors
 
 
 def test_the_kernels_copy_is_the_gradient_in_8_bits_and_nothing_in_padding_and_ignored_rows():
@@ -137,7 +137,7 @@ def test_chunks_repetitions_and_empty_batches(monkeypatch, rows):
     assert all(map(torch.equal, whole, again))
     monkeypatch.setattr(room, "CHUNK_BYTES", 10 * PADDED * 2)
     for chunked, one in zip(gradients(in_8_bits, hidden, weight, targets), whole, strict=True):
-        torch.testing.assert_close(chunked, one, rtol=1e-2, atol=1e-5)
+        assert (chunked - one).norm() <= 1e-2 * one.norm()
 
 
 def test_without_gradients_and_of_each_row_it_is_the_loss_in_16_bits():
