@@ -181,7 +181,9 @@ def _by_chunks(
         d_weight.zero_()
         d_bias.zero_()
     with torch.autocast(hidden.device.type, enabled=False):
-        low = HeadIn8Bits(hidden, weight) if fp8 and len(hidden) else None
+        low = None
+        if fp8 and len(hidden):
+            low = HeadIn8Bits(hidden, weight, targets, vocab_size, alike=not (terms.z_loss or terms.softcap))
         head = weight if low else weight.to(hidden.dtype)
         for begin in range(0, hidden.shape[0], chunk):
             rows = slice(begin, begin + chunk)

@@ -117,8 +117,8 @@ def test_a_z_loss_that_passes_what_8_bits_hold_is_cut_and_not_infinite():
     logits[0, 5] = 50.0
     losses, low = torch.empty(1, device=DEVICE), torch.empty(1, 64, dtype=torch.float8_e5m2, device=DEVICE)
     softmax_gradient(logits, torch.tensor([0], device=DEVICE), losses, 64, True, Terms(z_loss=1.0), low)
-    assert logits[0, 5] == pytest.approx(101.0, rel=1e-4)
-    assert low[0, 5].float() == torch.finfo(low.dtype).max == 3.5 * LOW_SCALE.value
+    assert logits[0, 5].item() == pytest.approx(101.0, rel=1e-4)
+    assert low[0, 5].float().item() == torch.finfo(low.dtype).max == 3.5 * LOW_SCALE.value
 
 
 def test_padding_and_ignored_rows_get_no_gradient():
