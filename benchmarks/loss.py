@@ -1,20 +1,16 @@
 """Time and peak memory of GPT-2's output head with its loss, forward and backward: ours, torch's and Liger-Kernel's.
 
-Contenders: fused (`kernels.layers`), eager (`model.loss=torch`), compiled (torch.compile of eager), if it is
-installed, liger (Liger-Kernel's function), and with fp8=true fused_fp8 (`model.loss=fused_fp8`). All run under
-autocast with a float32 weight, as in GPT-2's training; hidden has autocast's dtype, as our blocks produce it. Results
-are checked against float64, then peak memory is measured, then those that passed take turns in one process to be
-timed. fused and liger compute the gradients in their forward, so only the sum of both passes can be compared. On a
-CPU only --tiny runs: the fused loss holds up to 512 MiB of logits at a time, and a count of bytes would be meaningful
-only with many times as many.
+Contenders: fused (`kernels.layers`), eager (`model.loss=torch`), compiled (torch.compile of eager) and,
+if it is installed, liger (Liger-Kernel's function). All run under autocast with a float32 weight, as in GPT-2's
+training; hidden has autocast's dtype, as our blocks produce it. Results are checked against float64, then peak memory
+is measured, then those that passed take turns in one process to be timed. fused and liger compute the gradients in
+their forward, so only the sum of both passes can be compared. On a CPU only --tiny runs: the fused loss holds up to
+512 MiB of logits at a time, and a count of bytes would be meaningful only with many times as many.
 
 Liger-Kernel does not support a padded vocabulary, so it predicts the padding as well, and is checked against that
 function: passing only the weight's first 50,257 rows would misalign its rows of logits, and a bias of -inf would cost
 another pass. Its weight is cast once beforehand, since it would cast a float32 weight twice per chunk, and it
 accumulates in float32, as ours does.
-
-fused_fp8 may be off by twice what eager is with hidden and weight in the same 8 bits: what such operands cost is no
-error of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import AttentionError
-from kernels.layers.fp8 import rounded
 from kernels.layers.linear_cross_entropy import linear_cross_entropy
 from model.gpt import LossFn, cross_entropy
 from reproduce import plots, timing
@@ -44,7 +39,7 @@ from training.precision import compiled
 
 from .aims import Aim
 
-OURS, EAGER, COMPILED, LIGER, FP8 = "fused", "eager", "compiled", "liger", "fused_fp8"
+OURS, EAGER, COMPILED, LIGER = "fused", "eager", "compiled", "liger"
 PHASES = ("forward", "backward")
 # The fused loss's peak memory may be at most 3 times the size of inputs and gradients, which it includes. With one
 # 16-bit copy of the logits it would be 14 times at 65,536 rows, and 6 times at 16,384.
@@ -66,8 +61,6 @@ class Settings(Timing):
     compiler: str = "inductor"
     # Measuring time per contender.
     seconds: float = 2.0
-    # The loss with products in 8 bits, too; on Hopper or later.
-    fp8: bool = False
 
 
 TINY = Settings(
@@ -101,18 +94,7 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> T
 def contenders(options: Options) -> dict[str, LossFn]:
     """The losses to compare, ours first."""
     compiled_loss = compiled(cross_entropy, options.dtype, options.settings.compiler)
-    low = {FP8: partial(linear_cross_entropy, fp8=True)} if options.settings.fp8 else {}
-    return {OURS: linear_cross_entropy, EAGER: cross_entropy, COMPILED: compiled_loss, LIGER: liger, **low}
-
-
-def of_8_bits(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """eager of hidden and weight in 8 bits."""
-    return cross_entropy(*map(_in_8_bits, (hidden, weight)), targets, vocab_size)
-
-
-def _in_8_bits(x: Tensor) -> Tensor:
-    values, scale = rounded(x.detach())
-    return x + (values.float() * scale - x.detach())  # with x's gradient
+    return {OURS: linear_cross_entropy, EAGER: cross_entropy, COMPILED: compiled_loss, LIGER: liger}
 
 
 def forward(loss: LossFn, inputs: Inputs, vocab_size: int, options: Options) -> Tensor:
@@ -155,12 +137,11 @@ def run(options: Options) -> None:
 
 
 def check(name: str, loss: LossFn, options: Options) -> Sample:
-    """`attention.compare` of the loss and both gradients, with eager in naive's place; for fused_fp8 of 8 bits."""
+    """`attention.compare` of the loss and both gradients, with eager in naive's place."""
     settings = options.settings
     inputs = make_inputs(settings.check_rows, options)
     vocab_size = settings.padded_vocab if name == LIGER else settings.vocab_size
-    eager_loss = of_8_bits if name == FP8 else cross_entropy
-    found, eager = (both(each, inputs, vocab_size, options) for each in (loss, eager_loss))
+    found, eager = (both(each, inputs, vocab_size, options) for each in (loss, cross_entropy))
     names = ("loss", "d_hidden", "d_weight")
     version = {"version": importlib.metadata.version("liger-kernel")} if name == LIGER else {}
     return compare(found, eager, exact(inputs, vocab_size), inputs[0].dtype, names) | version

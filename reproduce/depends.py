@@ -41,8 +41,6 @@ UNTOUCHED: dict[str, str] = {
     "15be1ba293": "precision.compiled: it names how Triton fuses multiplications, as it did",
     "128c173582": "history.run: flash1 and two_pass are timed with one tile too; all else is as before",
     "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
-    "e99f0587a9": "softmax_gradient_kernel: a copy of the gradients in 8 bits; without it the PTX is as it was",
-    "557d768f4f": "loss.run: a contender where fp8=true asks for it; all else is as before",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }
 UNTOUCHED |= dict.fromkeys(

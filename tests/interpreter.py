@@ -1,7 +1,4 @@
-"""Triton's interpreter in a third of the time, for the tests: what a kernel computes stays the same.
-
-But for float8_e5m2, which it does not round as a GPU does: triton 3.7.1 loses the carry, and 0.48 becomes 0.25.
-"""
+"""Triton's interpreter in a third of the time, for the tests: what a kernel computes stays the same."""
 
 import dataclasses
 import functools
@@ -10,8 +7,6 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
 import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
@@ -31,7 +26,6 @@ def hasten() -> None:
     core._unwrap_if_constexpr = unless_plain(core._unwrap_if_constexpr)
     interpreter.TensorHandle.__init__ = of_right_size
     interpreter._get_np_dtype = once_a_type(interpreter._get_np_dtype)
-    interpreter._convert_float = with_rounded_fp8(interpreter._convert_float)
     language = semantic.TritonSemantic
     language.broadcast_impl_value = if_shapes_differ(language.broadcast_impl_value)
     language.binary_op_type_checking_impl = if_types_differ(language.binary_op_type_checking_impl)
@@ -116,19 +110,6 @@ def of_known_shape(self: core.tensor, handle: Any, type: core.dtype) -> None:
 def of_right_size(self: interpreter.TensorHandle, data: Any, dtype: core.dtype, attr: Any = None) -> None:
     """Triton's `TensorHandle.__init__`, which checks the size of its own results."""
     self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-
-
-def with_rounded_fp8(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Float32 to float8_e5m2 as PTX's cvt.rn.satfinite: to nearest even, what is too large to the largest."""
-    largest = torch.finfo(torch.float8_e5m2).max
-
-    def convert_or_round(data: np.ndarray, of: core.dtype, to: core.dtype, mode: Any) -> np.ndarray:
-        if (of, to) != (core.float32, core.float8e5):
-            return convert(data, of, to, mode)
-        rounded = torch.from_numpy(data.clip(-largest, largest)).to(torch.float8_e5m2)
-        return rounded.view(torch.uint8).numpy()
-
-    return convert_or_round
 
 
 def same_first(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:

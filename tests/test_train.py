@@ -148,8 +148,6 @@ def test_a_mistaken_setting_gives_a_one_line_error_in_a_shell(command_line, tmp_
     [
         (["attention=flash"], "TRITON_INTERPRET=1"),
         (["model.loss=fused"], "use model.loss=torch"),
-        (["model.loss=fused_fp8"], "model.loss=fused_fp8 needs a CUDA device"),
-        (["model.block=fused_fp8"], "only model.loss has a form in 8 bits; use model.block=fused"),
         (["model.block=fused"], "use model.block=torch"),
         (["data.files=nowhere/*.txt"], "nowhere/*.txt"),
         (["model.seq_len=65536", "trainer.batch_tokens=65536"], "a model.seq_len of at most"),

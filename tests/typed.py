@@ -36,7 +36,7 @@ def layers(x: Tensor) -> None:
     assert_type(linear_gelu(x, x, x), Tensor)
     assert_type(linear_add_norm(x, x, x, x, x, x), tuple[Tensor, Tensor])
     assert_type(dropout_add_norm(x, x, None, x, x), tuple[Tensor, Tensor])
-    assert_type(linear_cross_entropy(x, x, x, 50257, fp8=True), Tensor)
+    assert_type(linear_cross_entropy(x, x, x, 50257), Tensor)
     assert_type(embedding(x, x), Tensor)
     assert_type(dropout(x, 0.1, 1), Tensor)
     dropout(x, "0.1", 1)  # type: ignore[arg-type]

@@ -64,7 +64,6 @@ class Layers(Enum):
     auto = "auto"  # fused on a GPU, torch elsewhere
     torch = "torch"  # PyTorch's own
     fused = "fused"  # our kernels; they need a GPU
-    fused_fp8 = "fused_fp8"  # model.loss only: fused, two of its three products in 8 bits; on Hopper or later
 
 
 class Positions(Enum):
@@ -80,8 +79,6 @@ class ModelConfig(GPTConfig):
     # Token ids the model reads and predicts. null: the tokenizer's; any other value is refused.
     vocab_size: int | None = None
     # The head and its loss. Fused: kernels.layers.linear_cross_entropy, which never holds the full logits.
-    # In 8 bits (kernels/layers/fp8.py) logits and hidden states' gradients are coarser, in training only: losses of
-    # evaluations are in 16 bits. `auto` never takes it; what it does to a loss curve is not measured.
     loss: Layers = Layers.auto
     # The blocks' other layers. Fused (kernels.layers): one kernel for each bias and GELU, and one for each bias,
     # dropout, residual addition and the LayerNorm that follows; the dropout mask is not stored. Also fused is the
@@ -98,10 +95,6 @@ class ModelConfig(GPTConfig):
             # From the package `model`, which does not know what its settings are called here.
             raise ConfigError(re.sub(r"(\w+)=", r"model.\1=", str(error))) from None
         self.vocab_size = given
-        if self.block is Layers.fused_fp8:
-            raise ConfigError(
-                "model.block=fused_fp8: only model.loss has a form in 8 bits; use model.block=fused."
-            )
 
 
 DRIFTS_FROM = 4096  # tokens of context, from which attention.precise_delta is on in bf16

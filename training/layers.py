@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from kernels import AttentionFn, packed_form
-from kernels.layers import check_fp8, check_fused
+from kernels.layers import check_fused
 from kernels.versions import kernels_lack
 from model.config import GPTConfig
 from model.fused import FusedLayers
@@ -20,7 +18,7 @@ from .config import ConfigError, Layers
 def resolve_layers(
     asked: Layers, option: str, device: torch.device, lacking: str | None = None, unmeasured: bool = False
 ) -> Layers:
-    """torch, fused or fused_fp8. lacking: a setting of the model with no fused form. unmeasured: auto takes torch.
+    """torch or fused. lacking: a setting of the model that has no fused form. unmeasured: auto takes torch.
 
     Raises ConfigError or kernels.AttentionError when `option` asks for what cannot run.
     """
@@ -29,17 +27,9 @@ def resolve_layers(
         return Layers.fused if able else Layers.torch
     if asked is Layers.fused and lacking:
         raise ConfigError(f"{option}=fused has no form for model.{lacking}: use {option}=torch or auto.")
-    if asked is not Layers.torch:
-        check_fused(device, option, asked.value)
+    if asked is Layers.fused:
+        check_fused(device, option)
     return asked
-
-
-def resolve_loss(asked: Layers, width: int, device: torch.device, dtype: torch.dtype) -> Layers:
-    """`resolve_layers` of model.loss. width: the model's. dtype: of activations."""
-    found = resolve_layers(asked, "model.loss", device)
-    if found is Layers.fused_fp8:
-        check_fp8(device, dtype, width)
-    return found
 
 
 def make_gpt(
@@ -50,11 +40,10 @@ def make_gpt(
     The fused layers are imported here: they import triton, which may be absent, and takes half a second.
     """
     options = {"packed": packed_form(attention), "loss": cross_entropy, "generator": generator}
-    if loss is not Layers.torch:
+    if loss is Layers.fused:
         from kernels.layers.linear_cross_entropy import linear_cross_entropy
 
-        fp8 = loss is Layers.fused_fp8
-        options["loss"] = partial(linear_cross_entropy, fp8=True) if fp8 else linear_cross_entropy
+        options["loss"] = linear_cross_entropy
     if block is Layers.torch:
         return build_gpt(config, attention, **options)
     from kernels.layers.dropout import dropout

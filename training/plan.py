@@ -24,7 +24,7 @@ from .corpus import named_corpus, prepare_corpus
 from .cuda_graphs import resolve_graphs
 from .distributed import World
 from .init_from import InitialWeights, initial_weights
-from .layers import make_gpt, resolve_layers, resolve_loss
+from .layers import make_gpt, resolve_layers
 from .parallel.blocks import check_recompute
 from .parallel.config import Shard
 from .parallel.context import attention_name, check_context, in_ring, part_of, resolve_gather_keys
@@ -222,7 +222,7 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     tier, why = (ask(name, **request, **shape) for ask in (attention_tier, why_portable))
     if request["precise_delta"]:
         attention = bind(attention, precise_delta=True)
-    loss = resolve_loss(config.model.loss, config.model.n_embd, ranks.device, dtype)
+    loss = resolve_layers(config.model.loss, "model.loss", ranks.device)
     lacking, unmeasured = config.model.fused_lacks, config.model.rmsnorm
     block = resolve_layers(config.model.block, "model.block", ranks.device, lacking, unmeasured)
     wanted = config.trainer.compile

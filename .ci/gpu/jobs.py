@@ -161,14 +161,6 @@ for optimizer in ("adamw", "muon"):
             needs="text",
         )
 
-for loss in ("fused", "fused_fp8"):
-    JOBS[f"head_{loss}"] = Job(
-        "loss curves of the head in 16 bits and in 8, side by side; 50 M tokens",
-        script(f"train.sh model.loss={loss} {SWEEP}"),
-        limit=360,
-        needs="text",
-    )
-
 ATTENTION = (
     ("README's table: fa2's 4096 and GPT-2's shapes", "figures=gpt2,fa2 lengths=4096"),
     ("README's table: fa2's 1024 and 2048", "figures=fa2 lengths=1024,2048"),
@@ -236,7 +228,6 @@ for name, (what, line) in {
     "encoders_4": ("C16: accuracy", "slice reproduce encoders --only kind=accuracy seed=1 --processes 0"),
     "encoders_5": ("C16: accuracy", "slice reproduce encoders --only kind=accuracy seed=2 --processes 0"),
     "loss": ("the fused loss", "whole benchmarks loss"),
-    "loss_fp8": ("the fused loss, in 8 bits too", "whole benchmarks loss fp8=true"),
     "documents": ("packed documents, windows", "whole benchmarks documents"),
     "huggingface_1": ("GPT-2 under transformers", "slice benchmarks huggingface --select models=gpt2"),
     "huggingface_2": ("Llama under transformers", "slice benchmarks huggingface --select models=llama"),

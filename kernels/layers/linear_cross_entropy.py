@@ -4,8 +4,7 @@ The logits of GPT-2 at 64 x 1024 tokens are 13 GB in float32, and so is their gr
 chunks: one matrix product computes a chunk's logits, one kernel overwrites them with their gradient, and two matrix
 products add that to the gradients of hidden and weight. The gradients are thus complete when the forward ends, and
 the backward only scales them. (The idea is Liger-Kernel's, Hsu et al. 2024, arXiv 2410.10989.) With a gradient for
-each row's loss, reduction="none", the backward computes the logits again. With fp8 two of the products are in 8 bits
-(fp8.py).
+each row's loss, reduction="none", the backward computes the logits again.
 """
 
 import torch
@@ -14,9 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..arguments import check_number, in_autocast_dtype
 from ..operators import NAMESPACE, has_tangent
-from . import FusedError, check_fp8
+from . import FusedError
 from .checks import check_device, check_dtype, make_known_to_inductor
-from .fp8 import GRADIENT, HeadIn8Bits
 from .softmax_gradient import Terms, softmax_gradient
 from .sums import add_product, total_of
 
@@ -40,7 +38,6 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = 0.0,
-    fp8: bool = False,
 ) -> Tensor:
     """NLL in nats of `targets` under softmax(hidden @ weight[:vocab_size].T + bias[:vocab_size]).
 
@@ -55,10 +52,6 @@ def linear_cross_entropy(
         label_smoothing: the share of every target that is spread evenly over all ids, as in torch's cross_entropy.
         z_loss: adds z_loss * logsumexp(logits)^2 to each row's loss (PaLM, Chowdhery et al. 2022, section 5).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); 0 or None for none.
-        fp8: the logits and hidden's gradient from products in 8 bits, on Hopper or later, where hidden (or autocast)
-            has 16 and width and padded vocabulary are multiples of 16. Only where there are gradients, and not with
-            reduction="none": all else, as under torch.no_grad(), is bit for bit as without, so that losses of
-            evaluations compare. A z_loss of which 2 z_loss logsumexp passes 2.5 has its gradient cut.
 
     Returns:
         float32, 0-d or (rows,); 0 if all rows are ignored, NaN if a target is vocab_size or more (not checked on the
@@ -84,8 +77,7 @@ def linear_cross_entropy(
     with_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, bias)
     )
-    total = total_of(weight)
-    loss, *_ = _forward(*operands, with_gradient, reduction == "mean", *terms, fp8, total)
+    loss, *_ = _forward(*operands, with_gradient, reduction == "mean", *terms, total_of(weight))
     return loss
 
 
@@ -137,7 +129,6 @@ def _forward(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
-    fp8: bool = False,
     total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(mean or summed loss; gradients of the sum in hidden, weight and bias; what the sum is divided by).
@@ -147,14 +138,11 @@ def _forward(
     `with_gradient` they are empty. total: what the backward adds weight's to, which autograd then does not get.
     """
     check_device("linear_cross_entropy", hidden.device.type)
-    if fp8:
-        check_fp8(hidden.device, hidden.dtype, *weight.shape)
     loss, *gradients, divisor = results = _empty_results(hidden, weight, bias, with_gradient)
     divisor.copy_((targets >= 0).sum().clamp(min=1) if mean else torch.ones_like(divisor))
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     terms = Terms(label_smoothing, z_loss, softcap)
-    of_sum = gradients if with_gradient else None
-    _by_chunks(hidden, weight, bias, targets, vocab_size, terms, losses, of_sum, fp8=fp8 and with_gradient)
+    _by_chunks(hidden, weight, bias, targets, vocab_size, terms, losses, gradients if with_gradient else None)
     loss.copy_(losses.sum() / divisor)
     return results
 
@@ -169,11 +157,10 @@ def _by_chunks(
     losses: Tensor,
     gradients: list[Tensor] | None = None,
     shares: Tensor | None = None,
-    fp8: bool = False,
 ) -> None:
     """Write each row's loss to losses, and to `gradients`, those of hidden, weight and bias, that of their sum.
 
-    shares: (rows, 1), each row's factor in the gradients of weight and bias. fp8: with gradients and no shares.
+    shares: (rows, 1), each row's factor in the gradients of weight and bias.
     """
     chunk = _chunk(hidden.shape[0], weight.shape[0] * hidden.element_size())
     if gradients is not None:
@@ -181,24 +168,15 @@ def _by_chunks(
         d_weight.zero_()
         d_bias.zero_()
     with torch.autocast(hidden.device.type, enabled=False):
-        low = None
-        if fp8 and len(hidden):
-            low = HeadIn8Bits(hidden, weight, targets, vocab_size, alike=not (terms.z_loss or terms.softcap))
-        head = weight if low else weight.to(hidden.dtype)
+        head = weight.to(hidden.dtype)
         for begin in range(0, hidden.shape[0], chunk):
             rows = slice(begin, begin + chunk)
-            logits = low.logits(rows) if low else hidden[rows] @ head.T  # (chunk, padded vocabulary)
+            logits = hidden[rows] @ head.T  # (chunk, padded vocabulary)
             if bias is not None:
                 logits += bias
-            in_8_bits = torch.empty_like(logits, dtype=GRADIENT) if low else None
-            softmax_gradient(
-                logits, targets[rows], losses[rows], vocab_size, gradients is not None, terms, in_8_bits
-            )
+            softmax_gradient(logits, targets[rows], losses[rows], vocab_size, gradients is not None, terms)
             if gradients is not None:
-                if low and in_8_bits is not None:
-                    low.d_hidden(in_8_bits, out=d_hidden[rows])
-                else:
-                    torch.mm(logits, head, out=d_hidden[rows])
+                torch.mm(logits, head, out=d_hidden[rows])
                 of_rows = hidden[rows]
                 if shares is not None:
                     of_rows = of_rows * shares[rows]
@@ -207,7 +185,7 @@ def _by_chunks(
                     if shares is not None:
                         logits *= shares[rows]
                     d_bias += logits.sum(0, dtype=torch.float32)
-            del logits, in_8_bits  # before the next chunk's are allocated, so that only one chunk is live
+            del logits  # before the next chunk's are allocated, so that only one chunk is live
 
 
 def _chunk(rows: int, row_bytes: int) -> int:
@@ -261,7 +239,7 @@ def _backward(ctx, d_loss, *_):
         None if dtype is None else (x.float() * share).to(dtype)
         for x, dtype in zip(summed, ctx.dtypes, strict=True)
     ]
-    return *of_operands, *(None,) * 9
+    return *of_operands, *(None,) * 8
 
 
 @torch.library.custom_op(f"{NAMESPACE}::add_scaled", mutates_args=("total",))

@@ -19,9 +19,6 @@ DEPTH = 2  # times LANES columns per step: one rescaling exponential for DEPTH o
 LOWEST = tl.constexpr(-3.0e38)  # below every logit, but finite: -inf - -inf is NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Of the gradients in 8 bits: float8_e5m2 then reaches to 3.5, and below 2^-28 goes in steps of 2^-30. They lie
-# within 1 but for a z-loss, whose 2 Z_LOSS lse passes 2.5 where 1e-4 meets 12,500; what is larger becomes 3.5.
-LOW_SCALE = tl.constexpr(16384.0)
 
 
 class Terms(NamedTuple):
@@ -33,19 +30,12 @@ class Terms(NamedTuple):
 
 
 def softmax_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    vocab_size: int,
-    with_gradient: bool,
-    terms: Terms,
-    low: Tensor | None = None,
+    logits: Tensor, targets: Tensor, losses: Tensor, vocab_size: int, with_gradient: bool, terms: Terms
 ) -> None:
     """Write each row's loss to losses (float32 (rows,)), and if with_gradient overwrite logits with their gradients.
 
     logits: (rows, padded vocabulary), contiguous. targets: int64 (rows,), contiguous; negative for rows to ignore. A
-    target of vocab_size or more gives a loss of NaN. low: with_gradient, LOW_SCALE times the gradients as well, in
-    float8_e5m2, in logits' shape and strides.
+    target of vocab_size or more gives a loss of NaN.
     """
     grid = (logits.shape[0], 1, 1)
     numbers = (logits.stride(0), vocab_size, logits.shape[1], with_gradient, *terms, DEPTH, LANES)
@@ -53,7 +43,7 @@ def softmax_gradient(
     def prepare():
         return softmax_gradient_kernel, grid, numbers, {"num_warps": WARPS}
 
-    launch((logits, targets, losses, low), ("softmax_gradient", grid, numbers), prepare)
+    launch((logits, targets, losses), ("softmax_gradient", grid, numbers), prepare)
 
 
 @triton.jit
@@ -61,7 +51,6 @@ def softmax_gradient_kernel(
     Logits,
     Targets,
     Losses,
-    Low,
     stride_row,
     vocab_size,
     width,
@@ -82,10 +71,6 @@ def softmax_gradient_kernel(
     Logits += row * stride_row
     target = tl.load(Targets + row)
     columns = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    if (
-        Low is not None
-    ):  # in the layout of 16-bit logits, too: in one of its own it would go through shared memory
-        columns = tl.max_contiguous(columns, (1, 8))
     whole = vocab_size // (DEPTH * LANES) * (DEPTH * LANES)
 
     # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), separately for
@@ -127,8 +112,6 @@ def softmax_gradient_kernel(
     # takes as much from every logit, in sum SMOOTHING, and that much less at the target.
     if WITH_GRADIENT:
         tl.debug_barrier()  # every thread has read its logit at the target
-        if Low is not None:
-            Low += row * stride_row
         shift = tl.where(counts, log_sum, float("inf"))
         everywhere = tl.where(counts, SMOOTHING / vocab_size, 0.0) if SMOOTHING > 0 else 0.0
         for begin in range(0, whole, DEPTH * LANES):
@@ -136,8 +119,6 @@ def softmax_gradient_kernel(
             gradient = tl.exp2((x - row_max) * LOG2_E - shift)
             gradient = with_terms(gradient, x, growth, everywhere, SMOOTHING, Z_LOSS, SOFTCAP)
             tl.store(Logits + begin + columns, gradient.to(Logits.dtype.element_ty))
-            if Low is not None:
-                tl.store(Low + begin + columns, (gradient * LOW_SCALE).to(Low.dtype.element_ty))
         for begin in range(whole, width, DEPTH * LANES):
             x = load_tail(Logits, begin + columns, vocab_size, width, SOFTCAP)
             gradient = tl.exp2((x - row_max) * LOG2_E - shift)
@@ -149,9 +130,6 @@ def softmax_gradient_kernel(
             tl.store(
                 Logits + begin + columns, gradient.to(Logits.dtype.element_ty), mask=begin + columns < width
             )
-            if Low is not None:
-                rounded = (gradient * LOW_SCALE).to(Low.dtype.element_ty)
-                tl.store(Low + begin + columns, rounded, mask=begin + columns < width)
         tl.debug_barrier()  # every thread has written its softmax
         gradient = tl.exp2((at_target - row_max) * LOG2_E - shift)
         if SMOOTHING > 0 or Z_LOSS > 0:
@@ -161,8 +139,6 @@ def softmax_gradient_kernel(
         if SOFTCAP > 0:
             gradient *= 1 - (at_target / SOFTCAP) * (at_target / SOFTCAP)
         tl.store(Logits + target, gradient.to(Logits.dtype.element_ty), mask=known)
-        if Low is not None:
-            tl.store(Low + target, (gradient * LOW_SCALE).to(Low.dtype.element_ty), mask=known)
 
 
 @triton.jit

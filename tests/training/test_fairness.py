@@ -20,7 +20,7 @@ from training.config import (
     TrainerConfig,
 )
 from training.distributed import World
-from training.layers import resolve_layers, resolve_loss
+from training.layers import resolve_layers
 from training.parallel.config import ParallelConfig
 from training.plan import _drifts
 from training.seeds import stream_seed
@@ -130,37 +130,6 @@ def test_layers_are_fused_by_default_on_a_gpu_only(short_text_file, tmp_path):
     trainer = Trainer(config(short_text_file, "sdpa"), tmp_path, World(torch.device("cpu")))
     assert type(trainer.model) is GPT
     assert trainer.model.loss is cross_entropy
-
-
-@pytest.mark.slow
-def test_a_run_with_the_head_in_8_bits_learns_as_in_16_and_is_evaluated_in_16(short_text_file, tmp_path):
-    """Its first loss is of the same weights: it is off by the 8 bits. After no step the evaluations are equal."""
-    plain = replace(
-        config(short_text_file, "naive"), model=ModelConfig(seq_len=16, n_layer=1, n_head=2, n_embd=32)
-    )
-    found, started = {}, {}
-    for loss in (Layers.fused, Layers.fused_fp8):
-        run = replace(plain, model=replace(plain.model, loss=loss))
-        run = replace(run, trainer=replace(run.trainer, precision=Precision.bf16, steps=8))
-        found[loss], _ = trained(run, tmp_path / loss.value)
-        only = replace(run, trainer=replace(run.trainer, steps=0))
-        started[loss] = train(only, tmp_path / f"{loss.value}_0")["val/loss"]
-    fine, coarse = found.values()
-    assert coarse[0] != fine[0]
-    assert coarse == pytest.approx(fine, rel=1e-2)
-    assert fine[-1] < fine[0] - 0.1
-    assert started[Layers.fused] == started[Layers.fused_fp8]
-
-
-def test_a_head_in_8_bits_needs_activations_in_16_and_widths_of_16():
-    asked = {"asked": Layers.fused_fp8, "device": torch.device("cpu")}
-    assert resolve_loss(**asked, width=32, dtype=torch.bfloat16) is Layers.fused_fp8
-    with pytest.raises(
-        AttentionError, match=r"needs activations in 16 bits: trainer\.precision=bf16 or fp16"
-    ):
-        resolve_loss(**asked, width=32, dtype=torch.float32)
-    with pytest.raises(AttentionError, match=r"multiples of 16, not 40; or use model\.loss=fused$"):
-        resolve_loss(**asked, width=40, dtype=torch.bfloat16)
 
 
 def test_attention_options_reach_the_unpacked_and_the_packed_function(short_text_file, tmp_path):

@@ -26,12 +26,11 @@ from triton.compiler import ASTSource
 from kernels.philox import row_threshold
 
 DROP_BELOW = row_threshold(0.1)
-NUMBERS = {"rows": "i32", "count": "i32", "eps": "fp32", "decay": "fp32", "vocab_size": "i32"}
-MULTIPLES_OF_16 = {"stride_row": "i32", "width": "i32"}
+NUMBERS = {"rows": "i32", "count": "i32", "eps": "fp32", "decay": "fp32"}
 # The rest is float32.
 BFLOAT16 = ("Update", "Normalised", "DNormalised", "DUpdate", "Pre", "Out", "DOut", "DPre")
 POINTERS = dict.fromkeys(BFLOAT16, "*bf16") | {"InOrder": "*i32", "Places": "*i64", "Seed": "*i64"}
-POINTERS |= {"Tensors": "*i64", "Chunks": "*i32", "Logits": "*bf16", "Targets": "*i64", "Low": "*fp8e5"}
+POINTERS |= {"Tensors": "*i64", "Chunks": "*i32"}
 
 
 def kernels(module: ModuleType, width: int) -> Iterator[tuple[Any, dict[str, object], int]]:
@@ -82,7 +81,7 @@ def compile_kernel(
         elif name in NUMBERS:
             signature[name] = NUMBERS[name]
         else:
-            signature[name] = (POINTERS | MULTIPLES_OF_16).get(name, "*fp32")
+            signature[name] = POINTERS.get(name, "*fp32")
             attributes[index,] = [["tt.divisibility", 16]]
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
