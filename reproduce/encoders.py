@@ -319,7 +319,8 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
         theirs = _percent(*paper.LISTOPS_ACCURACY[name])
         seeds = sorted(right[name])
         if len(seeds) < 2 or sorted(right[BASELINE]) != seeds:
-            why = "not trained with the same seeds, two at least, that tell how far pairs differ"
+            each = "; ".join(f"{who} {_by_seed(right[who])}" for who in (BASELINE, name))
+            why = f"not trained with the same seeds, two at least, that tell how far pairs differ: {each}"
             found.append(Verdict("C16", what, theirs, why=why))
             continue
         pairs = [right[name][seed] - right[BASELINE][seed] for seed in seeds]
@@ -345,6 +346,10 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
 def _rights(samples: list[Sample], name: str) -> dict[int, float]:
     """The share of a contender's right answers, by seed."""
     return {each["seed"]: each["right"] / each["of"] for each in samples if each["contender"] == name}
+
+
+def _by_seed(right: dict[int, float]) -> str:
+    return ", ".join(f"{100 * share:.1f} % (seed {seed})" for seed, share in sorted(right.items())) or "none"
 
 
 def _percent(standard: float, ours: float) -> str:
