@@ -175,7 +175,7 @@ ATTENTION = (
 for number, (what, select) in enumerate(ATTENTION, 1):
     JOBS[f"attention_{number}"] = Job(what, measure(f"slice reproduce attention --select {select}"))
 
-# Over half of their time FlashAttention-4 compiles, in each process anew.
+# A process takes a minute or more before its first time: FlashAttention-4 compiles.
 for number, name in enumerate(("softcap", "alibi_slopes", "sinks", "dropout_p"), 1):
     JOBS[f"features_{number}"] = Job(
         f"{name} beside other libraries",
