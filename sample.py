@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import training.installed  # noqa: F401  (says in one line what is not)
+from training.config import one_line_errors
 
 
 def at_least(smallest: float, kind: type) -> Callable[[str], float]:
@@ -53,16 +54,15 @@ def main() -> None:
     parser.add_argument("--tokenizer", metavar="PATH", help="the run's tokenizer file, if it has moved")
     args = parser.parse_intermixed_args()  # the prompt may stand behind the options
 
-    import torch
-
-    from training.config import one_line_errors
-    from training.console import printable
-    from training.load_run import load_run
-    from training.sampling import sample_texts, stream_text
-
     sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
-    show = printable if sys.stdout.isatty() else str
     with one_line_errors():
+        import torch
+
+        from training.console import printable
+        from training.load_run import load_run
+        from training.sampling import sample_texts, stream_text
+
+        show = printable if sys.stdout.isatty() else str
         model, tokenizer = load_run(Path(args.run), args.device, args.attention, args.tokenizer)
         generator = torch.Generator().manual_seed(args.seed % 2**64)  # torch takes no longer ones
         for number in range(args.samples):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.config import is_users_mistake
+from training.config import is_users_mistake, one_line_errors
 
 from . import tables
 from .experiment import Experiment, OutOfTime, ReproduceError, find_experiment, parse_settings
@@ -307,4 +307,5 @@ def start(program: Program) -> None:
     """What `__main__` does: run the command line of this process, and exit with its status."""
     if hasattr(signal, "SIGPIPE"):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends cat
-    sys.exit(run(program, sys.argv[1:]))
+    with one_line_errors():
+        sys.exit(run(program, sys.argv[1:]))

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from . import jobs, torchrun
-from .config import Config, ConfigError, from_hydra, is_users_mistake
+from .config import Config, ConfigError, cannot_load, from_hydra, is_users_mistake
 from .corrections import CONFIGS, correction, explained, options_of
 from .files import REMEDY
 from .optimizer import OptimizerName
@@ -130,10 +130,9 @@ class _Job:
             self._refuse(f"error: {run_dir.name}: {error}" if sweeps else f"error: {error}", run_dir)
             return math.inf  # a search avoids what diverges, or does not fit into memory
         except (ImportError, OSError) as error:
-            if ".so" not in str(error):
+            if not (line := cannot_load(error)):
                 raise
-            fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
-            self._refuse(f"error: a library of torch's cannot be loaded: {error} ({fix})", run_dir)
+            self._refuse(f"error: {line}", run_dir)
             return math.inf
         except SystemExit as stopped:
             if self.elsewhere:

@@ -45,6 +45,18 @@ def one_line_errors() -> Iterator[None]:
         if not is_users_mistake(error):
             raise
         sys.exit(f"error: {error}")
+    except (ImportError, OSError) as error:
+        if not (line := cannot_load(error)):
+            raise
+        sys.exit(f"error: {line}")
+
+
+def cannot_load(error: Exception) -> str:
+    """What to say of an error in importing a torch whose libraries do not fit together; "" for another error."""
+    if ".so" not in str(error):
+        return ""
+    fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
+    return f"a library of torch's cannot be loaded: {error} ({fix})"
 
 
 class Precision(Enum):

@@ -1,5 +1,6 @@
 """What torchrun told this process, readable before torch is loaded."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -21,11 +22,22 @@ def is_main_rank() -> bool:
 def said_once() -> Iterator[None]:
     """Of the ranks of a host that exit with a line, which mostly is the same, the first one prints it.
 
-    When that has exited, torchrun ends the others. If it does not in a while, the line is another rank's own.
+    When that has exited, torchrun ends the others. If it does not in a while, the line is another rank's own. Every
+    rank's line is in torchrun's summary, which comes last and is longer.
     """
     try:
         yield
     except SystemExit as stopped:
-        if isinstance(stopped.code, str) and launched() and os.environ["LOCAL_RANK"] != "0":
-            time.sleep(PATIENCE)
+        if isinstance(stopped.code, str) and launched():
+            _tell_torchrun(stopped.code)
+            if os.environ["LOCAL_RANK"] != "0":
+                time.sleep(PATIENCE)
         raise
+
+
+def _tell_torchrun(line: str) -> None:
+    """Write the line as the record of an exception, which torchrun shows as the cause."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"timestamp": str(int(time.time())), "py_callstack": line}
+        with open(path, "w") as file:
+            json.dump({"message": {"message": line, "extraInfo": more}}, file)

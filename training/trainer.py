@@ -186,7 +186,7 @@ class Trainer:
         if ratio > FALLS_BEHIND and rank not in self.slow:
             self.slow.add(rank)
             self.progress.say(
-                f"rank {rank} computes {ratio:.1f} times as long as the median rank: all wait for it"
+                f"rank {rank} computes {ratio:.1f} times as long as the median rank, at step {done}: all wait for it"
             )
 
     def _evaluation(self, done: int) -> Evaluation:

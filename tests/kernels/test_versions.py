@@ -168,10 +168,20 @@ def test_a_training_run_with_a_triton_that_is_too_old_ends_in_a_line(tmp_path) -
     assert done.stderr.count("\n") == 1
 
 
-def test_torch_without_a_library_that_it_loads_ends_in_a_line(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train.py logger=none hydra.run.dir={}",
+        "sample.py {} once",
+        "-m training.export {} folder",
+        "-m reproduce attention --tiny",
+        "-m benchmarks predict",
+    ],
+)
+def test_torch_without_a_library_that_it_loads_ends_in_a_line(command, tmp_path) -> None:
     missing = "libcudnn.so.9: cannot open shared object file: No such file or directory"
     stand_in(tmp_path, "torch", f"raise ImportError({missing!r})")
-    done = python("train.py", "logger=none", f"hydra.run.dir={tmp_path}/run", folder=tmp_path)
+    done = python(*command.format(tmp_path / "run").split(), folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: a library of torch's cannot be loaded: {missing} (pip install")
     assert done.stderr.count("\n") == 1

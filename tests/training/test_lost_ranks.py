@@ -110,7 +110,8 @@ def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path, sha
             time.sleep(seconds)
     said = launcher.communicate(timeout=120)[0]
     assert launcher.returncode == 0, said
-    assert re.search(r"^rank 1 computes \d+\.\d times as long as the median rank", said, re.MULTILINE)
+    slow = r"^rank 1 computes \d+\.\d times as long as the median rank, at step \d+: all wait"
+    assert re.search(slow, said, re.MULTILINE)
     columns = [measured(tmp_path / "run", f"perf/{name}") for name in ("slowest_rank", "slowest_rank_ratio")]
     lost = {0: 0.0, 1: 0.0}  # by being slower than the other, summed over steps
     for rank, ratio in list(zip(*(each.values() for each in columns), strict=True))[5:150]:
@@ -143,6 +144,18 @@ with world("cpu") as ranks:
 
 
 @pytest.mark.slow
+def test_what_ranks_are_refused_is_said_first_and_is_in_torchruns_summary(user_environment, tiny, tmp_path):
+    command = torchrun(2, str(ROOT / "train.py"), *tiny, "parallel.context=3")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=user_environment
+    )
+    line = "error: parallel.context=3 does not divide the 2 ranks; nearest:"
+    assert done.returncode != 0
+    assert len(re.findall(f"^{line}", done.stderr, re.MULTILINE)) == 1
+    assert re.search(rf"^ +traceback : {line}", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_after_the_timeout_taken_for_dead(user_environment, tiny, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     done = subprocess.run(
@@ -154,9 +167,10 @@ def test_a_rank_that_hangs_is_named_and_after_the_timeout_taken_for_dead(user_en
         env=user_environment | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode != 0
-    who = r"rank 1 \(.*\) has been at the end of step 5 for (\d+) s, while others wait for it$"
-    assert 2 <= int(re.search(f"^warning: {who}", done.stderr, re.MULTILINE)[1]) < 6
-    assert int(re.search(f"^error: {who}", done.stderr, re.MULTILINE)[1]) >= 6
+    who = r"rank 1 \(.*\) has been at the end of step 5 for (\d+) s, while others wait for it"
+    dead = r"; taken for dead after 6 s \(parallel.timeout\)$"
+    assert 2 <= int(re.search(f"^warning: {who}{dead}", done.stderr, re.MULTILINE)[1]) < 6
+    assert int(re.search(f"^error: {who}$", done.stderr, re.MULTILINE)[1]) >= 6
     assert "stopped at step 5 and saved" in done.stderr
     assert [path.name for path in saved(tmp_path / "run")] == ["step-00000005"]
 

@@ -174,7 +174,8 @@ class Watch:
                 return f"{rank}:{behind}"
             if (last or each.silent > BEHIND) and each.waiting > BEHIND and each.named != each.ticks:
                 each.named = each.ticks
-                print(f"warning: {behind}", file=sys.stderr, flush=True)
+                limit = f"taken for dead after {self._limit:.0f} s (parallel.timeout)"
+                print(f"warning: {behind}; {limit}", file=sys.stderr, flush=True)
         return None
 
     def _patience(self, rank: int, each: _Seen, lives: bool | None, broken: bool) -> float:
