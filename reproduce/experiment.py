@@ -66,7 +66,7 @@ class Verdict:
     Attributes:
         claim: "C1" to "C33".
         what: the quantity, in a few words.
-        paper: the paper's figure, with its unit; NOT_STATED where it has none.
+        paper: the paper's figure, with its unit; NOT_STATED where it has none: then it cannot be compared.
         ours: our figure, with its unit; empty when there is none.
         ratio: ours over the paper's, where both are numbers.
         status: one of STATUSES.

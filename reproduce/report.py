@@ -30,6 +30,7 @@ from .perplexity_figures import compares, runs
 from .perplexity_verdicts import judge_between_devices
 from .plots import can_draw
 from .results import changed_since, read_all, slug
+from .sparse import judge_beside_others
 from .standard import NAME as STANDARD
 
 HOW_TO_READ = (
@@ -234,6 +235,7 @@ def build(directory: Path) -> Page:
             page.notes.append(f"{_name(document)} cannot be judged: {type(error).__name__}: {error}")
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     page.claims["C12"].figures += map(Figure, judge_between_devices(curves))
+    page.claims["C10"].figures += map(Figure, judge_beside_others(page.documents))
     page.notes += _notes(page.documents)
     for file in sorted(directory.glob(f"*/{long_run.FILE}")):
         try:

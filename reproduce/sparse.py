@@ -5,6 +5,7 @@ that does not support `block_mask` is left out, and the output says so.
 """
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from .attention import STANDARD, Inputs, Workload, backend_names, gradients, inp
 from .attention_figures import OURS
 from .experiment import Options, Results, Sample, Timing, Verdict, Verdicts, pick
 from .peers import Attend
-from .timing import Times, timed, took
+from .timing import FASTER, Times, beside, fastest, timed, took
 
 BLOCK = 128  # queries and keys per block of the attention signature's block_mask
 
@@ -166,7 +167,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """C5 and C10."""
+    """C5 and C10, but for what takes a run of another experiment: `judge_beside_others`."""
     found = Verdicts(results["device"])
     for sample in pick(results, kind="exact", backend=OURS):
         worst, why = sample["worst"], "relative difference in float16, out and gradients"
@@ -221,3 +222,50 @@ def _judge_butterfly(results: Results, found: Verdicts) -> None:
         )
         what = "dense over butterfly time at 65536 tokens"
         found.times("C10", what, theirs, gain, gain.low >= 50, why, form="{:.0f}x")
+
+
+def judge_beside_others(documents: Iterable[Results]) -> list[Verdict]:
+    """C10, the fastest of all: beside what `attention` timed at the same shape on the same device, a row a length.
+
+    documents: of all experiments; of two of an experiment on a device, the first counts.
+    """
+    runs: dict[tuple[str, str], Results] = {}
+    for each in documents:
+        runs.setdefault((each["experiment"], each["device"]), each)
+    found = Verdicts("")
+    for (experiment, device), own in runs.items():
+        if experiment == "sparse" and (others := runs.get(("attention", device))):
+            _judge_fastest(own, others, found)
+    return found
+
+
+def _judge_fastest(own: Results, others: Results, found: Verdicts) -> None:
+    shape = {key: own["settings"][key] for key in ("batch", "heads", "head_dim")}
+    pairs = [
+        (sample, theirs)
+        for sample in timed(own, kind="butterfly", backend=OURS)
+        for theirs in timed(others, kind="time", figure="fa1", mask="plain", length=sample["length"], **shape)
+        if OURS in theirs["ms"]
+    ]
+    if not pairs:
+        return
+    # The kernel without a mask is in both runs: it tells how far they differ apart from the blocks left out.
+    apart = [took(sample, "dense").median / took(theirs, OURS).median for sample, theirs in pairs]
+    why = (
+        f"faster than each; two runs, butterfly's in float16, the others' in {others['settings']['dtype']}; flash "
+        f"without a mask takes {min(apart):.2f}x to {max(apart):.2f}x as long in the first, and what does not hold "
+        "both with this factor and without is not judged"
+    )
+    for (sample, theirs), factor in zip(pairs, apart, strict=True):
+        ours = took(sample, "butterfly")
+        name, best = fastest(theirs, tuple(theirs["ms"]))
+        what = f"time of the fastest other attention over butterfly, {sample['length']} tokens"
+        shown = f"{best.median / ours.median:.2f}x, {name} ({_ms(best)} over {_ms(ours)})"
+        basis = f"{own['device']}, two runs"
+        faster = {beside(Times(ms / by for ms in ours), best) == FASTER for by in (1, factor)}
+        passed = faster.pop() if len(faster) == 1 else None
+        found.add("C10", what, "the fastest", shown, passed, why, basis=basis)
+
+
+def _ms(times: Times) -> str:
+    return times.shown("{:.2f}") + " ms"

@@ -30,6 +30,19 @@ def took(name: str, contender: str, phase: str, **place: object) -> float:
     return statistics.median(map(statistics.median, found))
 
 
+def slower(contender: str, by: str, phases: tuple[str, ...], **place: object) -> float:
+    """How many times as long a contender of `history` takes on the H200 as `by`: the median of the processes'."""
+    ratios = []
+    for each in json.loads((ROOT / H200 / "history.json").read_text())["samples"]:
+        if place.items() <= each.items():
+            times = (
+                statistics.median(map(sum, zip(*(each["ms"][name][phase] for phase in phases), strict=True)))
+                for name in (contender, by)
+            )
+            ratios.append(next(times) / next(times))
+    return statistics.median(ratios)
+
+
 def code(text: str) -> str:
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
@@ -79,6 +92,10 @@ def test_the_rungs_show_measured_figures() -> None:
         [took("history", name, phase, **order) for name in ("flash", "flash, portable")]
         for phase in ("forward", "backward")
     )
+    changes = {"kind": "changes", "length": 1024}
+    statistics_saved = slower("maximum and sum", "printed", ("forward", "backward"), **changes)
+    division = slower("divided each step", "printed", ("forward",), **changes)
+    keys = min(slower(f"keys, {tile}", "queries", ("all",), kind="warps") for tile in (16, 32, 64))
     moved = {
         backend: sum(counters[key] for key in ("dram_read", "dram_written")) / 1e9
         for backend in ("standard", "flash")
@@ -97,6 +114,9 @@ def test_the_rungs_show_measured_figures() -> None:
         f"4000 float32 rows of 25,000: {softmax('safe'):.3f} ms",
         f"as in rung 2: {softmax('online'):.3f} ms",
         f"{one:.1f} ms in one program, {many:.3f} ms in many",
+        f"Maximum and sum saved: {statistics_saved:.2f}x in both passes. "
+        f"A division in every step: {division:.2f}x in the forward. "
+        f"Keys split over two warps instead of queries: {keys:.2f}x in the forward",
         f"forward {forward[0]:.2f} ms where rung 7 takes {forward[1]:.2f}, "
         f"backward {backward[0]:.2f} where it takes {backward[1]:.2f}",
         f"move {moved['standard']:.1f} GB of DRAM in standard attention and {moved['flash']:.1f} GB in flash",

@@ -713,6 +713,44 @@ def test_block_sparse_time_may_grow_by_a_tenth_more_than_its_blocks(growth, stat
     assert verdict.why.startswith("2.52x at most")
 
 
+@pytest.mark.parametrize(
+    ("butterfly", "dense", "status"),
+    [
+        (0.9, 2.0, "reproduced"),
+        (1.1, 2.0, "not reproduced"),
+        (1.1, 3.0, "not comparable"),  # faster if its run were as fast as the other
+        (0.9, 1.0, "not comparable"),
+        (1.0, 2.0, "not reproduced"),  # the ranges overlap
+    ],
+)
+def test_block_sparse_attention_is_the_fastest_only_where_no_approximation_is_faster(
+    butterfly, dense, status
+):
+    """Beside 2 ms of flash and 1 ms of the fastest other, in two runs of two processes."""
+    shape = {"batch": 16, "heads": 8, "head_dim": 64}
+    others = {"linear": 1.5, "linformer": 1.0, "flash": 2.0}
+    documents = []
+    for name, times, where in (
+        (
+            "sparse",
+            {"butterfly": butterfly, "dense": dense},
+            {"kind": "butterfly", "backend": "flash", "share": 0.5},
+        ),
+        ("attention", others, {"kind": "time", "figure": "fa1", "mask": "plain", **shape}),
+    ):
+        samples = [
+            {**where, "length": 1024, "process": process,
+             "ms": {each: {"all": [slower * ms]} for each, ms in times.items()}}
+            for process, slower in enumerate((1.0, 1.02))
+        ]  # fmt: skip
+        settings = {**shape, "length": 4096, "dtype": "bfloat16"}
+        documents.append({"experiment": name, "device": "GPU", "settings": settings, "samples": samples})
+    (verdict,) = sparse.judge_beside_others(documents)
+    assert (verdict.claim, verdict.status, verdict.basis) == ("C10", status, "GPU, two runs")
+    assert "linformer" in verdict.ours
+    assert sparse.judge_beside_others([documents[0], documents[1] | {"device": "another"}]) == []
+
+
 def test_every_claims_figure_is_found_by_its_number_in_the_readme():
     readme = (ROOT / "reproduce/README.md").read_text()
     for claim in CLAIMS.values():
@@ -776,6 +814,17 @@ def test_equal_accuracy_needs_something_learned_and_no_more_than_noise_between(s
     ]
     exact, sparse = encoders.judge({"device": "GPU", "samples": samples})
     assert (exact.claim, exact.status, sparse.status) == ("C16", status, "not measured")
+    assert sparse.why.startswith("flash+butterfly lacks seed 0")
+
+
+def test_who_lacks_which_seed_is_said():
+    where = {"kind": "accuracy", "of": 100, "most_frequent": 10, "steps": 1, "right": 50}
+    seeds = {"standard": (0, 1), "flash": (0, 1, 2), "flash+butterfly": (0, 2, 3)}
+    samples = [{**where, "contender": name, "seed": seed} for name, each in seeds.items() for seed in each]
+    exact, sparse = encoders.judge({"device": "GPU", "samples": samples})
+    assert exact.why.startswith("standard lacks seed 2; ")
+    assert exact.why.endswith("flash 50.0 % (seed 0), 50.0 % (seed 1), 50.0 % (seed 2)")
+    assert sparse.why.startswith("standard lacks seed 2, 3 and flash+butterfly lacks seed 1; ")
 
 
 def test_every_contender_learns_from_the_same_examples():

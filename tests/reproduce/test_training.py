@@ -249,8 +249,9 @@ def test_todays_hugging_face_and_pytorchs_attention_have_rows_of_their_own():
         "gpt2_small, whole stack: ours over Hugging Face, both compiled, {} attention, {} rows of vocabulary"
     )
     found = {what: verdict for (_, what), verdict in found.items()}
-    assert found[over.format("eager", "50,257")] == (REPRODUCED, "2.20x")
-    assert found[over.format("PyTorch's", "50,304")] == (NOT_REPRODUCED, "0.98x")
+    # no figure of the paper's, so they count for nothing
+    assert found[over.format("eager", "50,257")] == (NOT_COMPARABLE, "2.20x")
+    assert found[over.format("PyTorch's", "50,304")] == (NOT_COMPARABLE, "0.98x")
     alone = "gpt2_small, attention alone: flash over {}, compiled, tokens/s"
     assert found[alone.format("PyTorch's SDPA")] == (NOT_COMPARABLE, "1.05x")
     assert found[alone.format("the fastest standard attention")] == (NOT_COMPARABLE, "1.60x")
