@@ -31,7 +31,7 @@ from reproduce.common import text_table
 from reproduce.experiment import Options, Results, Sample, Timing
 from reproduce.timing import fastest, timed, took
 
-from .aims import Aim
+from .aims import Aim, shown
 
 OURS = "split-KV, CUDA graph"
 PEERS = "transformers, sdpa", "transformers, sdpa, static cache"
@@ -176,5 +176,5 @@ def aims(results: Results) -> list[Aim]:
     for sample in timed(results, kind="time"):
         if OURS in sample["ms"] and (peer := fastest(sample, PEERS, TOKEN)):
             ratio, what = took(sample, OURS, TOKEN) / peer[1], f"a token of {sample['batch']} sequences"
-            found.append(Aim(what, f"{ratio.shown()} the time of {peer[0]}", "1.00x", ratio.high <= 1.0))
+            found.append(Aim(what, f"{shown(ratio, 1)} the time of {peer[0]}", "1.00x", ratio.high <= 1.0))
     return found

@@ -22,7 +22,7 @@ from reproduce import plots, timing
 from reproduce.experiment import Options, Results, Sample, Timing
 from reproduce.timing import timed, took
 
-from .aims import Aim
+from .aims import Aim, shown
 
 OURS, ORACLE = "tilegpt", "eager"
 FORWARD, STEP = "forward", "forward and backward"
@@ -163,5 +163,5 @@ def aims(results: Results) -> list[Aim]:
         if {OURS, "sdpa"} <= sample["ms"].keys():
             ratio = took(sample, OURS, STEP) / took(sample, "sdpa", STEP)
             what = f"transformers' {_title(sample)}, a step"
-            found.append(Aim(what, f"{ratio.shown()} sdpa's time", "1.00x", ratio.high <= 1.0))
+            found.append(Aim(what, f"{shown(ratio, 1)} sdpa's time", "1.00x", ratio.high <= 1.0))
     return found

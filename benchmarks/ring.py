@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from reproduce.experiment import Results
 from reproduce.ring import RING, TORCH, default, median, not_hidden, samples
+from reproduce.timing import Times
 
-from .aims import Aim
+from .aims import Aim, shown
 
 
 def aims(results: Results) -> list[Aim]:
@@ -20,5 +21,5 @@ def aims(results: Results) -> list[Aim]:
             ratio = median(sample, ours) / median(sample, TORCH)
             what = f"{ours}, {where}: time over PyTorch's context_parallel"
             why = f"{not_hidden(sample):.0%} of the ring's exchange is not hidden"
-            found.append(Aim(what, f"{ratio:.2f}x", "1x at most", ratio <= 1, why))
+            found.append(Aim(what, shown(Times([ratio]), 1), "1x at most", ratio <= 1, why))
     return found

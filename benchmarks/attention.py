@@ -1,0 +1,40 @@
+"""This project's own aims for attention, which `python -m reproduce attention` measures."""
+
+from __future__ import annotations
+
+import itertools
+
+from kernels import history
+from reproduce.attention_figures import MASK_NAMES, OURS
+from reproduce.experiment import Results
+from reproduce.peers import APPROXIMATE
+from reproduce.timing import timed, waited
+
+from .aims import Aim, over_fastest
+from .features import REPEATABLE
+
+NO_LIBRARY = (OURS, "naive", *history.NAMES, *APPROXIMATE)
+PASSES = {"forward": "forward", "backward": "backward", "both": "both passes"}
+FIGURES = {"fa1": "16 x 8 heads", "fa2": "16k tokens", "gpt2": "GPT-2 small", "stored": "64 x 16 heads"}
+
+
+def aims(results: Results) -> list[Aim]:
+    """Nowhere another library that is faster, in any pass; in a backward none that repeats bit for bit, as ours does.
+
+    An aim for each point, as an earlier run's is dropped by its name; those met are counted by figure.
+    """
+    found: list[Aim] = []
+    for sample in timed(results, kind="time"):
+        if OURS not in sample["ms"] or waited(sample, OURS) or results["device"].startswith("CPU"):
+            continue
+        shape = " x ".join(str(sample[key]) for key in ("batch", "heads", "length", "head_dim"))
+        mask, figure = MASK_NAMES[sample["mask"]], FIGURES[sample["figure"]]
+        others = [name for name in sample["ms"] if name not in NO_LIBRARY]
+        rivals = {"library": others, "repeatable library": [name for name in others if name in REPEATABLE]}
+        for (phase, words), (which, names) in itertools.product(PASSES.items(), rivals.items()):
+            if phase == "forward" and names is not others:
+                continue  # every forward repeats
+            where = f"{shape}, {mask} ({'causal' if sample['causal'] else 'full'}), {words}"
+            among = f"{figure}, {mask}: every pass, over the fastest {which}'s time"
+            found += over_fastest(where, sample, OURS, names, which, phase, among)
+    return found

@@ -1,0 +1,138 @@
+"""The page of aims: attention held beside every library, pass by pass, and how its rows are shown. 1 s."""
+
+import json
+
+import pytest
+
+from benchmarks import attention
+from benchmarks.aims import MET, MISSED, Aim, page, rows, shown
+from reproduce.attention import Workload
+from reproduce.results import FIELDS, VERSION
+from reproduce.timing import Times
+
+FULL = {
+    "figure": "fa2",
+    "batch": 4,
+    "heads": 32,
+    "length": 4096,
+    "head_dim": 64,
+    "causal": False,
+    "mask": "plain",
+}
+
+
+def of_two_processes(**ms: tuple[tuple[float, float], tuple[float, float]]) -> list[dict]:
+    """A sample of each; ms: of contenders, with + in place of _, by process the forward's and the backward's."""
+    return [
+        {
+            **FULL,
+            "kind": "time",
+            "process": process,
+            "ms": {
+                name.replace("_", "+"): {
+                    "forward": [forward[process]] * 3,
+                    "backward": [backward[process]] * 3,
+                }
+                for name, (forward, backward) in ms.items()
+            },
+        }
+        for process in (0, 1)
+    ]
+
+
+def document(samples: list[dict]) -> dict:
+    return {"device": "NVIDIA H200", "samples": samples}
+
+
+# Lost in the forward alone, to a library whose backward is slower, and for both passes level with another.
+LOST = of_two_processes(
+    flash=((1.00, 1.01), (3.00, 3.02)),
+    sdpa=((0.98, 0.99), (3.40, 3.40)),
+    fa4=((1.01, 1.02), (3.00, 3.01)),
+    fa4_deterministic=((1.01, 1.02), (3.10, 3.11)),
+    naive=((0.10, 0.10), (0.10, 0.10)),
+    linear=((0.10, 0.10), (0.10, 0.10)),
+)
+
+
+def test_the_fields_of_the_made_up_sample_are_a_workloads():
+    assert Workload(**FULL).figure in attention.FIGURES
+
+
+def test_a_point_lost_in_the_forward_alone_is_missed_there_alone():
+    found = {aim.what: aim for aim in attention.aims(document(LOST))}
+    where, library = "4 x 32 x 4096 x 64, plain (full), {}: time over the fastest {}'s", "library"
+    forward, backward, both = (
+        found[where.format(each, library)] for each in ("forward", "backward", "both passes")
+    )
+    assert (forward.status, forward.why) == (MISSED, "the fastest library is sdpa")
+    assert forward.ours == "1.02x"
+    assert (backward.status, backward.level) == (MET, True)  # 3.01 for 3.005: the ranges overlap
+    assert (both.status, both.level) == (MET, False)
+    repeatable = [aim for aim in found.values() if "repeatable" in aim.what]
+    assert [aim.status for aim in repeatable] == [MET, MET]  # its forward is the same
+    assert len(found) == 5
+
+
+def test_a_point_lost_to_what_repeats_is_missed_twice():
+    samples = of_two_processes(
+        flash=((1.0, 1.0), (3.0, 3.0)),
+        fa4=((1.0, 1.0), (2.0, 2.0)),
+        fa4_deterministic=((1.0, 1.0), (2.5, 2.5)),
+    )
+    missed = [(aim.ours, aim.why) for aim in attention.aims(document(samples)) if aim.status == MISSED]
+    other, alike = "the fastest library is fa4", "the fastest repeatable library is fa4+deterministic"
+    assert missed == [("1.50x", other), ("1.20x", alike), ("1.33x", other), ("1.14x", alike)]
+
+
+def test_what_is_met_of_a_figure_shares_a_row_that_says_how_much_is_level():
+    *missed, others, repeatable = rows(attention.aims(document(LOST)))
+    assert [row[3] for row in missed] == [MISSED]
+    name = "16k tokens, plain: every pass, over the fastest library's time"
+    assert others == [
+        name,
+        "2 of 3 points",
+        "1x at most",
+        MET,
+        "1 of them level: above 1x, but the ranges overlap",
+    ]
+    assert repeatable[1:] == ["2 of 2 points", "1x at most", MET, ""]
+    assert list(rows([Aim("alone", "1", "1", True, "why")])) == [["alone", "1", "1", MET, "why"]]
+
+
+def test_what_the_newest_run_has_met_is_not_missed_in_an_older_one(tmp_path):
+    """Though only its count is shown. One process says that it has no range."""
+    faster = of_two_processes(flash=((0.9, 0.9), (2.9, 2.9)), fa4=((1.0, 1.0), (3.0, 3.0)))[:1]
+    (tmp_path / "nvidia-h200").mkdir()
+    for state, samples in (("", LOST), (".partial", faster)):
+        made_up = (
+            dict.fromkeys(FIELDS) | document(samples) | {"version": VERSION, "tiny": False, "seconds": 0}
+        )
+        made_up |= {
+            "experiment": "attention",
+            "depends": {},
+            "settings": {},
+            "date": "2026-01-01",
+            "command": [],
+        }
+        made_up |= {"state": "partial" if state else "complete", "environment": {}, "commit": ""}
+        (tmp_path / "nvidia-h200" / f"attention{state}.json").write_text(json.dumps(made_up))
+    text, summary = page(tmp_path)
+    assert summary == "5 aims met, 0 missed; 0 figures without an aim."
+    assert MISSED not in text.partition("## ")[2]
+    assert text.count("One process: no range.") == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "limit", "form", "text"),
+    [
+        ((1.0017,), 1, "{:.2f}x", "1.002x"),
+        ((0.99996,), 1, "{:.2f}x", "1.0000x"),
+        ((1.0,), 1, "{:.2f}x", "1.00x"),
+        ((1.0,) * 2 + (1.002,), 1, "{:.2f}x", "1.000x (1.000x to 1.002x)"),
+        ((1.02, 1.03, 1.04), 1, "{:.2f}x", "1.03x (1.02x to 1.04x)"),
+        ((0.568, 0.5698, 0.572), 0.57, "{:.1%}", "56.98% (56.80% to 57.20%)"),
+    ],
+)
+def test_a_figure_has_digits_enough_to_tell_it_from_its_aim(times, limit, form, text):
+    assert shown(Times(times), limit, form) == text
