@@ -1,6 +1,7 @@
 """Ranks that share each sequence train, evaluate and sample as one rank does; what they cannot is refused."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ import torch
 import train
 from tests.conftest import losses, measured
 from tests.training.ranks import run, train_on
+from training import plan
 from training.checkpoint import find, load_weights
+from training.command_line import composed
+from training.distributed import World
+from training.parallel.mesh import Layout
 
 SHARED = "parallel.context=2"
 DOCUMENTS = "data.document_mask=true"
@@ -55,7 +60,7 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
             *(SHARED, "model.seq_len=30", "trainer.batch_tokens=240"),
         ],
         "has no dropout; use model.dropout=0": [SHARED, "model.dropout=0.1"],
-        "attention=flash or naive, not sdpa": [SHARED, "attention=sdpa"],
+        "parallel.context=2 has no attention=sdpa; use attention=naive": [SHARED, "attention=sdpa"],
         "has no window; leave model.window out": [SHARED, "model.window=8"],
         "gather_keys has no data.document_mask; leave one of them out": [SHARED, GATHERED, DOCUMENTS],
         "has no precise_delta": [SHARED, "attention=naive", "attention.precise_delta=true"],
@@ -117,6 +122,41 @@ def test_four_ranks_share_sequences_and_batches(started, user_environment, small
     check_same(tmp_path, "documents one", "by four")
     check_same(tmp_path, "one", "two by two")
     check_same(tmp_path, "documents one", "two by two, full")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "instead"),
+    [
+        (["parallel.context=3"], "nearest: parallel.context=2", ["parallel.context=2"]),
+        ([SHARED, "model.seq_len=30"], "nearest: 28 or 32", [SHARED, "model.seq_len=28"]),
+        ([SHARED, "attention=sdpa"], "use attention=naive", [SHARED, "attention=naive"]),
+        ([SHARED, "attention=flash"], "use attention=naive", [SHARED, "attention=naive"]),
+        (
+            [SHARED, "attention.tier=hopper"],
+            "attention.tier=hopper applies to flash only, which cannot be used here: ",
+            [SHARED],
+        ),
+        (
+            [SHARED, "parallel.recompute=attention_kept"],
+            "not naive; use parallel.recompute=block",
+            [SHARED, "parallel.recompute=block"],
+        ),
+        (
+            ["parallel.recompute=attention_kept", "attention=naive"],
+            "not naive; use attention=sdpa or sdpa_flash, or parallel.recompute=block",
+            ["parallel.recompute=attention_kept", "attention=sdpa_flash"],
+        ),
+    ],
+)
+def test_what_a_refusal_names_instead_is_accepted(monkeypatch, settings, said, instead):
+    """As two ranks on a CPU check it, without the tests' interpreter, in which flash would run."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(plan, "layout", lambda *_: Layout())
+    ranks = World(torch.device("cpu"), size=2, launched=True)
+    small = ["model.seq_len=32", "trainer.batch_tokens=13440"]  # a multiple of 28 and of 30, too
+    with pytest.raises(ValueError, match=re.escape(said)):
+        plan.checked(composed(*small, *settings), ranks)
+    plan.checked(composed(*small, *instead), ranks)
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,10 @@ def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_i
     ("settings", "said"),
     [
         (["parallel.shard=full"], "splits the model over the ranks of torchrun, and this is one process"),
-        (["parallel.recompute=attention_kept", "attention=naive"], "not naive: flash, sdpa, sdpa_flash, "),
+        (
+            ["parallel.recompute=attention_kept", "attention=naive"],
+            "not naive; use attention=flash or sdpa or sdpa_flash, or ",
+        ),
         (["parallel.gradient_dtype=bf16"], "parallel.gradient_dtype is read with torchrun only"),
         (["parallel.timeout=0"], "parallel.timeout is 0.0; it must be above 0 seconds"),
         (
