@@ -112,9 +112,14 @@ def test_four_ranks_share_sequences_and_batches(started, user_environment, small
         "by four": ["parallel.context=4", DOCUMENTS],
         "two by two": [SHARED, "trainer.micro_batch=1"],
         "two by two, full": [SHARED, "parallel.shard=full", DOCUMENTS],
+        "gathered": ["parallel.context=4", GATHERED],
+        "optimizer": [SHARED, "parallel.shard=optimizer"],
+        "bf16": [SHARED, "parallel.gradient_dtype=bf16"],
+        "modern": [SHARED, *MODERN],
     }
     assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
     assert started(train.main, *small, "attention=naive", DOCUMENTS, "hydra.run.dir=documents one") == 0
+    assert started(train.main, *small, "attention=naive", *MODERN, "hydra.run.dir=modern one") == 0
     runs = [run(name, *small, *mode) for name, mode in modes.items()]
     uneven = run("uneven", *small, SHARED, "trainer.batch_tokens=96", "trainer.micro_batch=1")
     said = train_on(4, [*runs, uneven], tmp_path, user_environment).stdout
@@ -122,6 +127,29 @@ def test_four_ranks_share_sequences_and_batches(started, user_environment, small
     check_same(tmp_path, "documents one", "by four")
     check_same(tmp_path, "one", "two by two")
     check_same(tmp_path, "documents one", "two by two, full")
+    check_same(tmp_path, "one", "gathered")
+    check_same(tmp_path, "one", "optimizer")
+    check_same(tmp_path, "modern one", "modern")
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    assert losses(tmp_path / "bf16") != pytest.approx(losses(tmp_path / "one"), rel=1e-7)  # rounded it was
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_sequences_shared_or_whole(started, user_environment, tiny, tmp_path):
+    """One rank, two that share each sequence, one, four with the model in parts, and two with both."""
+    steady = [*tiny, "optimizer.lr=1e-2", "schedule=constant", "attention=naive", "trainer.micro_batch=1"]
+    steady.append("schedule.warmup_fraction=0")
+    until = {
+        steps: [*steady, "trainer.resume=auto", f"trainer.steps={steps}"] for steps in (4, 8, 12, 16, 20)
+    }
+    full = "parallel.shard=full"
+    assert started(train.main, *steady, "trainer.steps=20", "hydra.run.dir=whole") == 0
+    assert started(train.main, *until[4], "hydra.run.dir=run") == 0
+    train_on(2, [run("run", *until[8], SHARED)], tmp_path, user_environment)
+    assert started(train.main, *until[12], "hydra.run.dir=run") == 0
+    train_on(4, [run("run", *until[16], full)], tmp_path, user_environment)
+    train_on(2, [run("run", *until[20], full, SHARED)], tmp_path, user_environment)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
 @pytest.mark.parametrize(
