@@ -383,6 +383,7 @@ def test_compiled_ranks_train_as_eager_ones(user_environment, tiny, tmp_path):
         "none": [],
         "again": ["parallel.recompute=attention_kept"],
         "full": ["parallel.shard=full", "parallel.recompute=block"],
+        "optimizer": ["parallel.shard=optimizer"],
     }
     compiled = [run(name, *small, "trainer.compile=true", *mode) for name, mode in modes.items()]
     train_on(2, [run("eager", *small), *compiled], tmp_path, user_environment)
