@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from data.loader import Corpus
 from data.tokenizer import findable, load_tokenizer
-from kernels import attention_tier, bind, breaks_graph, resolve_attention, why_portable
+from kernels import attention_tier, bind, breaks_graph, why_portable
 from model.gpt import GPT, AttentionFn
 from model.modern import build_gpt
 from model.part import compute_part
@@ -27,7 +27,7 @@ from .init_from import InitialWeights, initial_weights
 from .layers import make_gpt, resolve_layers
 from .parallel.blocks import check_recompute
 from .parallel.config import Shard
-from .parallel.context import attention_name, check_context, in_ring, part_of, resolve_gather_keys
+from .parallel.context import attention_of, check_context, in_ring, part_of, resolve_gather_keys
 from .parallel.mesh import Layout, check_shard, layout
 from .parallel.shard import blocks_at_once
 from .precision import resolve_precision
@@ -214,8 +214,9 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
         "cu_seqlens": config.data.document_mask or None,
         "precise_delta": bool(config.attention.precise_delta),
     }
-    name, attention = resolve_attention(attention_name(config, ranks.device), **request)
-    check_recompute(config.parallel.recompute, name)
+    resolve = partial(attention_of, config, **request)
+    name, attention = resolve(config.attention.name)
+    check_recompute(config.parallel.recompute, name, resolve)
     if config.attention.precise_delta is None:
         request["precise_delta"] = _drifts(config, name, dtype)
     shape = {"length": config.model.seq_len // place.context_size, "heads": micro_batch * config.model.n_head}

@@ -1,6 +1,7 @@
 """Ranks that share each sequence train, evaluate and sample as one rank does; what they cannot is refused."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ import torch
 import train
 from tests.conftest import losses, measured
 from tests.training.ranks import run, train_on
+from training import plan
 from training.checkpoint import find, load_weights
+from training.command_line import composed
+from training.distributed import World
+from training.parallel.mesh import Layout
 
 SHARED = "parallel.context=2"
 DOCUMENTS = "data.document_mask=true"
@@ -55,7 +60,7 @@ def test_two_ranks_that_share_each_sequence_train_as_one(started, user_environme
             *(SHARED, "model.seq_len=30", "trainer.batch_tokens=240"),
         ],
         "has no dropout; use model.dropout=0": [SHARED, "model.dropout=0.1"],
-        "attention=flash or naive, not sdpa": [SHARED, "attention=sdpa"],
+        "parallel.context=2 has no attention=sdpa; use attention=naive": [SHARED, "attention=sdpa"],
         "has no window; leave model.window out": [SHARED, "model.window=8"],
         "gather_keys has no data.document_mask; leave one of them out": [SHARED, GATHERED, DOCUMENTS],
         "has no precise_delta": [SHARED, "attention=naive", "attention.precise_delta=true"],
@@ -107,9 +112,14 @@ def test_four_ranks_share_sequences_and_batches(started, user_environment, small
         "by four": ["parallel.context=4", DOCUMENTS],
         "two by two": [SHARED, "trainer.micro_batch=1"],
         "two by two, full": [SHARED, "parallel.shard=full", DOCUMENTS],
+        "gathered": ["parallel.context=4", GATHERED],
+        "optimizer": [SHARED, "parallel.shard=optimizer"],
+        "bf16": [SHARED, "parallel.gradient_dtype=bf16"],
+        "modern": [SHARED, *MODERN],
     }
     assert started(train.main, *small, "attention=naive", "hydra.run.dir=one") == 0
     assert started(train.main, *small, "attention=naive", DOCUMENTS, "hydra.run.dir=documents one") == 0
+    assert started(train.main, *small, "attention=naive", *MODERN, "hydra.run.dir=modern one") == 0
     runs = [run(name, *small, *mode) for name, mode in modes.items()]
     uneven = run("uneven", *small, SHARED, "trainer.batch_tokens=96", "trainer.micro_batch=1")
     said = train_on(4, [*runs, uneven], tmp_path, user_environment).stdout
@@ -117,6 +127,64 @@ def test_four_ranks_share_sequences_and_batches(started, user_environment, small
     check_same(tmp_path, "documents one", "by four")
     check_same(tmp_path, "one", "two by two")
     check_same(tmp_path, "documents one", "two by two, full")
+    check_same(tmp_path, "one", "gathered")
+    check_same(tmp_path, "one", "optimizer")
+    check_same(tmp_path, "modern one", "modern")
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    assert losses(tmp_path / "bf16") != pytest.approx(losses(tmp_path / "one"), rel=1e-7)  # rounded it was
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_sequences_shared_or_whole(started, user_environment, tiny, tmp_path):
+    """One rank, two that share each sequence, one, four with the model in parts, and two with both."""
+    steady = [*tiny, "optimizer.lr=1e-2", "schedule=constant", "attention=naive", "trainer.micro_batch=1"]
+    steady.append("schedule.warmup_fraction=0")
+    until = {
+        steps: [*steady, "trainer.resume=auto", f"trainer.steps={steps}"] for steps in (4, 8, 12, 16, 20)
+    }
+    full = "parallel.shard=full"
+    assert started(train.main, *steady, "trainer.steps=20", "hydra.run.dir=whole") == 0
+    assert started(train.main, *until[4], "hydra.run.dir=run") == 0
+    train_on(2, [run("run", *until[8], SHARED)], tmp_path, user_environment)
+    assert started(train.main, *until[12], "hydra.run.dir=run") == 0
+    train_on(4, [run("run", *until[16], full)], tmp_path, user_environment)
+    train_on(2, [run("run", *until[20], full, SHARED)], tmp_path, user_environment)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "instead"),
+    [
+        (["parallel.context=3"], "nearest: parallel.context=2", ["parallel.context=2"]),
+        ([SHARED, "model.seq_len=30"], "nearest: 28 or 32", [SHARED, "model.seq_len=28"]),
+        ([SHARED, "attention=sdpa"], "use attention=naive", [SHARED, "attention=naive"]),
+        ([SHARED, "attention=flash"], "use attention=naive", [SHARED, "attention=naive"]),
+        (
+            [SHARED, "attention.tier=hopper"],
+            "attention.tier=hopper applies to flash only, which cannot be used here: ",
+            [SHARED],
+        ),
+        (
+            [SHARED, "parallel.recompute=attention_kept"],
+            "not naive; use parallel.recompute=block",
+            [SHARED, "parallel.recompute=block"],
+        ),
+        (
+            ["parallel.recompute=attention_kept", "attention=naive"],
+            "not naive; use attention=sdpa or sdpa_flash, or parallel.recompute=block",
+            ["parallel.recompute=attention_kept", "attention=sdpa_flash"],
+        ),
+    ],
+)
+def test_what_a_refusal_names_instead_is_accepted(monkeypatch, settings, said, instead):
+    """As two ranks on a CPU check it, without the tests' interpreter, in which flash would run."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(plan, "layout", lambda *_: Layout())
+    ranks = World(torch.device("cpu"), size=2, launched=True)
+    small = ["model.seq_len=32", "trainer.batch_tokens=13440"]  # a multiple of 28 and of 30, too
+    with pytest.raises(ValueError, match=re.escape(said)):
+        plan.checked(composed(*small, *settings), ranks)
+    plan.checked(composed(*small, *instead), ranks)
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,16 @@ OTHERS = {
 def assert_trains_as_one(started, user_environment, tiny, tmp_path):
     """Train in these modes on so many ranks, compare each with one process, and run others; what ranks printed."""
 
-    def assert_trains_as_one(ranks: int, modes: dict[str, list[str]], others: list[list[str]]) -> str:
+    def assert_trains_as_one(
+        ranks: int, modes: dict[str, list[str]], others: list[list[str]], *settings: str
+    ) -> str:
         small = [
             *tiny,
             "trainer.micro_batch=1",
             "trainer.grad_clip=0.5",
             "model.n_layer=3",  # two at once leave one
             "trainer.eval_every=6",
+            *settings,
         ]
         assert started(train.main, *small, "hydra.run.dir=one") == 0
         runs = [run(name, *small, *mode) for name, mode in modes.items()]
@@ -101,6 +104,18 @@ def test_two_ranks_train_as_one_in_the_other_modes(assert_trains_as_one):
 @pytest.mark.slow
 def test_four_ranks_train_evaluate_and_sample_as_one_does_whatever_they_hold(assert_trains_as_one):
     assert_trains_as_one(4, QUICK | OTHERS, [])
+
+
+@pytest.mark.slow
+def test_three_ranks_train_as_one_though_they_divide_no_parameter(assert_trains_as_one, tiny, tmp_path):
+    """FSDP pads the parts. Ranks that share sequences would have to divide three."""
+    settings = ["trainer.batch_tokens=192", "model.n_kv_head=1"]  # three divide the rows of equal q, k and v
+    shared = run("shared", *tiny, *settings, "parallel.context=2")
+    said = assert_trains_as_one(3, {"full": ["parallel.shard=full"]}, [shared], *settings)
+    assert (
+        "refused shared: parallel.context=2 does not divide the 3 ranks; nearest: parallel.context=1." in said
+    )
+    assert all(len(weight) % 3 for weight in load_weights(find(tmp_path / "one"), "cpu").values())
 
 
 @pytest.mark.slow
@@ -331,7 +346,10 @@ def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_i
     ("settings", "said"),
     [
         (["parallel.shard=full"], "splits the model over the ranks of torchrun, and this is one process"),
-        (["parallel.recompute=attention_kept", "attention=naive"], "not naive: flash, sdpa, sdpa_flash, "),
+        (
+            ["parallel.recompute=attention_kept", "attention=naive"],
+            "not naive; use attention=flash or sdpa or sdpa_flash, or ",
+        ),
         (["parallel.gradient_dtype=bf16"], "parallel.gradient_dtype is read with torchrun only"),
         (["parallel.timeout=0"], "parallel.timeout is 0.0; it must be above 0 seconds"),
         (
@@ -365,6 +383,7 @@ def test_compiled_ranks_train_as_eager_ones(user_environment, tiny, tmp_path):
         "none": [],
         "again": ["parallel.recompute=attention_kept"],
         "full": ["parallel.shard=full", "parallel.recompute=block"],
+        "optimizer": ["parallel.shard=optimizer"],
     }
     compiled = [run(name, *small, "trainer.compile=true", *mode) for name, mode in modes.items()]
     train_on(2, [run("eager", *small), *compiled], tmp_path, user_environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from kernels import AttentionError
 from model.gpt import GPT
 
 from ..config import ConfigError
@@ -22,13 +24,23 @@ _ONE_OPERATOR = ("flash", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 _OPERATORS = ("flash_forward", "ring_forward", "_scaled_dot_product_", "_varlen_attn")
 
 
-def check_recompute(how: Recompute, attention: str) -> None:
-    """Raise ConfigError where the attention has no result to keep."""
-    if how is Recompute.attention_kept and attention not in _ONE_OPERATOR:
-        raise ConfigError(
-            f"parallel.recompute=attention_kept needs an attention that is one operator, not {attention}: "
-            f"{', '.join(_ONE_OPERATOR)}; or use parallel.recompute=block."
-        )
+def check_recompute(how: Recompute, attention: str, resolve: Callable[[str], object]) -> None:
+    """Raise ConfigError where the attention has no result to keep.
+
+    resolve: takes an attention's name; raises AttentionError if that cannot be used either.
+    """
+    if how is not Recompute.attention_kept or attention in _ONE_OPERATOR:
+        return
+    able = []
+    for name in _ONE_OPERATOR:
+        with suppress(AttentionError):
+            resolve(name)
+            able.append(name)
+    others = f"attention={' or '.join(able)}, or " if able else ""
+    raise ConfigError(
+        f"parallel.recompute=attention_kept needs an attention that is one operator, not {attention}; "
+        f"use {others}parallel.recompute=block."
+    )
 
 
 def recompute(model: GPT, how: Recompute) -> None:

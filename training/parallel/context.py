@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kernels import AttentionFn
+from kernels import AttentionError, AttentionFn, resolve_attention
 from kernels.ring import gathers_keys, ring_attention
 from kernels.ring.blocks import chunks_of
 from model.gpt import GPT
@@ -55,15 +53,26 @@ def check_context(config: Config, ranks: World) -> None:
         raise ConfigError("parallel.gather_keys has no data.document_mask; leave one of them out.")
     if config.attention.precise_delta:
         raise ConfigError(f"{asked} has no precise_delta; use attention.precise_delta=false.")
-    if config.attention.name not in ("auto", *ATTENTIONS):
-        raise ConfigError(f"{asked} runs with attention=flash or naive, not {config.attention.name}.")
 
 
-def attention_name(config: Config, device: torch.device) -> str:
-    """The attention to ask for: `auto` takes one that can be a ring's."""
-    if config.parallel.context == 1 or config.attention.name != "auto":
-        return config.attention.name
-    return "flash" if device.type == "cuda" else "naive"
+def attention_of(config: Config, name: str, **request: Any) -> tuple[str, AttentionFn]:
+    """As kernels.resolve_attention; what ranks that share sequences get or are told to use is one of ATTENTIONS."""
+    if config.parallel.context == 1:
+        return resolve_attention(name, **request)
+    ours = "flash" if request["device"].type == "cuda" else "naive"
+    if name not in ("auto", *ATTENTIONS):
+        raise AttentionError(
+            f"parallel.context={config.parallel.context} has no attention={name}; use attention={ours}"
+        )
+    if name == "auto" and request["tier"] == "auto":  # any other tier is one of flash
+        name = ours
+    try:
+        return resolve_attention(name, **request)
+    except AttentionError as error:
+        reason, use, nearest = str(error).rpartition("; use attention=")
+        if not use or nearest in ATTENTIONS:
+            raise
+        raise AttentionError(f"{reason}{use}naive") from None  # it refuses nothing but a tier
 
 
 def resolve_gather_keys(config: Config, place: Layout, micro_batch: int) -> bool:
