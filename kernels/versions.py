@@ -32,9 +32,6 @@ def kernels_lack() -> str | None:
     """What our Triton kernels would need of the installed torch and triton, or None. Imports triton."""
     if importlib.util.find_spec("triton") is None:
         return f"triton, which is not installed ({remedy()})"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if interpreted and importlib.util.find_spec("numpy") is None:  # triton could not be imported
-        return "numpy, which TRITON_INTERPRET=1 computes with (pip install numpy)"
     import triton
 
     oldest, own = next(iter(PAIRS)), _triton_of(torch.__version__)
@@ -44,11 +41,8 @@ def kernels_lack() -> str | None:
         return (
             f"triton {own} or newer beside torch {torch.__version__}, not {triton.__version__} ({remedy()})"
         )
-    if interpreted and numbers_of(triton.__version__) < (
-        3,
-        7,
-    ):  # it makes a number of an array to count a loop
-        import numpy
+    if os.environ.get("TRITON_INTERPRET") == "1" and numbers_of(triton.__version__) < (3, 7):
+        import numpy  # of whose arrays that interpreter makes numbers, to count a loop
 
         if numbers_of(numpy.__version__) >= (2, 4):
             return (

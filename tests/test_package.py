@@ -143,7 +143,7 @@ print(name, trained, importlib.util.find_spec("tilegpt.kernels").origin)
 
 @pytest.mark.slow
 def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(installed, tmp_path):
-    """Compiling a kernel for a GPU shows that triton is enough; data says what it needs besides."""
+    """Compiling a kernel for a GPU shows that triton is enough; data and the interpreter say what they need."""
     python = installed("torch", "triton")
     used = python("-c", USE)
     assert used.returncode == 0, used.stderr
@@ -154,6 +154,12 @@ def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(instal
     report = python("-m", "tilegpt.kernels.compile_report", *kernel)
     assert "0 of 1 must not ship" in report.stdout, report.stderr
 
+    interpreter = (
+        "import os; os.environ['TRITON_INTERPRET'] = '1'; from tilegpt.kernels.layers.mlp import mlp"
+    )
+    assert python("-c", interpreter).stderr.endswith(
+        "Error: TRITON_INTERPRET=1 needs NumPy (pip install numpy)\n"
+    )
     lacking = r"not installed: numpy, tiktoken, .*\(pip install .* 'tilegpt\[data\]'\)\n"
     imported = python("-c", "import tilegpt.data.corpora")
     assert re.search(rf"\nModuleNotFoundError: {lacking}$", imported.stderr)
