@@ -11,6 +11,17 @@
 Importing this package imports nothing heavy.
 """
 
+import sys
+from importlib.util import find_spec
+
+# `datasets` and `zstandard` are needed by some sources alone.
+if missing := [name for name in ("numpy", "tiktoken", "filelock", "tqdm") if find_spec(name) is None]:
+    hint = f"not installed: {', '.join(missing)} (pip install -r requirements.txt, or 'tilegpt[data]')"
+    # `python -m data.inspect` loads this package before the module: an import raises, a command ends with one line.
+    if any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
+        sys.exit(f"error: {hint}")
+    raise ModuleNotFoundError(hint, name=missing[0])
+
 __all__ = ["DataError"]
 
 

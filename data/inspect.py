@@ -13,19 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from . import DataError
 from .files import readable
+from .loader import Corpus, TokenSplit
 from .manifest import corpus_folder
 from .progress import ConsoleProgress, Progress
+from .repair import rebuild_shard
 from .workers import cpu_count
-
-try:
-    import numpy as np
-
-    from .loader import Corpus, TokenSplit
-    from .repair import rebuild_shard
-except ModuleNotFoundError as error:
-    sys.exit(f"error: not installed: {error.name} (pip install -r requirements.txt, or 'tilegpt[data]')")
 
 _SHOWN_CHARACTERS = 300
 _ENOUGH_TOKENS = 4 * (_SHOWN_CHARACTERS + 1)  # a token has at least a byte, and a character at most four

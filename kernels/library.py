@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import documents
 from .arguments import check_dropout, check_inputs, check_scale, in_autocast_dtype, refuse_features
 from .registry import AttentionError, AttentionRequest, refusal_of_call, register_attention
+from .versions import cuda_not
 
 HALF = (torch.float16, torch.bfloat16)
 NO_KERNEL = ("No available kernel", "No viable backend")  # SDPA's errors where the forced backend cannot run
@@ -210,7 +211,7 @@ def _breaks(request: AttentionRequest) -> bool:
 
 
 def needs_cuda(request: AttentionRequest) -> str | None:
-    return None if request.device.type == "cuda" else f"it needs a CUDA device, not {request.device.type}"
+    return None if request.device.type == "cuda" else f"it needs {cuda_not(request.device.type)}"
 
 
 for _name, _refuses in (

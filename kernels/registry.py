@@ -7,7 +7,7 @@ package only what one of them alone can do names it: be cut into a ring, keep it
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -223,8 +223,13 @@ def _refusal(name: str, request: AttentionRequest) -> AttentionError | None:
     """What cannot be done, why, and the nearest backend that can; None if `name` can serve the request."""
     if (reason := _reason(name, request)) is None:
         return None
-    able = _able(request)
-    nearest = f"; use attention={able[0]}" if able else ""
+    able, without = _able(request), ""
+    plain = replace(request, tier="auto")
+    if (
+        not able and request.tier != "auto" and _reason(name, plain)
+    ):  # the tier is not all that stands in the way
+        able, without = _able(plain), " without attention.tier"
+    nearest = f"; use attention={able[0]}{without}" if able else ""
     return AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
 
 

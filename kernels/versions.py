@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 
 import torch
@@ -19,6 +20,7 @@ PAIRS = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.
 VERIFIED_TRITON = ("3.7.1", "3.8.0", "3.9.0")
 # They compile from this release on, where hopper/primitives.py knows what changed.
 OLDEST_GLUON = (3, 7)
+INTERPRET = " (TRITON_INTERPRET=1 interprets it, slowly)"  # of what needs a GPU
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
@@ -39,6 +41,14 @@ def kernels_lack() -> str | None:
         return (
             f"triton {own} or newer beside torch {torch.__version__}, not {triton.__version__} ({remedy()})"
         )
+    if os.environ.get("TRITON_INTERPRET") == "1" and numbers_of(triton.__version__) < (3, 7):
+        import numpy  # of whose arrays that interpreter makes numbers, to count a loop
+
+        if numbers_of(numpy.__version__) >= (2, 4):
+            return (
+                f"numpy before 2.4 in the interpreter of triton {triton.__version__}, not {numpy.__version__} "
+                "(pip install 'numpy<2.4')"
+            )
     return None
 
 
@@ -77,6 +87,15 @@ def no_cuda() -> str | None:
     except (RuntimeError, AssertionError) as error:
         return f"torch {torch.__version__} finds no usable CUDA driver: {_first_sentence(error)}"
     return "torch sees no CUDA device (is CUDA_VISIBLE_DEVICES empty?)"
+
+
+def cuda_not(device_type: str, how_else: str = "") -> str:
+    """What a kernel needs that cannot run on such a device, and of a CPU why there is no other.
+
+    how_else: how it runs there all the same, in parentheses.
+    """
+    because = f": {lacking}" if device_type == "cpu" and (lacking := no_cuda()) else ""
+    return f"a CUDA device, not {device_type}{how_else}{because}"
 
 
 def mismatched_libraries() -> str | None:

@@ -1,5 +1,6 @@
 """What pip installs, and examples/ that use it."""
 
+import itertools
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import model
 
 ROOT = Path(__file__).parents[1]
 LEAVES = ("model", "kernels", "data")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_the_wheel_contains_every_package_of_model_kernels_and_data():
@@ -75,18 +78,50 @@ def test_the_wheel_contains_what_runs_and_no_more(wheel):
     assert not [name for name in names if re.search("benchmark|test_|LOG", name)]
 
 
-def closure(*packages: str) -> set[str]:
-    """The distributions that pip installs for `packages`."""
-    found, left = set(), list(packages)
+def closure(*requirements: str) -> set[str]:
+    """The distributions that pip installs for `requirements`."""
+    found, left = set(), list(map(Requirement, requirements))
     while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            needed = map(Requirement, distribution(name).requires or [])
-            left += [
-                each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
-            ]
-    return found
+        wanted = left.pop()
+        for extra in {"", *wanted.extras}:
+            if (wanted.name, extra) not in found:
+                found.add((wanted.name, extra))
+                needed = map(Requirement, distribution(wanted.name).requires or [])
+                left += [
+                    each for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})
+                ]
+    return {name for name, _ in found}
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def installed(wheel: Path, tmp_path: Path) -> Callable[..., Run]:
+    """Python in a fresh environment with the wheel and what some requirements install; it runs in another folder."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    links = tmp_path / "links"
+    links.mkdir()
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "links.pth").write_text(str(links))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        isolated = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        command = [python, "-W", "ignore", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=isolated, capture_output=True, text=True)
+
+    def beside(*requirements: str) -> Run:
+        for package in closure(*requirements):  # instead of installing a second copy of 700 MB or more
+            files = distribution(package)
+            for top in {Path(str(file)).parts[0] for file in files.files} - {"..", "__pycache__"}:
+                (links / top).is_symlink() or (links / top).symlink_to(files.locate_file(top))
+        return run
+
+    return beside
 
 
 USE = """
@@ -107,35 +142,67 @@ print(name, trained, importlib.util.find_spec("tilegpt.kernels").origin)
 
 
 @pytest.mark.slow
-def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(wheel, tmp_path):
-    """In a fresh environment, from another folder; compiling a kernel for a GPU shows that triton is enough."""
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    python = environment / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel]
-    subprocess.run(install, check=True, capture_output=True)
-    links = tmp_path / "links"
-    links.mkdir()
-    for package in closure("torch", "triton"):  # instead of installing a second copy of 700 MB or more
-        installed = distribution(package)
-        for top in {Path(str(file)).parts[0] for file in installed.files} - {"..", "__pycache__"}:
-            (links / top).is_symlink() or (links / top).symlink_to(installed.locate_file(top))
-    (site,) = environment.glob("lib/python*/site-packages")
-    (site / "links.pth").write_text(str(links))
-
-    def run(*arguments: str) -> str:
-        isolated = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-        done = subprocess.run(
-            [python, "-W", "ignore", *arguments], cwd=tmp_path, env=isolated, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    name, trained, origin = run("-c", USE).split()
+def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(installed, tmp_path):
+    """Compiling a kernel for a GPU shows that triton is enough; data and the interpreter say what they need."""
+    python = installed("torch", "triton")
+    used = python("-c", USE)
+    assert used.returncode == 0, used.stderr
+    name, trained, origin = used.stdout.split()
     assert (name, trained) == ("sdpa", "True")
-    assert Path(origin).is_relative_to(environment)
+    assert Path(origin).is_relative_to(tmp_path / "environment")
     kernel = ["--kernel", "flash1_forward", "--arch", "80", "--head-dim", "64"]
-    assert "0 of 1 must not ship" in run("-m", "tilegpt.kernels.compile_report", *kernel)
+    report = python("-m", "tilegpt.kernels.compile_report", *kernel)
+    assert "0 of 1 must not ship" in report.stdout, report.stderr
+
+    interpreter = (
+        "import os; os.environ['TRITON_INTERPRET'] = '1'; from tilegpt.kernels.layers.mlp import mlp"
+    )
+    assert python("-c", interpreter).stderr.endswith(
+        "Error: TRITON_INTERPRET=1 needs NumPy (pip install numpy)\n"
+    )
+    lacking = r"not installed: numpy, tiktoken, .*\(pip install .* 'tilegpt\[data\]'\)\n"
+    imported = python("-c", "import tilegpt.data.corpora")
+    assert re.search(rf"\nModuleNotFoundError: {lacking}$", imported.stderr)
+    inspected = python("-m", "tilegpt.data.inspect", "tokens")
+    assert (inspected.returncode, inspected.stdout) == (1, "")
+    assert re.fullmatch(f"error: {lacking}", inspected.stderr)
+
+
+PREPARE = """
+import importlib.util
+import datasets, zstandard
+from tilegpt.data.corpora import make_corpus
+from tilegpt.data.prepare import prepare
+
+for absent in "torch", "triton", "hydra", "wandb":
+    assert importlib.util.find_spec(absent) is None, absent
+corpus = prepare(make_corpus("text_files", files="*.txt", separator="/"), "bytes", "tokens", val_fraction=0.25)
+print(corpus.directory)
+"""
+
+
+@pytest.mark.slow
+def test_data_prepares_and_inspects_a_corpus_from_the_wheel_with_its_extra(installed, tmp_path):
+    python = installed(*PROJECT["optional-dependencies"]["data"])
+    (tmp_path / "text.txt").write_text("once/upon/a/time")
+    prepared = python("-c", PREPARE)
+    assert prepared.returncode == 0, prepared.stderr
+    inspected = python("-m", "tilegpt.data.inspect", prepared.stdout.strip())
+    assert inspected.returncode == 0, inspected.stderr
+    assert re.search(r"^tokenizer +bytes, 257 tokens", inspected.stdout, re.MULTILINE)
+    assert "validation document 0: " in inspected.stdout
+
+
+def test_the_package_takes_what_a_checkout_is_tested_with():
+    """Each line of requirements.txt, but for the tests' own, is in pyproject.toml; torch's pair in a wider range."""
+    lines = (ROOT / "requirements.txt").read_text().partition("# tests")[0].splitlines()
+    ranges = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
+    offered = {each.name: each.specifier for each in map(Requirement, ranges)}
+    for ours in (Requirement(line) for line in lines if not line.startswith("#")):
+        assert ours.name in offered
+        theirs = offered[ours.name]
+        pinned = [each.version for each in ours.specifier if each.operator == "=="]
+        assert theirs == ours.specifier or (pinned and theirs.contains(pinned[0])), ours
 
 
 def test_lazily_imported_names_are_in_all_and_dir():

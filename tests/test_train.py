@@ -296,7 +296,7 @@ def test_without_its_requirements_a_command_names_them_in_one_line(command):
         ("-m reproduce attention --tiny", "torch"),
         ("-m reproduce compare runs", "jinja2"),
         ("-m benchmarks scaling", "torch"),
-        ("-m data.inspect corpus", "numpy"),
+        ("-m data.inspect corpus", "numpy, tiktoken, filelock, tqdm"),
         ("-m kernels.compile_report", "torch"),
         ("-m kernels.tune", "torch"),
         ("-m kernels.hub folder", "torch"),

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 from data import DataError
@@ -192,7 +193,9 @@ def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torc
     path = checkpoint / (PARTS if in_parts(checkpoint) else WEIGHTS)
     if not path.exists() and (checkpoint / OLD_WEIGHTS).is_file():
         path = checkpoint / OLD_WEIGHTS
-    with _readable(path):
+    if path.name == PARTS:
+        _check_parts(checkpoint)
+    with _readable(path, checkpoint):
         if path.name == PARTS:
             weights = {name: weight.to(device) for name, weight in parts.read_weights(path).items()}
         elif path.name == OLD_WEIGHTS:
@@ -206,9 +209,26 @@ def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torc
 def load_parts(checkpoint: Path, into: dict[str, torch.Tensor]) -> None:
     """Fill `parts.tensors` from a checkpoint that is in parts; raises as `load_weights`."""
     path = checkpoint / PARTS
-    with _readable(path):
+    _check_parts(checkpoint)
+    with _readable(path, checkpoint):
         parts.read(path, into)
     _check_finite(path, into)
+
+
+def _check_parts(checkpoint: Path) -> None:
+    """Raise ConfigError if a file of the parts is missing or cut short: what torch says of it names no file."""
+    folder = checkpoint / PARTS
+    if not parts.is_whole(folder):
+        raise ConfigError(f"{folder} has lost .metadata, which lists the parts; {_remedy(checkpoint)}.")
+    ends: dict[Path, int] = {}
+    with _readable(folder / ".metadata", checkpoint, Exception):  # unpickling damaged bytes can raise any
+        for part in FileSystemReader(folder).read_metadata().storage_data.values():
+            file = folder / part.relative_path
+            ends[file] = max(ends.get(file, 0), part.offset + part.length)
+    for file, end in ends.items():
+        with _readable(file, checkpoint):
+            if (size := file.stat().st_size) < end:
+                raise EOFError(f"it ends at byte {size:,} of {end:,}")
 
 
 def _check_finite(path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -225,22 +245,24 @@ def not_finite(weights: dict[str, torch.Tensor]) -> str | None:
 def load_training(checkpoint: Path) -> dict[str, Any]:
     """All else that was saved, on the CPU; a tensor is read only when it is used."""
     path = checkpoint / "training.pt"
-    with _readable(path):
+    with _readable(path, checkpoint):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def in_parts(checkpoint: Path) -> bool:
     """Whether the ranks of a sharded run wrote it."""
-    return parts.is_whole(checkpoint / PARTS)
+    return (checkpoint / PARTS).is_dir()
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _readable(path: Path, checkpoint: Path, *others: type[Exception]) -> Iterator[None]:
+    """Turn what reading a damaged file of a checkpoint raises, and `others`, into one line."""
     try:
         yield
-    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        reason = (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
-        raise ConfigError(f"{path} cannot be read ({reason}); {_remedy(path.parent)}.") from error
+    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError, *others) as error:
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = said.split(". ")[0].splitlines()[0].rstrip(".")
+        raise ConfigError(f"{path} cannot be read ({reason}); {_remedy(checkpoint)}.") from error
 
 
 def _remedy(checkpoint: Path) -> str:

@@ -332,6 +332,8 @@ class Config:
 
     def accumulation_steps(self, world_size: int) -> tuple[int, int]:
         """(micro-steps per optimizer step, sequences per micro-step and rank) that make up the global batch."""
+        from .console import plural
+
         seq_len = self.model.seq_len
         sequences = self.trainer.batch_tokens // seq_len
         if sequences % world_size:
@@ -339,8 +341,9 @@ class Config:
             ranks = "ranks" if share == 1 else f"groups of {share} ranks"
             able = seq_len * world_size * (self.trainer.micro_batch or 1)
             raise ConfigError(
-                f"trainer.batch_tokens={self.trainer.batch_tokens} is {sequences} sequences, which {world_size} "
-                f"{ranks} cannot share equally; nearest: {nearest_multiples(self.trainer.batch_tokens, able)}."
+                f"trainer.batch_tokens={self.trainer.batch_tokens} is {plural(sequences, 'sequence')}, which "
+                f"{world_size} {ranks} cannot share equally; "
+                f"nearest: {nearest_multiples(self.trainer.batch_tokens, able)}."
             )
         per_rank = sequences // world_size
         micro_batch = self.trainer.micro_batch or per_rank
@@ -351,8 +354,8 @@ class Config:
                 *[n for n in divisors if n > micro_batch][:1],
             ]
             raise ConfigError(
-                f"trainer.micro_batch={micro_batch} does not divide the {per_rank} sequences that each rank gets "
-                f"of a batch of {self.trainer.batch_tokens} tokens; nearest: {' or '.join(map(str, near))}."
+                f"trainer.micro_batch={micro_batch} does not divide the {plural(per_rank, 'sequence')} that each "
+                f"rank gets of a batch of {self.trainer.batch_tokens} tokens; nearest: {' or '.join(map(str, near))}."
             )
         return per_rank // micro_batch, micro_batch
 

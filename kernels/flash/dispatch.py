@@ -21,7 +21,7 @@ import torch
 from ..arguments import BLOCK_MASK_SIZE
 from ..features import FEATURES
 from ..registry import AttentionError, AttentionRequest
-from ..versions import gluon_lacks, kernels_lack, no_cuda
+from ..versions import INTERPRET, cuda_not, gluon_lacks, kernels_lack
 from .call import Options, Tensors
 
 TIERS = ("auto", "triton", "hopper")
@@ -204,10 +204,7 @@ def refuses_kernels(request: AttentionRequest) -> str | None:
 def refuses_inputs(device: torch.device, dtype: torch.dtype, head_dim: int, interpreted: bool) -> str | None:
     """The reason why our kernels cannot take such tensors, or None. interpreted: Triton runs in its interpreter."""
     if device.type != "cuda" and not interpreted:
-        because = f": {lacking}" if device.type == "cpu" and (lacking := no_cuda()) else ""
-        return (
-            f"it needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 interprets it, slowly){because}"
-        )
+        return f"it needs {cuda_not(device.type, INTERPRET)}"
     if dtype not in DTYPES:
         return f"it takes float16, bfloat16 and float32, not {dtype}"
     if interpreted and dtype is torch.bfloat16:

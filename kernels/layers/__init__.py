@@ -20,7 +20,7 @@ import os
 import torch
 
 from ..registry import AttentionError
-from ..versions import kernels_lack
+from ..versions import INTERPRET, cuda_not, kernels_lack
 
 
 class FusedError(AttentionError):
@@ -36,5 +36,5 @@ def check_fused(device: torch.device, option: str) -> None:
 def lacking(device_type: str) -> str | None:
     """What our Triton kernels need and lack here, or None."""
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"a CUDA device, not {device_type} (TRITON_INTERPRET=1 interprets it, slowly)"
+        return cuda_not(device_type, INTERPRET)
     return kernels_lack()

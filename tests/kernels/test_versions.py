@@ -5,6 +5,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import triton
@@ -54,6 +55,21 @@ def test_a_pair_that_is_too_old_is_refused(monkeypatch, torch_version, triton_ve
         kernels.resolve_attention("flash", **ON_HOPPER)
     with pytest.raises(AttentionError, match=f"model.loss=fused needs .*{reason.removeprefix('it needs ')}"):
         layers.check_fused(torch.device("cuda"), "model.loss")
+
+
+def test_the_interpreter_beside_a_numpy_that_is_too_new_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(numpy, "__version__", "2.3.5")
+    assert versions.kernels_lack() is None
+    monkeypatch.setattr(numpy, "__version__", "2.4.0")
+    with pytest.raises(
+        AttentionError, match=r"needs numpy before 2\.4 in .* triton 3\.6\.0, not 2\.4\.0 \(pip install"
+    ):
+        layers.check_fused(torch.device("cpu"), "model.block")
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    assert versions.kernels_lack() is None
 
 
 @pytest.fixture
@@ -190,10 +206,17 @@ def test_torch_without_a_library_that_it_loads_ends_in_a_line(command, tmp_path)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_torch_without_cuda_is_named(monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(
-        AttentionError, match=r"not cpu .*: torch \S+ (is built without|finds no usable) CUDA"
+    why = r"not cpu.*: torch \S+ (is built without|finds no usable) CUDA.*"
+    cpu = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 64}
+    for name, tier, remedy in (
+        ("flash", "auto", "attention=sdpa"),
+        ("flash", "hopper", "attention=sdpa without attention.tier"),
+        ("fa4", "auto", "attention=sdpa"),
     ):
-        kernels.resolve_attention("flash", device="cpu", dtype=torch.float32, head_dim=64)
+        with pytest.raises(AttentionError, match=f"attention={name} cannot .*{why}; use {remedy}$"):
+            kernels.resolve_attention(name, tier=tier, **cpu)
+    with pytest.raises(AttentionError, match=f"model.block=fused needs .*{why}; use model.block=torch"):
+        layers.check_fused(torch.device("cpu"), "model.block")
     with pytest.raises(ConfigError, match=r"trainer.device=cuda: torch \S+ .*; or use trainer.device=cpu"):
         resolve_device("cuda")
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -117,6 +118,46 @@ def test_the_error_for_a_truncated_file_names_it_and_an_older_checkpoint(tmp_pat
     (newer / "weights.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"use the checkpoint before it, .*step-00000005"):
         checkpoint.load_weights(newer, "cpu")
+
+
+def cut(name, size):
+    def harm(parts):
+        (parts / name).write_bytes((parts / name).read_bytes()[:size])
+
+    return harm
+
+
+PART = "__0_0.distcp"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (cut(PART, 100), rf"parts/{PART} cannot be read \(it ends at byte 100 of \d,\d+\)"),
+        (
+            lambda parts: (parts / PART).unlink(),
+            rf"parts/{PART} cannot be read \(No such file or directory\)",
+        ),
+        (cut(".metadata", 100), r"parts/\.metadata cannot be read \(pickle data was truncated\)"),
+        (lambda parts: (parts / ".metadata").unlink(), r"parts has lost \.metadata, which lists the parts"),
+    ],
+    ids=["cut", "missing", "cut list", "no list"],
+)
+def test_of_a_checkpoint_in_parts_the_damaged_file_is_named(tmp_path, capfd, harm, said):
+    older, saved = save(tmp_path, 5), save(tmp_path, 10)
+    (saved / checkpoint.WEIGHTS).unlink()
+    dcp.save({"model.w": torch.full((4,), 3.0)}, checkpoint_id=saved / checkpoint.PARTS, no_dist=True)
+    into = {"model.w": torch.zeros(4)}
+    checkpoint.load_parts(saved, into)
+    assert into["model.w"].tolist() == checkpoint.load_weights(saved, "cpu")["w"].tolist() == [3.0] * 4
+
+    harm(saved / checkpoint.PARTS)
+    assert checkpoint.find(saved) == saved
+    for load in (lambda: checkpoint.load_weights(saved, "cpu"), lambda: checkpoint.load_parts(saved, into)):
+        with pytest.raises(ConfigError, match=f"{said}; use the checkpoint before it, {older}"):
+            load()
+    assert capfd.readouterr().err == ""  # torch would print where it looked for a list
 
 
 def test_the_pickled_weights_of_an_older_run_are_read(tmp_path):

@@ -72,6 +72,8 @@ def test_the_error_for_an_indivisible_batch_names_the_nearest_valid_sizes():
         with_batch(batch_tokens=256 * 16, micro_batch=4).accumulation_steps(6)
     with pytest.raises(ConfigError, match="nearest: 4 or 8"):
         with_batch(batch_tokens=256 * 16, micro_batch=5).accumulation_steps(1)
+    with pytest.raises(ConfigError, match="is 1 sequence, which 2 ranks cannot share equally; nearest: 512"):
+        with_batch(batch_tokens=256).accumulation_steps(2)
 
 
 def test_the_reference_has_every_setting_its_default_and_meaning_and_is_up_to_date():
