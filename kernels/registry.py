@@ -225,9 +225,8 @@ def _refusal(name: str, request: AttentionRequest) -> AttentionError | None:
         return None
     able, without = _able(request), ""
     plain = replace(request, tier="auto")
-    if (
-        not able and request.tier != "auto" and _reason(name, plain)
-    ):  # the tier is not all that stands in the way
+    # Where the tier is not all that stands in the way, it is left out of what is named instead.
+    if not able and request.tier != "auto" and _reason(name, plain):
         able, without = _able(plain), " without attention.tier"
     nearest = f"; use attention={able[0]}{without}" if able else ""
     return AttentionError(f"attention={name} cannot be used here: {reason}{nearest}")
