@@ -25,8 +25,8 @@ SOURCES += ("training", "ring")
 TIMED = ("time", "speed")  # kinds of samples
 HEADER = ("what", "ours", "aim", "status", "why")
 RULE = (
-    "Of several processes the worst decides. Beside other libraries an aim is missed where one is faster: its range "
-    "and ours do not overlap."
+    "Of several processes the worst decides. A time over the fastest library's, or another's, is missed only where "
+    "that is faster: its range and ours do not overlap."
 )
 
 
@@ -143,4 +143,4 @@ def rows(aims: list[Aim]) -> Iterator[list[str]]:
         met = [a for a in together if a.met]
         level = sum(a.level for a in met)
         why = f"{level} of them level: above 1x, but the ranges overlap" if level else ""
-        yield [name, f"{len(met)} of {len(together)} points", met[0].aim, MET, why]
+        yield [name, f"{len(met)} of {len(together)} passes", met[0].aim, MET, why]

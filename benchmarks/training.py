@@ -9,7 +9,7 @@ from reproduce.training_figures import mfu, rate
 
 from .aims import Aim, shown
 
-# Issue 31's aims: share of the GPU's peak at least, by model and sequences a forward; speed over nanoGPT's model.
+# The aims: share of the GPU's peak at least, by model and sequences a forward; speed over nanoGPT's model.
 MFU = {("gpt2_small", 64): 0.55, ("gpt2_small", 16): 0.51, ("gpt2_medium", 64): 0.57}
 OVER_NANOGPT = 1.15
 NANOGPTS = ((NANOGPT, "without biases, as it trains"), (NANOGPT_BIASES, "with GPT-2's biases"))

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 # `python -m kernels.tune` loads this package before the module: an import raises, but a command ends with one line.
 if find_spec("torch") is None and any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
     sys.exit("error: not installed: torch (pip install -r requirements.txt)")
-if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("numpy") is None:  # `import triton` would fail
+# In its interpreter `import triton` needs NumPy, and fails with more lines.
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") and not find_spec("numpy"):
     raise ModuleNotFoundError("TRITON_INTERPRET=1 needs NumPy (pip install numpy)", name="numpy")
 
 from . import fa4, flash, history, library, naive  # each registers its backends

@@ -252,9 +252,9 @@ def _judge_fastest(own: Results, others: Results, found: Verdicts) -> None:
     # The kernel without a mask is in both runs: it tells how far they differ apart from the blocks left out.
     apart = [took(sample, "dense").median / took(theirs, OURS).median for sample, theirs in pairs]
     why = (
-        f"faster than each; two runs, butterfly's in float16, the others' in {others['settings']['dtype']}; flash "
-        f"without a mask takes {min(apart):.2f}x to {max(apart):.2f}x as long in the first, and what does not hold "
-        "both with this factor and without is not judged"
+        f"faster than the fastest; two runs, butterfly's in float16, the others' in {others['settings']['dtype']}; "
+        f"flash without a mask takes {min(apart):.2f}x to {max(apart):.2f}x as long in the first, and a verdict that "
+        "this factor would change is not given"
     )
     for (sample, theirs), factor in zip(pairs, apart, strict=True):
         ours = took(sample, "butterfly")

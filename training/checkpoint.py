@@ -260,6 +260,7 @@ def _readable(path: Path, checkpoint: Path, *others: type[Exception]) -> Iterato
     try:
         yield
     except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError, *others) as error:
+        path = Path(getattr(error, "filename", None) or path)
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         reason = said.split(". ")[0].splitlines()[0].rstrip(".")
         raise ConfigError(f"{path} cannot be read ({reason}); {_remedy(checkpoint)}.") from error

@@ -53,7 +53,8 @@ def one_line_errors() -> Iterator[None]:
 
 def cannot_load(error: Exception) -> str:
     """What to say of an error in importing a torch whose libraries do not fit together; "" for another error."""
-    if ".so" not in str(error):
+    # The loader's errors name a library, then say why; those of files have a number.
+    if getattr(error, "errno", None) is not None or not re.search(r"\.so[.\d]*(:|\s|$)", str(error)):
         return ""
     fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
     return f"a library of torch's cannot be loaded: {error} ({fix})"

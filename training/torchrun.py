@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 PATIENCE = 5.0  # seconds that a rank gives the first of its host to refuse the same
 
@@ -39,5 +39,5 @@ def _tell_torchrun(line: str) -> None:
     """Write the line as the record of an exception, which torchrun shows as the cause."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         more = {"timestamp": str(int(time.time())), "py_callstack": line}
-        with open(path, "w") as file:
+        with suppress(OSError), open(path, "w") as file:
             json.dump({"message": {"message": line, "extraInfo": more}}, file)

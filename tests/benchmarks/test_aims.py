@@ -91,12 +91,12 @@ def test_what_is_met_of_a_figure_shares_a_row_that_says_how_much_is_level():
     name = "16k tokens, plain: every pass, over the fastest library's time"
     assert others == [
         name,
-        "2 of 3 points",
+        "2 of 3 passes",
         "1x at most",
         MET,
         "1 of them level: above 1x, but the ranges overlap",
     ]
-    assert repeatable[1:] == ["2 of 2 points", "1x at most", MET, ""]
+    assert repeatable[1:] == ["2 of 2 passes", "1x at most", MET, ""]
     assert list(rows([Aim("alone", "1", "1", True, "why")])) == [["alone", "1", "1", MET, "why"]]
 
 

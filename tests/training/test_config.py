@@ -5,7 +5,7 @@ import pytest
 import kernels
 from training import reference
 from training.command_line import CONFIGS, composed, options_of
-from training.config import Config, ConfigError, ModelConfig, TrainerConfig, load_config, to_yaml
+from training.config import Config, ConfigError, ModelConfig, TrainerConfig, cannot_load, load_config, to_yaml
 
 GROUPS = [
     f"{path.name}={option}"
@@ -84,3 +84,18 @@ def test_the_reference_has_every_setting_its_default_and_meaning_and_is_up_to_da
         named = {f.name for f in fields(schema) if not is_dataclass(f.default_factory)}
         assert named == named & reference.comments(schema).keys()
         assert schema is Config or schema.__doc__
+
+
+@pytest.mark.parametrize(
+    ("error", "of_torch"),
+    [
+        (ImportError("libcudnn.so.9: cannot open shared object file: No such file or directory"), True),
+        (ImportError("/x/libtorch_cuda.so: undefined symbol: ncclFoo"), True),
+        (OSError("libcublas.so.13: cannot open shared object file"), True),  # ctypes
+        (FileNotFoundError(2, "No such file or directory", "/home/u/.sources/text.sorted"), False),
+        (OSError(28, "No space left on device", "/scratch/run.so"), False),
+        (ImportError("cannot import name 'x' from 'y' (y.cpython-312.so)"), False),
+    ],
+)
+def test_what_is_said_of_torchs_libraries_is_said_of_no_other_file(error, of_torch):
+    assert bool(cannot_load(error)) == of_torch

@@ -159,6 +159,14 @@ def test_a_run_goes_on_with_its_sequences_shared_or_whole(started, user_environm
         ([SHARED, "model.seq_len=30"], "nearest: 28 or 32", [SHARED, "model.seq_len=28"]),
         ([SHARED, "attention=sdpa"], "use attention=naive", [SHARED, "attention=naive"]),
         ([SHARED, "attention=flash"], "use attention=naive", [SHARED, "attention=naive"]),
+        *(
+            (
+                [SHARED, f"attention={name}", "attention.tier=hopper"],
+                "use attention=naive without attention.tier",
+                [SHARED, "attention=naive"],
+            )
+            for name in ("flash", "sdpa")
+        ),
         (
             [SHARED, "attention.tier=hopper"],
             "attention.tier=hopper applies to flash only, which cannot be used here: ",

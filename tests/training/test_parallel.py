@@ -347,7 +347,7 @@ def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_i
     [
         (["parallel.shard=full"], "splits the model over the ranks of torchrun, and this is one process"),
         (
-            ["parallel.recompute=attention_kept", "attention=naive"],
+            ["parallel.recompute=attention_kept", "attention=naive", "trainer.device=cpu"],
             "not naive; use attention=flash or sdpa or sdpa_flash, or ",
         ),
         (["parallel.gradient_dtype=bf16"], "parallel.gradient_dtype is read with torchrun only"),

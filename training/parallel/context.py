@@ -60,19 +60,19 @@ def attention_of(config: Config, name: str, **request: Any) -> tuple[str, Attent
     if config.parallel.context == 1:
         return resolve_attention(name, **request)
     ours = "flash" if request["device"].type == "cuda" else "naive"
+    without = "" if request["tier"] == "auto" else " without attention.tier"
     if name not in ("auto", *ATTENTIONS):
-        raise AttentionError(
-            f"parallel.context={config.parallel.context} has no attention={name}; use attention={ours}"
-        )
+        asked = f"parallel.context={config.parallel.context}"
+        raise AttentionError(f"{asked} has no attention={name}; use attention={ours}{without}")
     if name == "auto" and request["tier"] == "auto":  # any other tier is one of flash
         name = ours
     try:
         return resolve_attention(name, **request)
     except AttentionError as error:
         reason, use, nearest = str(error).rpartition("; use attention=")
-        if not use or nearest in ATTENTIONS:
+        if not use or nearest.split()[0] in ATTENTIONS:
             raise
-        raise AttentionError(f"{reason}{use}naive") from None  # it refuses nothing but a tier
+        raise AttentionError(f"{reason}{use}naive{without}") from None  # it refuses nothing but a tier
 
 
 def resolve_gather_keys(config: Config, place: Layout, micro_batch: int) -> bool:
