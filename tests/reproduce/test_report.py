@@ -487,7 +487,7 @@ def test_flashattention_3s_share_of_the_peak_and_its_gain_are_judged(rate, over_
     assert gains[0].paper == "1.5x to 2.0x (1.09x to 2.32x in its figure)"
     if rate == 1:
         assert peak.ours == "76%"
-        assert peak.why.endswith("at its highest clock, 1830 MHz, this would be 76%")
+        assert peak.why.endswith("at its highest clock, 1830 MHz, it is 76%")
 
 
 def test_another_gpus_share_of_the_peak_is_not_compared():
