@@ -235,7 +235,11 @@ def build(directory: Path) -> Page:
             page.notes.append(f"{_name(document)} cannot be judged: {type(error).__name__}: {error}")
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     page.claims["C12"].figures += map(Figure, judge_between_devices(curves))
-    page.claims["C10"].figures += map(Figure, judge_beside_others(page.documents))
+    source = {each.verdict.basis: each.source for each in page.claims["C10"].figures}
+    for verdict in judge_beside_others(
+        page.documents
+    ):  # of two files; linked is that of block-sparse attention
+        page.claims["C10"].figures.append(Figure(verdict, source.get(verdict.basis.partition(",")[0], "")))
     page.notes += _notes(page.documents)
     for file in sorted(directory.glob(f"*/{long_run.FILE}")):
         try:
