@@ -337,7 +337,7 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
         noise = t * statistics.stdev(pairs) / math.sqrt(len(seeds))
         ours, standard = (statistics.mean(right[each].values()) for each in (name, BASELINE))
         guessed = statistics.mean(each["most_frequent"] / each["of"] for each in samples)
-        passed = True if apart + noise <= EQUAL else False if apart - noise > EQUAL else None
+        passed: bool | None = apart + noise <= EQUAL
         why = (
             f"{100 * apart:.1f} points apart, give or take {100 * noise:.1f} (95 %, pairs of {len(seeds)} seeds), "
             f"after {samples[0]['steps']} steps; equal is within {100 * EQUAL:.0f}. "
@@ -346,7 +346,7 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
         if min(ours, standard) <= guessed + EQUAL:
             passed, nothing = None, "nothing to compare: no more than the most frequent answer was learned"
             why = f"{nothing}; {why}"
-        elif passed is None:
+        elif not passed and apart - noise <= EQUAL:
             why = f"too few seeds to tell; {why}"
         found.add("C16", what, theirs, _percent(standard, ours), passed, why)
 

@@ -91,7 +91,8 @@ def forward(
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
     uneven = bounded or listed or padded or drop is not None
-    counter = q.new_zeros(1, dtype=torch.int32) if is_dynamic(q.shape[2], uneven) else None
+    dynamic = is_dynamic(q.shape[3], causal, q.shape[2], uneven)
+    counter = q.new_zeros(1, dtype=torch.int32) if dynamic else None
     low = out_low if options.precise_delta else None
     of_heads = (tensors.sinks, tensors.alibi_slopes)
     of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, *of_heads)

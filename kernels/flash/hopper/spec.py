@@ -10,6 +10,9 @@ from .dropout import Drop
 from .forward_schedule import ROWS
 
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
+# Above head_dim 128 a causal call with fewer takes 0.94 to 0.99 of its time dynamically, one with more 0.95 to 0.98
+# statically; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
+WIDE_STATIC_FROM = 4096
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,11 @@ class ForwardSpec:
     SOFTCAP: gl.constexpr  # 0: off (score_mods.py)
 
 
-def is_dynamic(q_len: int, uneven: bool) -> bool:
+def is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool) -> bool:
     """Whether tiles are scheduled dynamically. uneven: the cost of a tile depends on data only the device knows."""
-    return q_len >= DYNAMIC_FROM or uneven
+    if uneven:
+        return True
+    return causal and q_len < WIDE_STATIC_FROM if head_dim > 128 else q_len >= DYNAMIC_FROM
 
 
 def block_n(head_dim: int) -> int:
@@ -74,7 +79,11 @@ def specify(
     width, keys = tile_width(head_dim), block_n(head_dim)
     many = width == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed or drop)
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
-    dynamic = is_dynamic(q_len, bounded or listed or padded or drop is not None)  # dropout: or it spills
+    uneven = bounded or listed or padded or drop is not None  # dropout: or it spills
+    dynamic = is_dynamic(head_dim, causal, q_len, uneven)
+    before_wait = dynamic and causal and (many or width > 64) and not drop
+    if width > 128 and not uneven:
+        before_wait = not dynamic
     halved = causal and consumers == 2 and keys == 128 and (kv_len - q_len) % keys == 0
     return ForwardSpec(
         HEAD_DIM=gl.constexpr(head_dim),
@@ -86,7 +95,7 @@ def specify(
         BOUNDED=gl.constexpr(bounded),
         LISTED=gl.constexpr(listed),
         DYNAMIC=gl.constexpr(dynamic),
-        EXP_BEFORE_WAIT=gl.constexpr(dynamic and causal and (many or width > 64) and not drop),
+        EXP_BEFORE_WAIT=gl.constexpr(before_wait),
         CONSUMERS=gl.constexpr(consumers),
         # Two for each consumer; at width 256 there is room for three, so one consumer's next Q is fetched early.
         Q_SLOTS=gl.constexpr(2 * consumers if width < 256 else 3),
