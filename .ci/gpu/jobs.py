@@ -234,8 +234,8 @@ for name, (what, line) in {
     "decode": ("a generated token", "whole benchmarks decode"),
 }.items():
     JOBS[name] = Job(what, measure(line))
-# A run takes 230 s, which its host takes: five beside each other on one GPU 320 to 350.
-for seed in (0, 1, 2):
+# A run takes 230 s, with flash of its host: four beside each other on one GPU 250. Standard attention takes the GPU, and 38 GiB.
+for seed in range(5):
     JOBS[f"encoders_{3 + seed}"] = Job(
         "C16: accuracy",
         measure(f"slice reproduce encoders --only kind=accuracy seed={seed} --processes 0"),
