@@ -61,6 +61,9 @@ JOBS |= {
     "host": Job(
         "what a call costs the host; few jobs beside it", measure("whole benchmarks host"), limit=240
     ),
+    "products": Job(
+        "weight gradients, one product or K split", "python .ci/gpu/files/products.py", limit=120
+    ),
     "ptxas": Job("the same kernels by several assemblers", script("ptxas.sh"), limit=400),
 }
 
@@ -234,7 +237,8 @@ for name, (what, line) in {
     "decode": ("a generated token", "whole benchmarks decode"),
 }.items():
     JOBS[name] = Job(what, measure(line))
-# A run takes 230 s, with flash of its host: four beside each other on one GPU 250. Standard attention takes the GPU, and 38 GiB.
+# A run takes 230 s. With flash its host takes them: four beside each other on one GPU 250. Standard attention takes
+# the GPU, and 38 GiB of it.
 for seed in range(5):
     JOBS[f"encoders_{3 + seed}"] = Job(
         "C16: accuracy",
