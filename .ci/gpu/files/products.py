@@ -1,8 +1,8 @@
 """GPT-2 small's weight gradients, one product of float32 sums, beside K split into batches: python products.py
 
 d_out^T x is added to a float32 total (kernels/layers/sums.py), for 16 and 64 sequences of 1024 tokens. By count 768 x
-768 has 36 tiles for 132 processors (kernels/log/step.md). Prints microseconds, and each split's over the one product's
-in the same round: median [quartiles]. Writes $JOB_OUT/products.txt. With TRY=1 tiny, on a CPU.
+768 has 36 tiles for 132 processors (kernels/log/step.md). Prints microseconds, and each split's over the one
+product's in the same round: median [quartiles]. Writes $JOB_OUT/products.txt. With TRY=1 tiny, on a CPU.
 """
 
 import functools
