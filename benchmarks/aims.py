@@ -143,4 +143,6 @@ def rows(aims: list[Aim]) -> Iterator[list[str]]:
         met = [a for a in together if a.met]
         level = sum(a.level for a in met)
         why = f"{level} of them level: above 1x, but the ranges overlap" if level else ""
-        yield [name, f"{len(met)} of {len(together)} passes", met[0].aim, MET, why]
+        missed = len(together) - len(met)
+        status = f"{len(met)} {MET}" + f", {missed} {MISSED} above" * bool(missed)
+        yield [name, f"{len(met)} of {len(together)} passes", met[0].aim, status, why]

@@ -149,10 +149,11 @@ def _judge_first_paper(results: Results, found: Verdicts) -> None:
         if n in MIDDLE and faster:
             theirs = paper.FA1_MS["plain", BASELINE][n] / paper.FA1_MS["plain", OURS][n]
             why = (
-                "faster; the algorithm as the first paper prints it, in Triton with one program a head: it writes "
-                "out, maximum and sum to memory for every tile of keys, which the paper's CUDA kernel avoided"
+                f"at least the paper's speed-up; it is {_beside_eager(sample, 'flash1')}; the algorithm as the first "
+                "paper prints it, in Triton with one program a head: it writes out, maximum and sum to memory for "
+                "every tile of keys, which the paper's CUDA kernel avoided"
             )
-            passed = _beside_eager(sample, "flash1") == FASTER
+            passed = round(faster.low, 2) >= round(theirs, 2)
             found.times("C7", f"{BASELINE}/flash1 time, plain, {n} tokens", theirs, faster, passed, why)
 
 
@@ -176,8 +177,10 @@ def _judge_memory(results: Results, found: Verdicts) -> None:
             if ratio > 1.05 * theirs and not _on_cpu(results):  # a CPU counts one head, the paper 128
                 mib = ours[n] / 2**20
                 why += f"; above it because {OURS} takes {mib:.0f} MiB, the paper's {paper.FA1_MIB[OURS][n]}"
-            passed = abs(ratio / theirs - 1) <= 1 / 3
-            found.times("C8", what, theirs, ratio, passed, why, form="{:.1f}x")
+            shown, passed = f"{ratio:.1f}x", abs(ratio / theirs - 1) <= 1 / 3
+            if compiled := measured.get(COMPILED, {}).get(n):
+                shown += f" (standard compiled: {compiled / ours[n]:.1f}x)"
+            found.add("C8", what, f"{theirs:.1f}x", shown, passed, why, ratio=ratio / theirs)
     for name in (OURS, BASELINE):
         theirs = {n: mib for n, mib in paper.FA1_MIB[name].items() if n in measured.get(name, {})}
         slopes = log_slope(theirs), log_slope(measured.get(name, {}))
@@ -348,10 +351,8 @@ def _judge_chunks(results: Results, found: Verdicts) -> None:
         found.add("C32", what, "1", f"{slope:.2f}", slope <= 1.15, why, ratio=slope)
     for sample, slower in gains(results, "chunked", OURS, kind="time", figure="fa1", mask="plain"):
         if sample["length"] in MIDDLE:
-            passed, why = slower.low >= 2, "at least 2x"
-            if slower.median > 8:  # twice the paper's most
-                passed = None
-                why = "chunked attention is eager PyTorch operations, and its backward computes each chunk twice more"
+            passed = 2 <= slower.low <= slower.high <= 4
+            why = "2x to 4x; ours is of eager PyTorch operations, and its backward computes each chunk twice more"
             what = f"time of chunked attention over flash, {sample['length']} tokens"
             ratio = slower.median / min(max(slower.median, 2), 4)
             found.add("C32", what, "2x to 4x", slower.shown("{:.1f}x"), passed, why, ratio=ratio)

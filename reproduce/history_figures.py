@@ -10,6 +10,7 @@ from .experiment import Results, Sample, Verdict, Verdicts, pick
 from .timing import Times, gain, gains, medians, timed, took
 
 COUNTED = "counted on one head"
+BY_PRODUCTS = "not stated; 1.4x by the products"
 
 
 def _formula(sample: Sample) -> int:
@@ -96,14 +97,13 @@ def _judge_order(results: Results, found: Verdicts) -> None:
         found_here = Times(ratio.median for ratio in ours.values())
         what = f"time of flash1 over flash, both in Triton, head_dim {head_dim}, {'causal' if causal else 'full'}"
         ratio = statistics.geometric_mean(found_here) / statistics.geometric_mean(expected)
-        passed = min(each.low for each in ours.values()) >= 1.3
-        why = f"1.3x at least, at each of {len(ours)} lengths; the paper compares two CUDA kernels"
-        if ratio > 2:  # more than the loop order can explain
-            passed = None
-            why = (
-                f"flash1 is the algorithm as printed, {_tiles(results, head_dim)}one program a head, its output in "
-                "memory; the paper measured tuned CUDA, which kept a head's output on the chip"
-            )
+        least, most = min(each.low for each in ours.values()), max(each.high for each in ours.values())
+        passed = least >= 1.3 and most <= 2 * expected.high
+        why = (
+            f"1.3x at least, at each of {len(ours)} lengths, and twice the paper's most at most; flash1 is the "
+            f"algorithm as printed, {_tiles(results, head_dim)}one program a head, its output in memory; the paper "
+            "compares two CUDA kernels, of which FlashAttention's kept a head's output on the chip"
+        )
         found.add("C18", what, _span(expected), _span(found_here), passed, why, ratio=ratio)
 
 
@@ -150,8 +150,9 @@ def _judge_programs(results: Results, found: Verdicts) -> None:
         if bound < 1.1:
             passed = 0.9 <= ratio.low <= ratio.high <= 1.15
             why = "0.9x to 1.15x: by the bound, heads alone fill the GPU; it leaves out shared processors"
-        what, theirs = f"one program a head over one a tile of queries, {where}", f"up to {bound:.3g}x"
-        found.times("C19", what, bound, ratio, passed, why, form="{:.3g}x", theirs=theirs)
+        what = f"one program a head over one a tile of queries, {where}"
+        theirs = f"up to {bound:.3g}x, by its argument and this GPU's processors"
+        found.add("C19", what, theirs, ratio.shown("{:.3g}x"), passed, why)
 
 
 def _judge_backward(results: Results, found: Verdicts) -> None:
@@ -178,24 +179,17 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
         what = (
             f"time of the backward in two passes over one, head_dim {sample['head_dim']}, one tile for both"
         )
-        why = "at least 1.1x: fewer products must take less time, not in proportion; the paper states no time"
-        found.times("C22", what, 1.4, ratio, ratio.low >= 1.1, why, theirs="1.4x by the products")
+        why = "fewer products take less time, not in proportion"
+        found.add("C22", what, BY_PRODUCTS, ratio.shown(), None, why)
     order = gains(results, "two_pass", "flash1", "backward", kind="order", causal=False)
     for head_dim in sorted({sample["head_dim"] for sample, _ in order}):
         ratios = [ratio for sample, ratio in order if sample["head_dim"] == head_dim]
         mean = Times(map(statistics.geometric_mean, zip(*ratios, strict=False)))
-        why = (
-            f"at least 1.1x, geometric mean over {len(ratios)} lengths: fewer products must take less time, not in "
-            "proportion; the paper states no time; both with one program per head"
-        )
-        passed: bool | None = mean.low >= 1.1
+        why = f"geometric mean over {len(ratios)} lengths; both with one program a head"
         for tiles in pick(results, kind="flash1 tiles", head_dim=head_dim, kernel="backward"):
-            passed = None
-            why = (
-                f"one pass at the fastest of {len(tiles['ms'])} tiles, two passes at the first of these alone"
-            )
+            why += f"; one pass at the fastest of {len(tiles['ms'])} tiles, two passes at the first of these alone"
         what = f"time of the backward in two passes over one, head_dim {head_dim}"
-        found.times("C22", what, 1.4, mean, passed, why, theirs="1.4x by the products")
+        found.add("C22", what, BY_PRODUCTS, mean.shown(), None, why)
 
 
 def _judge_changes(results: Results, found: Verdicts) -> None:

@@ -29,7 +29,7 @@ from .experiment import (
 from .perplexity_figures import compares, runs
 from .perplexity_verdicts import judge_between_devices
 from .plots import can_draw
-from .results import changed_since, read_all, slug
+from .results import changed_since, faster_since, read_all, slug
 from .sparse import judge_beside_others
 from .standard import NAME as STANDARD
 
@@ -176,7 +176,8 @@ def run_rows(page: Page) -> list[list[str]]:
         row = [*(document[name] for name in RUN_COLUMNS[:3]), shlex.join(document["command"])]
         row += [f"{document['seconds']:.0f} s", document["date"]]
         row += [f"torch {environment['torch']}, triton {environment['triton']}"]
-        rows.append([*row, commit[:9] + "+changes" * bool(changes), _by_module(changed_since(document))])
+        commit = commit if " to " in commit else commit[:9]  # of parts that were joined: the first to the last
+        rows.append([*row, commit + "+changes" * bool(changes), _by_module(changed_since(document))])
     return rows
 
 
@@ -307,6 +308,7 @@ def _notes(documents: list[Results]) -> Iterator[str]:
     """What a reader has to know of the runs."""
     yield from _listed("code has changed since these were run (Runs tells what)", documents, changed_since)
     for document in documents:
+        yield from (f"{_name(document)}, {words}" for words in faster_since(document))
         if document["experiment"] in OF_STEPS:
             continue
         rounds: Counter[str] = Counter()  # late ones, whose times may include waiting; see `timing.Timed`
@@ -319,6 +321,9 @@ def _notes(documents: list[Results]) -> Iterator[str]:
                 f"it: {late}"
             )
     yield from _listed("timed in one process, so their figures have no range yet", documents, _timed_once)
+    for document in documents:
+        if parts := _parts_timed_once(document):
+            yield f"of {_name(document)} one process timed {', '.join(sorted(parts))}"
     yield from _listed("some samples failed, whose files say why", documents, _failed)
     words = "of older code, whose standard attention is slower than today's: its mask by masked_fill, its scale apart"
     yield from _listed(words, documents, _older_standard)
@@ -337,6 +342,17 @@ def _listed(words: str, documents: list[Results], holds: Callable[[Results], obj
 def _timed_once(document: Results) -> bool:
     timings = [sample for sample in document["samples"] if "ms" in sample]
     return bool(timings) and not any(sample.get("process") for sample in timings)
+
+
+def _parts_timed_once(document: Results) -> set[str]:
+    """Parts of an experiment that one process timed, where others have timed other parts."""
+    processes: dict[str, set[int]] = {}
+    for sample in document["samples"]:
+        if "ms" in sample and "part" in sample:
+            place = f"{sample['part']} ({sample['mode']})" if "mode" in sample else sample["part"]
+            processes.setdefault(place, set()).add(sample.get("process", 0))
+    once = {part for part, its in processes.items() if len(its) == 1}
+    return once if once != processes.keys() else set()
 
 
 def _failed(document: Results) -> bool:

@@ -49,6 +49,13 @@ def changed_since(document: Results) -> list[str]:
     return depends.changed(document["depends"], document["experiment"])
 
 
+def faster_since(document: Results) -> list[str]:
+    """What of a document has become faster since; see `depends.py`."""
+    found = [words for old, words in depends.FASTER_SINCE.items() if old in document["depends"].values()]
+    wide = any(sample.get("head_dim", 0) > 128 for sample in document["samples"] if "ms" in sample)
+    return found if wide else []
+
+
 class Store:
     """The document of a run in progress, written to disk after every sample."""
 

@@ -8,11 +8,11 @@ ROOT = Path(__file__).parents[1]
 
 BUDGET = {
     "model": 1461,
-    "kernels": 13395,
+    "kernels": 13396,
     "data": 3498,
     "training": 6782,
-    "reproduce": 10470,
-    "benchmarks": 2913,
+    "reproduce": 10533,
+    "benchmarks": 2915,
 }
 
 

@@ -136,9 +136,12 @@ def perplexity(documents: list[Document]) -> Document:
     return document
 
 
-def write(document: Document, commit: str, folder: Path) -> None:
+def write(document: Document, commits: list[str], folder: Path) -> None:
+    """commits: of the earlier document, if one was joined, and of the code that ran now."""
     name, folder = document["experiment"], folder / slug(document["device"])
-    document["commit"] = document["environment"]["commit"] = document["commit"] or commit
+    first = commits[0].partition(" to ")[0]
+    commit = first if first == commits[-1] else f"{first} to {commits[-1]}"
+    document["commit"] = document["environment"]["commit"] = commit
     partial = folder / f"{name}.partial.json"
     path = partial if document["state"] == "partial" else folder / f"{name}.json"
     save(path, document)
@@ -233,17 +236,18 @@ def main() -> None:
         groups[document["experiment"], slug(document["device"])].append(document)
     for (name, device), documents in groups.items():
         print(f"{name} on {device}: {len(documents)} documents came back")
-        known = given.into / device / f"{name}.partial.json"
+        known, commits = given.into / device / f"{name}.partial.json", [given.commit]
         if known.exists():
             before = json.loads(known.read_text())
             if name == "ring" and changed_since(before):  # then `reproduce ring` would begin again too
                 print(f"  replaced, for its code has changed: {known}")
             else:
                 documents.insert(0, before)
+                commits.insert(0, before["commit"])
         try:
             alike(documents)
             merge = {"perplexity": perplexity, "ring": merge_ring}.get(name, slices)
-            write(merge(documents), given.commit, given.into)
+            write(merge(documents), commits, given.into)
         except RefusedError as error:
             print(f"  refused: {error}")
     jobs = ("quiet_*", "scaling_*", "long_[0-9]")

@@ -93,10 +93,10 @@ def test_what_is_met_of_a_figure_shares_a_row_that_says_how_much_is_level():
         name,
         "2 of 3 passes",
         "1x at most",
-        MET,
+        f"2 {MET}, 1 {MISSED} above",
         "1 of them level: above 1x, but the ranges overlap",
     ]
-    assert repeatable[1:] == ["2 of 2 passes", "1x at most", MET, ""]
+    assert repeatable[1:] == ["2 of 2 passes", "1x at most", f"2 {MET}", ""]
     assert list(rows([Aim("alone", "1", "1", True, "why")])) == [["alone", "1", "1", MET, "why"]]
 
 
