@@ -176,7 +176,9 @@ def run_rows(page: Page) -> list[list[str]]:
         row = [*(document[name] for name in RUN_COLUMNS[:3]), shlex.join(document["command"])]
         row += [f"{document['seconds']:.0f} s", document["date"]]
         row += [f"torch {environment['torch']}, triton {environment['triton']}"]
-        commit = commit if " to " in commit else commit[:9]  # of parts that were joined: the first to the last
+        commit = (
+            commit if " to " in commit else commit[:9]
+        )  # of parts that were joined: the first to the last
         rows.append([*row, commit + "+changes" * bool(changes), _by_module(changed_since(document))])
     return rows
 

@@ -38,6 +38,7 @@ CONTENDERS = {
     "ours, fused": ("flash+fused",),
     "ours, flash, torch's other layers": ("flash",),
     "ours, torch's attention and layers": ("sdpa",),
+    "ours, standard attention, torch's other layers": ("standard",),
     "ours, naive, torch's other layers": ("naive",),
     "nanoGPT's model, with GPT-2's biases / without": ("nanogpt_biases", "nanogpt"),
     "Hugging Face's, its eager attention": ("hf_eager",),
