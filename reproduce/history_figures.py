@@ -241,7 +241,10 @@ def _judge_softmax(results: Results, found: Verdicts) -> None:
             found.times("C27", what, 1.0, ratio, 0.9 <= ratio.low <= ratio.high <= 1.1, "within 10 %")
     of_ten = gains(results, "safe", "online", kind="softmax", rows=10)
     for length, ratio in {s["length"]: ratio for s, ratio in of_ten}.items():
-        what, why = f"time of safe over online softmax, 10 rows of {length}", "at least 1.1x; ours stay in caches"
+        what, why = (
+            f"time of safe over online softmax, 10 rows of {length}",
+            "at least 1.1x; ours stay in caches",
+        )
         found.times("C27", what, paper.SOFTMAX_OF_TEN, ratio, ratio.low >= 1.1, why)
     least, most = paper.TOPK_OF_TEN
     for sample, ratio in gains(results, "safe, top-k", "online with top-k", kind="softmax", rows=10, k=5):
