@@ -27,8 +27,8 @@ HISTORY = {
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Hopper kernels. kv_len - q_len: with 1, blocks of keys and the diagonal do not align; with 64, half blocks do.
 APART = {"": 0, "ragged": 1, "shifted": 64}
-# Long loops: the backward delays dQ's product, the forward schedules tiles dynamically, and from 4096 on (2048 if not
-# causal) it has three consumers at head_dim 64.
+# Long loops: the backward delays dQ's product, the forward changes its schedule (spec.py), and from 4096 on (2048 if
+# not causal) it has three consumers at head_dim 64.
 LENGTHS = (512, 2048, 16384)
 FILLED = {128: 72, 256: 136}
 GELU = ("gelu_product", "gelu_product_backward")

@@ -301,7 +301,7 @@ def judge(results: Results) -> list[Verdict]:
                 what = f"ListOps, a step at {sample['length']}: standard over {name}"
                 why = "at least the paper's, a mean over five tasks of 1k to 4k with their own encoder"
                 if name == OURS and (sdpa := _gain(sample, "sdpa", name)):
-                    why += f"; PyTorch's SDPA takes {sdpa.shown()}"
+                    why += f"; PyTorch's SDPA takes {sdpa.shown()} our time"
                 found.times("C16", what, theirs, gain, gain.low >= theirs, why)
     _judge_accuracy(results, found)
     for sample in timed(results, kind="path"):
@@ -309,17 +309,12 @@ def judge(results: Results) -> list[Verdict]:
         why = "the paper states accuracy alone, after training that takes days; this is a step at its length"
         what = f"Path-X's length, a step at {sample['length']}: standard over flash"
         if sdpa := _gain(sample, "sdpa", OURS):
-            why += f"; PyTorch's SDPA takes {sdpa.shown()}"
+            why += f"; PyTorch's SDPA takes {sdpa.shown()} our time"
         found.add("C16", what, NOT_STATED, gain.shown() if gain else "standard does not fit", None, why)
     if found:
         found += [
             Verdict("C16", "Path-X, answers right", "61.4 %", why="training takes days"),
-            Verdict(
-                "C16",
-                "long documents, micro-F1",
-                "Table 5",
-                why="takes MIMIC-III and ECtHR",
-            ),
+            Verdict("C16", "long documents, micro-F1", "Table 5", why="takes MIMIC-III and ECtHR"),
         ]
     return found
 

@@ -187,7 +187,7 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
         mean = Times(map(statistics.geometric_mean, zip(*ratios, strict=False)))
         why = f"geometric mean over {len(ratios)} lengths; both with one program a head"
         for tiles in pick(results, kind="flash1 tiles", head_dim=head_dim, kernel="backward"):
-            why += f"; one pass at the fastest of {len(tiles['ms'])} tiles, two passes at the first of these alone"
+            why += f"; one pass at the fastest of {len(tiles['ms'])} tiles, two passes at their one"
         what = f"time of the backward in two passes over one, head_dim {head_dim}"
         found.add("C22", what, BY_PRODUCTS, mean.shown(), None, why)
 

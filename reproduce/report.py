@@ -176,9 +176,8 @@ def run_rows(page: Page) -> list[list[str]]:
         row = [*(document[name] for name in RUN_COLUMNS[:3]), shlex.join(document["command"])]
         row += [f"{document['seconds']:.0f} s", document["date"]]
         row += [f"torch {environment['torch']}, triton {environment['triton']}"]
-        commit = (
-            commit if " to " in commit else commit[:9]
-        )  # of parts that were joined: the first to the last
+        # Of joined parts: the first to the last.
+        commit = " to ".join(each[:9] for each in commit.split(" to "))
         rows.append([*row, commit + "+changes" * bool(changes), _by_module(changed_since(document))])
     return rows
 
@@ -351,10 +350,11 @@ def _parts_timed_once(document: Results) -> set[str]:
     processes: dict[str, set[int]] = {}
     for sample in document["samples"]:
         if "ms" in sample and "part" in sample:
-            place = f"{sample['part']} ({sample['mode']})" if "mode" in sample else sample["part"]
+            place = " ".join(
+                str(sample[key]) for key in ("part", "mode", "model", "context") if key in sample
+            )
             processes.setdefault(place, set()).add(sample.get("process", 0))
-    once = {part for part, its in processes.items() if len(its) == 1}
-    return once if once != processes.keys() else set()
+    return set() if _timed_once(document) else {part for part, its in processes.items() if len(its) == 1}
 
 
 def _failed(document: Results) -> bool:

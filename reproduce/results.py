@@ -52,8 +52,18 @@ def changed_since(document: Results) -> list[str]:
 def faster_since(document: Results) -> list[str]:
     """What of a document has become faster since; see `depends.py`."""
     found = [words for old, words in depends.FASTER_SINCE.items() if old in document["depends"].values()]
-    wide = any(sample.get("head_dim", 0) > 128 for sample in document["samples"] if "ms" in sample)
-    return found if wide else []
+    return found if any(map(_is_wide, document["samples"])) else []
+
+
+def without_outrun(document: Results) -> Results:
+    """The document without what has become faster since: it is not to be joined with what is measured now."""
+    if not faster_since(document):
+        return document
+    return {**document, "samples": [sample for sample in document["samples"] if not _is_wide(sample)]}
+
+
+def _is_wide(sample: Sample) -> bool:
+    return "ms" in sample and sample.get("head_dim", 0) > 128
 
 
 class Store:
@@ -123,7 +133,8 @@ class Store:
         self.retried, self.finished, self.earlier_seconds = [], False, 0.0
 
     def _go_on_from(self, other: Results) -> None:
-        self.document |= {"samples": list(other["samples"]), "took": other.get("took", {})}
+        samples = without_outrun(other)["samples"]
+        self.document |= {"samples": list(samples), "took": other.get("took", {})}
 
     def _reusable(self, other: Results | None) -> Results | None:
         """The other document if its samples are those that this run would measure."""

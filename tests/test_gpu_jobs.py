@@ -98,7 +98,12 @@ def test_merged_slices_are_what_every_process_measured(tmp_path):
         folder = tmp_path / "out" / name / "results" / "nvidia-h100"
         folder.mkdir(parents=True)
         (folder / "training.partial.json").write_text(json.dumps({**document, "samples": samples}))
-    for commit, named in (("abc", "abc"), ("abc", "abc"), ("def", "abc to def"), ("fed", "abc to fed")):
+    for commit, named in (
+        ("abc", "abc"),
+        ("def", "abc to def"),
+        ("abc", "abc to def"),
+        ("fed", "abc to fed"),
+    ):
         merge = [sys.executable, FOLDER / "merge.py", "out", "--commit", commit, "--into", "results"]
         subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         merged = json.loads((tmp_path / "results" / "nvidia-h100" / "training.partial.json").read_text())

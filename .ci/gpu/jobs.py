@@ -237,8 +237,8 @@ for name, (what, line) in {
     "decode": ("a generated token", "whole benchmarks decode"),
 }.items():
     JOBS[name] = Job(what, measure(line))
-# A run takes 230 s. With flash its host takes them: four beside each other on one GPU 250. Standard attention takes
-# the GPU, and 38 GiB of it.
+# A run takes 230 s. With flash the host bounds it: four on one GPU take 250. With standard attention the GPU does,
+# and a run holds 38 GiB.
 for seed in range(5):
     JOBS[f"encoders_{3 + seed}"] = Job(
         "C16: accuracy",

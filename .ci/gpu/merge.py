@@ -28,7 +28,7 @@ from reproduce.comparison.runs import find_runs
 from reproduce.experiment import EXPERIMENTS, Options
 from reproduce.perplexity_runs import PARTS
 from reproduce.plan import ASSUMED, processes_of
-from reproduce.results import changed_since, slug
+from reproduce.results import changed_since, slug, without_outrun
 
 Document = dict
 ALL = {**EXPERIMENTS, **BENCHMARKS}
@@ -136,11 +136,12 @@ def perplexity(documents: list[Document]) -> Document:
     return document
 
 
-def write(document: Document, commits: list[str], folder: Path) -> None:
+def write(document: Document, commits: list[str | None], folder: Path) -> None:
     """commits: of the earlier document, if one was joined, and of the code that ran now."""
     name, folder = document["experiment"], folder / slug(document["device"])
-    first = commits[0].partition(" to ")[0]
-    commit = first if first == commits[-1] else f"{first} to {commits[-1]}"
+    known = (commits[0] or "unknown").split(" to ")
+    same = any(each.startswith(commits[-1]) for each in known)
+    commit = " to ".join(known if same else [known[0], commits[-1]])
     document["commit"] = document["environment"]["commit"] = commit
     partial = folder / f"{name}.partial.json"
     path = partial if document["state"] == "partial" else folder / f"{name}.json"
@@ -242,7 +243,7 @@ def main() -> None:
             if name == "ring" and changed_since(before):  # then `reproduce ring` would begin again too
                 print(f"  replaced, for its code has changed: {known}")
             else:
-                documents.insert(0, before)
+                documents.insert(0, without_outrun(before))
                 commits.insert(0, before["commit"])
         try:
             alike(documents)

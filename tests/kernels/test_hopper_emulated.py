@@ -17,7 +17,7 @@ from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper.descriptors import layout_of
 from kernels.flash.hopper.pipeline import fetch, make_ring
-from kernels.flash.hopper.spec import specify
+from kernels.flash.hopper.spec import is_dynamic, specify
 from kernels.flash.masks import block_lists, document_bounds
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, block_mask, documents, inputs
@@ -278,8 +278,12 @@ def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) 
 def test_forward_of_long_sequences(
     machine, monkeypatch, q_len: int, kv_len: int, head_dim: int, causal: bool
 ) -> None:
-    """Their schedule, dynamic and at head_dim 64 with three consumers, on few blocks."""
-    monkeypatch.setattr(hopper, "is_dynamic", lambda *_: True)
+    """Their schedule on few blocks: dynamic, at head_dim 64 with three consumers; static above 128."""
+    monkeypatch.setattr(
+        hopper,
+        "is_dynamic",
+        lambda width, causal, q_len, uneven: is_dynamic(width, causal, q_len + LONG, uneven),
+    )
     monkeypatch.setattr(
         hopper,
         "specify",

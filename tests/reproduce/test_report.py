@@ -195,7 +195,7 @@ def test_what_tells_nothing_of_the_claim_alone_is_not_comparable():
     found = {(each.claim, each.what.rpartition(", ")[2]): each for each in verdicts}
     # The paper states no time.
     assert {each.status for each in verdicts if each.claim == "C22"} == {"not comparable"}
-    assert "two passes at the first of these alone" in found["C22", "head_dim 64"].why
+    assert "two passes at their one" in found["C22", "head_dim 64"].why
     assert found["C22", "one tile for both"].ours == "1.09x"
     loop_order = next(each.why for each in verdicts if each.claim == "C18" and "head_dim 64" in each.what)
     assert "forward at its first tile: another failed, backward at the fastest of 2 tiles, " in loop_order
@@ -732,7 +732,7 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     assert [line for line in notes if "head_dim above 128" in line] == [
         f"note: attention on {GPU}, {depends.FASTER_SINCE[old]}"
     ]
-    assert f"note: of training on {GPU} one process timed small (eager)" in notes
+    assert f"note: of training on {GPU} one process timed small eager gpt2_small 1024" in notes
     assert not any("code has changed" in line for line in notes)
 
 

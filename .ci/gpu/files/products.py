@@ -23,7 +23,7 @@ TRY = "TRY" in os.environ
 DEVICE = torch.device("cpu" if TRY else "cuda")
 SHAPES = ((32, 32),) if TRY else ((768, 768), (2304, 768), (3072, 768), (768, 3072))  # of the weight
 TOKENS = (64,) if TRY else (16384, 65536)
-SPLITS = (1, 2, 3, 4, 8)
+SPLITS = (1, 2, 4, 8)
 Operands = tuple[Tensor, Tensor, Tensor]
 
 

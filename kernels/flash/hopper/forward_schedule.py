@@ -1,7 +1,7 @@
 """Tile scheduling of the Hopper forward, and the keys that a tile sees.
 
-The kernel is persistent: one program for each SM takes one tile of queries after another. Few queries are scheduled
-statically, more of them dynamically (scheduler.py).
+The kernel is persistent: one program for each SM takes one tile of queries after another. They are scheduled
+statically or dynamically (scheduler.py), as spec.py says.
 """
 
 from typing import NamedTuple

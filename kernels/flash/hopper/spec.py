@@ -10,8 +10,8 @@ from .dropout import Drop
 from .forward_schedule import ROWS
 
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
-# Above head_dim 128 a causal call with fewer takes 0.94 to 0.99 of its time dynamically, one with more 0.95 to 0.98
-# statically; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
+# Above head_dim 128 a causal call with fewer takes 0.92 to 0.99 of its time dynamically, one with as many 0.95 to
+# 0.98 statically; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
 WIDE_STATIC_FROM = 4096
 
 
