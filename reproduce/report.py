@@ -61,17 +61,22 @@ FIRST = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A verdict, and the results file that it comes from, relative to the page; none for what is not measured."""
+    """A verdict, and the results file that it comes from, relative to the page; none for what is not measured.
+
+    others: the file of what it was compared with, if that is another one.
+    """
 
     verdict: Verdict
     source: str = ""
     gpu: bool = True
+    others: str = ""
 
     @property
     def link(self) -> str:
         """Where it was measured, in Markdown: a link to the file."""
         basis = self.verdict.basis
-        return f"[{basis}]({self.source})" if self.source and basis else basis
+        link = f"[{basis}]({self.source})" if self.source and basis else basis
+        return f"{link}, [the others]({self.others})" if self.others else link
 
 
 @dataclass
@@ -133,6 +138,9 @@ class Page:
 
     claims: dict[str, Judged] = field(default_factory=lambda: {name: Judged(c) for name, c in CLAIMS.items()})
     documents: list[Results] = field(default_factory=list)
+    sources: dict[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # (experiment, device) -> the newest's file
     long_runs: list[Results] = field(default_factory=list)
     headlines: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -237,11 +245,10 @@ def build(directory: Path) -> Page:
             page.notes.append(f"{_name(document)} cannot be judged: {type(error).__name__}: {error}")
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     page.claims["C12"].figures += map(Figure, judge_between_devices(curves))
-    source = {each.verdict.basis: each.source for each in page.claims["C10"].figures}
-    for verdict in judge_beside_others(
-        page.documents
-    ):  # of two files; linked is that of block-sparse attention
-        page.claims["C10"].figures.append(Figure(verdict, source.get(verdict.basis.partition(",")[0], "")))
+    for verdict in judge_beside_others(page.documents):
+        device = verdict.basis.partition(",")[0]
+        own, others = (page.sources[name, device] for name in ("sparse", "attention"))
+        page.claims["C10"].figures.append(Figure(verdict, own, others=others))
     page.notes += _notes(page.documents)
     for file in sorted(directory.glob(f"*/{long_run.FILE}")):
         try:
@@ -276,6 +283,7 @@ def _add(page: Page, document: Results, directory: Path) -> None:
             verdict = replace(verdict, basis=f"{verdict.basis}, {EARLIER}")
         figures.append(Figure(verdict, source, gpu))
     page.documents.append(document)
+    page.sources.setdefault((experiment.name, document["device"]), source)
 
 
 def _add_long_run(page: Page, document: Results, picture: Path) -> None:

@@ -716,6 +716,21 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_figure_of_two_files_links_both(tmp_path):
+    where = {"batch": 16, "heads": 8, "head_dim": 64}
+    own = {"kind": "butterfly", "backend": "flash", "length": 1024, "share": 0.5}
+    own["ms"] = {"butterfly": {"all": [0.5]}, "dense": {"all": [2.0]}}
+    settings = {**where, "length": 4096, "dtype": "bfloat16"}
+    write(tmp_path, "sparse", [own], settings=settings)
+    times = {name: {"forward": [0.5], "backward": [ms]} for name, ms in (("flash", 1.5), ("standard", 3.0))}
+    write(tmp_path, "attention", [{"kind": "time", **shape("fa1", 1024), "ms": times}], settings=settings)
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    (row,) = (line for line in (tmp_path / "REPORT.md").read_text().splitlines() if "over butterfly" in line)
+    folder = slug(GPU)
+    assert f"({folder}/sparse.json), [the others]({folder}/attention.json)" in row
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     old, ms = next(iter(depends.FASTER_SINCE)), {"flash": {"forward": [1.0], "backward": [2.0]}}
     wide = {"kind": "time", **shape("fa2", 4096, head_dim=256), "ms": ms}
