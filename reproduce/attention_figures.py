@@ -71,16 +71,17 @@ def _on_cpu(results: Results) -> bool:
     return results["device"].startswith("CPU")
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """Time with each of the three masks, peak memory, TFLOP/s on FA2's workload; a panel for each one measured."""
-    plots.draw(path, f"Attention on {results['device']}", _panels(results))
+    return plots.draw(path, f"Attention on {results['device']}", _panels(results), claim=claim)
 
 
 def _panels(results: Results) -> Iterator[plots.Panel]:
     for mask, words in MASK_NAMES.items():
         if samples := timed(results, kind="time", figure="fa1", mask=mask):
             series = {name: medians(samples, name) for name in _backends(samples)}
-            yield plots.lines(f"Time, {words}", series, up="ms, forward and backward", log="y")
+            panel = plots.lines(f"Time, {words}", series, up="ms, forward and backward", log="y")
+            yield plots.of("C7", panel)
     if measured := peaks(results):
         # A CPU counts one head of one sequence, so the paper's memory, of 128 heads, is drawn divided by 128.
         heads = 1 if _on_cpu(results) else 128
@@ -92,14 +93,16 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
             for name, table in paper.FA1_MIB.items()
         }
         up = "peak MiB" + ", one head" * (heads == 1)
-        yield plots.lines("Peak memory, forward and backward", series, up=up, log="y", paper=theirs)
+        panel = plots.lines("Peak memory, forward and backward", series, up=up, log="y", paper=theirs)
+        yield plots.of("C8", panel)
     shapes = {(s["head_dim"], s["causal"]) for s in timed(results, kind="time", figure="fa2")}
     for head_dim, causal in sorted(shapes):
         samples = timed(results, kind="time", figure="fa2", head_dim=head_dim, causal=causal)
         series = {name: rates(samples, name) for name in _backends(samples)}
         theirs = {"paper, FA2 on an H100": paper.FA2_H100.get((head_dim, causal), {}).get("fa2", {})}
         title = f"head_dim {head_dim}{', causal' if causal else ''}, 16k tokens"
-        yield plots.lines(title, series, up="TFLOP/s, forward and backward", paper=theirs)
+        panel = plots.lines(title, series, up="TFLOP/s, forward and backward", paper=theirs)
+        yield plots.of("C24", panel)
 
 
 def judge(results: Results) -> list[Verdict]:

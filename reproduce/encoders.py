@@ -272,18 +272,22 @@ def train(name: str, seed: int, options: Options) -> Sample:
 # ---- the page ------------------------------------------------------------------------------------------
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """A panel of step times for BERT and for each length of the tasks, and one of the answers that are right."""
     panels = []
     for kind, words in (("bert", "BERT-large"), ("listops", "ListOps"), ("path", "Path-X's length")):
         for sample in timed(results, kind=kind):
             rows = {name: {"": took(sample, name).median} for name in sample["ms"]}
-            panels.append(plots.bars(f"{words}, {sample['length']} tokens", rows, across="ms a step"))
+            panel = plots.bars(f"{words}, {sample['length']} tokens", rows, across="ms a step")
+            panels.append(plots.of("C15" if kind == "bert" else "C16", panel))
     rights = {name: _rights(pick(results, kind="accuracy"), name) for name in (BASELINE, OURS, SPARSE)}
     if any(rights.values()):
         percent = {n: {seed: 100 * share for seed, share in each.items()} for n, each in rights.items()}
-        panels.append(plots.lines("ListOps after training", percent, across="seed", up="% of answers right"))
-    plots.draw(path, f"Attention that looks both ways, {results['device']}", panels, columns=2)
+        panel = plots.lines("ListOps after training", percent, across="seed", up="% of answers right")
+        panels.append(plots.of("C16", panel))
+    return plots.draw(
+        path, f"Attention that looks both ways, {results['device']}", panels, columns=2, claim=claim
+    )
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -20,30 +20,34 @@ def _formula(sample: Sample) -> int:
     return (3 * passes + 1) * sample["length"] * sample["head_dim"] * 2
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """Softmax accesses, FlashAttention's tiles, products of the backward, loop order; a panel for each measured."""
-    plots.draw(path, f"The algorithms that led to flash, {results['device']}", _panels(results))
+    return plots.draw(
+        path, f"The algorithms that led to flash, {results['device']}", _panels(results), claim=claim
+    )
 
 
 def _panels(results: Results) -> Iterator[plots.Panel]:
     if accesses := {s["softmax"]: {"": s["accesses"]} for s in pick(results, kind="softmax count")}:
-        yield plots.bars("Softmax of a long row", accesses, across="memory accesses an element, counted")
+        panel = plots.bars("Softmax of a long row", accesses, across="memory accesses an element, counted")
+        yield plots.of("C27", panel)
     if products := {s["backend"]: {"": s["products"]} for s in pick(results, kind="backward count")}:
-        yield plots.bars("Backward", products, across="matrix products, counted")
+        yield plots.of("C22", plots.bars("Backward", products, across="matrix products, counted"))
     title, tile = "FlashAttention's forward", {"across": "keys of a tile", "log": "x"}
     if tiles := pick(results, kind="tile count"):
         gb = {s["keys"]: s["bytes"] * paper.FIGURE_2_HEADS / 1e9 for s in tiles}
         theirs = {n: at["gb"] for n, at in paper.FIGURE_2_TILES.items() if n in gb}
         up = "GB, GPT-2 medium, batch 64"
-        yield plots.lines(title, {"flash1, counted": gb}, up=up, paper={"paper": theirs}, **tile)
+        panel = plots.lines(title, {"flash1, counted": gb}, up=up, paper={"paper": theirs}, **tile)
+        yield plots.of("C4", panel)
     if tiles := timed(results, kind="tiles"):
         series = {f"{s['length']} tokens": {int(n): took(s, n).median for n in s["ms"]} for s in tiles}
-        yield plots.lines(title, series, up="ms", **tile)
+        yield plots.of("C4", plots.lines(title, series, up="ms", **tile))
     for causal in (False, True):
         if order := timed(results, kind="order", head_dim=64, causal=causal):
             series = {name: medians(order, name) for name in ("two_pass", "flash1", PORTABLE)}
             title = f"16k tokens, head_dim 64, {'causal' if causal else 'full'}"
-            yield plots.lines(title, series, up="ms, forward and backward", log="y")
+            yield plots.of("C18", plots.lines(title, series, up="ms, forward and backward", log="y"))
     if softmax := timed(results, kind="softmax", k=5):
         series = {}
         for rows in sorted({s["rows"] for s in softmax}):
@@ -51,7 +55,8 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
                 ratios = gains(results, safe, name, kind="softmax", k=5, rows=rows)
                 series[f"{name}, {rows} rows"] = {s["length"]: ratio.median for s, ratio in ratios}
         across = "elements of a row"
-        yield plots.lines("Softmax, safe over online", series, across=across, up="times as fast", log="x")
+        how = {"across": across, "up": "times as fast", "log": "x"}
+        yield plots.of("C27", plots.lines("Softmax, safe over online", series, **how))
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -160,7 +160,7 @@ def _rmse(results: Results, kind: str, *keys: str) -> dict[tuple[Any, ...], floa
     return {key: statistics.median(values) for key, values in found.items()}
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """RMSE with outliers; largest errors relative to naive's."""
     measured = _rmse(results, "outliers", "length", "head_dim", "backend")
     rmse = {f"{name}, {n} tokens, d {d}": {"": each} for (n, d, name), each in measured.items()}
@@ -168,11 +168,13 @@ def draw(results: Results, path: Path) -> None:
     worst = {(dtype, name): max(each.values()) for (name, dtype), each in _worst(results).items()}
     ordered = sorted(((*key, ratio) for key, ratio in worst.items()), reverse=True)
     ratios = {f"{name} {dtype}": {"": ratio} for dtype, name, ratio in ordered if name != "naive"}
-    panels = [plots.bars("RMSE with outliers, float16", rmse, across="root mean square error")]
+    panels = [
+        plots.of("C2", plots.bars("RMSE with outliers, float16", rmse, across="root mean square error"))
+    ]
     if ratios:
         across = "over naive's (2 at most: exact)"
-        panels.append(plots.bars("Largest error, worst tensor", ratios, across=across))
-    plots.draw(path, f"Numerics, {results['device']}", panels)
+        panels.append(plots.of("C1", plots.bars("Largest error, worst tensor", ratios, across=across)))
+    return plots.draw(path, f"Numerics, {results['device']}", panels, claim=claim)
 
 
 def judge(results: Results) -> list[Verdict]:

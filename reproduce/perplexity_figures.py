@@ -129,12 +129,13 @@ def _numerics_table(sample: Sample) -> str:
 # ---- picture -----------------------------------------------------------------------------------------
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """One message a panel: same curve; another clock; how close; then longer context, trained, cut, by position.
 
     There is no panel for what was not measured.
     """
-    compared, trained = runs(results, "gpt2"), runs(results, "context")
+    compared = runs(results, "gpt2") if claim in ("", "C12") else {}
+    trained = runs(results, "context") if claim in ("", "C14") else {}
     panels = [(draw_tokens, compared), (draw_clock, compared)] if compared else []
     if BASELINE in compared and len(compared) > 1:
         panels += [(draw_gaps, compared)]
@@ -145,9 +146,12 @@ def draw(results: Results, path: Path) -> None:
         panels += [(_draw_norms, trained)]
     if any(run.get("cut") for run in trained.values()):
         panels += [(_draw_cut, trained), (_draw_positions, trained)]
+    if claim and not panels:
+        return False
     with plots.picture(path, max(1, len(panels)), title=f"Perplexity on {results['device']}") as axes:
         for axis, (panel, of) in zip(axes, panels, strict=False):
             panel(axis, of)
+    return bool(panels)
 
 
 Points = list[tuple[float, float]]

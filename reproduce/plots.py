@@ -88,12 +88,25 @@ Panel = Callable[["Axes"], None]
 MOST_IN_A_PANEL = 6  # entries of a legend that still leave room for the lines
 
 
-def draw(path: Path, title: str, panels: Iterable[Panel], *, columns: int = 3) -> None:
+def of(claim: str, panel: Panel) -> Panel:
+    """The panel, as that claim's."""
+    panel.claim = claim  # type: ignore[attr-defined]
+    return panel
+
+
+def draw(path: Path, title: str, panels: Iterable[Panel], *, columns: int = 3, claim: str = "") -> bool:
     """A picture of panels, such as those of `lines` and `bars`.
 
     There is one legend below them if one panel shows all that any does, or much, else each has its own.
+
+    Args:
+        claim: draw what is `of` that claim alone.
+
+    Returns whether there is anything to draw, without which a claim gets no picture.
     """
-    panels = list(panels)
+    panels = [panel for panel in panels if not claim or getattr(panel, "claim", "") == claim]
+    if claim and not panels:
+        return False
     with picture(path, max(1, len(panels)), columns=columns, title=title) as axes:
         for axis, panel in zip(axes, panels, strict=False):  # none measured: one empty panel
             panel(axis)
@@ -103,6 +116,7 @@ def draw(path: Path, title: str, panels: Iterable[Panel], *, columns: int = 3) -
         else:
             for axis in axes:
                 legend(axis)
+    return bool(panels)
 
 
 def lines(

@@ -79,21 +79,20 @@ class Figure:
         return f"{link}, [the others]({self.others})" if self.others else link
 
 
+# Claims without a picture of their own, and those whose pictures show their figures.
+PICTURED_AT = {"C9": "C7", "C17": "C24", "C20": "C24", "C26": "C2", "C28": "C27", "C30": "C7", "C32": "C8"}
+
+
 @dataclass
 class Judged:
-    """A claim with its figures, and with its experiment's pictures if it is the first claim of that."""
+    """A claim with its figures, and the pictures of them."""
 
     claim: Claim
     figures: list[Figure] = field(default_factory=list)
     gpu_pictures: list[Path] = field(default_factory=list)
     cpu_pictures: list[Path] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)  # lines of Markdown, of what is pictured here too
-
-    @property
-    def pictured_at(self) -> str:
-        """The claim that its figures' picture is at, if it is another one."""
-        first = EXPERIMENTS[self.claim.experiment].claims[0]
-        return first if first != self.claim.name and any(each.source for each in self.on_gpu) else ""
+    pictured_at: str = ""  # the claim whose picture shows these figures too
 
     @property
     def on_gpu(self) -> list[Figure]:
@@ -256,8 +255,11 @@ def build(directory: Path) -> Page:
         except Exception as error:
             page.notes.append(f"{file} cannot be shown: {type(error).__name__}: {error}")
     page.headlines = list(_headlines(page.documents, directory)) if can_draw() else []
-    for judged in page.claims.values():
+    for name, judged in page.claims.items():
         judged.figures += map(Figure, _missing(judged, page.documents))
+        at = PICTURED_AT.get(name, "")
+        if at and page.claims[at].gpu_pictures and any(figure.source for figure in judged.on_gpu):
+            judged.pictured_at = at
     return page
 
 
@@ -266,11 +268,11 @@ def _add(page: Page, document: Results, directory: Path) -> None:
     experiment, gpu = EXPERIMENTS[document["experiment"]], ran_on_gpu(document)
     verdicts = experiment.module.judge(document)
     folder, earlier = slug(document["device"]), document["state"] == EARLIER
-    if can_draw() and not earlier:
-        picture = directory / folder / f"{experiment.name}.svg"
-        experiment.module.draw(document, picture)
-        first = page.claims[experiment.claims[0]]
-        (first.gpu_pictures if gpu else first.cpu_pictures).append(picture)
+    for claim in experiment.claims if can_draw() and not earlier else ():
+        picture = directory / folder / f"{experiment.name}.{claim}.svg"
+        if experiment.module.draw(document, picture, claim):
+            judged = page.claims[claim]
+            (judged.gpu_pictures if gpu else judged.cpu_pictures).append(picture)
     newer = f"{folder}/{experiment.name}.partial.json"
     source = newer if document["state"] == "partial" else f"{folder}/{experiment.name}.json"
     for verdict in verdicts:

@@ -158,7 +158,7 @@ def table(results: Results) -> str:
     return "\n".join([text_table(header, rows), *(f"left out: {name}: {why}" for name, why in left_out)])
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """Time and bytes against length, a pair of panels for each number of ranks."""
     panels, measured = [], samples(results)
     for ranks in dict.fromkeys(sample["ranks"] for sample in measured):
@@ -167,9 +167,15 @@ def draw(results: Results, path: Path) -> None:
         times = {name: {s["length"]: median(s, name) for s in own} for name in raced}
         sent = {name: {s["length"]: gigabytes(s, name) for s in own} for name in (RING, TORCH)}
         title = f"{ranks} ranks"
-        panels += [plots.lines(title, times, up="ms, forward and backward", log="y")]
-        panels += [plots.lines(title, sent, up="GB sent, all ranks", log="y")]
-    plots.draw(path, f"Attention of one sequence on several GPUs, {results['device']}", panels, columns=2)
+        panels += [plots.of("C33", plots.lines(title, times, up="ms, forward and backward", log="y"))]
+        panels += [plots.of("C33", plots.lines(title, sent, up="GB sent, all ranks", log="y"))]
+    return plots.draw(
+        path,
+        f"Attention of one sequence on several GPUs, {results['device']}",
+        panels,
+        columns=2,
+        claim=claim,
+    )
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -149,7 +149,7 @@ def _relative_times(sample: Sample) -> dict[float, Times]:
 PAPERS_SHARES = {p: ms / paper.FIGURE_2_DENSE_MS for p, ms in paper.FIGURE_2_SPARSE_MS.items()}
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """Time (or counted work) against the share of blocks, and the butterfly against length."""
     series = {}
     for sample in timed(results, kind="shares", backend=OURS):
@@ -158,12 +158,13 @@ def draw(results: Results, path: Path) -> None:
     if counted:
         series["FLOPs counted"] = {100 * s["share"]: s["flops"] / counted[-1]["flops"] for s in counted}
     how = {"across": "% of blocks not zero", "up": "over dense", "ticks": False}
-    panels = [plots.lines("Cost against sparsity", series, paper={"paper, Figure 2": PAPERS_SHARES}, **how)]
+    panel = plots.lines("Cost against sparsity", series, paper={"paper, Figure 2": PAPERS_SHARES}, **how)
+    panels = [plots.of("C5", panel)]
     if butterflies := timed(results, kind="butterfly", backend=OURS):
         series = {n: {s["length"]: took(s, n).median for s in butterflies} for n in ("dense", "butterfly")}
         up = "ms, forward and backward"
-        panels.append(plots.lines("Butterfly mask against length", series, up=up, log="y"))
-    plots.draw(path, f"Block-sparse attention, {results['device']}", panels)
+        panels.append(plots.of("C10", plots.lines("Butterfly mask against length", series, up=up, log="y")))
+    return plots.draw(path, f"Block-sparse attention, {results['device']}", panels, claim=claim)
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -186,9 +186,9 @@ def _compulsory(length: int, head_dim: int) -> int:
     return sum(counting.compulsory_bytes(length, head_dim).values())
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """Bytes against length, the tile sweep, and the passes of the standard forward."""
-    plots.draw(path, f"Memory traffic, {results['device']}", _panels(results))
+    return plots.draw(path, f"Memory traffic, {results['device']}", _panels(results), claim=claim)
 
 
 def _panels(results: Results) -> Iterator[plots.Panel]:
@@ -197,20 +197,23 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
         series = {n: {s["length"]: total(s) / 1e6 for s in counted if s["backend"] == n} for n in names}
         floor = {s["length"]: _compulsory(s["length"], 64) / 1e6 for s in counted}
         title, up = "Read and written, forward and backward", "MB, one head, counted"
-        yield plots.lines(title, series, up=up, log="y", paper={"paper: compulsory": floor})
+        panel = plots.lines(title, series, up=up, log="y", paper={"paper: compulsory": floor})
+        yield plots.of("C3", panel)
     title, across = "Tile size of the forward kernel", "BLOCK_M, queries a program owns"
     if tiles := pick(results, kind="tile count"):
         series = {OURS: {s["block_m"]: phase_total(s, "forward") / 1e6 for s in tiles}}
-        yield plots.lines(title, series, across=across, up="MB, one head, counted", log="x")
+        panel = plots.lines(title, series, across=across, up="MB, one head, counted", log="x")
+        yield plots.of("C29", panel)
     for sample in timed(results, kind="tiles"):
         series = {OURS: {int(m): took(sample, m).median for m in sample["ms"]}}
-        yield plots.lines(title, series, across=across, up="ms", log="x")
+        yield plots.of("C31", plots.lines(title, series, across=across, up="ms", log="x"))
     for sample in timed(results, kind="passes"):
         rows = {}
         for name, phases in sample["ms"].items():
             parts = {phase: took(sample, name, phase).median for phase in phases}
             rows[name] = parts if len(parts) > 1 else {"in one": sum(parts.values())}
-        yield plots.bars("Where the time of a forward goes", rows, across="ms, forward with mask and dropout")
+        across = "ms, forward with mask and dropout"
+        yield plots.of("C6", plots.bars("Where the time of a forward goes", rows, across=across))
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -65,9 +65,9 @@ def _unsteady(sample: Sample, contender: str) -> str | None:
     return f"not steady, {min(steps):.0f} to {max(steps):.0f} ms a step"
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, claim: str = "") -> bool:
     """A panel for each group: every contender's step, split into forward, backward and optimizer."""
-    plots.draw(path, f"Training on {results['device']}", _panels(results))
+    return plots.draw(path, f"Training on {results['device']}", _panels(results), claim=claim)
 
 
 def _panels(results: Results) -> Iterator[plots.Panel]:
@@ -80,7 +80,8 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
             steady = ", not steady" if _unsteady(sample, name) else ""
             ends[name] = f"{rate(sample, name).median:,.0f}/s{memory}{steady}"
         title = textwrap.fill(_title(sample), 48)
-        yield plots.bars(title, rows, across="ms a step; tokens/s, peak memory", ends=ends)
+        panel = plots.bars(title, rows, across="ms a step; tokens/s, peak memory", ends=ends)
+        yield plots.of({"context": "C13", "gpt3": "C23"}.get(sample["part"], "C11"), panel)
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------
