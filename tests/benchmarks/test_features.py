@@ -94,6 +94,8 @@ def dropping_twice_as_much(inputs: Inputs, number: int) -> Tensor:
 def test_a_contender_with_wrong_results_is_not_timed(feature, wrong, tmp_path, capsys, monkeypatch):
     asked = {OURS: features._registered(OURS), "wrong": wrong, FLEX: features._flex}
     monkeypatch.setattr(features, "contenders", lambda: dict(asked))
+    # Two sinks have two gradients, in which naive, whose error is the limit, may be right by chance.
+    torch.manual_seed(0)
     results = run(tmp_path, f"features={feature}")
     assert all(set(sample["ms"]) == {OURS} for sample in pick(results, kind="time"))
     said = capsys.readouterr().out
