@@ -137,9 +137,8 @@ class Page:
 
     claims: dict[str, Judged] = field(default_factory=lambda: {name: Judged(c) for name, c in CLAIMS.items()})
     documents: list[Results] = field(default_factory=list)
-    sources: dict[tuple[str, str], str] = field(
-        default_factory=dict
-    )  # (experiment, device) -> the newest's file
+    # (experiment, device) -> the newest's file
+    sources: dict[tuple[str, str], str] = field(default_factory=dict)
     long_runs: list[Results] = field(default_factory=list)
     headlines: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

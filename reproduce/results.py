@@ -63,6 +63,7 @@ def without_outrun(document: Results) -> Results:
 
 
 def _is_wide(sample: Sample) -> bool:
+    """What FASTER_SINCE is of so far."""
     return "ms" in sample and sample.get("head_dim", 0) > 128
 
 
@@ -125,7 +126,8 @@ class Store:
             if _is_open(s) and (retry is None or s.get("process", 0) in retry)
         ]
         same = earlier and self._settings_of(earlier) == self.document["settings"]
-        self.finished = bool(same) and earlier["state"] == "complete" and not self.retried
+        whole = bool(same) and earlier["state"] == "complete" and not faster_since(earlier)
+        self.finished = whole and not self.retried
 
     def forget(self) -> None:
         """Begin again, without the samples of earlier runs."""

@@ -251,6 +251,23 @@ def test_a_finished_result_is_kept_unless_again_or_other_settings(tmp_path, caps
     assert len(document(tmp_path, "sparse")["samples"]) == 2
 
 
+def test_what_code_has_outrun_is_measured_again_and_nothing_else(tmp_path):
+    """FASTER_SINCE is of head_dims above 128; a finished result of before goes on with them."""
+    how = {"device": torch.device("cpu"), "settings": EXPERIMENTS["sparse"].module.TINY, "tiny": True}
+    first = Store(tmp_path, EXPERIMENTS["sparse"], **how, command=[])
+    for head_dim in (64, 256):
+        first.sample(lambda: {"ms": {"flash": [1.0]}}, kind="time", head_dim=head_dim)
+    first.document["depends"]["kernels.x"] = next(iter(depends.FASTER_SINCE))
+    first.finish()
+    second = Store(tmp_path, EXPERIMENTS["sparse"], **how, command=[])
+    assert not second.finished
+    for head_dim, ms in ((64, 1.0), (256, 0.5)):
+        sample = second.sample(lambda: {"ms": {"flash": [0.5]}}, kind="time", head_dim=head_dim)
+        assert sample["ms"] == {"flash": [ms]}
+    second.finish()
+    assert Store(tmp_path, EXPERIMENTS["sparse"], **how, command=[]).finished
+
+
 def test_a_budget_of_zero_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["all", "--tiny", "--budget", "0s"])
