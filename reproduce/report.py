@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from . import headline, long_run
+from . import headline, long_run, pairs
 from .attention_figures import peaks
 from .claims import CLAIMS, Claim
 from .common import results_folder, writing
@@ -243,6 +243,7 @@ def build(directory: Path) -> Page:
             page.notes.append(f"{_name(document)} cannot be judged: {type(error).__name__}: {error}")
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     page.claims["C12"].figures += map(Figure, judge_between_devices(curves))
+    _add_pairs(page, curves, directory)
     for verdict in judge_beside_others(page.documents):
         device = verdict.basis.partition(",")[0]
         own, others = (page.sources[name, device] for name in ("sparse", "attention"))
@@ -285,6 +286,21 @@ def _add(page: Page, document: Results, directory: Path) -> None:
         figures.append(Figure(verdict, source, gpu))
     page.documents.append(document)
     page.sources.setdefault((experiment.name, document["device"]), source)
+
+
+def _add_pairs(page: Page, curves: list[Results], directory: Path) -> None:
+    """C12 by every pair of runs that differ in attention alone, where there are runs for it alone."""
+    files = sorted(directory.glob(f"*/{pairs.FILE}"))
+    if not files:
+        return
+    trained = [run for each in curves for run in pairs.of_perplexity(each)]
+    trained += [run for file in files for run in pairs.of_recipes(json.loads(file.read_text()))]
+    claim = page.claims["C12"]
+    links = ", ".join(f"[{file.parent.name}]({file.relative_to(directory).as_posix()})" for file in files)
+    claim.figures += (Figure(replace(each, basis=f"{each.basis}: {links}")) for each in pairs.judge(trained))
+    if can_draw() and pairs.matched(trained):
+        pairs.draw(trained, files[-1].with_name(pairs.PICTURE))
+        claim.gpu_pictures.append(files[-1].with_name(pairs.PICTURE))
 
 
 def _add_long_run(page: Page, document: Results, picture: Path) -> None:

@@ -138,6 +138,19 @@ for name, (part, only, seconds) in {
         needs="text code",
     )
 
+# Runs of `perplexity` with other weights. Afterwards: python -m benchmarks recipes pairs RUN...
+PAIR = "model=gpt2_small attention.precise_delta=false trainer.batch_tokens=65536 trainer.micro_batch=16 "
+PAIR += "trainer.steps=3052 trainer.eval_every=200 trainer.keep_checkpoints=1 trainer.precision=bf16 "
+PAIR += "schedule.warmup_fraction=0.01"
+for weights in range(2, 6):
+    for attention, seconds in (("naive", 900), ("flash", 600)):
+        JOBS[f"pair_{attention}_{weights}"] = Job(
+            f"C12: {attention} with weights {weights}",
+            script(f"train.sh attention={attention} init_seed={weights} {PAIR}"),
+            limit=seconds,
+            needs="text",
+        )
+
 for number, names in enumerate(("gpt2_small gpt2_medium", "gpt2_small_2k gpt2_small_4k"), 1):
     JOBS[f"recipes_{number}"] = Job(
         "peak memory of the papers' recipes with their micro-batches",

@@ -124,7 +124,7 @@ def answer(differences: list[float], gap: float | None) -> str:
     if mean == 0:
         return "no: equal"
     against = f"{mean / gap:.2g} times the gap between seeds, {gap:.2g}" if gap else "seeds do not differ"
-    half = None if pairs == 1 else _half_width(differences)
+    half = None if pairs == 1 else half_width(differences)
     if mean <= gap:
         alike = half is not None and mean > half
         return f"no: {against}" + ("; yet the same in every pair (95 %)" if alike else "")
@@ -135,7 +135,7 @@ def answer(differences: list[float], gap: float | None) -> str:
     return f"yes: {against}"
 
 
-def _half_width(differences: list[float]) -> float:
+def half_width(differences: list[float]) -> float:
     """Half of the 95 % confidence interval of the mean, by Student's t."""
     pairs = len(differences)
     return _T[min(pairs - 1, len(_T)) - 1] * statistics.stdev(differences) / pairs**0.5

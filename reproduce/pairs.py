@@ -1,0 +1,139 @@
+"""C12 over several initial weights: what does attention change in the loss, beside what the weights change?
+
+One pair of runs says little: the same run, rounded in another order, ends up to 0.012 nats away. So the difference of
+flash from naive is taken over every pair of runs that differ in attention alone: those of `perplexity`, and those of
+results/<gpu>/pairs.json. That file is of no experiment: the jobs pair_* (.ci/gpu) train, and `python -m benchmarks
+recipes` keeps their curves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import plots
+from .comparison.seeds import half_width
+from .experiment import Results, Verdict, Verdicts
+from .perplexity_figures import runs
+
+FILE, PICTURE = "pairs.json", "pairs.C12.svg"
+NAIVE, FLASH = "naive", "flash"
+FEWEST = 3  # of two, Student's t leaves all open
+
+
+class Trained(NamedTuple):
+    """A whole run: what it shares with its pair, its attention, and its validation loss in nats by step."""
+
+    document: str
+    device: str
+    steps: int
+    batch_tokens: int
+    weights: int  # the seed that they were drawn by
+    attention: str
+    losses: dict[int, float]
+
+    @property
+    def end(self) -> float:
+        return self.losses[max(self.losses)]
+
+
+class Pair(NamedTuple):
+    naive: Trained
+    flash: Trained
+
+    @property
+    def apart(self) -> float:
+        """Nats that flash ends above naive."""
+        return self.flash.end - self.naive.end
+
+
+def of_perplexity(results: Results) -> list[Trained]:
+    """Its whole runs of GPT-2 small by naive and flash; the control with half the micro-batch is no pair's."""
+    found = [
+        run for name, run in runs(results, "gpt2").items() if name.split("_")[-1] in (NAIVE, FLASH, "seed")
+    ]
+    where = results["device"]
+    return [
+        Trained(
+            f"perplexity on {where}", where, run["steps"], run["batch_tokens"], run["init_seed"], run["attention"],
+            dict(map(tuple, run["validation"])),
+        )
+        for run in found
+        if "partial" not in run
+    ]  # fmt: skip
+
+
+def of_recipes(kept: dict[str, Any]) -> list[Trained]:
+    """The whole runs of a document of `python -m benchmarks recipes`."""
+    found = []
+    for run in kept.values():
+        settings, where = run["settings"], run["device"]
+        if run["state"] == "complete":
+            weights = settings.get("init_seed", settings["seed"])
+            steps, batch = settings["trainer.steps"], settings["trainer.batch_tokens"]
+            losses = dict(map(tuple, run["validation"]))
+            found.append(
+                Trained(f"{FILE} on {where}", where, steps, batch, weights, run["facts"]["attention"], losses)
+            )
+    return found
+
+
+def matched(trained: list[Trained]) -> list[Pair]:
+    """Naive and flash of the same document and weights."""
+    by_place: dict[Any, dict[str, Trained]] = defaultdict(dict)
+    for run in _longest(trained):
+        by_place[run.document, run.weights][run.attention] = run
+    return [Pair(each[NAIVE], each[FLASH]) for each in by_place.values() if {NAIVE, FLASH} <= each.keys()]
+
+
+def weights_gap(trained: list[Trained]) -> float | None:
+    """Nats between the ends of runs that differ in their weights alone, on average; in a pair or not."""
+    alike: dict[Any, list[float]] = defaultdict(list)
+    for run in _longest(trained):
+        alike[run.document, run.attention].append(run.end)
+    gaps = [abs(a - b) for ends in alike.values() for a, b in itertools.combinations(ends, 2)]
+    return statistics.fmean(gaps) if gaps else None
+
+
+def _longest(trained: list[Trained]) -> list[Trained]:
+    length = max(((run.steps, run.batch_tokens) for run in trained), default=None)
+    return [run for run in trained if (run.steps, run.batch_tokens) == length]
+
+
+def judge(trained: list[Trained]) -> list[Verdict]:
+    """C12 by the mean over all pairs; the bound was set before the runs of pairs.json."""
+    found, gap = matched(trained), weights_gap(trained)
+    verdicts = Verdicts(", ".join(sorted({pair.naive.device for pair in found})))
+    if len(found) < FEWEST or gap is None:
+        return verdicts
+    apart = sorted(pair.apart for pair in found)
+    mean, half = statistics.fmean(apart), half_width(apart)
+    tokens = found[0].naive.steps * found[0].naive.batch_tokens / 1e6
+    what = f"flash minus naive, mean over {len(found)} pairs of runs of {tokens:.0f} M tokens"
+    ours = f"{mean:+.4f} nats, 95 % interval {mean - half:+.4f} to {mean + half:+.4f}"
+    why = (
+        f"the bound, set before the last of them were run: the interval holds 0, and its ends are nearer to it than "
+        f"runs of other weights are apart on average ({gap:.4f}). By pair: {', '.join(f'{x:+.4f}' for x in apart)}"
+    )
+    verdicts.add("C12", what, "the same", ours, abs(mean) <= half and abs(mean) + half < gap, why)
+    return verdicts
+
+
+def draw(trained: list[Trained], path: Path) -> None:
+    """How far flash is above naive in each pair against tokens, and the band of other weights."""
+    found, gap, second_half = matched(trained), weights_gap(trained) or 0.0, []
+    with plots.picture(path, title="Flash against naive, pair by pair") as (axis,):
+        for naive, flash in found:
+            steps = sorted(naive.losses.keys() & flash.losses.keys())
+            tokens = [step * naive.batch_tokens / 1e6 for step in steps]
+            apart = [flash.losses[step] - naive.losses[step] for step in steps]
+            axis.plot(tokens, apart, label=f"{naive.device}, weights {naive.weights}")
+            second_half += apart[len(apart) // 2 :]
+        axis.axhspan(-gap, gap, color="#7F7F7F", alpha=0.15, label="other weights, on average")
+        axis.axhline(0, color="#7F7F7F", linewidth=1)
+        edge = 1.2 * max(gap, *map(abs, second_half))
+        axis.set(xlabel="M tokens", ylabel="validation loss above naive's (nats)", ylim=(-edge, edge))
+        plots.legend(axis, fontsize=7)

@@ -1,0 +1,112 @@
+"""C12 over several initial weights: which pairs count, what judges them, and that they are perplexity's runs."""
+
+import itertools
+import json
+import re
+import runpy
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from reproduce import pairs
+from reproduce.__main__ import main
+from reproduce.experiment import NOT_REPRODUCED, REPRODUCED, Options
+from reproduce.pairs import Pair, Trained
+from reproduce.perplexity_runs import Settings, training_runs
+from training.command_line import composed
+from training.config import to_yaml
+
+ROOT = Path(__file__).parents[2]
+RUN = Trained("a file", "GPU", 3, 64, 1, "naive", {1: 4.0, 2: 3.0, 3: 2.0})
+
+
+def pair(weights: int, naive: float, flash: float) -> list[Trained]:
+    base = RUN._replace(weights=weights, losses={1: 4.0, 2: 3.0, 3: naive})
+    return [base, base._replace(attention="flash", losses={1: 4.0, 2: 3.0, 3: flash})]
+
+
+@pytest.mark.parametrize(
+    ("apart", "status"),
+    [
+        ((0.002, -0.003, 0.001), REPRODUCED),
+        ((0.011, 0.010, 0.009), NOT_REPRODUCED),  # small, but the same in every pair
+        ((0.08, -0.07, 0.01), NOT_REPRODUCED),  # holds 0, but leaves open more than other weights change
+    ],
+)
+def test_the_interval_of_the_mean_must_hold_zero_and_be_narrower_than_other_weights(apart, status):
+    runs = [pair(n, 2.0 + 0.05 * n, 2.0 + 0.05 * n + each) for n, each in enumerate(apart)]
+    (verdict,) = pairs.judge([*itertools.chain(*runs)])
+    assert (verdict.claim, verdict.status) == ("C12", status)
+    assert all(f"{each:+.4f}" in verdict.why for each in apart)
+
+
+def test_a_run_without_its_pair_tells_what_weights_change():
+    runs = [*pair(1, 2.0, 2.001), *pair(2, 2.0, 1.999), *pair(3, 2.0, 2.0)]
+    assert [each.status for each in pairs.judge(runs)] == [NOT_REPRODUCED]  # weights change next to nothing
+    assert [each.status for each in pairs.judge([*runs, pair(4, 2.1, 0)[0]])] == [REPRODUCED]
+
+
+def test_two_pairs_are_not_judged():
+    assert not pairs.judge([*pair(1, 2.0, 2.001), *pair(2, 2.05, 2.05)])
+
+
+def test_naive_is_paired_with_flash_of_equal_weights_file_and_length():
+    flash = RUN._replace(attention="flash")
+    shorter, others = (
+        (RUN._replace(weights=2, steps=2), flash._replace(weights=2, steps=2)),
+        (RUN._replace(weights=3),),
+    )
+    elsewhere = (RUN._replace(weights=4), flash._replace(weights=4, document="another file"))
+    assert pairs.matched([RUN, flash, *shorter, *others, *elsewhere]) == [Pair(RUN, flash)]
+
+
+def test_a_job_trains_as_perplexity_does_but_for_its_weights():
+    text = [
+        "data=text_files",
+        "data.files=[a.jsonl]",
+        "data.tokenizer=gpt2",
+        "logger=none",
+        "trainer.device=cuda",
+    ]
+    settings = Settings(text=("a.jsonl",))
+    options = Options(torch.device("cuda"), False, settings, lambda *_: {}, 0, lambda **_: None)
+    theirs = {run.name: run.config for run in training_runs(settings, options)}
+    jobs = runpy.run_path(str(ROOT / ".ci" / "gpu" / "jobs.py"))["JOBS"]
+    found = {
+        name: job.body.partition("train.sh ")[2] for name, job in jobs.items() if name.startswith("pair_")
+    }
+    assert len(found) == 8
+    for name, words in found.items():
+        _, attention, weights = name.split("_")
+        ours = composed(*text, *shlex.split(words))
+        assert to_yaml(ours) == to_yaml(replace(theirs[attention], init_seed=int(weights)))
+
+
+def test_the_report_shows_the_pairs_of_both_files(tmp_path):
+    folder = tmp_path / "nvidia-test-3000"
+    folder.mkdir()
+    kept = {
+        f"{attention} {weights}": {
+            "device": "NVIDIA Test 3000",
+            "settings": {"init_seed": weights, "seed": 1337, "trainer.steps": 3, "trainer.batch_tokens": 64},
+            "facts": {"attention": attention},
+            "state": "partial" if weights == 5 else "complete",
+            "validation": [
+                [1, 4.0],
+                [2, 3.0],
+                [3, 2 + 0.05 * weights + 0.001 * weights * (attention == "flash")],
+            ],
+        }
+        for attention in ("naive", "flash")
+        for weights in (-1, 0, 1, 5)
+    }
+    (folder / "pairs.json").write_text(json.dumps(kept))
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    report = (tmp_path / "REPORT.md").read_text()
+    assert re.search(r"flash minus naive, mean over 3 pairs .* \+0\.0000 nats.* \| reproduced \|", report)
+    assert "](nvidia-test-3000/pairs.json)" in report
+    assert "](nvidia-test-3000/pairs.C12.svg)" in report
+    assert "weights 1" in (folder / "pairs.C12.svg").read_text()
