@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .versions import kernels_lack
+from .versions import kernels_lack, no_cuda
 
 if lacking := kernels_lack():
     sys.exit(f"kernels.tune needs {lacking}")
@@ -98,8 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--out", type=Path, help="write here instead of the user's cache")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        sys.exit("kernels.tune times kernels on a GPU, but there is no CUDA device here")
+    if lacking := no_cuda():
+        sys.exit(f"kernels.tune times kernels on a GPU: {lacking}")
     found = list(cases(options.head_dim))
     shortest = [case for case in found if case.length == LENGTHS[0]]  # kernels are not specialised on length
     with ProcessPoolExecutor(

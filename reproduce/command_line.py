@@ -260,9 +260,11 @@ def _able(chosen: list[Experiment], device: torch.device, gpus: int, tiny: bool)
     if device.type == "cpu":
         able = [each for each in chosen if each.needs == "cpu"]
         if not able:
-            raise ReproduceError(
-                f"{chosen[0].name} needs a CUDA device; --tiny runs its small form here, as a smoke test"
-            )
+            from kernels.versions import no_cuda  # the experiments can be listed without torch
+
+            because = f": {lacking}" if (lacking := no_cuda()) else ""
+            small = "--tiny runs its small form here, as a smoke test"
+            raise ReproduceError(f"{chosen[0].name} needs a CUDA device{because}; {small}")
         if len(able) < len(chosen):
             print(f"no CUDA device here, so these alone: {', '.join(each.name for each in able)}")
         return able

@@ -1,5 +1,6 @@
 """Other releases of torch and triton than those we know: one line that says what to do. About 10 s."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -132,6 +133,19 @@ def stand_in(folder: Path, package: str, source: str) -> None:
 
 
 @pytest.mark.slow
+def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, capsys) -> None:
+    from kernels import tune
+    from reproduce.__main__ import main
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    words = rf"torch {re.escape(torch.__version__)} is built without CUDA \(pip install -U --force-reinstall torch=="
+    with pytest.raises(SystemExit, match=rf"^kernels\.tune times kernels on a GPU: {words}"):
+        tune.main([])
+    assert main(["training"]) == 1
+    assert re.search(rf"^error: training needs a CUDA device: {words}.*\n$", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("command", "needed"), [("compile_report", "a triton with Gluon"), ("tune", "triton 3.")]
 )

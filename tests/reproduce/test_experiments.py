@@ -364,7 +364,7 @@ def test_a_closed_output_pipe_is_not_an_error():
         (["numerics", "repeats"], "repeats is not key=value"),
         (["attention", "lengths="], "lengths= names nothing to run: write one or more, like lengths=64"),
         (["attention", "backends=flesh"], "there is no attention flesh; choose from standard, "),
-        (["training", "--device", "cpu"], "needs a CUDA device"),
+        (["training", "--device", "cpu"], "training needs a CUDA device"),
         (["numerics", "--device", "tpu"], "--device tpu is not supported; use auto, cpu, cuda or cuda:N."),
         (["all", "repeats=3"], "settings apply to one experiment"),
     ],
