@@ -18,7 +18,9 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +33,23 @@ from .experiment import Experiment, OutOfTime, Results, Sample
 if TYPE_CHECKING:
     import torch
 
+PEERS = (
+    "flash-attn-4",
+    "liger-kernel",
+    "transformers",
+)  # whose versions a record has where they are installed
 VERSION = 3  # of the document's format; a file of another version is skipped
 # What every document has; see Store.
 FIELDS = ("experiment", "state", "tiny", "device", "command", "commit", "depends", "settings", "environment")
 FIELDS += ("date", "seconds", "samples")
+
+
+def _installed(names: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def slug(device_name: str) -> str:
@@ -99,6 +114,7 @@ class Store:
         self.deadline, self.began = deadline, time.monotonic()
         record = environment(device)
         del record["command"], record["platform"]  # paths and names specific to this machine
+        record |= _installed(PEERS)
         self.document: Results = {
             "version": VERSION,
             "experiment": experiment.name,

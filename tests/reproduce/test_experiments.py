@@ -21,7 +21,7 @@ from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, AttentionError, get_attention, register_attention
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 from kernels.history import flash1, two_pass
-from reproduce import attention, depends, encoders, history, peers, sparse, timing
+from reproduce import attention, depends, encoders, history, peers, results, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.claims import CLAIMS
@@ -249,6 +249,14 @@ def test_a_finished_result_is_kept_unless_again_or_other_settings(tmp_path, caps
     assert before["samples"] != again["samples"]
     run(tmp_path, "sparse", "backends=naive,sdpa_cudnn")
     assert len(document(tmp_path, "sparse")["samples"]) == 2
+
+
+def test_a_document_records_the_versions_of_the_peers_that_are_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "PEERS", ("pytest", "no-such-peer"))
+    how = {"device": torch.device("cpu"), "settings": EXPERIMENTS["sparse"].module.TINY, "tiny": True}
+    environment = Store(tmp_path, EXPERIMENTS["sparse"], **how, command=[]).document["environment"]
+    assert environment["pytest"] == pytest.__version__
+    assert "no-such-peer" not in environment
 
 
 def test_what_code_has_outrun_is_measured_again_and_nothing_else(tmp_path):
@@ -679,6 +687,13 @@ echo '"0","k","dram__bytes_read.sum","byte","2,048"'''
         pass
     del clocks["host_load"]
     assert clocks == {"sm_mhz": [1980] * 3, "watts": [412.5] * 3, "celsius": [41] * 3}
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")  # as beside 96 processes
+    with monkeypatch.context() as patch:
+        run = subprocess.run
+        patch.setattr(subprocess, "run", lambda *command, **how: run(*command, **how | {"timeout": 0.1}))
+        with timing.recorded(torch.device("cuda", 0)) as clocks:
+            pass
+    assert clocks.keys() == {"host_load"}
     workload = Workload("test", 1, 1, 64, 32, False)
     assert read_counters("standard", workload)["dram_read"] == 2048
     refused = read_counters("flash", workload)
