@@ -3,9 +3,10 @@
 Forward and backward, causal, at 16k tokens and a hidden width of 2048 (FlashAttention-2's Figures 4-7). Contenders:
 flash with its fastest kernels and with the portable ones; every other registered backend that supports the feature,
 except naive, which stores the scores; and, outside our attention signature, PyTorch's FlexAttention with a document
-block mask built beforehand, and `torch.nn.attention.varlen`. All read the same packed tensors (batch, length, heads,
-head_dim). Flash with the causal mask alone is timed too, to compare the time with the share of pairs that remain
-visible. Results are checked against float64 first, for each document size and window size.
+block mask built beforehand, `torch.nn.attention.varlen`, and FlashAttention-4 itself, whose backend waits for each
+call's offsets and takes no window. All read the same packed tensors (batch, length, heads, head_dim). Flash with the
+causal mask alone is timed too, to compare the time with the share of pairs that remain visible. Results are checked
+against float64 first, for each document size and window size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from reproduce.timing import timed, took, waited
 from .aims import Aim, over_fastest
 
 WHOLE = "flash, unbounded"
-FLEX, VARLEN = "flex", "varlen"
+FLEX, VARLEN, FA4, FA4_ITSELF = "flex", "varlen", "fa4", "fa4 itself"
 DOCUMENTS, WINDOW = "documents", "window"
 NEEDED = ("lengths", "head_dims")
 
@@ -136,6 +137,7 @@ def contenders() -> dict[str, Attend]:
         **{name: _registered(name) for name in others},
         FLEX: _flex,
         VARLEN: _varlen,
+        FA4_ITSELF: _fa4_itself,
         WHOLE: _unbounded(OURS),
     }
 
@@ -191,6 +193,19 @@ def _varlen(inputs: Inputs, number: int) -> Tensor:
     return varlen_attn(*tokens, *ends, window_size=(left, 0)).view_as(inputs.qkv[0])
 
 
+def _fa4_itself(inputs: Inputs, number: int) -> Tensor:
+    """FlashAttention-4's own functions, with the offsets built beforehand or with the window."""
+    functions = get_attention(FA4).keywords
+    if inputs.workload.bound == WINDOW:
+        window = (inputs.workload.size, 0)
+        return functions["flash_attn_func"](*inputs.qkv, causal=True, window_size=window)[0]
+    tokens = [x.flatten(0, 1) for x in inputs.qkv]
+    ends = {"cu_seqlens_q": inputs.offsets, "cu_seqlens_k": inputs.offsets}
+    longest = {"max_seqlen_q": inputs.longest, "max_seqlen_k": inputs.longest}
+    out, _ = functions["flash_attn_varlen_func"](*tokens, causal=True, **ends, **longest)
+    return out.view_as(inputs.qkv[0])
+
+
 def run(options: Options) -> None:
     """Run the experiment; see `experiment.py`."""
     for workload in workloads(options.settings):
@@ -208,8 +223,11 @@ def check(name: str, attends: dict[str, Attend], workload: Workload, options: Op
     device, dtype = options.device, options.dtype
     if name in (FLEX, VARLEN) and device.type != "cuda":
         raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
-    if name in ATTENTION and name != FLEX:
-        resolve_attention(name, device=device, dtype=dtype, head_dim=workload.head_dim, **workload.features)
+    request = {"device": device, "dtype": dtype, "head_dim": workload.head_dim}
+    if name == FA4_ITSELF:
+        resolve_attention(FA4, **request)
+    elif name in ATTENTION and name != FLEX:
+        resolve_attention(name, **request, **workload.features)
     # Long enough for the documents or the window to mask something.
     length = max(options.settings.check_length, 3 * workload.size)
     heads = -(-(2**15) // length) if device.type == "cuda" else 2  # for which `auto` takes the kernels timed

@@ -22,7 +22,7 @@ FIXED |= {"chunked": "#332288", "sdpa_efficient": "#AA4499", "sdpa_math": "#DDCC
 SAME = {
     "flash": ("tilegpt", "split-KV", "split-KV, CUDA graph"),
     "sdpa": ("PyTorch's attention", "PyTorch's attention, CUDA graph"),
-    "fa4": ("flash_attention_4",),
+    "fa4": ("flash_attention_4", "fa4 itself"),
     "sdpa_flash": ("transformers, sdpa", "transformers, sdpa, static cache"),
 }
 FIXED |= {name: FIXED[attention] for attention, names in SAME.items() for name in names}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,32 @@ def test_flex_attention_gets_the_same_documents(size, monkeypatch):
     q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
     want = naive_attention(q, k, v, cu_seqlens=inputs.offsets).transpose(1, 2)
     torch.testing.assert_close(documents._flex(inputs, 0), want)
+
+
+@pytest.mark.parametrize(("bound", "size"), BOUNDS)
+def test_flash_attention_4_itself_gets_the_same_documents_or_window(bound, size, monkeypatch):
+    """With naive attention behind the signatures of the package's functions."""
+    inputs = Inputs(Workload(bound, size, 2, 2, 100, 16), torch.float32, CPU)
+
+    def flash_attn_func(q, k, v, causal, window_size):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return naive_attention(q, k, v, causal=causal, window=window_size).transpose(1, 2), None
+
+    def flash_attn_varlen_func(q, k, v, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        assert q.shape == (200, 2, 16)  # (tokens, heads, head_dim)
+        assert cu_seqlens_q.dtype == torch.int32
+        assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+        ends = zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_k[1:].tolist(), strict=True)
+        rows = [slice(*each) for each in ends]
+        outs = [flash_attn_func(*(x[None, each] for x in (q, k, v)), causal, None)[0][0] for each in rows]
+        return torch.cat(outs), None
+
+    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    found = {"naive": naive_attention, "fa4": partial(naive_attention, **functions)}
+    monkeypatch.setattr(documents, "get_attention", found.get)
+    out, *grads = documents.gradients(documents._fa4_itself, inputs)
+    want, *exact = documents.gradients(documents._registered("naive"), inputs)
+    torch.testing.assert_close([out, *grads], [want, *exact])
 
 
 def run(folder: Path) -> dict:
