@@ -16,6 +16,7 @@ from .features import REPEATABLE
 NO_LIBRARY = (OURS, "naive", *history.NAMES, *APPROXIMATE)
 PASSES = {"forward": "forward", "backward": "backward", "both": "both passes"}
 FIGURES = {"fa1": "16 x 8 heads", "fa2": "16k tokens", "gpt2": "GPT-2 small", "stored": "64 x 16 heads"}
+FIGURES |= {"beyond": "16k tokens and above"}
 
 
 def aims(results: Results) -> list[Aim]:

@@ -40,7 +40,7 @@ LONGEST = {
     **dict.fromkeys(("naive", "sdpa_math"), 4096),
     **dict.fromkeys(("sdpa", "sdpa_flash", "sdpa_efficient", peers.DETERMINISTIC), 16384),
 }
-NEEDED = ("figures", "lengths")
+SELECTION = NEEDED = ("figures", "lengths")
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class Settings(Timing):
     dtype: str = "bfloat16"
     # Names in kernels.ATTENTION and in peers.MAKE; if empty, all of them.
     backends: tuple[str, ...] = ()
-    # fa1: batch 16, 8 heads, d 64 (Tables 9-21). fa2: 16k tokens, hidden 2048. gpt2: 12 heads, 1024, causal. stored:
-    # batch 64, 16 heads, mask and dropout, to 512 tokens (Table 7).
-    figures: tuple[str, ...] = ("fa1", "gpt2", "fa2", "stored")
+    # fa1: batch 16, 8 heads, d 64 (Tables 9-21). fa2: 16k tokens, hidden 2048, 512 to 16k long. gpt2: 12 heads, 1024,
+    # causal. stored: batch 64, 16 heads, mask and dropout, to 512 tokens (Table 7). beyond: as fa2, but
+    # shorter, or one longer sequence, as in no paper.
+    figures: tuple[str, ...] = ("fa1", "gpt2", "fa2", "stored", "beyond")
     # The most useful first.
     lengths: tuple[int, ...] = (1024, 2048, 4096, 512, 8192, 256, 128, 16384, 32768, 65536)
     # Compiled again for every shape, which takes longer than timing all the others: timed only at GPT-2's shapes and
@@ -108,9 +109,9 @@ def workloads(settings: Settings, tiny: bool) -> list[Workload]:
                 found.append(Workload("fa1", batch, heads, length, head_dims[0], False, mask))
         for head_dim in head_dims:
             for causal in (True,) if tiny else (True, False):
-                if tokens // length and length >= (64 if tiny else 512):
-                    shape = (tokens // length, hidden // head_dim, length, head_dim)
-                    found.append(Workload("fa2", *shape, causal))
+                figure = "fa2" if (64 if tiny else 512) <= length <= tokens else "beyond"
+                shape = (max(1, tokens // length), hidden // head_dim, length, head_dim)
+                found.append(Workload(figure, *shape, causal))
         if length <= 512:
             found.append(Workload("stored", 4 * batch, 2 * heads, length, head_dims[0], False, DROPPED))
         if place == min(3, len(settings.lengths) - 1):

@@ -187,6 +187,7 @@ ATTENTION = (
     ("fa1's 256, 128 and 8192", "figures=fa1 lengths=8192,256,128"),
     ("README's memory: fa1's 16384 to 65536", "figures=fa1 lengths=16384,32768,65536"),
     ("dropout with stored scores", "figures=stored lengths=512,256,128 --seconds 190"),
+    ("16k tokens at 128 and 256, one sequence of 32k and 64k", "figures=beyond"),
 )
 for number, (what, select) in enumerate(ATTENTION, 1):
     JOBS[f"attention_{number}"] = Job(what, measure(f"slice reproduce attention --select {select}"))

@@ -251,6 +251,21 @@ def test_a_finished_result_is_kept_unless_again_or_other_settings(tmp_path, caps
     assert len(document(tmp_path, "sparse")["samples"]) == 2
 
 
+def test_attention_is_timed_at_every_length_and_papers_lengths_stay_theirs():
+    found = attention.workloads(attention.Settings(figures=("fa2", "beyond")), tiny=False)
+    points = {(each.length, each.head_dim, each.causal) for each in found}
+    assert len(points) == len(found) == len(attention.Settings.lengths) * 3 * 2
+    assert {each.length for each in found if each.figure == "fa2"} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {each.batch * each.length for each in found} == {16384, 32768, 65536}
+
+
+def test_a_figure_of_attention_joins_those_that_are_there(tmp_path):
+    for figure in ("gpt2", "fa2"):
+        assert run(tmp_path, "attention", "backends=naive,sdpa", f"figures={figure}") == 0
+    timed = [each for each in document(tmp_path, "attention")["samples"] if each["kind"] == "time"]
+    assert [each["figure"] for each in timed] == ["gpt2", "fa2"]
+
+
 def test_a_document_records_the_versions_of_the_peers_that_are_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "PEERS", ("pytest", "no-such-peer"))
     how = {"device": torch.device("cpu"), "settings": EXPERIMENTS["sparse"].module.TINY, "tiny": True}
