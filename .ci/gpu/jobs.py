@@ -61,9 +61,6 @@ JOBS |= {
     "host": Job(
         "what a call costs the host; few jobs beside it", measure("whole benchmarks host"), limit=240
     ),
-    "products": Job(
-        "weight gradients, one product or K split", "python .ci/gpu/files/products.py", limit=120
-    ),
     "ptxas": Job("the same kernels by several assemblers", script("ptxas.sh"), limit=400),
 }
 
