@@ -15,7 +15,7 @@ from pathlib import Path
 from reproduce.common import markdown_table, results_folder, writing
 from reproduce.experiment import Sample
 from reproduce.plots import can_draw
-from reproduce.results import changed_since, faster_since, read_all, slug
+from reproduce.results import changed_since, faster_since, host_load, read_all, slug
 from reproduce.timing import FASTER, Times, beside, fastest, took, waited
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
@@ -125,6 +125,7 @@ def page(directory: Path) -> tuple[str, str]:
         sections += [line for words in faster_since(document) for line in (f"Of before, {words}.", "")]
         processes = {sample.get("process") for sample in document["samples"] if sample["kind"] in TIMED}
         sections += ["One process: no range.", ""] if len(processes) == 1 else []
+        sections += [f"Load of the host: {load}.", ""] if (load := host_load(document)) else []
         sections += markdown_table(HEADER, rows(aims))
         picture = Path(slug(device), f"{name}.svg")
         if hasattr(module, "draw") and (directory / picture).exists():

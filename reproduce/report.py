@@ -29,14 +29,15 @@ from .experiment import (
 from .perplexity_figures import compares, runs
 from .perplexity_verdicts import judge_between_devices
 from .plots import can_draw
-from .results import changed_since, faster_since, read_all, slug
+from .results import changed_since, faster_since, host_load, read_all, slug
 from .sparse import judge_beside_others
 from .standard import NAME as STANDARD
 
 HOW_TO_READ = (
     "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
     "out-of-memory points of another GPU are not compared. A time is the median of its processes, with their range; "
-    "a bound must hold in each of them, and faster means that the ranges do not overlap."
+    "a bound must hold in each of them, and faster means that the ranges do not overlap. Of figures of one kind "
+    "the first table has the least flattering."
 )
 # These time whole steps, of which waiting for the host is a part: of more kernels than CUDA queues, all are late.
 OF_STEPS = ("training", "encoders")
@@ -49,7 +50,7 @@ STATES = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict", "on")
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
-RUN_COLUMNS += ("changed since",)
+RUN_COLUMNS += ("host load", "changed since")
 # The figures of the first screen: subject -> (claim, words in their names). Like for like: eager steps for speed, the
 # same shape for memory.
 FIRST = {
@@ -184,7 +185,8 @@ def run_rows(page: Page) -> list[list[str]]:
         row += [f"torch {environment['torch']}, triton {environment['triton']}"]
         # Of joined parts: the first to the last.
         commit = " to ".join(each[:9] for each in commit.split(" to "))
-        rows.append([*row, commit + "+changes" * bool(changes), _by_module(changed_since(document))])
+        row += [commit + "+changes" * bool(changes), host_load(document)]
+        rows.append([*row, _by_module(changed_since(document))])
     return rows
 
 

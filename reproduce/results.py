@@ -70,6 +70,17 @@ def faster_since(document: Results) -> list[str]:
     return found if any(map(_is_wide, document["samples"])) else []
 
 
+def host_load(document: Results) -> str:
+    """The host's load averages while samples were timed: "4 to 78 of 64 cores"; "" where none was recorded."""
+    clocks = [sample.get("clocks") for sample in document["samples"]]
+    found = [load for each in clocks if isinstance(each, dict) for load in each.get("host_load", ())]
+    return (
+        f"{min(found):.0f} to {max(found):.0f} of {document['environment']['cpu_count']} cores"
+        if found
+        else ""
+    )
+
+
 def without_outrun(document: Results) -> Results:
     """The document without what has become faster since: it is not to be joined with what is measured now."""
     if not faster_since(document):

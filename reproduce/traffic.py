@@ -347,5 +347,5 @@ def _judge_counters(results: Results, found: Verdicts) -> None:
         f"DRAM bytes over compulsory, {ours['length']} tokens",
         "1, if the caches serve every read but the first",
     )
-    why = "1.5x at most: this wide limit is our own"
-    found.add("C29", what, theirs, f"{excess:.2f}x", excess <= 1.5, why, ratio=excess)
+    why = "the paper counts what one cache holds; where the traffic stops being compulsory it does not say"
+    found.add("C29", what, theirs, f"{excess:.2f}x", None, why, ratio=excess)

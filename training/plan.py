@@ -92,8 +92,7 @@ class Plan:
         parallel, tokens = self.config.parallel, self.how.micro_batch * self.config.model.seq_len
         if parallel.shard is Shard.none:
             return None
-        asked = parallel.blocks_at_once or blocks_at_once(self.shape, tokens // self.layout.context_size)
-        return min(asked, self.config.model.n_layer)
+        return parallel.blocks_at_once or blocks_at_once(self.shape, tokens // self.layout.context_size)
 
     def facts(self) -> dict[str, Any]:
         """What was resolved, as facts.json has it."""

@@ -16,7 +16,7 @@ from reproduce.common import markdown_table
 from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_STATED, Verdict
 from reproduce.report import Figure, Judged, Page, first_rows, in_words, summary
 from reproduce.report_html import MARKS, as_html
-from reproduce.results import VERSION, slug
+from reproduce.results import VERSION, host_load, slug
 
 ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA Test 3000"
@@ -228,7 +228,15 @@ def test_hardware_counters_decide_the_verdicts_if_they_were_read():
     ]
     (bytes_ratio, excess) = traffic.judge({"device": GPU, "samples": samples})
     assert (bytes_ratio.claim, bytes_ratio.ours, bytes_ratio.status) == ("C3", "18.0x", "reproduced")
-    assert (excess.claim, excess.status) == ("C29", "reproduced")
+    assert (excess.claim, excess.status) == ("C29", NOT_COMPARABLE)
+
+
+def test_what_else_ran_on_the_host_is_told_of_every_document():
+    samples = [{"kind": "speed", "clocks": "1755 MHz"}, {"kind": "check"}, {"kind": "time", "clocks": {}}]
+    document = {"samples": samples, "environment": {"cpu_count": 64}}
+    assert host_load(document) == ""
+    samples += [{"kind": "time", "clocks": {"host_load": load}} for load in ([4.3, 12.0], [7.0, 78.2])]
+    assert host_load(document) == "4 to 78 of 64 cores"
 
 
 def test_a_report_of_a_folder_that_is_not_there_is_refused(tmp_path, capsys):

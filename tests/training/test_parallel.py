@@ -158,7 +158,7 @@ def test_blocks_that_are_gathered_at_once_change_no_bit_and_a_resume_may_choose_
         "two": (2, []),
         "three": (3, ["parallel.recompute=block"]),
         "all": (None, []),
-        "resumed": (9, ["trainer.resume=one/checkpoints/step-00000003"]),
+        "resumed": (5, ["trainer.resume=one/checkpoints/step-00000003"]),
     }
     runs = [
         run(name, *five, *mode, f"parallel.blocks_at_once={'null' if number is None else number}")
@@ -357,6 +357,10 @@ def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_i
             "parallel.blocks_at_once is read with parallel.shard=full or optimizer",
         ),
         (["parallel.blocks_at_once=0"], "parallel.blocks_at_once is 0; it must be at least 1"),
+        (
+            ["parallel.shard=full", "parallel.blocks_at_once=9", "model.n_layer=3"],
+            "parallel.blocks_at_once=9, of a model of 3 blocks; the nearest is 3",
+        ),
         (["parallel.shard=some"], "some"),
         (
             ["parallel.context=2", "trainer.sample_every=1"],

@@ -163,9 +163,7 @@ class Watch:
             if each.state == "left" or (rank == 0) == (self._ranks.rank == 0):
                 continue  # rank 0 is the last rank's to judge, and all others are rank 0's
             if each.silent > GONE and each.silent > self._patience(rank, each, lives[rank], broken):
-                return (
-                    f"{rank}:{self._of(rank)} does not answer, for {each.silent:.0f} s: it was {each.doing}"
-                )
+                return f"{rank}:{self._of(rank)} does not answer, for {each.silent:.0f} s: last heard of {each.doing}"
             behind = (
                 f"{self._of(rank)} has been {each.doing} for {each.waiting:.0f} s, while others wait for it"
             )
