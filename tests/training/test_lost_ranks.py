@@ -99,13 +99,13 @@ def test_a_rank_killed_while_parts_are_saved_loses_nothing(started, user_environ
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path, shard):
-    """It is stopped three quarters of the time, for less than makes it lost."""
+    """It is stopped nine tenths of the time, for less than makes it lost."""
     long = [*tiny, "trainer.steps=250", f"parallel.shard={shard}", "hydra.run.dir=run"]
     launcher = started_on(2, long, tmp_path, user_environment)
     wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
     slow = processes(launcher)[1]
     while launcher.poll() is None and logged(tmp_path / "run") < 200:
-        for sent, seconds in ((signal.SIGSTOP, 0.03), (signal.SIGCONT, 0.01)):
+        for sent, seconds in ((signal.SIGSTOP, 0.09), (signal.SIGCONT, 0.01)):
             os.kill(slow, sent)
             time.sleep(seconds)
     said = launcher.communicate(timeout=120)[0]
@@ -116,7 +116,8 @@ def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path, sha
     lost = {0: 0.0, 1: 0.0}  # by being slower than the other, summed over steps
     for rank, ratio in list(zip(*(each.values() for each in columns), strict=True))[5:150]:
         lost[rank] += ratio - 1
-    # 3 to 33 times in ten runs beside three busy processes, once 1.4 in the whole suite.
+    # Stopped three quarters of the time it lost 3 to 33 times as much in ten runs beside three busy processes,
+    # but once 1.4 in the whole suite, and once less, beside six.
     assert lost[1] > lost[0]
 
 
