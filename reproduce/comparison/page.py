@@ -17,7 +17,8 @@ from .runs import COUNTS, Run, differing_environment, differing_settings, enviro
 from .table import HEADER, having, notes, table, warnings
 
 # The parts of a step, and of a whole run: name -> colour.
-_STEP = {"data": "#d9b45b", "forward+backward": "#5b7c99", "optimizer": "#9db4c7", "other": "#c9cfd6"}
+_STEP = {"data": "#d9b45b", "forward+backward": "#5b7c99", "optimizer": "#9db4c7"}
+_STEP |= {"exchange": "#c9825b", "other": "#c9cfd6"}
 _RUN = {"steps": "#5b7c99", "rest": "#d9b45b", "start-up": "#c9cfd6"}
 _RUN_KEY = {"rest": "rest: evaluation, checkpoints", "start-up": "start-up of the first step"}
 
@@ -66,6 +67,7 @@ def _bars(runs: list[Run]) -> list[dict[str, Any]]:
     def divided(splits: list[dict[str, float] | None], shades: dict[str, str]) -> list[list[tuple]]:
         return [[(name, part, shades[name]) for name, part in (split or {}).items()] for split in splits]
 
+    steps = [run.step_split() for run in runs]
     peaks = [
         [(*run.peak_memory, shade)] if run.peak_memory else []
         for run, shade in zip(runs, colours(runs), strict=True)
@@ -74,8 +76,8 @@ def _bars(runs: list[Run]) -> list[dict[str, Any]]:
         {
             "title": "Where the time of a step goes",
             "unit": "ms",
-            "parts": divided([run.step_split() for run in runs], _STEP),
-            "key": _STEP,
+            "parts": divided(steps, _STEP),
+            "key": {name: _STEP[name] for name in _STEP if any(name in (split or ()) for split in steps)},
         },
         {
             "title": "Where the time of a run went",

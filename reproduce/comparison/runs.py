@@ -43,12 +43,13 @@ _SPEED = "perf/tokens_per_second"
 # more than this share of a step. Between runs of 30 steps on two cores the optimizer's time varied by a factor of
 # 1.3; 0.15 and 0.9 ms for data were 2 % of a step, too little to warn about.
 PHASE_RATIO, PHASE_SHARE = 1.5, 0.05
-# Phase of a step -> the column with its time.
+# Phase of a step -> the column with its time; several ranks have another, exchange.
 STEP_PHASES = {
     "data": "perf/data_ms",
     "forward+backward": "perf/forward_backward_ms",
     "optimizer": "perf/optimizer_ms",
 }
+_EXCHANGE = "perf/exchange_ms"
 
 
 @dataclass
@@ -151,12 +152,15 @@ class Run:
     def step_split(self) -> dict[str, float] | None:
         """Milliseconds of each phase of a step; None if nothing has been timed yet.
 
-        `other` is the rest of the step: logging and the loop itself.
+        `exchange`, which several ranks log, is of gradients and parts, and of it what no computation hid. `other` is
+        the rest of the step: logging and the loop itself.
         """
         step_ms = self.speed("perf/step_ms")
         split = {name: self.speed(column) for name, column in STEP_PHASES.items()}
         if None in (step_ms, *split.values()):
             return None
+        if (exchange := self.speed(_EXCHANGE)) is not None:
+            split["exchange"] = exchange
         return {**split, "other": max(0.0, step_ms - sum(split.values()))}
 
     def time_split(self) -> dict[str, float] | None:

@@ -39,13 +39,18 @@ def _row(first: Run, run: Run) -> list[str]:
         _number(run.last("val/bits_per_byte"), ".3f"),
         _number(speeds[1], ",.0f") + (_ratio(speeds) if run is not first else ""),
         _number(run.speed("perf/step_ms"), ".1f"),
-        " / ".join(f"{split[name]:.2f}" for name in STEP_PHASES) if split else "-",
+        _phases(split) if split else "-",
         _number(run.speed("perf/mfu"), ".1%"),
         _number(peaks[1] and peaks[1][1], ".2f")
         + (_ratio([gib for _, gib in peaks]) if alike and run is not first else ""),
         _duration(run.last("seconds")),
         state(run),
     ]
+
+
+def _phases(split: dict[str, float]) -> str:
+    exchange = f" (exchange {split['exchange']:.2f})" if "exchange" in split else ""
+    return " / ".join(f"{split[name]:.2f}" for name in STEP_PHASES) + exchange
 
 
 def _ratio(pair: list[float | None]) -> str:
@@ -188,10 +193,15 @@ def notes(runs: list[Run]) -> list[str]:
             "memory on a CPU is the peak resident memory of the process: Python, its libraries and what earlier "
             "runs of the same sweep left."
         )
-    if any(run.step_split() for run in runs):
+    if splits := [split for run in runs if (split := run.step_split())]:
         said.append(
             "data / fwd+bwd / opt are ms per step: to get the batch onto the device, forward and backward, optimizer "
             "with clipping; on a GPU, measured on the device."
+        )
+    if any("exchange" in split for split in splits):
+        said.append(
+            "exchange is ms per step beside these three: that of gradients between ranks, and of parts of a sharded "
+            "model, as far as no computation hid it."
         )
     if any(run.config.get("trainer.eval_tokens") for run in runs):
         said.append(

@@ -227,6 +227,22 @@ def measured(run: Path, speeds: list[float], **phases_ms: float) -> None:
 STEP = {"step": 35.0, "data": 0.15, "forward_backward": 31.0, "optimizer": 2.6}
 
 
+def test_the_exchange_of_several_ranks_is_a_phase_where_they_logged_it(copies):
+    measured(copies / "0_naive", [14_000] * 3, **STEP)
+    measured(copies / "1_sdpa", [14_000] * 3, **STEP, exchange=1.0)
+    runs = find_runs([str(copies)])
+    alone, ranks = (run.step_split() for run in runs)
+    assert ranks == pytest.approx(alone | {"exchange": 1.0, "other": 0.25})
+    column = HEADER.index("data / fwd+bwd / opt")
+    phases = "0.15 / 31.00 / 2.60"
+    assert [row[column] for row in table(runs)] == [phases, f"{phases} (exchange 1.00)"]
+    for those, bars in ((runs, 1), (runs[:1], 0)):
+        content = page(those)
+        assert content.count('title="exchange ') == bars
+        assert content.count("</i>exchange&emsp;") == bars  # in their key
+        assert content.count("Exchange is ms per step") == bars
+
+
 def test_usual_variation_of_speeds_and_phases_gives_no_warning(copies):
     measured(copies / "0_naive", [10_383, 13_184, 14_580], **STEP)
     measured(copies / "1_sdpa", [*[14_000] * 19, 90], **STEP | {"data": 0.9, "optimizer": 3.4})
