@@ -158,6 +158,7 @@ def _range(runs: tuple[Run, ...]) -> tuple[float, float]:
     return min(ends), max(ends)
 
 
+PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 HEADER = ("settings", "attention", "runs", "val loss", "minus baseline", "more than noise?")
 HEADER += ("tokens/s", "peak GiB")
 
@@ -189,4 +190,4 @@ def _with_spread(values: list[float], form: str) -> str:
     if not values:
         return "-"
     mean = format(statistics.fmean(values), form)
-    return mean if len(values) == 1 else f"{mean} \N{PLUS-MINUS SIGN} {statistics.stdev(values):.2g}"
+    return mean if len(values) == 1 else f"{mean} {PLUS_MINUS} {statistics.stdev(values):.2g}"

@@ -177,6 +177,11 @@ def _noise(runs: list[Run]) -> list[str]:
 def notes(runs: list[Run]) -> list[str]:
     """How to read the figures, one sentence each."""
     said = [f"ratios and differences are relative to {_relative_to(runs)}."] if len(runs) > 1 else []
+    if seeds.is_sweep(runs) and any(seeds.PLUS_MINUS in cell for row in seeds.table(runs) for cell in row):
+        said.append(
+            f"{seeds.PLUS_MINUS} is the standard deviation of the runs, or of their differences. Whether these are "
+            "more than noise is told by the gap between seeds and the 95 % confidence interval of their mean."
+        )
     if len({run.attention for run in runs}) > 1 and not seeds.is_sweep(runs):
         said.append(
             "whether a difference of losses is more than noise is not known: no two runs differ in their seed alone "

@@ -411,7 +411,10 @@ def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copie
     assert slow[4].endswith(" ± 0.0014")
     assert slow[5].startswith("no: ")
     assert fast[5].startswith("yes: 4.9 times the gap between seeds, 0.021")
+    assert said.count("± is the standard deviation") == 1
+    assert "±" not in told(*paths[::2])  # one seed
     content = page(runs)
+    assert content.count("± is the standard deviation") == 1
     assert "By attention, over seeds" in content
     assert len(set(re.findall(r'"colour":"(#\w+)"', content))) == 2  # one a backend
     numbers = json.loads(re.search(r'id="numbers">(.*?)</script>', content)[1])
