@@ -1,10 +1,13 @@
 """GPT-2 with all of our kernels: attention, the blocks' other layers, the token embedding, the head with its loss.
 
-    pip install .
     python examples/fused_layers.py
 
-It needs a CUDA device; with TRITON_INTERPRET=1 and NumPy it runs on a CPU, in seconds.
+It needs a CUDA device; with TRITON_INTERPRET=1 and NumPy it runs on a CPU, in seconds. In a checkout `tilegpt` is
+the folder beside this file; elsewhere `pip install .` brings it.
 """
+
+import os
+import sys
 
 import torch
 from tilegpt.kernels import get_attention, packed_form
@@ -16,6 +19,8 @@ from tilegpt.kernels.layers.linear_gelu import linear_gelu
 from tilegpt.kernels.layers.mlp import mlp
 from tilegpt.model import FusedGPT, FusedLayers, GPTConfig
 
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    sys.exit("no CUDA device; on a CPU: TRITON_INTERPRET=1 python examples/fused_layers.py")
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 flash = get_attention("flash")

@@ -1,7 +1,8 @@
 """Load the model of a run, write it as a Hugging Face checkpoint, and read that back.
 
-pip install . transformers
-python examples/huggingface.py runs/NAME/checkpoints/step-00002400 FOLDER
+    python examples/huggingface.py runs/NAME/checkpoints/step-00002400 FOLDER
+
+In a checkout `tilegpt` is the folder beside this file; elsewhere `pip install . transformers` brings what it needs.
 """
 
 import sys
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from tilegpt.kernels import get_attention
 from tilegpt.model import GPT, GPTConfig, from_huggingface, to_huggingface
 
+if len(sys.argv) != 3:
+    sys.exit("usage: python examples/huggingface.py runs/NAME/checkpoints/step-00002400 FOLDER")
 checkpoint, folder = map(Path, sys.argv[1:])
 shape = yaml.safe_load((checkpoint.parents[1] / "config.yaml").read_text())["model"]
 del shape["loss"], shape["block"]  # what computed its layers

@@ -1,18 +1,21 @@
 """Attention over a sequence that two ranks share, beside attention to all of it on each.
 
-    pip install .
     torchrun --standalone --nproc_per_node=2 examples/ring_attention.py
 
-It needs a CUDA device for each rank; with TRITON_INTERPRET=1 and NumPy it runs on a CPU, in seconds.
+It needs a CUDA device for each rank; with TRITON_INTERPRET=1 and NumPy it runs on a CPU, in seconds. In a checkout
+`tilegpt` is the folder beside this file; elsewhere `pip install .` brings it.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 from tilegpt.kernels import get_attention
 from tilegpt.kernels.ring import ring_attention, shard_positions
 
+if "LOCAL_RANK" not in os.environ:
+    sys.exit("run by torchrun: torchrun --standalone --nproc_per_node=2 examples/ring_attention.py")
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 dist.init_process_group("nccl" if on_gpu else "gloo")

@@ -1,9 +1,8 @@
 """Train a small GPT-2 on the source code of your Python and let it write: text, tokens, batches, model, sampling.
 
-    pip install ".[data]"
     python examples/train.py
 
-Seconds on a CPU. In a checkout without the installation the packages are `data`, `kernels` and `model`.
+Seconds on a CPU. In a checkout `tilegpt` is the folder beside this file; elsewhere `pip install ".[data]"` brings it.
 """
 
 import torch

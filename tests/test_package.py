@@ -218,30 +218,72 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.fixture
-def example(tmp_path, user_environment):
-    """Run a file of examples/ in an empty directory, beside the installed package: a folder `tilegpt` without
-    __init__.py, as the wheel makes."""
-    (tmp_path / "site" / "tilegpt").mkdir(parents=True)
-    for leaf in LEAVES:
-        (tmp_path / "site" / "tilegpt" / leaf).symlink_to(ROOT / leaf)
+def python(tmp_path, user_environment) -> Run:
+    """Run Python in an empty directory; `site` is on its path."""
+    (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HASTEN)  # which Python imports when it begins
-
     others = filter(None, [os.environ.get("PYTHONPATH")])  # it may hold another torch
     paths = os.pathsep.join([str(tmp_path / "site"), *others])
 
-    def run(name: str, *arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *launcher, str(ROOT / "examples" / name), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            cwd=tmp_path,
-            env=user_environment | {"PYTHONPATH": paths} | variables,
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = user_environment | {"PYTHONPATH": paths} | variables
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
         )
+
+    return run
+
+
+@pytest.fixture
+def example(tmp_path, python):
+    """Run a copy of a file of examples/ beside the installed package: a folder `tilegpt` without __init__.py, as the
+    wheel makes."""
+    (tmp_path / "site" / "tilegpt").mkdir()
+    for leaf in LEAVES:
+        (tmp_path / "site" / "tilegpt" / leaf).symlink_to(ROOT / leaf)
+
+    def run(name: str, *arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> str:
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+        done = python(*launcher, str(tmp_path / name), *arguments, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     return run
+
+
+def test_the_examples_of_a_checkout_have_its_packages():
+    """Python looks first in a script's folder, so this serves whether or not some tilegpt is installed."""
+    folder = ROOT / "examples" / "tilegpt"
+    assert {each.name: each.resolve() for each in folder.iterdir()} == {leaf: ROOT / leaf for leaf in LEAVES}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("name", "said", "variables"),
+    [
+        ("huggingface.py", "usage: python examples/huggingface.py runs/NAME/checkpoints/", {}),
+        ("ring_attention.py", "run by torchrun: torchrun --standalone ", {}),
+        ("under_sdpa.py", "no CUDA device, ", {"CUDA_VISIBLE_DEVICES": ""}),
+        ("fused_layers.py", "no CUDA device; on a CPU: TRITON_INTERPRET=1 ", {"CUDA_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_an_example_that_lacks_something_says_so_in_a_line(python, name, said, variables):
+    """In a checkout, where tilegpt is not installed."""
+    ended = python(str(ROOT / "examples" / name), **variables)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(said)
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train.py", "fused_layers.py", "ladder.py"])
+def test_an_example_runs_in_a_checkout(python, name):
+    interpreted = name == "fused_layers.py" and not torch.cuda.is_available()
+    variables = {"TRITON_INTERPRET": "1"} if interpreted else {}
+    ended = python(str(ROOT / "examples" / name), **variables)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"loss \d|FlashAttention-2 +\d", ended.stdout)
 
 
 def test_the_training_example_learns_and_writes(example):
