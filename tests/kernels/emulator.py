@@ -39,9 +39,14 @@ class Deadlock(Exception):
     """No warp can go on, and nothing asynchronous is under way."""
 
 
-def emulate(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple[object, ...], seed: int = 0) -> None:
-    """Run every program of a Gluon kernel. arguments: the kernel's, tensors and descriptors on the CPU."""
-    _Machine(seed).run(kernel, grid[0], arguments)
+def emulate(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple[object, ...], seed: int = 0) -> int:
+    """Run every program of a Gluon kernel. arguments: the kernel's, tensors and descriptors on the CPU.
+
+    Returns the bytes of global memory that its loads and stores ask for; without those of atomics.
+    """
+    machine = _Machine(seed)
+    machine.run(kernel, grid[0], arguments)
+    return machine.moved
 
 
 class Scalar(int):
@@ -185,6 +190,10 @@ class Descriptor:
         assert min(at) >= 0
         return tuple(slice(a, a + end) for a, end in zip(at, ends, strict=True)), tuple(map(slice, ends))
 
+    def bytes_at(self, at: list[int]) -> int:
+        outside, _ = self._inside(at)
+        return self.tensor[outside].nbytes
+
     def read(self, at: list[int]) -> torch.Tensor:
         outside, inside = self._inside(at)
         tile = torch.zeros(self.block, dtype=self.dtype)
@@ -242,6 +251,7 @@ class _Machine:
         self.haste = HASTE[seed % 3]
         self.baton = threading.Semaphore(0)
         self.over, self.warp, self.warps = False, None, []
+        self.moved = 0
         self.loads: list[Callable[[], None]] = []
 
     def run(self, kernel: JITFunction, programs: int, arguments: tuple[object, ...]) -> None:
@@ -388,9 +398,11 @@ class _Emulated:
         tile.seen.fill_(float("nan"))
         tile.fenced.fill_(float("nan"))
         self.machine.loads.append(land)
+        self.machine.moved += desc.bytes_at(at)
 
     def _store(self, desc: Descriptor, at: list[int], tile: Shared, add: bool) -> None:
         stages: list[Callable[[], None]] = []
+        self.machine.moved += desc.bytes_at(at) * (2 if add else 1)
 
         def read() -> None:
             value = tile.fenced.clone().view(desc.block)
@@ -593,10 +605,13 @@ class _Emulated:
         memory, at = pointer
         if not isinstance(at, torch.Tensor):
             number = memory[at] if mask is None or mask else other
+            self.machine.moved += memory.itemsize if mask is None or mask else 0
             return Float(number) if memory.dtype.is_floating_point else Scalar(int(number))
         if mask is None:
+            self.machine.moved += memory.itemsize * at.numel()
             return memory[at].as_subclass(Registers)
         mask = mask.broadcast_to(at.shape)
+        self.machine.moved += memory.itemsize * int(mask.sum())
         found = torch.full(at.shape, other, dtype=memory.dtype)
         found[mask] = memory[at[mask].long()]
         return found.as_subclass(Registers)
@@ -606,8 +621,10 @@ class _Emulated:
         memory, at = pointer
         if not isinstance(at, torch.Tensor):
             memory[at] = value
+            self.machine.moved += memory.itemsize
             return
         mask = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.broadcast_to(at.shape)
+        self.machine.moved += memory.itemsize * int(mask.sum())
         memory[at[mask].long()] = value.as_subclass(torch.Tensor)[mask].to(memory.dtype)
 
     def gl_warp_specialize(self, parts: list[tuple[Callable, tuple]], warps: list, registers: list) -> None:

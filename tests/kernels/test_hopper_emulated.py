@@ -5,6 +5,7 @@ What only a GPU shows is in test_hopper_forward.py and test_hopper_backward.py, 
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,14 +39,15 @@ LENGTHS = [(300, 300), (333, 1), (300, 130), pytest.param(40, 300, marks=SLOW)]
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """An emulated GPU in place of a real one: how many programs it runs, and the seed of the order of events."""
-    chosen = {"seed": 0, "programs": 3}
+    """An emulated GPU in place of a real one: how many programs it runs, the seed of the order of events, and the
+    bytes of global memory that were asked for."""
+    chosen = {"seed": 0, "programs": 3, "moved": 0}
 
     def launch(pointers, key, prepare, moved=(), describe=None) -> None:
         kernel, grid, numbers, _ = prepare()
         arguments = (*(describe(*moved) if moved else ()), *pointers, *numbers)
         if isinstance(kernel, gluon._runtime.GluonJITFunction):
-            emulate(kernel, grid, arguments, chosen["seed"])
+            chosen["moved"] += emulate(kernel, grid, arguments, chosen["seed"])
         else:
             kernel[grid](*arguments)
 
@@ -161,6 +163,15 @@ def test_backward_upwards(
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
     monkeypatch.setattr(hopper, "CACHED", cached)
     check("backward", machine, q_len, kv_len, head_dim, True, batch=2)
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1024, 128), (2048, 192)])
+def test_the_forward_asks_for_the_bytes_of_docs_ladder(machine, length: int, rows: int) -> None:
+    """q, out and lse once, and K and V for every tile of queries, which from 2048 on has 192."""
+    run("forward", inputs(length, length, 64, torch.float16), False, {})
+    assert machine["moved"] == (2 + 2 * -(-length // rows)) * 2 * length * 64 + 4 * length
+    page = (Path(__file__).parents[2] / "docs" / "ladder.md").read_text()
+    assert length != 1024 or f"(#8-the-hopper-kernels) | {machine['moved']:,} |" in page
 
 
 @CAUSAL
