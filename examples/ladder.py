@@ -1,17 +1,18 @@
 """From standard attention to FlashAttention-2, a rung at a time: docs/ladder.md, running.
 
-    pip install . matplotlib
     python examples/ladder.py [PICTURE.svg]
 
 Seconds on a CPU, in Triton's interpreter. Every rung computes the same attention of one head in float16, is
 checked against float64, and says how many bytes it asks of memory; the picture shows these against length. Editors
-run the cells between `# %%` one by one.
+run the cells between `# %%` one by one. In a checkout `tilegpt` is the folder beside this file; elsewhere
+`pip install . matplotlib` brings what it needs.
 """
 
 # %% Triton decides when it is imported whether to interpret.
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -20,25 +21,23 @@ import torch
 import triton
 import triton.language as tl
 from tilegpt.kernels import get_attention
+from tilegpt.kernels.history import flash1
 from tilegpt.kernels.history.softmax import online_softmax, safe_softmax
 
 HEAD_DIM = 64
-KEYS = 64  # in a tile, on every rung that has tiles
-QUERIES = {"two passes": 64, "FlashAttention-2": 128}  # in a tile: those of the kernels when interpreted
+KEYS = 64  # in a tile of rung 5
+# Queries in a tile, which share each load of K and V; on rung 6 keys, which share one of q and out.
+TILES = {"two passes": 64, "FlashAttention": 128, "FlashAttention-2": 128}
 LENGTHS = [2**n for n in range(8, 17)]  # of the picture
 COLOURS = ("#D55E00", "#E69F00", "#CC79A7", "#009E73", "#7F7F7F", "#000000", "#0072B2", "#56B4E9")
 
 
 # %% Rungs 1 to 3: scores and probabilities in memory. What differs is how often softmax walks over them.
-def standard(q, k, v):
-    scores = q * HEAD_DIM**-0.5 @ k.mT
-    return torch.softmax(scores, dim=-1) @ v
-
-
 def with_softmax(softmax):
     def attend(q, k, v):
-        scores = q * HEAD_DIM**-0.5 @ k.mT
-        return softmax(scores[0, 0])[None, None] @ v
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=HEAD_DIM**-0.5)
+        return torch.bmm(softmax(scores[0])[None], v)[None]
 
     return attend
 
@@ -77,13 +76,20 @@ def backend(name):
     return lambda q, k, v: attention(q, k, v, causal=False)
 
 
+def first_flash(q, k, v):
+    with flash1.forced(
+        forward=flash1.FORWARD[HEAD_DIM]
+    ):  # the tile of a GPU; the interpreter's own is smaller
+        return backend("flash1")(q, k, v)
+
+
 RUNGS = {
-    "standard": standard,
+    "standard": with_softmax(partial(torch.softmax, dim=-1)),
     "safe softmax": with_softmax(safe_softmax),
     "online softmax": with_softmax(online_softmax),
     "two passes": backend("two_pass"),
     "one pass": one_pass,
-    "FlashAttention": backend("flash1"),
+    "FlashAttention": first_flash,
     "FlashAttention-2": backend("flash"),
 }
 
@@ -93,21 +99,20 @@ def bytes_moved(rung, length):
     matrix = 2 * length**2  # the scores, or the probabilities
     rows = 2 * length * HEAD_DIM  # q, k, v or out
     floats = 4 * length  # a statistic of each query
-    key_tiles = -(-length // KEYS)
-    query_tiles = -(-length // QUERIES.get(rung, 1))
+    tiles = -(-length // TILES.get(rung, length))
+    products = 4 * rows + 2 * matrix + 4  # operands read, results written once; a zero for baddbmm
     return {
-        # q scaled; each operand of the two products read once, each result written once; softmax
-        "standard": 6 * rows + 2 * matrix + 2 * matrix,
-        "safe softmax": 6 * rows + 2 * matrix + 4 * matrix,
-        "online softmax": 6 * rows + 2 * matrix + 3 * matrix,
+        "standard": products + 2 * matrix,
+        "safe softmax": products + 4 * matrix,
+        "online softmax": products + 3 * matrix,
         # q and out once; for every tile of queries K twice, V once
-        "two passes": (2 + 3 * query_tiles) * rows + floats,
+        "two passes": (2 + 3 * tiles) * rows + floats,
         # for every query K and V
         "one pass": (2 + 2 * length) * rows,
         # K and V once; for every tile of keys q, out and two statistics; the first reads nothing back
-        "FlashAttention": (2 + 3 * key_tiles - 1) * rows + 2 * (2 * key_tiles - 1) * floats,
+        "FlashAttention": (2 + 3 * tiles - 1) * rows + 2 * (2 * tiles - 1) * floats,
         # q and out once; for every tile of queries K and V
-        "FlashAttention-2": (2 + 2 * query_tiles) * rows + floats,
+        "FlashAttention-2": (2 + 2 * tiles) * rows + floats,
     }[rung]
 
 
@@ -124,31 +129,49 @@ def run(length=256):
         assert error < 2e-3, f"{name} is wrong"  # float16 keeps 11 bits of values below 2
 
 
-# %% Draw the curves. Rungs that nearly coincide differ in their dashes.
+# %% Draw the curves: the same file each time.
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "lines.linewidth": 1.8,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "ladder",
+}
+
+
 def draw(picture):
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (whole, pair) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    curves = {name: [bytes_moved(name, length) for length in LENGTHS] for name in RUNGS}
+    curves = {f"{n} {rung}": [bytes_moved(rung, x) for x in LENGTHS] for n, rung in enumerate(RUNGS, 1)}
     curves["q, k, v and out once"] = [8 * length * HEAD_DIM for length in LENGTHS]
-    for number, (name, curve) in enumerate(curves.items()):
-        style = {"color": COLOURS[number], "linestyle": "--" if name == "FlashAttention" else "-"}
-        whole.plot(LENGTHS, curve, **style)
-        per_pair = [count / length**2 for count, length in zip(curve, LENGTHS, strict=True)]
-        pair.plot(LENGTHS, per_pair, label=name, **style)
-    for axes, title in ((whole, "Bytes read and written"), (pair, "Bytes for each pair of query and key")):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(LENGTHS, [length if length < 1024 else f"{length // 1024}k" for length in LENGTHS])
-        axes.set_xlabel("length")
-        axes.set_title(title, loc="left")
-        axes.grid(color="#e4e4e4")
-    figure.legend(*pair.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.suptitle(f"Forward of one head, head_dim {HEAD_DIM}, 16 bits")
-    figure.savefig(picture)
+    with pyplot.rc_context(STYLE):
+        figure, (whole, pair) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for number, (name, curve) in enumerate(curves.items()):
+            colour = COLOURS[number]
+            whole.plot(LENGTHS, curve, color=colour, gid=f"curve-{number}")
+            per_pair = [count / length**2 for count, length in zip(curve, LENGTHS, strict=True)]
+            pair.plot(LENGTHS, per_pair, color=colour, label=name)
+        for axes, title in (
+            (whole, "Bytes read and written"),
+            (pair, "Bytes for each pair of query and key"),
+        ):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.minorticks_off()
+            axes.set_xticks(
+                LENGTHS, [length if length < 1024 else f"{length // 1024}k" for length in LENGTHS]
+            )
+            axes.set_xlabel("length")
+            axes.set_title(title)
+        figure.legend(*pair.get_legend_handles_labels(), loc="outside right center", frameon=False)
+        figure.suptitle(f"Forward of one head, head_dim {HEAD_DIM}, 16 bits", x=0.01, ha="left")
+        figure.savefig(picture, metadata={"Date": None, "Creator": None})
     print(f"picture: {picture}")
 
 
