@@ -18,7 +18,8 @@ one token can reach those whose tile it shares: earlier ones under a causal mask
 Isolated, forward and backward, are
 
     the rows of a batch, and its heads (with grouped heads those that share a key head), from one another
-    keys and values from `kv_lengths` on, whose gradients are 0: so pad with that where padding may hold anything.
+    keys and values from `kv_lengths` on, whose gradients are 0, beside packed documents too: so pad with that where
+    padding may hold anything.
     `naive` multiplies them by 0, so there they must be finite. A padded query is like any other: its q, and the
     gradient of its output, must be finite
 """
@@ -132,6 +133,7 @@ def check_features(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
     **numbers: float | None,
@@ -159,17 +161,23 @@ def check_features(
         check_tensor("kv_lengths", kv_lengths, q.device, torch.int32)
         if kv_lengths.shape != (batch,):
             raise AttentionError(f"kv_lengths must be ({batch},), got {tuple(kv_lengths.shape)}")
-        if cu_seqlens is not None:
-            raise AttentionError(
-                "kv_lengths and cu_seqlens exclude each other: pad rows with kv_lengths, or pack documents with "
-                "cu_seqlens, where padding is a document of its own and must be finite"
-            )
     if cu_seqlens is not None:
         check_tensor("cu_seqlens", cu_seqlens, q.device, torch.int32)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
             raise AttentionError(f"cu_seqlens must be (documents + 1,), got {tuple(cu_seqlens.shape)}")
-        if q_len != kv_len:
-            raise AttentionError(f"cu_seqlens needs q_len == kv_len, got {q_len} and {kv_len}")
+        if cu_seqlens_k is None and q_len != kv_len:
+            raise AttentionError(
+                f"cu_seqlens needs q_len == kv_len, or cu_seqlens_k, got {q_len} and {kv_len}"
+            )
+    if cu_seqlens_k is not None:
+        check_tensor("cu_seqlens_k", cu_seqlens_k, q.device, torch.int32)
+        if cu_seqlens is None:
+            raise AttentionError(
+                "cu_seqlens_k, the offsets of the keys, needs cu_seqlens, those of the queries"
+            )
+        if cu_seqlens_k.shape != cu_seqlens.shape:
+            shapes = f"{tuple(cu_seqlens_k.shape)} and {tuple(cu_seqlens.shape)}"
+            raise AttentionError(f"cu_seqlens_k and cu_seqlens must have as many documents, got {shapes}")
     if block_mask is not None:
         check_tensor("block_mask", block_mask, q.device, torch.bool)
         shape, tiles = tuple(block_mask.shape), (-(-q_len // BLOCK_MASK_SIZE), -(-kv_len // BLOCK_MASK_SIZE))

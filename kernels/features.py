@@ -73,8 +73,16 @@ FEATURES: dict[str, Feature] = {
         options={"documents": True},
         pointers=("DocumentStart", "DocumentEnd"),
     ),
+    "cu_seqlens_k": Feature(
+        "int32 (documents + 1,), beside cu_seqlens, which then has the queries' offsets alone: those of the keys, in "
+        "the batch * kv_len tokens. Each document, or its part of a row, is aligned bottom-right by itself",
+        words="offsets of the keys alone",
+        options={"documents": True, "ragged": True},
+        pointers=("DocumentStart", "DocumentEnd"),
+    ),
     "kv_lengths": Feature(
-        "int32 (batch,): keys from this index on are padding, masked for every query. Alignment still uses kv_len",
+        "int32 (batch,): keys from this index on are padding, masked for every query, of documents too: one that "
+        "reaches into it has fewer keys, or none. Alignment still uses kv_len, or the offsets",
         words="padded keys",
         hopper=BOTH,
         options={"padded": True},

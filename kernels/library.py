@@ -160,11 +160,12 @@ def sdpa_or_documents(
     return documents.sdpa(q, k, v, cu_seqlens, name=name, only=only, **options)
 
 
-def _beyond(request: AttentionRequest, supported: set[str]) -> str | None:
-    """A reason to refuse; with packed documents no other feature is supported."""
+def _beyond(request: AttentionRequest, supported: set[str], masks: bool = True) -> str | None:
+    """A reason to refuse; with packed documents no other feature is supported. Keys have offsets of their own by a
+    mask, which on a GPU torch's FlashAttention has not."""
     if "cu_seqlens" not in request.features:
         return request.beyond(supported)
-    reason = request.beyond({"cu_seqlens"})
+    reason = request.beyond({"cu_seqlens", "cu_seqlens_k"} if masks else {"cu_seqlens"})
     return reason and f"{reason} beside cu_seqlens (packed documents)"
 
 
@@ -180,7 +181,7 @@ def _refuses_flash(request: AttentionRequest) -> str | None:
             return f"it takes head_dim up to 256, not {request.head_dim}"
     elif "dropout_p" in request.features:
         return f"it has no dropout on {request.device.type}"
-    return _beyond(request, {"dropout_p"})
+    return _beyond(request, {"dropout_p"}, masks=request.device.type != "cuda")
 
 
 def _refuses_efficient(request: AttentionRequest) -> str | None:

@@ -37,6 +37,7 @@ def naive_attention(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -56,7 +57,7 @@ def naive_attention(
     check_dropout(dropout_p, dropout_seed)
     check_features(
         q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        cu_seqlens=cu_seqlens, kv_lengths=kv_lengths, block_mask=block_mask,
+        cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, kv_lengths=kv_lengths, block_mask=block_mask,
     )  # fmt: skip
     batch, heads, q_len, head_dim = q.shape
     kv_len = k.shape[2]
@@ -68,12 +69,15 @@ def naive_attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(scores)[:, None, None] * _distance(q_len, kv_len, q.device).abs()
-    visible = _visible(batch, q_len, kv_len, q.device, causal, window, cu_seqlens, kv_lengths, block_mask)
+        slopes = alibi_slopes.to(scores)[:, None, None]
+        scores = scores - slopes * _distance(batch, q_len, kv_len, q.device, cu_seqlens, cu_seqlens_k).abs()
+    visible = _visible(
+        batch, q_len, kv_len, q.device, causal, window, cu_seqlens, kv_lengths, block_mask, cu_seqlens_k
+    )
     blind = None  # fully masked queries; their passes are skipped where none can exist
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-        if not (causal and q_len <= kv_len and window is kv_lengths is block_mask is None):
+        if not (causal and q_len <= kv_len and window is cu_seqlens_k is kv_lengths is block_mask is None):
             blind = ~visible.any(-1, keepdim=True)
             if sinks is not None:
                 blind = blind & (sinks == float("-inf"))[:, None, None]
@@ -95,10 +99,28 @@ def naive_attention(
     return out, lse if blind is None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
 
 
-def _distance(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    """Key position minus query position, aligned bottom-right: int64 (q_len, kv_len)."""
-    rows = torch.arange(q_len, device=device)[:, None] + (kv_len - q_len)
-    return torch.arange(kv_len, device=device) - rows
+def _distance(
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+) -> torch.Tensor:
+    """Key position minus query position, aligned bottom-right: int64 (q_len, kv_len). With cu_seqlens_k (batch, 1,
+    q_len, kv_len): of a query and a key of one document, whose positions are counted from its end."""
+    if cu_seqlens is None or cu_seqlens_k is None:
+        rows = torch.arange(q_len, device=device)[:, None] + (kv_len - q_len)
+        return torch.arange(kv_len, device=device) - rows
+    documents = _documents(cu_seqlens, batch, q_len), _documents(cu_seqlens_k, batch, kv_len)
+    later_queries, later_keys = ((x.unsqueeze(-1) == x.unsqueeze(-2)).triu(1).sum(-1) for x in documents)
+    return later_queries.unsqueeze(-1) - later_keys.unsqueeze(-2)
+
+
+def _documents(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """The number of each token's document: int64 (batch, 1, length)."""
+    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32)
+    return torch.searchsorted(cu_seqlens, tokens, right=True).view(batch, 1, length)
 
 
 def _visible(
@@ -111,9 +133,10 @@ def _visible(
     cu_seqlens: torch.Tensor | None,
     kv_lengths: torch.Tensor | None,
     block_mask: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """The mask: True where a query may see a key, broadcastable to (batch, heads, q_len, kv_len); None if all may."""
-    distance = _distance(q_len, kv_len, device)
+    distance = _distance(batch, q_len, kv_len, device, cu_seqlens, cu_seqlens_k)
     masks = []
     if causal:
         masks.append(distance <= 0)
@@ -124,9 +147,10 @@ def _visible(
         if right >= 0:
             masks.append(distance <= right)
     if cu_seqlens is not None:
-        tokens = torch.arange(batch * q_len, device=device, dtype=torch.int32)
-        document = torch.searchsorted(cu_seqlens, tokens, right=True).view(batch, 1, q_len)
-        masks.append(document.unsqueeze(-1) == document.unsqueeze(-2))
+        document = of_key = _documents(cu_seqlens, batch, q_len)
+        if cu_seqlens_k is not None:
+            of_key = _documents(cu_seqlens_k, batch, kv_len)
+        masks.append(document.unsqueeze(-1) == of_key.unsqueeze(-2))
     if kv_lengths is not None:
         masks.append(torch.arange(kv_len, device=device) < kv_lengths.view(batch, 1, 1, 1))
     if block_mask is not None:

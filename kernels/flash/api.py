@@ -9,8 +9,8 @@ from ..arguments import check_dropout, check_features, check_inputs, check_scale
 from ..launch import INTERPRETED
 from ..registry import AttentionError, with_packed
 from .call import Options, Tensors
-from .dispatch import refuses_inputs
-from .masks import block_lists, document_bounds
+from .dispatch import ALIBI_RAGGED, refuses_inputs
+from .masks import block_lists, document_bounds, keys_of_queries
 from .operators import FlashAttention, flash_forward, parts
 
 Tensor = torch.Tensor
@@ -34,6 +34,7 @@ def flash_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     block_mask: Tensor | None = None,
     return_lse: bool = False,
@@ -50,9 +51,9 @@ def flash_attention(
     nothing under torch.func (vmap, grad): `naive` has both.
 
     Memory beyond inputs and outputs: 4 bytes per query and head for the log-sum-exp, and 4 more during the backward;
-    with documents 8 bytes per token; with a block mask 12 bytes per mask element. The Hopper backward up to head_dim
-    128 sums dQ in float32, 256 or 512 bytes per query and head while it runs; with grouped heads it also holds dk and
-    dv of every query head, in q's dtype.
+    with documents 8 bytes per token (with cu_seqlens_k per query, in the backward per key too); with a block mask 12
+    bytes per mask element. The Hopper backward up to head_dim 128 sums dQ in float32, 256 or 512 bytes per query and
+    head while it runs; with grouped heads it also holds dk and dv of every query head, in q's dtype.
 
     dropout_seed: under a CUDA graph a tensor on the device; a number, or a CPU tensor, is captured as a constant.
     precise_delta: also keep the output's rounding error, as large as the output, so that delta = rowsum(dO * O) does
@@ -66,7 +67,8 @@ def flash_attention(
     q, k, v = in_autocast_dtype(q, k, v)
     qkv = (q, k, v) if _packed is None else (_packed, None, None)
     place, eager = None, not torch.compiler.is_compiling()
-    if eager and dropout_seed is alibi_slopes is sinks is cu_seqlens is kv_lengths is block_mask is None:
+    plain = dropout_seed is alibi_slopes is sinks is kv_lengths is block_mask is None
+    if eager and plain and cu_seqlens is cu_seqlens_k is None:
         if window is None:  # 5.0 equals 5, and is refused
             numbers = (causal, scale, dropout_p, softcap, tier, precise_delta)
             place = _place_of(q, k, v, _packed is None, *numbers)
@@ -85,12 +87,18 @@ def flash_attention(
     check_dropout(dropout_p, dropout_seed)
     check_features(
         q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        cu_seqlens=cu_seqlens, kv_lengths=kv_lengths, block_mask=block_mask,
+        cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, kv_lengths=kv_lengths, block_mask=block_mask,
     )  # fmt: skip
     check_supported(q, k, v, alibi_slopes)
     left, right = window or (-1, -1)
     starts = ends = key_blocks = query_blocks = None
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and cu_seqlens_k is not None:
+        if alibi_slopes is not None:  # the kernels' positions are the row's
+            raise AttentionError(f"attention=flash {ALIBI_RAGGED}; attention=naive does")
+        call = q.shape[0], q.shape[2], k.shape[2], causal, left, right
+        starts, ends = keys_of_queries(_covering(cu_seqlens, q), _covering(cu_seqlens_k, k), None, *call)
+        causal, left, right = False, -1, -1  # the bounds have them
+    elif cu_seqlens is not None:
         starts, ends = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if block_mask is not None:
         key_blocks, query_blocks = block_lists(block_mask, q.shape[2], k.shape[2], causal, left, right)
@@ -101,8 +109,9 @@ def flash_attention(
     )
     tensors = Tensors(seed, alibi_slopes, sinks, starts, ends, kv_lengths, key_blocks, query_blocks)
     options = Options(
-        causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap or 0.0, tier, precise_delta
-    )
+        causal, check_scale(scale, q.shape[-1]), dropout_p, left, right, softcap or 0.0, tier, precise_delta,
+        ragged=cu_seqlens_k is not None,
+    )  # fmt: skip
     if eager:  # what the operator would call, without the dispatcher: saves 8 us
         out, lse, _ = FlashAttention.apply(*qkv, tensors.sinks, tensors, options)
     else:
@@ -113,6 +122,11 @@ def flash_attention(
         _passed[place] = options
     out = out if value_dim is None else out[..., :value_dim]
     return (out, lse) if return_lse else out
+
+
+def _covering(cu_seqlens: Tensor, x: Tensor) -> Tensor:
+    """The offsets for all tokens of x: those that they leave out form documents, too, as in `document_bounds`."""
+    return F.pad(F.pad(cu_seqlens, (1, 0)), (0, 1), value=x.shape[0] * x.shape[2])
 
 
 def _place_of(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[object, ...] | None:

@@ -32,6 +32,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     tier: str = "auto"
     precise_delta: bool = False
+    ragged: bool = False  # the document bounds, of the queries, say all that is seen: `masks.keys_of_queries`
 
     def within(self, q_len: int, kv_len: int) -> "Options":
         """These, with -1 for a side of the window that masks nothing: the kernels add positions to it, which might
@@ -43,7 +44,10 @@ class Options(NamedTuple):
 
     def constants(self) -> dict[str, float]:
         """What the portable kernels are compiled for: arguments of `portable.spec.specify`."""
-        return {name: getattr(self, name) for name in ("causal", "dropout_p", "left", "right", "softcap")}
+        return {
+            name: getattr(self, name)
+            for name in ("causal", "dropout_p", "left", "right", "softcap", "ragged")
+        }
 
 
 def unflatten(asked: tuple[object, ...]) -> tuple[Tensors, Options]:

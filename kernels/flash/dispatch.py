@@ -43,6 +43,7 @@ NO_FORM = {
     "backward": frozenset({"precise_delta", "return_lse", "sinks"}),
 }
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
+ALIBI_RAGGED = "does not support alibi_slopes beside cu_seqlens_k"
 TILE = 128  # queries; with fewer, a Hopper tile would be mostly empty
 
 
@@ -185,6 +186,8 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"attention.tier={request.tier} is none of {', '.join(TIERS)}"
     if reason := refuses_kernels(request):
         return reason
+    if {"alibi_slopes", "cu_seqlens_k"} <= request.features:
+        return f"it {ALIBI_RAGGED}"
     if request.tier == "hopper" and (
         needed := choose("forward", request).why or choose("backward", request).why
     ):
@@ -291,6 +294,7 @@ def _choose_for_call(
         "alibi_slopes": alibi,
         "sinks": sinks,
         "cu_seqlens": documents,
+        "cu_seqlens_k": options.ragged,
         "kv_lengths": padded,
         "block_mask": blocks,
     }

@@ -1,4 +1,5 @@
-"""Packed documents and block masks converted to the form the kernels read, each by one small kernel.
+"""Packed documents and block masks converted to the form the kernels read, each by one small kernel; documents whose
+queries and keys have offsets of their own by operations of torch's.
 
 The conversion runs in every call, although the layers of a model pass the same tensors. Caching would be wrong when a
 CUDA graph's replay writes to such a tensor, which Python cannot detect. Under torch.compile it runs once.
@@ -10,6 +11,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..operators import operator
+from .call import Tensors
 from .portable.masks import BLOCK_MASK_SIZE
 
 TOKENS = 256  # per program
@@ -33,6 +35,54 @@ def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor
         pointers = (cu_seqlens.contiguous(), starts, ends)
         launch(pointers, ("documents", grid, numbers), lambda: (documents_kernel, grid, numbers, {}))
     return starts, ends
+
+
+def keys_of_queries(
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    used: Tensor | None,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    causal: bool,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    """The keys [start, end) that each query sees where queries and keys have offsets of their own, relative to its
+    row: two int32 (batch, q_len), both ascending, as are those of the queries that see each key. So forward and dQ
+    may take them for the bounds of documents, and dK/dV those of `queries_of_keys`.
+
+    cu_seqlens, cu_seqlens_k: (documents + 1,), offsets into the batch * q_len queries and the batch * kv_len keys.
+    used: (documents,), how many keys of each are in use, from its first; None for all.
+    """
+    of_queries, of_keys = cu_seqlens.long(), cu_seqlens_k.long()
+    row = torch.arange(batch, device=of_queries.device)[:, None]
+    index = torch.arange(q_len, device=of_queries.device).repeat(batch, 1)
+    document = torch.searchsorted(of_queries, index + row * q_len, right=True) - 1
+    document = document.clamp(0, len(of_queries) - 2)
+    start = of_keys[document]
+    end = of_keys[document + 1] if used is None else start + used[document]
+    start, end = ((x - row * kv_len).clamp(0, kv_len) for x in (start, end))  # what is in the row
+    last_query = (of_queries[document + 1] - row * q_len).clamp(max=q_len) - 1
+    position = end - 1 - last_query + index  # of the query, among the keys
+    first, last = start, end
+    if left >= 0:
+        first = torch.maximum(start, position - left)
+    if causal or right >= 0:
+        last = torch.minimum(end, position + 1 + (0 if causal else right))
+    last = torch.maximum(last, first)  # empty, yet not before the document's first key: ends must ascend
+    return first.to(torch.int32), last.to(torch.int32)
+
+
+def queries_of_keys(tensors: Tensors, kv_len: int) -> Tensors:
+    """The tensors with the queries [start, end) that see each key, int32 (batch, kv_len), in the place of the bounds
+    of `keys_of_queries`."""
+    starts, ends = tensors.document_starts, tensors.document_ends
+    assert starts is not None
+    assert ends is not None
+    index = torch.arange(kv_len, dtype=torch.int32, device=starts.device).repeat(starts.shape[0], 1)
+    begun, over = (torch.searchsorted(x, index, right=True, out_int32=True) for x in (starts, ends))
+    return tensors._replace(document_starts=over, document_ends=begun)
 
 
 def block_lists(
@@ -72,6 +122,13 @@ def _document_bounds_like(cu_seqlens: Tensor, batch: int, length: int) -> tuple[
     return cu_seqlens.new_empty(batch, length), cu_seqlens.new_empty(batch, length)
 
 
+def _keys_of_queries_like(
+    cu_seqlens: Tensor, cu_seqlens_k: Tensor, used: Tensor | None, batch: int, q_len: int, *rest: object
+) -> tuple[Tensor, Tensor]:
+    starts = cu_seqlens.new_empty(batch, q_len, dtype=torch.int32)
+    return starts, torch.empty_like(starts)
+
+
 def _block_lists_like(mask: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     batch, heads, q_blocks, k_blocks = mask.shape
     return (
@@ -81,6 +138,7 @@ def _block_lists_like(mask: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 document_bounds = operator(document_bounds, _document_bounds_like)
+keys_of_queries = operator(keys_of_queries, _keys_of_queries_like)
 block_lists = operator(block_lists, _block_lists_like)
 
 

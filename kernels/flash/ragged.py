@@ -2,17 +2,17 @@
 
 As in FlashAttention's varlen functions, cu_seqlens_q and cu_seqlens_k say where the queries and the keys of each
 sequence begin, and within a sequence queries are aligned bottom-right. Where both are one tensor, sequences are the
-documents of a row, and every kernel serves. Otherwise a query sees an interval of keys and a key is seen by an
-interval of queries, whose ends both ascend, and that is all the portable kernels ask of a document's bounds.
+documents of a row, and every kernel serves. Otherwise they are `cu_seqlens` and `cu_seqlens_k` of a single row, but
+for queries that are of no sequence: those see nothing.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .call import Options, Tensors
-from .masks import document_bounds
-from .operators import empty_like, flash_backward, flash_forward
-from .portable import launch as portable
+from .masks import document_bounds, keys_of_queries
+from .operators import flash_backward, flash_forward
 
 # cu_seqlens_q, cu_seqlens_k, keys in use of each sequence or None
 Offsets = tuple[Tensor, Tensor, Tensor | None]
@@ -23,12 +23,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out like q (queries, heads, head_dim), lse float32 (heads, queries)."""
     q, k, v = map(_as_row, (q, k, v))
-    if _are_documents(offsets):
-        tensors = Tensors(seed, None, None, *document_bounds(offsets[0].int(), 1, q.shape[2]))
-    else:
-        tensors = Tensors(seed, None, None, *_keys_of_queries(q.shape[2], k.shape[2], offsets, options))
-        options = _unmasked(options)
-    out, lse, _ = flash_forward(q, k, v, *tensors, *options)
+    bounds, options = _bounds(q.shape[2], k.shape[2], offsets, options)
+    out, lse, _ = flash_forward(q, k, v, *Tensors(seed, None, None, *bounds), *options)
     return out[0].transpose(0, 1), lse[0]
 
 
@@ -45,21 +41,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, like q, k and v."""
     d_out, q, k, v, out = map(_as_row, (d_out, q, k, v, out))
-    lse = lse.contiguous()[None]
-    if _are_documents(offsets):
-        tensors = Tensors(seed, None, None, *document_bounds(offsets[0].int(), 1, q.shape[2]))
-        dq, dk, dv, _ = flash_backward(d_out, None, out, lse, None, q, k, v, *tensors, *options)
-    else:
-        dq, dk, dv = map(empty_like, (q, k, v))
-        nothing, delta, d_out = q.new_empty(0), torch.empty_like(lse), d_out.contiguous()
-        starts, ends = _keys_of_queries(q.shape[2], k.shape[2], offsets, options)
-        options = _unmasked(options)
-        rest = (d_out, None, out, None, lse, q, k, v)
-        portable.backward(
-            *rest, dq, nothing, nothing, delta, Tensors(seed, None, None, starts, ends), options
-        )
-        tensors = Tensors(seed, None, None, *_queries_of_keys(k.shape[2], starts, ends))
-        portable.backward(*rest, nothing, dk, dv, delta, tensors, options)
+    bounds, options = _bounds(q.shape[2], k.shape[2], offsets, options)
+    asked = (*Tensors(seed, None, None, *bounds), *options)
+    dq, dk, dv, _ = flash_backward(d_out, None, out, lse.contiguous()[None], None, q, k, v, *asked)
     dq, dk, dv = (x[0].transpose(0, 1) for x in (dq, dk, dv))
     return dq, dk, dv
 
@@ -70,41 +54,23 @@ def _as_row(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
+def _bounds(
+    queries: int, keys: int, offsets: Offsets, options: Options
+) -> tuple[tuple[Tensor, Tensor], Options]:
+    """The bounds of documents that the kernels get, and the options beside them."""
+    of_queries, of_keys, used = offsets
+    if _are_documents(offsets):
+        return document_bounds(of_queries.int(), 1, queries), options
+    # The queries before and behind the sequences form two without a key.
+    of_queries = F.pad(F.pad(of_queries, (1, 0)), (0, 1), value=queries)
+    of_keys = torch.cat([of_keys[:1], of_keys, of_keys[-1:]])
+    used = used if used is None else F.pad(used, (1, 1))
+    masks = options.causal, options.left, options.right
+    bounds = keys_of_queries(of_queries, of_keys, used, 1, queries, keys, *masks)
+    return bounds, options._replace(causal=False, left=-1, right=-1, ragged=True)
+
+
 def _are_documents(offsets: Offsets) -> bool:
     """Whether queries and keys share their offsets, as known without waiting for the device."""
     of_queries, of_keys, used = offsets
     return used is None and of_queries.data_ptr() == of_keys.data_ptr() and of_queries.shape == of_keys.shape
-
-
-def _unmasked(options: Options) -> Options:
-    """The options where bounds say everything. Only the portable kernels take bounds that are not documents."""
-    return options._replace(causal=False, left=-1, right=-1, tier="triton")
-
-
-def _keys_of_queries(queries: int, keys: int, offsets: Offsets, options: Options) -> tuple[Tensor, Tensor]:
-    """The keys [start, end) that each query sees, both int32 (1, queries) and ascending."""
-    of_queries, of_keys, used = offsets[0].long(), offsets[1].long(), offsets[2]
-    index = torch.arange(queries, device=of_queries.device)
-    sequence = torch.searchsorted(of_queries, index, right=True) - 1
-    outside = (sequence < 0) | (sequence >= len(of_queries) - 1)  # of all sequences: sees nothing
-    sequence = sequence.clamp(0, len(of_queries) - 2)
-    start = of_keys[sequence]
-    end = of_keys[sequence + 1] if used is None else start + used[sequence]
-    position = end - of_queries[sequence + 1] + index  # of the query, among the keys
-    first, last = start, end
-    if options.left >= 0:
-        first = torch.maximum(start, position - options.left)
-    if options.causal or options.right >= 0:
-        last = torch.minimum(end, position + 1 + (0 if options.causal else options.right))
-    last = torch.maximum(last, first)  # empty, yet not before the sequence's first key: ends must ascend
-    first, last = (
-        torch.where(outside, torch.where(index < of_queries[0], 0, keys), x) for x in (first, last)
-    )
-    return first.to(torch.int32)[None], last.to(torch.int32)[None]
-
-
-def _queries_of_keys(keys: int, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """The queries [first, last) that see each key, both int32 (1, keys)."""
-    index = torch.arange(keys, dtype=torch.int32, device=starts.device)[None]
-    last = torch.searchsorted(starts, index, right=True, out_int32=True)
-    return torch.searchsorted(ends, index, right=True, out_int32=True), last

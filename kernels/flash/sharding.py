@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from .call import unflatten
-from .masks import block_lists, document_bounds
+from .masks import block_lists, document_bounds, keys_of_queries
 from .operators import flash_backward, flash_forward
 
 # (placements of the results, of the arguments; None for one that is no tensor), on one dimension of the mesh
@@ -29,7 +29,9 @@ def register() -> None:
     """Register the ways with DTensor."""
     register_sharding(cast(OpOverload, flash_forward))(of_forward)
     register_sharding(cast(OpOverload, flash_backward))(of_backward)
-    register_sharding([cast(OpOverload, each) for each in (document_bounds, block_lists)])(replicated)
+    register_sharding([cast(OpOverload, each) for each in (document_bounds, keys_of_queries, block_lists)])(
+        replicated
+    )
 
 
 def of_forward(q: Any, k: Any, v: Any, *asked: Any) -> Sequence[Way]:
@@ -108,6 +110,6 @@ def _inputs(by: str | None, q: Any, k: Any, v: Any, asked: Any) -> list[Any]:
     ]
 
 
-def replicated(tensor: Any, *numbers: Any) -> Sequence[Way]:
-    """The way of `document_bounds` and `block_lists`, whose two results are small."""
-    return [([Replicate()] * 2, [Replicate(), *(None for _ in numbers)])]
+def replicated(*asked: Any) -> Sequence[Way]:
+    """The way of what makes masks, whose two results are small."""
+    return [([Replicate()] * 2, [Replicate() if hasattr(each, "shape") else None for each in asked])]

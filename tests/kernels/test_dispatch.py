@@ -69,6 +69,8 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("window", {"length": 512, "kv_len": 700}, "hopper", "hopper", None),
         ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),
         ("cu_seqlens block_mask", {}, "triton", "triton", "attention without cu_seqlens beside block_mask"),
+        ("cu_seqlens cu_seqlens_k", {}, "triton", "triton", "attention without cu_seqlens_k"),
+        ("cu_seqlens kv_lengths", {}, "triton", "triton", "attention without kv_lengths beside cu_seqlens"),
         ("", {"length": 100}, "triton", "triton", "128 queries or more, not 100"),
         ("", {"length": 100, "tier": "hopper"}, "hopper", "hopper", None),
         ("dropout_p", {"tier": "hopper"}, "hopper", "hopper", None),
@@ -193,6 +195,7 @@ def chosen(
         (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0), ("hopper", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "triton")),
+        (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0, ragged=True), ("triton",) * 2),
         (Tensors(key_blocks=LIST, query_blocks=LIST), Options(True, 1.0), ("hopper", "hopper")),
     ],
 )

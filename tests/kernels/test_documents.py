@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels import AttentionError, get_attention, resolve_attention, varlen
-from kernels.documents import flex_mask
+from kernels.documents import flex_mask, visible
 from kernels.fa4 import fa4_or_documents
 from tests.kernels.accuracy import documents, inputs
 
@@ -45,7 +45,7 @@ def test_documents_run_on_flash_attention_where_torch_would_prefer_cudnn(monkeyp
 @pytest.mark.parametrize(("length", "batch"), SHAPES)
 def test_flexs_blocks_are_those_of_every_pair_of_tokens(length: int, batch: int, causal: bool) -> None:
     """As torch finds them from the same mask; and so which are full, where the kernel does not look at pairs."""
-    mask = flex_mask(documents(length, batch), batch, length, causal)
+    mask = flex_mask(documents(length, batch), None, batch, length, length, causal)
     expected = create_block_mask(mask.mask_mod, batch, None, length, length, device="cpu")
     for kind in ("kv", "full_kv"):
         counts, indices = (
@@ -80,11 +80,69 @@ def test_compiled_blocks_have_the_strides_that_flexs_kernel_steps_by() -> None:
     looked_at.register_fake(lambda lists: torch.empty_like(lists[0]))
 
     def strides(cu_seqlens: torch.Tensor) -> torch.Tensor:
-        mask = flex_mask(cu_seqlens, 2, 1000, causal=True)
+        mask = flex_mask(cu_seqlens, None, 2, 1000, 1000, causal=True)
         return looked_at([mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices])
 
     torch.compile(strides, fullgraph=True)(documents(1000, 2))
     assert found == [(8, 8, 1), (64, 64, 8, 1)] * 2
+
+
+RAGGED = {  # lengths of queries and keys -> their offsets in two rows
+    (300, 500): ([0, 130, 130, 400, 410, 600], [0, 100, 120, 700, 710, 1000]),
+    (500, 300): ([0, 128, 256, 700, 900, 1000], [0, 256, 257, 257, 384, 600]),
+    (5, 9): ([0, 2, 4, 10], [0, 1, 11, 18]),
+}
+
+
+def ragged(lengths: tuple[int, int]) -> dict[str, torch.Tensor]:
+    offsets = (torch.tensor(each, dtype=torch.int32) for each in RAGGED[lengths])
+    return dict(zip(("cu_seqlens", "cu_seqlens_k"), offsets, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", RAGGED, ids=str)
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_flash", "sdpa_math"])
+def test_sdpa_masks_keys_with_offsets_of_their_own(name: str, lengths: tuple[int, int], causal: bool) -> None:
+    *tensors, d_out = inputs(*lengths, 16, torch.float32, batch=2, heads=4, kv_heads=2)
+    options = {"causal": causal, "scale": 0.3, **ragged(lengths)}
+    found, expected = (
+        with_gradients(get_attention(each), tensors, d_out, **options) for each in (name, "naive")
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", RAGGED, ids=str)
+def test_flexs_blocks_of_keys_with_offsets_of_their_own_miss_no_pair(
+    lengths: tuple[int, int], causal: bool
+) -> None:
+    """Those that torch finds among them; and none is full that has a pair to hide."""
+    mask = flex_mask(*ragged(lengths).values(), 2, *lengths, causal)
+    expected = create_block_mask(mask.mask_mod, 2, None, *lengths, device="cpu")
+    seen = visible(*ragged(lengths).values(), 2, *lengths, causal)
+    rows, columns = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])
+    assert torch.equal(seen[:, 0], torch.stack([mask.mask_mod(row, 0, rows, columns) for row in range(2)]))
+
+    def blocks(of, kind: str) -> torch.Tensor:
+        counts, indices = (getattr(of, f"{kind}_{what}") for what in ("num_blocks", "indices"))
+        listed = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool)
+        places = torch.where(torch.arange(indices.shape[-1]) < counts[..., None], indices, indices.shape[-1])
+        return listed.scatter(-1, places.long(), True)[..., :-1]
+
+    full, wanted = (blocks(each, "full_kv") for each in (mask, expected))
+    assert not (full & ~wanted).any()
+    assert not ((wanted | blocks(expected, "kv")) & ~(full | blocks(mask, "kv"))).any()
+
+
+@pytest.mark.slow  # it compiles C++
+@pytest.mark.parametrize("causal", [True, False])
+def test_flex_masks_keys_with_offsets_of_their_own(causal: bool) -> None:
+    q, k, v = (x.detach() for x in inputs(500, 300, 16, torch.float32, batch=2, heads=4, kv_heads=2)[:3])
+    options = {"causal": causal, **ragged((500, 300))}
+    flex, expected = get_attention("flex"), get_attention("naive")(q, k, v, **options)
+    torch.testing.assert_close(flex(q, k, v, **options), expected)
+    compiled = torch.compile(lambda *tensors, **options: flex(*tensors, **options), fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, **options), expected)
 
 
 def as_the_package(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
@@ -124,6 +182,13 @@ def test_other_features_beside_documents_are_refused() -> None:
         get_attention("sdpa")(q, q, q, cu_seqlens=cu_seqlens, dropout_p=0.1, dropout_seed=1)
     with pytest.raises(AttentionError, match=r"cu_seqlens must be torch\.int32"):
         get_attention("flex")(q, q, q, cu_seqlens=cu_seqlens.long())
+    asked = {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 64, "cu_seqlens": True}
+    with pytest.raises(
+        AttentionError, match=r"does not support cu_seqlens_k \(.*beside cu_seqlens .*; use att"
+    ):
+        resolve_attention("sdpa_flash", **asked, cu_seqlens_k=True)
+    with pytest.raises(AttentionError, match="attention=sdpa does not support kv_lengths beside cu_seqlens;"):
+        get_attention("sdpa")(q, q, q, cu_seqlens=cu_seqlens, kv_lengths=torch.tensor([5]).int())
 
 
 @pytest.mark.gpu

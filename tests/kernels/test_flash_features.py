@@ -254,10 +254,112 @@ def test_nan_in_one_row_of_documents_reaches_no_other_row() -> None:
     assert got["out"][0].isnan().any()
 
 
-def test_padding_of_packed_documents_is_not_advised_to_hold_anything() -> None:
-    q, k, v, _ = inputs(8, 8, 16, torch.float32)
-    with pytest.raises(kernels.AttentionError, match=r"pad rows with kv_lengths, or .* must be finite"):
-        flash(q, k, v, cu_seqlens=ints(0, 8), kv_lengths=ints(8))
+# Offsets of queries and keys in two rows. A document has fewer keys than queries, more, or none of either; the end of
+# a row cuts it, or its keys are in another row.
+RAGGED = {
+    (150, 200): (ints(0, 60, 60, 170, 200, 210, 230, 300), ints(0, 20, 25, 240, 240, 320, 330, 400)),
+    (200, 130): (ints(0, 10, 30, 150, 150, 160, 180, 400), ints(0, 64, 65, 65, 70, 120, 140, 260)),
+    (130, 130): (ints(0, 50, 130, 260), ints(0, 64, 200, 260)),
+}
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("window", [None, (0, 0), (40, 20), (-1, 5), (70, -1), (2**40, 2**31 - 1)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("lengths", RAGGED, ids=str)
+def test_documents_whose_keys_have_offsets_of_their_own(
+    lengths: tuple[int, int], causal: bool, window: tuple[int, int] | None, dtype: torch.dtype
+) -> None:
+    of_queries, of_keys = RAGGED[lengths]
+    options = {"causal": causal, "window": window, "cu_seqlens": of_queries, "cu_seqlens_k": of_keys}
+    check(options, *lengths, dtype, batch=2, heads=2, kv_heads=1)
+
+
+def test_equal_offsets_for_queries_and_keys_are_those_of_documents() -> None:
+    *tensors, d_out = inputs(100, 100, 16, torch.float32, batch=2)
+    offsets = ints(3, 60, 60, 130, 190)  # tokens before and behind them form documents, too
+    got = run(flash, tensors, d_out, window=(9, 0), cu_seqlens=offsets, cu_seqlens_k=offsets)
+    for attention in (flash, naive):
+        want = run(attention, tensors, d_out, window=(9, 0), cu_seqlens=offsets)
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], msg=name)
+    want = run(naive, tensors, d_out, window=(9, 0), cu_seqlens=offsets, cu_seqlens_k=offsets)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+)
+@pytest.mark.parametrize("lengths", [(150, 200), (200, 130)], ids=str)
+def test_keys_with_offsets_of_their_own_beside_other_features(lengths: tuple[int, int]) -> None:
+    of_queries, of_keys = RAGGED[lengths]
+    documents, sinks = {"cu_seqlens": of_queries, "cu_seqlens_k": of_keys}, torch.tensor([0.0, 1.0])
+    shape = {"batch": 2, "heads": 2, "kv_heads": 1}
+    dropout = {"dropout_p": 0.2, "dropout_seed": 1}
+    check({"sinks": sinks, "softcap": 5.0, "precise_delta": True, **documents, **dropout}, *lengths, **shape)
+    blocks = torch.tensor([[[[1, 0], [1, 1]]]]).bool()
+    check({"kv_lengths": ints(90, 70), "block_mask": blocks, **documents}, *lengths, **shape)
+    *tensors, _ = inputs(*lengths, 16, torch.float32, **shape)
+    sinks.requires_grad_()
+    d_lse = torch.randn(2, 2, lengths[0])
+    gradients = []
+    for attention in (flash, naive):
+        out, lse = attention(*tensors, sinks=sinks, return_lse=True, **documents)
+        gradients.append(torch.autograd.grad(out.square().sum() + (lse * d_lse).sum(), [sinks, *tensors]))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_one_graph_has_keys_with_offsets_of_their_own() -> None:
+    *tensors, d_out = inputs(150, 200, 16, torch.float32, batch=2)
+    compiled = torch.compile(flash, backend="aot_eager", fullgraph=True, dynamic=True)
+    options = dict(zip(("cu_seqlens", "cu_seqlens_k"), RAGGED[150, 200], strict=True)) | {"window": (40, 0)}
+    got, want = run(compiled, tensors, d_out, **options), run(flash, tensors, d_out, **options)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_alibi_beside_keys_with_offsets_of_their_own_is_refused_as_is_tier_hopper() -> None:
+    q, k, v, _ = inputs(8, 12, 16, torch.float32)
+    options = {"cu_seqlens": ints(0, 3, 8), "cu_seqlens_k": ints(0, 10, 12)}
+    refused = r"flash does not support alibi_slopes beside cu_seqlens_k; attention=naive does$"
+    with pytest.raises(kernels.AttentionError, match=refused):
+        flash(q, k, v, **options, alibi_slopes=torch.ones(1))
+    asked = {"device": q.device, "dtype": q.dtype, "head_dim": 16, "alibi_slopes": True, "cu_seqlens_k": True}
+    refused = "it does not support alibi_slopes beside cu_seqlens_k; use attention=naive"
+    with pytest.raises(kernels.AttentionError, match=refused):
+        kernels.resolve_attention("flash", **asked, cu_seqlens=True)
+    with pytest.raises(kernels.AttentionError, match=r"tier=hopper cannot run this call: .*tier=auto$"):
+        flash(q, k, v, **options, tier="hopper")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+)  # in the rows of padding, which are then set to 0
+@pytest.mark.parametrize("window", [None, (30, 10)], ids=str)
+@pytest.mark.parametrize("lengths", [(150, 90), (0, 200), (64, 1)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_padding_of_rows_that_are_packed_may_hold_anything(
+    causal: bool, lengths: tuple[int, int], window: tuple[int, int] | None
+) -> None:
+    *tensors, d_out = inputs(200, 200, 16, torch.float32, batch=2, heads=2, kv_heads=1)
+    options = {"causal": causal, "window": window, "cu_seqlens": ints(0, 30, 130, 160, 270, 300, 400)}
+    options |= {"kv_lengths": ints(*lengths)}
+    got = run(flash, tensors, d_out, **options)
+    assert_as_accurate(got, tensors, d_out, **options)
+    with torch.no_grad():
+        for x in tensors[1:]:
+            for batch, length in enumerate(lengths):
+                x[batch, :, length:] = torch.nan
+    poisoned = run(flash, tensors, d_out, **options)
+    assert all(torch.equal(poisoned[name], got[name]) for name in got)
+
+
+def test_documents_that_end_with_the_padding_equal_each_document_alone() -> None:
+    q, k, v, _ = (x.detach() for x in inputs(100, 100, 16, torch.float32))
+    out = flash(q, k, v, cu_seqlens=ints(0, 30, 70, 100), kv_lengths=ints(70))
+    for part in (slice(0, 30), slice(30, 70)):
+        torch.testing.assert_close(out[:, :, part], flash(q[:, :, part], k[:, :, part], v[:, :, part]))
+    assert not out[:, :, 70:].any()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

@@ -110,6 +110,15 @@ def features() -> dict[str, dict[str, object]]:
         "sinks in a window": {"sinks": slopes, "window": (100, 0)},
         "documents": {"cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000)},
         "documents in a window": {"cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000), "window": (200, 0)},
+        "keys of their own offsets": {
+            "cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000),
+            "cu_seqlens_k": ints(0, 100, 120, 300, 1600, 1610, 2000),
+            "window": (200, 0),
+        },
+        "documents beside padding": {
+            "cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000),
+            "kv_lengths": ints(700, 0),
+        },
         "padding": {"kv_lengths": ints(700, 0), "causal": False},
         "blocks": {"block_mask": blocks},
         "precise_delta": {"precise_delta": True},
@@ -137,7 +146,8 @@ def features() -> dict[str, dict[str, object]]:
 def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
     flash, name: str, kv_heads: int, head_dim: int
 ) -> None:
-    portable = name in ("full window", "together") or (head_dim > 128 and name != "precise_delta")
+    portable = name in ("full window", "together", "keys of their own offsets", "documents beside padding")
+    portable = portable or (head_dim > 128 and name != "precise_delta")
     if flash.keywords["tier"] == "hopper" and portable:
         pytest.skip("there are no other kernels than the portable ones for it, in one pass at least")
     options = features()[name]

@@ -54,7 +54,11 @@ def draw_features(choose: random.Random, generator: torch.Generator, shape: Shap
     """Each feature in a quarter of the calls, where it is allowed."""
     batch, heads, _, q_len, kv_len, _ = shape
     blocks = (choose.choice((1, batch)), choose.choice((1, heads)), -(-q_len // 128), -(-kv_len // 128))
-    offsets = sorted(choose.choices(range(batch * q_len + 1), k=choose.randint(0, 6)))
+    documents = choose.randint(0, 6)
+    offsets, of_keys = (
+        [0, *sorted(choose.choices(range(batch * length + 1), k=documents)), batch * length]
+        for length in (q_len, kv_len)
+    )
     window = tuple(choose.choice((-1, 0, 1, 63, 64, 100, kv_len, 2**31 - 1)) for _ in range(2))
 
     def ints(values: list[int]) -> Tensor:
@@ -67,14 +71,15 @@ def draw_features(choose: random.Random, generator: torch.Generator, shape: Shap
         "alibi_slopes": torch.rand(heads, generator=generator, device=DEVICE) / 4,
         "sinks": torch.randn(heads, generator=generator, device=DEVICE).requires_grad_(),
         "kv_lengths": ints([choose.randint(0, kv_len) for _ in range(batch)]),
-        "cu_seqlens": ints([0, *offsets, batch * q_len]),
+        "cu_seqlens": ints(offsets),
         "block_mask": torch.rand(blocks, generator=generator, device=DEVICE) < 0.7,
         "dropout_p": choose.choice((0.1, 0.5)),
         "precise_delta": True,
     }
     used = {name: value for name, value in features.items() if choose.random() < 0.25}
-    if q_len != kv_len or "kv_lengths" in used:
-        used.pop("cu_seqlens", None)
+    if "cu_seqlens" in used and (q_len != kv_len or choose.random() < 0.5):
+        used["cu_seqlens_k"] = ints(of_keys)
+        used.pop("alibi_slopes", None)
     if "dropout_p" in used:
         used["dropout_seed"] = choose.randint(-(2**63), 2**63 - 1)
     return used | {"causal": choose.random() < 0.7}

@@ -131,6 +131,8 @@ def test_block_lists_are_right_for_more_blocks_than_one_kernel_step() -> None:
 
 def test_the_mask_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(masks.document_bounds, (ints([0, 5, 40]), 2, 20))
+    offsets = ints([0, 5, 40]), ints([0, 30, 60])
+    torch.library.opcheck(masks.keys_of_queries, (*offsets, None, 2, 20, 30, True, 5, -1))
     mask = torch.ones(1, 2, 2, 3, dtype=torch.bool, device=DEVICE)
     torch.library.opcheck(masks.block_lists, (mask, 200, 300, True, 20, -1))
 

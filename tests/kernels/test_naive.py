@@ -71,6 +71,14 @@ FEATURES = {
         {"cu_seqlens": torch.tensor([0, 2, 2, 8, 9, 12], dtype=torch.int32)},
         {"sees": lambda b, h, i, j, distance: distance <= 0 and DOCUMENT[b * 6 + i] == DOCUMENT[b * 6 + j]},
     ),
+    "cu_seqlens beside kv_lengths": (
+        {
+            "cu_seqlens": torch.tensor([0, 2, 2, 8, 9, 12], dtype=torch.int32),
+            "kv_lengths": torch.tensor([4, 2], dtype=torch.int32),
+            "causal": False,
+        },
+        {"sees": lambda b, h, i, j, distance: DOCUMENT[b * 6 + i] == DOCUMENT[b * 6 + j] and j < (4, 2)[b]},
+    ),
 }
 DOCUMENT = [0, 0, 2, 2, 2, 2, 6, 6, 8, 9, 9, 9]  # 2..7 is one document, cut in two by the end of its row
 
@@ -81,6 +89,26 @@ def test_every_feature_matches_sums_written_out_by_hand(name: str) -> None:
     q, k, v = make(6, 6)
     want = by_hand(q, k, v, **{"sees": lambda b, h, i, j, distance: distance <= 0, **rules})
     torch.testing.assert_close(naive_attention(q, k, v, return_lse=True, **options), want)
+
+
+def test_documents_whose_keys_have_offsets_of_their_own_are_each_an_attention() -> None:
+    q, k, v = make(6, 8)
+    of_queries, of_keys = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 2, 8, 12], [0, 3, 5, 9, 16]))
+    slopes = torch.tensor([0.5, 0.25, 1.0, 0.0])
+    # (row, queries, keys) of each document, the third in two parts; the second has keys alone.
+    parts = [(0, (0, 2), (0, 3)), (0, (2, 6), (5, 8)), (1, (0, 2), (0, 1)), (1, (2, 6), (1, 8))]
+    for options in ({}, {"causal": False}, {"window": (1, 0)}, {"causal": False, "window": (1, 1)}):
+        options |= {"alibi_slopes": slopes}
+        out, lse = naive_attention(
+            q, k, v, cu_seqlens=of_queries, cu_seqlens_k=of_keys, return_lse=True, **options
+        )
+        for row, queries, keys in parts:
+            bounds = (slice(*queries), slice(*keys), slice(*keys))
+            one = (x[row : row + 1, :, each] for x, each in zip((q, k, v), bounds, strict=True))
+            want = naive_attention(*one, return_lse=True, **options)
+            torch.testing.assert_close(
+                (out[row, :, bounds[0]], lse[row, :, bounds[0]]), tuple(x[0] for x in want)
+            )
 
 
 def test_block_mask_hides_whole_tiles() -> None:
@@ -195,7 +223,19 @@ def test_dropout_needs_a_valid_seed_and_a_probability_below_one() -> None:
         ({"kv_lengths": torch.zeros(3, dtype=torch.int32)}, r"kv_lengths must be \(2,\)"),
         (
             {"cu_seqlens": torch.zeros(3, dtype=torch.int32), "q": torch.zeros(2, 4, 4, 8)},
-            "needs q_len == kv_len",
+            "needs q_len == kv_len, or cu_seqlens_k, got 4 and 5",
+        ),
+        ({"cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens_k, .*, needs cu_seqlens, those of"),
+        (
+            {"cu_seqlens": torch.zeros(3, dtype=torch.int32), "cu_seqlens_k": torch.zeros(3)},
+            "cu_seqlens_k must be torch.int32",
+        ),
+        (
+            {
+                "cu_seqlens": torch.zeros(3, dtype=torch.int32),
+                "cu_seqlens_k": torch.zeros(4, dtype=torch.int32),
+            },
+            r"must have as many documents, got \(4,\) and \(3,\)",
         ),
     ],
 )

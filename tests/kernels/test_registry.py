@@ -124,6 +124,7 @@ def test_backends_for_cuda_refuse_a_cpu(name: str) -> None:
 OPTIONS = {
     "dropout_p": 0.1, "window": (4, 0), "softcap": 5.0, "alibi_slopes": torch.ones(2), "sinks": torch.zeros(2),
     "cu_seqlens": torch.tensor([0, 5, 16], dtype=torch.int32), "kv_lengths": torch.tensor([3, 8], dtype=torch.int32),
+    "cu_seqlens_k": torch.tensor([0, 9, 16], dtype=torch.int32),
     "block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool), "return_lse": True, "precise_delta": True,
 }  # fmt: skip
 
@@ -152,6 +153,8 @@ def test_a_call_is_answered_or_refused_in_a_line_of_ours(name: str, feature: str
     """Of a backend from get_attention, where nothing is resolved before."""
     q, k, v = (torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(3))
     options = {feature: OPTIONS[feature]} if feature else {}
+    if feature == "cu_seqlens_k":
+        options |= {"cu_seqlens": OPTIONS["cu_seqlens"]}
     refused = ""
     try:
         kernels.get_attention(name)(q, k, v, dropout_seed=1, **options)

@@ -33,6 +33,7 @@ def rank_of(rank: int, folder: Path) -> None:
         ({"alibi_slopes": per_head, "kv_lengths": lengths, "causal": False}, {"alibi_slopes": 0}),
         ({"sinks": per_head, "softcap": 20.0, "block_mask": blocks}, {"sinks": 0}),
         ({"cu_seqlens": offsets, "window": (9, 0), "precise_delta": True}, {}),
+        ({"cu_seqlens": offsets, "cu_seqlens_k": torch.tensor([0, 9, 50, 80]).int()}, {}),
         ({"dropout_p": 0.5, "dropout_seed": torch.tensor(3)}, {}),
     ]
     checked = 0
@@ -74,4 +75,4 @@ def rank_of(rank: int, folder: Path) -> None:
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without torch.distributed")
 def test_two_ranks_compute_what_one_does_where_the_shards_are(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(rank_of, args=(tmp_path,), nprocs=2)  # raises what a rank raises
-    assert [(tmp_path / f"checked_{rank}").read_text() for rank in range(2)] == ["10", "10"]
+    assert [(tmp_path / f"checked_{rank}").read_text() for rank in range(2)] == ["12", "12"]

@@ -164,6 +164,9 @@ def dkdv_kernel(
     DOut += batch_64 * stride_dob + head.to(tl.int64) * stride_doh
     statistics = (batch_64 * tl.num_programs(1) * SPEC.GROUP + head) * q_len
 
+    if SPEC.RAGGED:  # the bounds are of keys: in each row as many as there are keys, and not queries
+        DocumentStart += batch_64 * (kv_len - q_len)
+        DocumentEnd += batch_64 * (kv_len - q_len)
     keys = kv_len if KvLengths is None else tl.minimum(tl.load(KvLengths + batch), kv_len)
     k = load_rows(K, first_key, keys, stride_kn, SPEC, SPEC.BLOCK_N, True)
     v = load_rows(V, first_key, keys, stride_vn, SPEC, SPEC.BLOCK_N, True)

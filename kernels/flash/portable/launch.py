@@ -7,7 +7,7 @@ import triton
 
 from ...launch import Launch, launch
 from ..call import Options, Tensors
-from ..masks import list_strides
+from ..masks import list_strides, queries_of_keys
 from . import tiles
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
@@ -15,6 +15,7 @@ from .spec import specify
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 Tensor = torch.Tensor
+Masks = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def forward(
@@ -55,16 +56,21 @@ def backward(
     options: Options,
 ) -> None:
     """Write the gradients dq, dk and dv, and delta, as `flash_backward` describes them. Nothing is packed."""
-    masks = (
-        tensors.seed, tensors.alibi_slopes, tensors.document_starts, tensors.document_ends, tensors.kv_lengths
-    )  # fmt: skip
     if dq.numel():
         low = out_low if options.precise_delta else None
-        pointers = (q, k, v, out, low, d_out, lse, d_lse, delta, dq, *masks, tensors.key_blocks)
+        pointers = (q, k, v, out, low, d_out, lse, d_lse, delta, dq, *_masks(tensors), tensors.key_blocks)
         _launch("dq", pointers, (q, k, v, out, d_out, dq), tensors.key_blocks, tensors, options)
     if dk.numel():
-        others = (q, k, v, d_out, lse, delta, dk, dv, *masks, tensors.query_blocks)
+        if options.ragged:
+            tensors = queries_of_keys(tensors, k.shape[2])
+        others = (q, k, v, d_out, lse, delta, dk, dv, *_masks(tensors), tensors.query_blocks)
         _launch("dkdv", others, (q, k, v, d_out, dk, dv), tensors.query_blocks, tensors, options)
+
+
+def _masks(tensors: Tensors) -> Masks:
+    return (
+        tensors.seed, tensors.alibi_slopes, tensors.document_starts, tensors.document_ends, tensors.kv_lengths
+    )  # fmt: skip
 
 
 def _launch(

@@ -26,6 +26,7 @@ class Spec:
     SOFTCAP: tl.constexpr  # 0: off
     ALIBI: tl.constexpr
     DOCUMENTS: tl.constexpr
+    RAGGED: tl.constexpr  # documents have bounds of queries, and others of keys
     PADDED: tl.constexpr
     DROPOUT_P: tl.constexpr  # dropped share, a multiple of 2^-16
     DROP_BELOW: tl.constexpr  # a 16-bit half of a Philox word below this drops
@@ -43,6 +44,7 @@ def specify(
     softcap: float = 0.0,
     alibi: bool = False,
     documents: bool = False,
+    ragged: bool = False,
     padded: bool = False,
 ) -> Spec:
     """The compile-time argument of a kernel with a tile. group: query heads per key head."""
@@ -58,6 +60,7 @@ def specify(
         SOFTCAP=tl.constexpr(softcap),
         ALIBI=tl.constexpr(alibi),
         DOCUMENTS=tl.constexpr(documents),
+        RAGGED=tl.constexpr(ragged),
         PADDED=tl.constexpr(padded),
         DROPOUT_P=tl.constexpr(drop_share(dropout_p)),
         DROP_BELOW=tl.constexpr(drop_threshold(dropout_p)),
