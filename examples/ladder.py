@@ -77,9 +77,8 @@ def backend(name):
 
 
 def first_flash(q, k, v):
-    with flash1.forced(
-        forward=flash1.FORWARD[HEAD_DIM]
-    ):  # the tile of a GPU; the interpreter's own is smaller
+    # The tile of a GPU; the interpreter's own is smaller.
+    with flash1.forced(forward=flash1.FORWARD[HEAD_DIM]):
         return backend("flash1")(q, k, v)
 
 

@@ -169,7 +169,6 @@ def flex_mask(
     document = of_keys = numbers(cu_seqlens, batch, q_len)
     if cu_seqlens_k is not None:
         of_keys = numbers(cu_seqlens_k, batch, kv_len)
-    own = positions(cu_seqlens, cu_seqlens_k, batch, q_len, kv_len)
     device, size = document.device, BLOCK_MASK_SIZE
     row, key = (torch.arange(0, length, size, device=device) for length in (q_len, kv_len))
     last_row, last_key = (row + size - 1).clamp(max=q_len - 1), (key + size - 1).clamp(max=kv_len - 1)
@@ -179,6 +178,7 @@ def flex_mask(
     full = seen & (begins == ends) & (key_begins == key_ends)
     full = full & (row + size <= q_len)[:, None] & (key + size <= kv_len)
     if causal:
+        own = positions(cu_seqlens, cu_seqlens_k, batch, q_len, kv_len)
         reached = own if cu_seqlens_k is None else own.cummax(-1).values  # by a query or one before it
         seen = seen & (key <= reached[:, last_row, None])
         full = full & (last_key <= own[:, row, None])

@@ -82,7 +82,7 @@ def of_recipes(kept: dict[str, Any]) -> list[Trained]:
 
 
 def matched(trained: list[Trained]) -> list[Pair]:
-    """Naive and flash of the same document and weights."""
+    """Naive and flash of the same document and weights; of a run that was repeated the last."""
     by_place: dict[Any, dict[str, Trained]] = defaultdict(dict)
     for run in _longest(trained):
         by_place[run.document, run.weights][run.attention] = run

@@ -33,11 +33,8 @@ from .experiment import Experiment, OutOfTime, Results, Sample
 if TYPE_CHECKING:
     import torch
 
-PEERS = (
-    "flash-attn-4",
-    "liger-kernel",
-    "transformers",
-)  # whose versions a record has where they are installed
+# Whose versions a record has where they are installed.
+PEERS = ("flash-attn-4", "liger-kernel", "transformers")
 VERSION = 3  # of the document's format; a file of another version is skipped
 # What every document has; see Store.
 FIELDS = ("experiment", "state", "tiny", "device", "command", "commit", "depends", "settings", "environment")

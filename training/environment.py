@@ -95,7 +95,8 @@ def _commit() -> str:
 
 def _driver() -> str:
     """Of its kernel module where that tells: nvidia-smi took more than 10 s beside 96 processes."""
-    if DRIVER.exists():
-        return next(word for word in DRIVER.read_text().split() if re.fullmatch(r"\d+(\.\d+)+", word))
+    words = DRIVER.read_text().split() if DRIVER.exists() else []
+    if told := [word for word in words if re.fullmatch(r"\d+(\.\d+)+", word)]:
+        return told[0]
     versions = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.splitlines()[0]

@@ -135,7 +135,7 @@ for name, (part, only, seconds) in {
         needs="text code",
     )
 
-# Runs of `perplexity` with other weights. Afterwards: python -m benchmarks recipes pairs RUN...
+# Runs of `perplexity` with other weights. Afterwards: python -m benchmarks recipes pairs RUN... --commit SHA
 PAIR = "model=gpt2_small attention.precise_delta=false trainer.batch_tokens=65536 trainer.micro_batch=16 "
 PAIR += "trainer.steps=3052 trainer.eval_every=200 trainer.keep_checkpoints=1 trainer.precision=bf16 "
 PAIR += "schedule.warmup_fraction=0.01"

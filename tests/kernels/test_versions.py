@@ -132,7 +132,6 @@ def stand_in(folder: Path, package: str, source: str) -> None:
     (folder / package / "__init__.py").write_text(source)
 
 
-@pytest.mark.slow
 def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, capsys) -> None:
     from kernels import tune
     from reproduce.__main__ import main
@@ -146,6 +145,7 @@ def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, cap
     assert re.search(rf"^error: training needs a CUDA device: {words}.*\n$", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "needed"), [("compile_report", "a triton with Gluon"), ("tune", "triton 3.")]
 )

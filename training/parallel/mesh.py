@@ -56,10 +56,10 @@ def check_shard(config: Config, ranks: World, dtype: torch.dtype) -> None:
                 "parallel.blocks_at_once is read with parallel.shard=full or optimizer; leave it out."
             )
         return
-    asked, blocks = config.parallel.blocks_at_once, config.model.n_layer
-    if asked is not None and asked > blocks:
+    at_once, blocks = config.parallel.blocks_at_once, config.model.n_layer
+    if at_once is not None and at_once > blocks:
         raise ConfigError(
-            f"parallel.blocks_at_once={asked}, of a model of {blocks} blocks; the nearest is {blocks}."
+            f"parallel.blocks_at_once={at_once}, of a model of {blocks} blocks; the nearest is {blocks}."
         )
     asked = f"parallel.shard={config.parallel.shard.value}"
     if not ranks.launched:
