@@ -32,7 +32,6 @@ import torch
 from .registry import AttentionError, used_features
 
 BLOCK_MASK_SIZE = 128
-KEYS_ALONE = "cu_seqlens_k, the offsets of the keys, needs cu_seqlens, those of the queries"
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -173,7 +172,9 @@ def check_features(
     if cu_seqlens_k is not None:
         check_tensor("cu_seqlens_k", cu_seqlens_k, q.device, torch.int32)
         if cu_seqlens is None:
-            raise AttentionError(KEYS_ALONE)
+            raise AttentionError(
+                "cu_seqlens_k, the offsets of the keys, needs cu_seqlens, those of the queries"
+            )
         if cu_seqlens_k.shape != cu_seqlens.shape:
             shapes = f"{tuple(cu_seqlens_k.shape)} and {tuple(cu_seqlens.shape)}"
             raise AttentionError(f"cu_seqlens_k and cu_seqlens must have as many documents, got {shapes}")
@@ -193,8 +194,6 @@ def refuse_features(name: str, features: dict[str, object], beside: str = "") ->
     beside: the argument with which it lacks them.
     """
     used = used_features(features)
-    if "cu_seqlens_k" in used and not beside and "cu_seqlens" not in used:
-        raise AttentionError(KEYS_ALONE)
     if used:
         what = f"{sorted(used)[0]} beside {beside}" if beside else sorted(used)[0]
         raise AttentionError(

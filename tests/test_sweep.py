@@ -127,40 +127,75 @@ def processes() -> list[tuple[int, str]]:
     return found
 
 
-# Stand-ins for SLURM's programs: sbatch starts the tasks of an array in the background, srun runs its command.
-SLURM = {
-    "sbatch": """#!/bin/bash
+# Stand-ins for SLURM's programs: sbatch starts two jobs of an array in the background, srun runs its command.
+SBATCH = """#!/bin/bash
 cp "$1" "$SLURM_FOLDER/submitted.sh"
 for task in 0 1; do
   SLURM_ARRAY_JOB_ID=17 SLURM_ARRAY_TASK_ID=$task SLURM_JOB_ID=$((17 + task)) SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 \\
     SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 bash "$1" >/dev/null 2>&1 &
 done
 echo "Submitted batch job 17"
-""",
-    "srun": """#!/bin/bash
+"""
+OPTIONS = """#!/bin/bash
 while [[ $1 == -* ]]; do
   case $1 in --output | --error) shift 2 ;; *) shift ;; esac
 done
-exec "$@"
-""",
-    "sacct": "#!/bin/bash\necho 'JobID|State|NodeList'\n",
-}
+"""
+SRUN = OPTIONS + 'exec "$@"'
+# Of one job: its two nodes are this one, and srun starts a task on each.
+SBATCH_OF_TWO_NODES = """#!/bin/bash
+cp "$1" "$SLURM_FOLDER/submitted.sh"
+SLURM_JOB_ID=17 SLURM_NTASKS=2 SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST=localhost,localhost \\
+  bash "$1" >/dev/null 2>&1 &
+echo "Submitted batch job 17"
+"""
+SRUN_ON_TWO_NODES = (
+    OPTIONS
+    + """for node in 0 1; do
+  SLURM_NODEID=$node SLURM_PROCID=$node SLURM_LOCALID=0 "$@" &
+done
+wait -n && wait -n
+"""
+)
+
+
+@pytest.fixture
+def slurm(command_line, tiny, tmp_path):
+    """Submits a sweep to these stand-ins; returns what it printed, and what sbatch was asked for."""
+    pytest.importorskip("submitit")
+
+    def submit(sbatch: str, srun: str, *words: str) -> tuple[str, dict[str, str]]:
+        programs = {"sbatch": sbatch, "srun": srun, "sacct": "#!/bin/bash\necho 'JobID|State|NodeList'\n"}
+        for name, script in programs.items():
+            (tmp_path / name).write_text(script)
+            (tmp_path / name).chmod(stat.S_IRWXU)
+        found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_FOLDER": str(tmp_path)}
+        sweep = ["hydra/launcher=slurm", "hydra.launcher.partition=gpu", "hydra.sweep.dir=sweep", *words]
+        done = command_line("train.py", "-m", *tiny, *sweep, env=found)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, dict(
+            re.findall(r"#SBATCH --([\w-]+)=(.*)", (tmp_path / "submitted.sh").read_text())
+        )
+
+    return submit
 
 
 @pytest.mark.slow
-def test_the_slurm_config_submits_an_array_of_jobs(command_line, tiny, tmp_path):
-    """With stand-ins for SLURM: submitit takes every setting of the config, and the jobs train."""
-    pytest.importorskip("submitit")
-    for name, script in SLURM.items():
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(stat.S_IRWXU)
-    slurm = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_FOLDER": str(tmp_path)}
-    sweep = ["hydra/launcher=slurm", "hydra.launcher.partition=gpu", "hydra.sweep.dir=sweep", "seed=1,2"]
-    done = command_line("train.py", "-m", *tiny, *sweep, env=slurm)
-    assert done.returncode == 0, done.stderr
-    asked = dict(re.findall(r"#SBATCH --([\w-]+)=(.*)", (tmp_path / "submitted.sh").read_text()))
+def test_the_slurm_config_submits_an_array_of_jobs(slurm, tmp_path):
+    """submitit takes every setting of the config, and the jobs train."""
+    said, asked = slurm(SBATCH, SRUN, "seed=1,2")
     assert asked["signal"] == "USR2@120"
     assert (asked["time"], asked["gpus-per-node"], asked["partition"]) == ("240", "1", "gpu")
     assert asked["array"].startswith("0-1")
     assert len(list((tmp_path / "sweep").glob("*/summary.json"))) == 2
-    assert "output       sweep/.submitit/*/*_log.out\n" in done.stdout
+    assert "output       sweep/.submitit/*/*_log.out\n" in said
+
+
+@pytest.mark.slow
+def test_the_nodes_of_a_slurm_job_are_ranks_of_one_run(slurm, tmp_path):
+    _, asked = slurm(SBATCH_OF_TWO_NODES, SRUN_ON_TWO_NODES, "seed=1", "hydra.launcher.nodes=2")
+    assert (asked["nodes"], asked["ntasks-per-node"]) == ("2", "1")
+    (facts,) = (tmp_path / "sweep").glob("*/facts.json")
+    assert json.loads(facts.read_text())["world_size"] == 2
+    assert (facts.parent / "summary.json").exists()
+    assert len(list((tmp_path / "sweep" / ".submitit").glob("*/*_result.pkl"))) == 2

@@ -182,9 +182,8 @@ def test_other_features_beside_documents_are_refused() -> None:
         get_attention("sdpa")(q, q, q, cu_seqlens=cu_seqlens, dropout_p=0.1, dropout_seed=1)
     with pytest.raises(AttentionError, match=r"cu_seqlens must be torch\.int32"):
         get_attention("flex")(q, q, q, cu_seqlens=cu_seqlens.long())
-    for name in ("sdpa", "flex", "naive"):
-        with pytest.raises(AttentionError, match=r"cu_seqlens_k, .*, needs cu_seqlens, those of the queries"):
-            get_attention(name)(q, q, q, cu_seqlens_k=cu_seqlens)
+    with pytest.raises(AttentionError, match=r"^cu_seqlens_k, .*, needs cu_seqlens, those of the queries$"):
+        get_attention("naive")(q, q, q, cu_seqlens_k=cu_seqlens)
     asked = {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 64, "cu_seqlens": True}
     with pytest.raises(
         AttentionError, match=r"does not support cu_seqlens_k \(.*beside cu_seqlens .*; use att"
