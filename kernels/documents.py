@@ -103,6 +103,14 @@ def numbers(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     return torch.searchsorted(cu_seqlens, tokens, right=True).view(batch, length)
 
 
+def numbers_of_both(
+    cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor | None, batch: int, q_len: int, kv_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`numbers` of the queries and of the keys, which are the same tensor where they share their offsets."""
+    document = numbers(cu_seqlens, batch, q_len)
+    return document, document if cu_seqlens_k is None else numbers(cu_seqlens_k, batch, kv_len)
+
+
 def positions(
     cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor | None, batch: int, q_len: int, kv_len: int
 ) -> torch.Tensor:
@@ -128,9 +136,7 @@ def visible(
     causal: bool,
 ) -> torch.Tensor:
     """Bool (batch, 1, q_len, kv_len): which key each query sees."""
-    document = of_keys = numbers(cu_seqlens, batch, q_len)
-    if cu_seqlens_k is not None:
-        of_keys = numbers(cu_seqlens_k, batch, kv_len)
+    document, of_keys = numbers_of_both(cu_seqlens, cu_seqlens_k, batch, q_len, kv_len)
     seen = document[:, None, :, None] == of_keys[:, None, None, :]
     if causal:
         own = positions(cu_seqlens, cu_seqlens_k, batch, q_len, kv_len)
@@ -166,9 +172,7 @@ def flex_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    document = of_keys = numbers(cu_seqlens, batch, q_len)
-    if cu_seqlens_k is not None:
-        of_keys = numbers(cu_seqlens_k, batch, kv_len)
+    document, of_keys = numbers_of_both(cu_seqlens, cu_seqlens_k, batch, q_len, kv_len)
     device, size = document.device, BLOCK_MASK_SIZE
     row, key = (torch.arange(0, length, size, device=device) for length in (q_len, kv_len))
     last_row, last_key = (row + size - 1).clamp(max=q_len - 1), (key + size - 1).clamp(max=kv_len - 1)
