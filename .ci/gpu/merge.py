@@ -60,16 +60,23 @@ def alike(documents: list[Document]) -> None:
 
 
 def newest(documents: list[Document]) -> Document:
-    return max(documents, key=lambda each: each["date"])
+    return max(reversed(documents), key=lambda each: each["date"])  # of one day the last
 
 
 def whole(sample: dict) -> bool:
     return not sample.get("failed") and "partial" not in sample
 
 
+def apart(documents: list[Document]) -> list[Document]:
+    """Without those that another went on from: their samples and seconds are in it."""
+    samples = [{json.dumps(each, sort_keys=True) for each in one["samples"]} for one in documents]
+    return [one for one, own in zip(documents, samples, strict=True) if not any(own < of for of in samples)]
+
+
 def slices(documents: list[Document]) -> Document:
     """All that the experiment asks for, in its order. Where slices measured the same, the one with the most
     contenders counts, the first of such."""
+    documents = apart(documents)
     document = newest(documents)
     document["seconds"] = round(sum(each["seconds"] for each in documents), 1)
     took: dict[str, list] = defaultdict(lambda: [0, 0.0])
