@@ -57,6 +57,7 @@ JOBS |= {
     "class": Job("every class of shapes with every backend", script("tests.sh class"), limit=400),
     "random": Job("300 random calls of each kind", script("tests.sh random"), limit=500),
     "sanitizer": Job("compute-sanitizer over every kernel", script("sanitizer.sh"), limit=400),
+    "repeats": Job("equal runs whose compilers share no file", script("repeats.sh"), limit=400),
     "contention": Job("14 processes repeat training steps bit for bit", script("contention.sh"), limit=400),
     "host": Job(
         "what a call costs the host; few jobs beside it", measure("whole benchmarks host"), limit=240
